@@ -1,0 +1,65 @@
+"""What a plugin author implements: `PoolAdapter` turns an engine's pool into regions, `BatchAdapter` a batch into a
+`BatchView`. `Writers` gives requests the small numbers under which their slots are remembered."""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from canary_core.batch import BatchView
+from canary_core.region import Region, Uncovered
+
+EngineBatch = TypeVar("EngineBatch")
+
+
+class PoolAdapter(ABC):
+    """Describes one engine's KV pool. Called once, when the pool exists; tensors in, regions out."""
+
+    @abstractmethod
+    def regions(self) -> Sequence[Region]:
+        """Every set of slots to guard. Raises `AttachError` where the pool isn't what the adapter expects."""
+
+    def uncovered(self) -> Sequence[Uncovered]:
+        """KV memory that the regions leave out, each with the reason."""
+        return ()
+
+
+class BatchAdapter(ABC, Generic[EngineBatch]):
+    """Describes one forward of an engine. Called before every forward, so it must be cheap and must not sync."""
+
+    @abstractmethod
+    def view(self, batch: EngineBatch) -> BatchView | None:
+        """What the forward reads and writes; None if it touches no KV (an idle or warm-up forward)."""
+
+
+class Writers:
+    """Request ids ↔ writer ids. Ids count up from 0 and are not reused; the last ``capacity`` names are remembered."""
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self._capacity = capacity
+        self._ids: OrderedDict[str, int] = OrderedDict()
+        self._names: dict[int, str] = {}
+        self._next = 0
+
+    def id(self, request: str) -> int:
+        """Writer id of a request; the same request gets the same id as long as it is remembered."""
+        known = self._ids.get(request)
+        if known is not None:
+            self._ids.move_to_end(request)
+            return known
+        if len(self._ids) >= self._capacity:
+            _, oldest = self._ids.popitem(last=False)
+            del self._names[oldest]
+        new = self._next
+        self._next += 1
+        self._ids[request] = new
+        self._names[new] = request
+        return new
+
+    def name(self, writer: int) -> str | None:
+        """The request of a writer id, None if it was forgotten or never given."""
+        return self._names.get(writer)
+
+    def forget(self, request: str) -> None:
+        """The request's history no longer holds (a fork or a reused name): it gets a new id next time."""
+        self._ids.pop(request, None)

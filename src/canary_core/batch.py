@@ -1,0 +1,117 @@
+"""What one forward reads and writes: `BatchView`, with one `SlotTable` per region."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from canary_core.errors import AttachError
+from canary_core.region import require_index_tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotTable:
+    """The device table that attention reads, as slots of one region.
+
+    The entry of position ``p`` of batch row ``r`` is the element ``rows[r] * entries.stride(0) + q // page_size`` of
+    ``entries``, with ``q = p % ring_slots`` if ``ring_slots`` else ``p``; its slot is ``entry * page_size +
+    q % page_size``. So a slot table has ``page_size`` 1, a block table the page size, a ragged list of slots the stride
+    1 with ``rows`` its starts. Negative entries are padding.
+
+    entries: int32 or int64 ``[table rows, width]``. rows: int32 or int64 ``[batch rows]``, None for row ``r`` = ``r``;
+    with a ragged list it may be negative as long as the elements that are read are not.
+    write_slots: int32 or int64 ``[tokens]``, where the forward stores its new tokens, if the engine has that list;
+    None derives it from the table.
+    stored_tokens: a forward stores at most its last ``stored_tokens`` new tokens of a row (a ring); 0: all of them.
+    pool_page: ``(rows, slots)`` where entries and write slots number a pool's rows of which each page of ``rows`` rows
+    has only ``slots`` that are this region's (pages of several layers in one tensor); row ``n`` is then slot
+    ``n // rows * slots + n % rows``, and one with ``n % rows >= slots`` is out of range. None: entries are slots.
+    """
+
+    entries: Tensor
+    rows: Tensor | None = None
+    page_size: int = 1
+    ring_slots: int = 0
+    write_slots: Tensor | None = None
+    stored_tokens: int = 0
+    pool_page: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.ring_slots < 0 or self.stored_tokens < 0:
+            raise AttachError(
+                f"slot table: page_size must be at least 1, ring_slots and stored_tokens not negative, got "
+                f"page_size={self.page_size}, ring_slots={self.ring_slots}, stored_tokens={self.stored_tokens}"
+            )
+        if self.stored_tokens == 0 and self.ring_slots:
+            object.__setattr__(self, "stored_tokens", self.ring_slots)
+        if self.pool_page is not None and not 1 <= self.pool_page[1] <= self.pool_page[0]:
+            raise AttachError(f"slot table: pool_page must be (rows, slots) with 1 <= slots <= rows, got {self.pool_page}")
+        device = self.entries.device
+        require_index_tensor("slot table: entries", self.entries, device, dims=2)
+        if self.rows is not None:
+            require_index_tensor("slot table: rows", self.rows, device, dims=1)
+        if self.write_slots is not None:
+            require_index_tensor("slot table: write_slots", self.write_slots, device, dims=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchView:
+    """One forward: each row is a request with ``prefix_lens[r]`` tokens in the cache and ``new_lens[r]`` to write.
+
+    All tensors are on the pool's device and may be static buffers larger than the batch; rows with no prefix and no
+    new tokens are padding. Row ``r``'s new tokens follow those of row ``r - 1`` in ``token_ids``.
+
+    prefix_lens, new_lens, writers: int32 or int64 ``[rows]``; a writer id is the small number under which a request's
+    slots are remembered (`Writers` makes them), -1 for unknown.
+    token_ids: int32 or int64 ``[tokens]``. positions: the same shape, the engine's own idea of them (None: not checked).
+    tables: region name → `SlotTable`; regions without one are left alone by this forward.
+    expected_tokens: int32 or int64 ``[rows, width]``, the requests' own tokens by position, -1 where unknown.
+    anchors: int64 ``[rows]``, start of each row's prefix hash (`hashing.anchor`), None for the common one.
+
+    Raises `AttachError` if dtypes, shapes or devices do not fit.
+    """
+
+    prefix_lens: Tensor
+    new_lens: Tensor
+    token_ids: Tensor
+    writers: Tensor
+    tables: Mapping[str, SlotTable]
+    positions: Tensor | None = None
+    expected_tokens: Tensor | None = None
+    anchors: Tensor | None = None
+    _device: torch.device = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        device = self.prefix_lens.device
+        object.__setattr__(self, "_device", device)
+        for name in ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                require_index_tensor(f"batch: {name}", tensor, device, dims=1)
+        if self.expected_tokens is not None:
+            require_index_tensor("batch: expected_tokens", self.expected_tokens, device, dims=2)
+        for name in ("new_lens", "writers", "anchors"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != self.prefix_lens.shape:
+                raise AttachError(f"batch: {name} has shape {tuple(tensor.shape)}, rows are {self.rows}")
+        if self.anchors is not None and self.anchors.dtype != torch.int64:
+            raise AttachError(f"batch: anchors must be int64, got {self.anchors.dtype}")
+        for name, table in self.tables.items():
+            if table.entries.device != device:
+                raise AttachError(f"batch: the table of region {name!r} is on {table.entries.device}, rows on {device}")
+
+    @property
+    def rows(self) -> int:
+        """Batch rows, padding included."""
+        return self.prefix_lens.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Capacity of ``token_ids``: at least the sum of ``new_lens``."""
+        return self.token_ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors of the batch are."""
+        return self._device

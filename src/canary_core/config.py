@@ -1,0 +1,85 @@
+"""Every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from canary_core.errors import ConfigError
+
+Mode = Literal["off", "log", "raise"]
+Bytes = Literal["off", "partial", "all"]
+
+
+class CanaryConfig(BaseSettings):
+    """Frozen settings. Each field is read from ``CANARY_<NAME>``; an argument wins over the environment.
+
+    Build it with `CanaryConfig.load`, which turns pydantic's report into one `ConfigError` sentence per setting.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="CANARY_", frozen=True, extra="forbid", env_ignore_empty=True)
+
+    plugins: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="Names of the plugins to load, separated by commas. Empty: none, and nothing is paid."
+    )
+    mode: Mode = Field(
+        default="log",
+        description="off: nothing is checked. log: findings are reported, the engine always goes on. raise: the first "
+        "finding stops the engine with a ViolationError.",
+    )
+    bytes: Bytes = Field(
+        default="all",
+        description="Which KV bytes are fingerprinted on every layer and half: off (mapping checks only), partial "
+        "(the first 16 bytes of each source of a slot), all.",
+    )
+    backend: Literal["auto", "torch", "triton"] = Field(
+        default="auto", description="auto: triton for pools on a GPU, torch elsewhere. The choice is logged."
+    )
+    read_check: Annotated[int, Field(ge=-1)] = Field(
+        default=0,
+        description="Slots per forward whose bytes are compared before the forward reads them, rotating over the "
+        "batch; -1: all of them (testing; it re-reads the whole context in every forward), 0: leave it to the scrub.",
+    )
+    scrub_budget: str = Field(
+        default="1%",
+        description="How much the scrub may do after each forward: a share of time such as 1%, or bytes per forward "
+        "such as 64MiB; 0 turns it off.",
+    )
+    non_finite: bool = Field(default=True, description="Report NaN and infinity in float KV that was just written.")
+    ring_rows: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        default=1024, description="Violation rows kept on the device until the host reads them; counts are never lost."
+    )
+    max_rows: Annotated[int, Field(ge=1, le=1 << 16)] = Field(
+        default=1024, description="Most requests of one forward that are checked; further ones are counted as skipped."
+    )
+    stats_interval: Annotated[int, Field(ge=0)] = Field(
+        default=1000, description="Forwards between two stats events; 0: none."
+    )
+    silence_s: Annotated[float, Field(ge=0)] = Field(
+        default=60.0,
+        description="Seconds without a checked forward, while the engine is known to run, after which a silence event "
+        "is raised; 0: never.",
+    )
+    faults: str = Field(
+        default="",
+        description="Deliberate corruptions for self-tests, e.g. 'real_kv_used:probability=0.01,warmup=50;lost_write'. "
+        "Empty: none.",
+    )
+    seed: int = Field(default=0, description="Seed of fault injection.")
+
+    @field_validator("plugins", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else value
+
+    @classmethod
+    def load(cls, **overrides: object) -> "CanaryConfig":
+        """Settings from ``overrides`` and the environment. Raises `ConfigError` naming each bad setting."""
+        try:
+            return cls(**overrides)  # type: ignore[arg-type]
+        except ValidationError as error:
+            problems = [
+                f"CANARY_{'.'.join(str(p) for p in e['loc']).upper()}: {e['msg']}, got {e['input']!r}"
+                for e in error.errors()
+            ]
+            raise ConfigError("; ".join(problems)) from error

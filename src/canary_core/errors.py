@@ -1,0 +1,28 @@
+"""Every error Canary raises on purpose. Each message says what, what was got, and what to do."""
+
+
+class CanaryError(Exception):
+    """Base of all of Canary's own errors."""
+
+
+class ConfigError(CanaryError):
+    """A setting has a value that Canary can't use."""
+
+
+class PluginError(CanaryError):
+    """A plugin is missing, broken, or doesn't fit the engine it is for."""
+
+
+class AttachError(CanaryError):
+    """A pool, source, table or batch does not fit its description; raised at attach time, never inside a forward."""
+
+
+class ViolationError(CanaryError):
+    """The KV cache isn't what it should be; raised in `raise` mode only.
+
+    ``violation`` is the first finding (`canary_core.Violation`).
+    """
+
+    def __init__(self, violation: object) -> None:
+        super().__init__(str(violation))
+        self.violation = violation

@@ -1,0 +1,28 @@
+"""`Event`: what Canary tells beside violations, as a name and fields."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing worth telling. ``name`` is stable and machine-readable, ``fields`` are plain values.
+
+    | name              | when                                                                                     |
+    |-------------------|------------------------------------------------------------------------------------------|
+    | plugins_loaded    | plugins were loaded; which, and which failed                                             |
+    | attached          | a pool is guarded: backend, mode, regions, slots, memory of ours                         |
+    | coverage          | what share of KV bytes is guarded, and what is not and why                               |
+    | stats             | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                   |
+    | silence           | no forward was checked for ``CANARY_SILENCE_S`` seconds                                  |
+    | disabled          | an exception of ours switched this canary off; the engine goes on                        |
+    | rows_dropped      | more findings than ring rows between two host reads; the counts are complete             |
+    | dismissed         | a plugin explained a finding away                                                        |
+    | fault_injected    | a self-test corrupted something on purpose                                               |
+    """
+
+    name: str
+    level: Level = "info"
+    fields: dict[str, object] = field(default_factory=dict)

@@ -1,0 +1,74 @@
+"""The hooks: all that a plugin can do. A plugin implements any of them, marked with `hookimpl`.
+
+None of these runs inside a CUDA graph capture, except `canary_pre_forward` and `canary_post_forward`, which do when the
+forward they bracket is captured; there they must neither read from the device nor allocate.
+"""
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from canary_core.batch import BatchView
+    from canary_core.canary import Canary
+    from canary_core.config import CanaryConfig
+    from canary_core.demo import DemoEngine
+    from canary_core.events import Event
+    from canary_core.plugins import EngineInfo
+    from canary_core.violation import Violation
+
+hookspec = pluggy.HookspecMarker("canary")
+hookimpl = pluggy.HookimplMarker("canary")
+
+
+@hookspec
+def canary_engine() -> "EngineInfo":
+    """Which engine the plugin is for, its installed version and the supported range. Called by ``canary plugins`` and
+    before `canary_install`; must not import the engine."""
+
+
+@hookspec
+def canary_install(config: "CanaryConfig") -> None:
+    """Hook the engine, once per process, after all plugins are loaded and the engine's version was found supported.
+    Twice must be harmless. The plugin builds a `Canary` when the engine's pool exists."""
+
+
+@hookspec
+def canary_uninstall() -> None:
+    """Undo `canary_install`."""
+
+
+@hookspec
+def canary_attached(canary: "Canary") -> None:
+    """A `Canary` was built on a pool. Called once per pool, before its first forward."""
+
+
+@hookspec
+def canary_pre_forward(canary: "Canary", batch: "BatchView") -> None:
+    """Before each forward, before Canary's own check, on the engine's stream; every plugin, last registered first."""
+
+
+@hookspec
+def canary_post_forward(canary: "Canary", batch: "BatchView") -> None:
+    """After each forward, before Canary records it, on the engine's stream; every plugin, last registered first."""
+
+
+@hookspec(firstresult=True)
+def canary_vet(violation: "Violation") -> str | None:
+    """May dismiss a finding that the engine explains, e.g. a write that looks lost because two tokens have the same
+    embedding: return the reason, which is counted and shown in debug output. Called on the host, late."""
+
+
+@hookspec
+def canary_violation(violation: "Violation") -> None:
+    """A finding that nobody dismissed. Called on the host, some steps after the check that found it."""
+
+
+@hookspec
+def canary_event(event: "Event") -> None:
+    """Everything else worth telling: start, coverage, stats, silence, errors of ours. Called on the host."""
+
+
+@hookspec
+def canary_demo() -> "DemoEngine":
+    """An engine that ``canary demo`` can run: builds tiny models, serves traffic, injects faults."""

@@ -1,0 +1,162 @@
+"""Every byte layout that kernels, their torch reference and the host share. Nothing else spells out an index.
+
+Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int32 tensor ``[slots, 8]``:
+
+| word | constant        | content                                                                    |
+|------|-----------------|----------------------------------------------------------------------------|
+| 0    | `TOKEN`         | token id                                                                   |
+| 1    | `POSITION`      | ``position * 4 + state``                                                   |
+| 2, 3 | `PREFIX_HASH`   | prefix hash up to and including this token, int64 little endian            |
+| 4    | `STEP_WRITTEN`  | step of the forward that wrote the slot                                    |
+| 5    | `WRITER`        | writer id of the request that wrote it                                     |
+| 6    | `STEP_FREED`    | step at which the slot was last freed, 0 = never                           |
+| 7    | `FREED_BY`      | writer id that freed it                                                    |
+
+All zeros read as *unwritten*. Beside the records lie the fingerprints, int64 ``[slots, sources]``.
+
+Violation row: `ROW_WORDS` int64, see `Row`. Counters: one int64 each, see `Counter`.
+"""
+
+from enum import IntEnum
+
+RECORD_WORDS = 8
+TOKEN, POSITION, PREFIX_HASH, STEP_WRITTEN, WRITER, STEP_FREED, FREED_BY = 0, 1, 2, 4, 5, 6, 7
+"""First int32 word of each record field."""
+
+MAX_POSITION = (1 << 29) - 1
+"""Largest position a record can hold: two of its word's bits are the state, one is the sign."""
+
+
+class State(IntEnum):
+    """What Canary knows about a slot. `UNWRITTEN` must stay 0: a zeroed record table means nothing was written."""
+
+    UNWRITTEN = 0
+    WRITTEN = 1
+    FREED = 2
+    UNKNOWN = 3
+    """Bytes arrived without a forward and without records; the slot is not judged until it is written again."""
+
+
+class Kind(IntEnum):
+    """What a finding says. The value is the index of its counter."""
+
+    SLOT_RANGE = 0
+    """A table names a slot that does not exist."""
+    NULL_SLOT = 1
+    """A live token is read from, or written to, the null (padding) slot."""
+    UNWRITTEN = 2
+    """A forward will read a slot that no forward has written."""
+    FREED = 3
+    """A forward will read a slot that was freed."""
+    POSITION = 4
+    """The slot holds another position than the one it is read as."""
+    TOKEN = 5
+    """The slot holds another token than the request's own."""
+    PREFIX = 6
+    """The slot's prefix is not the prefix of the slot before it: it belongs to another sequence."""
+    BYTES = 7
+    """The slot's bytes changed since they were recorded."""
+    LOST_WRITE = 8
+    """A forward should have written the slot, and its bytes are what they were before."""
+    WRITE_INPUT = 9
+    """A forward was given another token or position than the request's own."""
+    WRITE_SLOT = 10
+    """A forward writes a token to another slot than the one it will be read from."""
+    TWO_WRITERS = 11
+    """Two tokens of one batch are written to the same slot."""
+    NON_FINITE = 12
+    """A float KV value just written is NaN or infinite."""
+
+
+class Counter(IntEnum):
+    """Index into the device's int64 counters. Indices below `FIRST` are the per-kind violation counts."""
+
+    FIRST = 16
+    ROWS = 16
+    """Violation rows ever reserved in the ring (written or dropped)."""
+    DRAINED = 17
+    """Rows the host has taken; set by the host. A row is kept while ``ROWS - DRAINED < ring rows``."""
+    CHECKED_SLOTS = 18
+    """Slots whose mapping was checked."""
+    CHECKED_BYTES = 19
+    """Bytes whose fingerprint was compared, by read checks and scrub."""
+    RECORDED_SLOTS = 20
+    """Slots recorded after a forward."""
+    RECORDED_BYTES = 21
+    """Bytes fingerprinted after a forward."""
+    UNKNOWN_SLOTS = 22
+    """Slots skipped by a check because their bytes arrived without records."""
+    UNSURE = 23
+    """Suspicions that are not certain, e.g. bytes unchanged by a write of the same token; never reported as findings."""
+    SKIPPED_ROWS = 24
+    """Batch rows beyond the capacity fixed at attach; not checked."""
+    CHECKED_FORWARDS = 25
+    """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
+    SCRUBBED_SLOTS = 26
+    """Slots passed by the scrub, written or not."""
+
+
+COUNTERS = 32
+"""Length of the counter tensor."""
+
+
+class Clock(IntEnum):
+    """Index into the device's int64 clock tensor. Two copies of the step keep every launch free of races: `check`
+    reads `STEP` and writes `NEXT`; `record`, the last reader, reads `NEXT` and writes `STEP`."""
+
+    STEP = 0
+    NEXT = 1
+    SCRUB_CURSOR = 2
+    """First slot of the scrub's next stretch; advanced by `check`, read by `scrub`."""
+    SCRUB_SLOTS = 3
+    """Slots of one stretch; set by the host."""
+    READ_CURSOR = 4
+    """First tile, in batch order, of the next read check under a budget; advanced by `check`."""
+    READ_SLOTS = 5
+    """Most slots of one read check; set by the host."""
+
+
+CLOCK_WORDS = 8
+
+ROW_WORDS = 16
+
+
+class Row(IntEnum):
+    """Word of a violation row (int64 each)."""
+
+    SEQUENCE = 0
+    """Number of this row since start, plus one: how the host tells a fresh row from a stale one."""
+    KIND = 1
+    REGION = 2
+    SOURCE = 3
+    """Index of the source, -1 where the finding is not about bytes."""
+    SLOT = 4
+    POSITION = 5
+    """Position at which the slot is read or written, -1 for the scrub."""
+    TOKEN = 6
+    """Token the request expects there, -1 if unknown."""
+    STORED_TOKEN = 7
+    STORED_POSITION = 8
+    """The record's position word: ``position * 4 + state``."""
+    STORED_VALUE = 9
+    """Recorded prefix hash or fingerprint; for `WRITE_SLOT` the slot of the table; for `TWO_WRITERS` the winner's
+    token index."""
+    FOUND_VALUE = 10
+    """Prefix hash or fingerprint that was found."""
+    WRITER = 11
+    """Writer id of the request that reads or writes now, -1 for the scrub."""
+    STORED_WRITER = 12
+    STEP_WRITTEN = 13
+    STEP_FREED = 14
+    STEP = 15
+    """``step * 8 + phase`` of the check."""
+
+
+class Phase(IntEnum):
+    """Which check raised a finding."""
+
+    PRE_FORWARD = 0
+    POST_FORWARD = 1
+    SCRUB = 2
+    SWEEP = 3
+    EVENT = 4

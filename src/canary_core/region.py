@@ -1,0 +1,216 @@
+"""What is guarded: `KVSource` says where a slot's bytes lie in one tensor, `Region` is a set of slots with sources."""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from canary_core.errors import AttachError
+
+PARTIAL_BYTES = 16
+"""How much of each source `CANARY_BYTES=partial` covers: the first bytes of a slot's first chunk."""
+
+
+class RegionKind(str, Enum):
+    """How a region's slots live."""
+
+    FULL = "full"
+    """Immutable after write, one slot per token."""
+    WINDOW = "window"
+    """As full, only the last ``window_tokens`` positions are readable."""
+
+
+class Role(str, Enum):
+    """What a source's bytes are; only `DATA` is sure to change when another token is written."""
+
+    DATA = "data"
+    SCALE = "scale"
+    INDEX = "index"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVSource:
+    """Where each slot's bytes lie in one tensor: one affine formula for every pool.
+
+    For slot ``s``: ``page = s // page_size``, ``i = s % page_size``; chunk ``c`` starts at
+    ``tensor.data_ptr() + offset_bytes + page * page_stride_bytes + i * slot_stride_bytes + c * chunk_stride_bytes``
+    and is ``chunk_bytes`` long. The tensor is kept alive; it is never written.
+
+    ``layer`` and ``half`` ("k", "v", "kv", "k_scale", "index", ...) name the source in findings. ``dtype`` is the
+    element type for the non-finite check; None leaves that check out (packed or quantized bytes).
+    ``present`` is how many slots of each page the tensor holds, all by default; slots beyond it have no bytes (a cache
+    that grows: its index space is the full length, its tensor the length so far).
+
+    Raises `AttachError` for impossible sizes and for addresses outside of the tensor's storage.
+    """
+
+    tensor: Tensor = field(repr=False)
+    half: str
+    layer: int
+    chunk_bytes: int
+    slot_stride_bytes: int
+    page_size: int = 1
+    page_stride_bytes: int = 0
+    offset_bytes: int = 0
+    chunks: int = 1
+    chunk_stride_bytes: int = 0
+    dtype: torch.dtype | None = None
+    role: Role = Role.DATA
+    present: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_bytes", "page_size", "chunks"):
+            if getattr(self, name) < 1:
+                raise AttachError(f"{self.name}: {name} must be at least 1, got {getattr(self, name)}")
+        if self.present is None:
+            object.__setattr__(self, "present", self.page_size)
+        elif not 0 <= self.present <= self.page_size:
+            raise AttachError(f"{self.name}: present must be 0 to page_size {self.page_size}, got {self.present}")
+        if self.page_size == 1 and self.page_stride_bytes == 0:
+            object.__setattr__(self, "page_stride_bytes", self.slot_stride_bytes)
+        if min(self.offset_bytes, self.page_stride_bytes, self.slot_stride_bytes, self.chunk_stride_bytes) < 0:
+            raise AttachError(f"{self.name}: offsets and strides must not be negative, got {self}")
+
+    @property
+    def name(self) -> str:
+        """``half.layer``, e.g. ``k.17``."""
+        return f"{self.half}.{self.layer}"
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot in this source."""
+        return self.chunks * self.chunk_bytes
+
+    @property
+    def words_per_chunk(self) -> int:
+        """32-bit words of one chunk, the last one padded with zero bytes."""
+        return -(-self.chunk_bytes // 4)
+
+    @property
+    def slot_words(self) -> int:
+        """Words of one slot: how many keys its fingerprint needs."""
+        return self.chunks * self.words_per_chunk
+
+    @property
+    def address(self) -> int:
+        """Device address of slot 0, chunk 0."""
+        return self.tensor.data_ptr() + self.offset_bytes
+
+    @property
+    def alignment(self) -> int:
+        """The largest of 16, 4 and 1 that divides every chunk's address and length."""
+        places = (self.address, self.page_stride_bytes, self.slot_stride_bytes, self.chunk_stride_bytes)
+        lengths = (*places, self.chunk_bytes)
+        return next(a for a in (16, 4, 1) if all(n % a == 0 for n in lengths))
+
+    def first_bytes(self, count: int) -> "KVSource":
+        """This source cut to the first ``count`` bytes of each slot's first chunk."""
+        return replace(self, chunks=1, chunk_stride_bytes=0, chunk_bytes=min(self.chunk_bytes, count))
+
+    def require_slots(self, slots: int) -> None:
+        """Raises `AttachError` if ``slots`` slots do not fit the tensor's storage."""
+        pages = -(-slots // self.page_size)
+        present = self.page_size if self.present is None else self.present
+        if present == 0:
+            return
+        last_in_page = min(slots, present) - 1
+        end = (
+            self.offset_bytes
+            + (pages - 1) * self.page_stride_bytes
+            + last_in_page * self.slot_stride_bytes
+            + (self.chunks - 1) * self.chunk_stride_bytes
+            + self.chunk_bytes
+        )
+        storage = self.tensor.untyped_storage()
+        have = storage.nbytes() - (self.tensor.data_ptr() - storage.data_ptr())
+        if end > have:
+            raise AttachError(
+                f"{self.name}: {slots} slots need {end} bytes from the tensor's start, its storage has {have}; "
+                f"check slot count and strides of {self}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """One guarded set of KV slots with one index space.
+
+    ``slot_map`` (int32 or int64, ``[full slots + 1]``) turns the table's slots into this region's: a sliding-window
+    pool beside a full one. ``null_slot`` is the padding slot, never a live token's (None: every slot is live).
+    ``window_tokens``: a token attends to itself and the ``window_tokens - 1`` before it; required for `WINDOW`.
+
+    Raises `AttachError` if a source does not fit, devices differ, or there are no sources.
+    """
+
+    name: str
+    slots: int
+    sources: tuple[KVSource, ...]
+    kind: RegionKind = RegionKind.FULL
+    window_tokens: int | None = None
+    slot_map: Tensor | None = field(default=None, repr=False)
+    null_slot: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise AttachError(f"region {self.name!r}: slots must be at least 1, got {self.slots}")
+        if not self.sources:
+            raise AttachError(f"region {self.name!r} has no sources; give at least one KVSource")
+        if (self.kind is RegionKind.WINDOW) != (self.window_tokens is not None):
+            raise AttachError(
+                f"region {self.name!r}: window_tokens goes with kind=WINDOW, got kind={self.kind.value} and "
+                f"window_tokens={self.window_tokens}"
+            )
+        if self.window_tokens is not None and self.window_tokens < 1:
+            raise AttachError(f"region {self.name!r}: window_tokens must be at least 1, got {self.window_tokens}")
+        if self.null_slot is not None and not 0 <= self.null_slot < self.slots:
+            raise AttachError(f"region {self.name!r}: null_slot {self.null_slot} is not one of its {self.slots} slots")
+        names = [s.name for s in self.sources]
+        if len(set(names)) != len(names):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise AttachError(f"region {self.name!r}: sources must have different names, got twice: {twice}")
+        for source in self.sources:
+            if source.tensor.device != self.device:
+                raise AttachError(
+                    f"region {self.name!r}: source {source.name} is on {source.tensor.device}, the first one on "
+                    f"{self.device}; a region lives on one device"
+                )
+            source.require_slots(self.slots)
+        if self.slot_map is not None:
+            require_index_tensor(f"region {self.name!r}: slot_map", self.slot_map, self.device, dims=1)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the guarded bytes."""
+        return self.sources[0].tensor.device
+
+    @property
+    def slot_bytes(self) -> int:
+        """Guarded bytes of one slot, all sources together."""
+        return sum(s.slot_bytes for s in self.sources)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Guarded bytes of all slots."""
+        return self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """KV memory that is seen but not guarded, with the reason: reported at start-up, never silent."""
+
+    name: str
+    size_bytes: int
+    reason: str
+
+
+def require_index_tensor(what: str, tensor: Tensor, device: torch.device, dims: int) -> None:
+    """Raises `AttachError` unless ``tensor`` is int32 or int64 with ``dims`` dimensions, contiguous in its last, on
+    ``device``."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise AttachError(f"{what} must be int32 or int64, got {tensor.dtype}; convert it where it is made")
+    if tensor.device != device:
+        raise AttachError(f"{what} must be on {device} beside the pool, got {tensor.device}; copy it there")
+    if tensor.dim() != dims:
+        raise AttachError(f"{what} must have {dims} dimension(s), got shape {tuple(tensor.shape)}")
+    if tensor.numel() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise AttachError(f"{what} must be contiguous in its last dimension, got strides {tensor.stride()}")
