@@ -1,6 +1,7 @@
 """Every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -9,6 +10,13 @@ from canary_core.errors import ConfigError
 
 Mode = Literal["off", "log", "raise"]
 Bytes = Literal["off", "partial", "all"]
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def _unit(unit: str) -> dict[str, Any]:
+    """What a setting's number counts, kept beside its description for `settings`."""
+    return {"unit": unit}
 
 
 class CanaryConfig(BaseSettings):
@@ -20,7 +28,9 @@ class CanaryConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="CANARY_", frozen=True, extra="forbid", env_ignore_empty=True)
 
     plugins: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=(), description="Names of the plugins to load, separated by commas. Empty: none, and nothing is paid."
+        default=(),
+        description="Names of the plugins to load, separated by commas. Empty: none, and nothing is paid.",
+        json_schema_extra=_unit("names"),
     )
     mode: Mode = Field(
         default="log",
@@ -39,26 +49,33 @@ class CanaryConfig(BaseSettings):
         default=0,
         description="Slots per forward whose bytes are compared before the forward reads them, rotating over the "
         "batch; -1: all of them (testing; it re-reads the whole context in every forward), 0: leave it to the scrub.",
+        json_schema_extra=_unit("slots per forward"),
     )
     scrub_budget: str = Field(
         default="1%",
         description="How much the scrub may do after each forward: a share of time such as 1%, or bytes per forward "
         "such as 64MiB; 0 turns it off.",
+        json_schema_extra=_unit("share of time, or bytes per forward"),
     )
     non_finite: bool = Field(default=True, description="Report NaN and infinity in float KV that was just written.")
     ring_rows: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
-        default=1024, description="Violation rows kept on the device until the host reads them; counts are never lost."
+        default=1024,
+        description="Violation rows kept on the device until the host reads them; counts are never lost.",
+        json_schema_extra=_unit("rows"),
     )
     max_rows: Annotated[int, Field(ge=1, le=1 << 16)] = Field(
-        default=1024, description="Most requests of one forward that are checked; further ones are counted as skipped."
+        default=1024,
+        description="Most requests of one forward that are checked; further ones are counted as skipped.",
+        json_schema_extra=_unit("requests"),
     )
     stats_interval: Annotated[int, Field(ge=0)] = Field(
-        default=1000, description="Forwards between two stats events; 0: none."
+        default=1000, description="Forwards between two stats events; 0: none.", json_schema_extra=_unit("forwards")
     )
     silence_s: Annotated[float, Field(ge=0)] = Field(
         default=60.0,
         description="Seconds without a checked forward, while the engine is known to run, after which a silence event "
         "is raised; 0: never.",
+        json_schema_extra=_unit("seconds"),
     )
     faults: str = Field(
         default="",
@@ -66,6 +83,15 @@ class CanaryConfig(BaseSettings):
         "Empty: none.",
     )
     seed: int = Field(default=0, description="Seed of fault injection.")
+    log_format: LogFormat = Field(
+        default="console",
+        description="How reports to stderr look. Where the host has configured structlog, its own setup decides.",
+    )
+    log_level: LogLevel = Field(
+        default="info",
+        description="Least level of reports to stderr; findings are errors. Where the host has configured structlog, "
+        "its own setup decides.",
+    )
 
     @field_validator("plugins", mode="before")
     @classmethod
@@ -83,3 +109,43 @@ class CanaryConfig(BaseSettings):
                 for e in error.errors()
             ]
             raise ConfigError("; ".join(problems)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as shown to users. ``values`` lists its choices or names its unit; ``value`` is the current one."""
+
+    variable: str
+    values: str
+    default: str
+    value: str
+    description: str
+
+
+def settings(config: CanaryConfig) -> list[Setting]:
+    """Every setting with the value it has in ``config``, in the order of the fields."""
+    return [
+        Setting(
+            variable=f"CANARY_{name.upper()}",
+            values=_values(info.annotation, info.json_schema_extra),
+            default=_shown(info.default),
+            value=_shown(getattr(config, name)),
+            description=info.description or "",
+        )
+        for name, info in CanaryConfig.model_fields.items()
+    ]
+
+
+def _values(annotation: Any, extra: Any) -> str:
+    if extra:
+        return str(extra["unit"])
+    if get_origin(annotation) is Literal:
+        return ", ".join(get_args(annotation))
+    return {bool: "true, false", int: "integer"}.get(annotation, "text")
+
+
+def _shown(value: object) -> str:
+    """As it would be written in the environment."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

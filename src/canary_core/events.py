@@ -10,17 +10,21 @@ Level = Literal["debug", "info", "warning", "error"]
 class Event:
     """One thing worth telling. ``name`` is stable and machine-readable, ``fields`` are plain values.
 
-    | name              | when                                                                                     |
-    |-------------------|------------------------------------------------------------------------------------------|
-    | plugins_loaded    | plugins were loaded; which, and which failed                                             |
-    | attached          | a pool is guarded: backend, mode, regions, slots, memory of ours                         |
-    | coverage          | what share of KV bytes is guarded, and what is not and why                               |
-    | stats             | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                   |
-    | silence           | no forward was checked for ``CANARY_SILENCE_S`` seconds                                  |
-    | disabled          | an exception of ours switched this canary off; the engine goes on                        |
-    | rows_dropped      | more findings than ring rows between two host reads; the counts are complete             |
-    | dismissed         | a plugin explained a finding away                                                        |
-    | fault_injected    | a self-test corrupted something on purpose                                               |
+    | name                | when                                                                                   |
+    |---------------------|----------------------------------------------------------------------------------------|
+    | plugins_loaded      | plugins were loaded: which, and which failed with what error                           |
+    | plugins_installed   | plugins hooked their engines: which, and which were refused or failed                  |
+    | plugins_uninstalled | plugins let go of their engines: which, and which failed to                            |
+    | start_failed        | Canary was asked to start and can't: a bad setting, a plugin that isn't installed      |
+    | reporting_failed    | a plugin raised while it was told something                                            |
+    | attached            | a pool is guarded: backend, mode, regions, slots, memory of ours                       |
+    | coverage            | what share of KV bytes is guarded, and what is not and why                             |
+    | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
+    | silence             | no forward was checked for ``CANARY_SILENCE_S`` seconds                                |
+    | disabled            | an exception of ours switched this canary off; the engine goes on                      |
+    | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
+    | dismissed           | a plugin explained a finding away                                                      |
+    | fault_injected      | a self-test corrupted something on purpose                                             |
     """
 
     name: str

@@ -1,0 +1,66 @@
+"""Built-in reporting: findings and events as structlog events with fields, to stderr or to the host's structlog."""
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import structlog
+
+from canary_core.config import CanaryConfig, LogFormat, LogLevel
+from canary_core.events import Event
+from canary_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from canary_core.canary import Canary
+    from canary_core.violation import Violation
+
+
+class Reporting:
+    """A plugin like any other, registered first and called first, so that no other plugin can silence it.
+
+    Where the host has configured structlog, events go through the host's pipeline, under the logger name ``canary``;
+    else through a logger of ours to stderr. Neither structlog's nor logging's global setup is ever changed.
+    """
+
+    def __init__(self) -> None:
+        self._format: LogFormat = "console"
+        self._level: LogLevel = "info"
+
+    def use(self, config: CanaryConfig) -> None:
+        """Takes format and level over from ``config``."""
+        self._format, self._level = config.log_format, config.log_level
+
+    @hookimpl(tryfirst=True)
+    def canary_attached(self, canary: "Canary") -> None:
+        """A `Canary` made by hand brings its own settings."""
+        self.use(canary.config)
+
+    @hookimpl(tryfirst=True)
+    def canary_violation(self, violation: "Violation") -> None:
+        """Logs ``violation`` at level error, with `Violation.fields`."""
+        self._log(Event("violation", "error", violation.fields()))
+
+    @hookimpl(tryfirst=True)
+    def canary_event(self, event: Event) -> None:
+        """Logs ``event`` under its name and level, with its fields."""
+        self._log(event)
+
+    def _log(self, event: Event) -> None:
+        bound = self._logger().bind(**{**event.fields, "logger": "canary"})
+        getattr(bound, event.level)(event.name)
+
+    def _logger(self) -> structlog.typing.BindableLogger:
+        # Asked at each event: a host may configure structlog, or replace sys.stderr, after we were loaded.
+        if structlog.is_configured():
+            return structlog.get_logger("canary")  # type: ignore[no-any-return]  # structlog types it Any
+        return structlog.wrap_logger(  # type: ignore[no-any-return]  # structlog types it Any
+            structlog.PrintLogger(sys.stderr),
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.processors.JSONRenderer(default=str)
+                if self._format == "json"
+                else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, self._level.upper())),
+        )
