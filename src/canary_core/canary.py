@@ -1,14 +1,30 @@
 """`Canary`: guards the pools of one engine, three calls a step."""
 
+import time
+import traceback
 from collections.abc import Iterable, Sequence
 
 import pluggy
+import torch
 from torch import Tensor
 
+from canary_core import backends, plugins
 from canary_core.adapters import Writers
 from canary_core.batch import BatchView
+from canary_core.budget import Pace, ScrubBudget
 from canary_core.config import CanaryConfig
+from canary_core.errors import AttachError, ViolationError
+from canary_core.events import Event, Level
+from canary_core.findings import Findings
+from canary_core.mailbox import Letter, Mailbox
+from canary_core.records import POSITION, Counter, State
 from canary_core.region import KVSource, Region, Uncovered
+from canary_core.state import RegionState, Shared
+from canary_core.violation import Violation
+from canary_core.watch import Watch
+
+STALLED_READS = 100
+"""Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
 
 
 class Canary:
@@ -18,8 +34,9 @@ class Canary:
     (host only). In log mode none of the three ever raises into the engine: an exception of ours disables this Canary
     with a ``disabled`` event. In raise mode `end_step` raises `ViolationError`, which carries the first finding.
 
-    ``hooks``: plugin manager that receives findings and events (default: `canary_core.plugins.manager()`).
-    ``writers``: names of writer ids for reports. Raises `AttachError` if the regions do not fit together.
+    ``hooks``: plugin manager that receives findings and events (default: the process-wide one of
+    `canary_core.plugins`). ``writers``: names of writer ids for reports. ``uncovered``: KV memory that the regions leave
+    out. Raises `AttachError` if the regions do not fit together, `ConfigError` if a setting can't be used.
     """
 
     def __init__(
@@ -30,44 +47,265 @@ class Canary:
         hooks: pluggy.PluginManager | None = None,
         writers: Writers | None = None,
         uncovered: Iterable[Uncovered] = (),
-    ) -> None: ...
-
-    config: CanaryConfig
-    writers: Writers
-    enabled: bool
-    """False once an exception of ours, or mode off, has switched this Canary off."""
+    ) -> None:
+        self.config = config or CanaryConfig.load()
+        self.writers = writers or Writers()
+        self.enabled = self.config.mode != "off"
+        self.uncovered = tuple(uncovered)
+        self.forwards = 0
+        self._hooks = hooks or plugins.manager()
+        self._regions = {r.name: r for r in regions}
+        self._states: dict[str, RegionState] = {}
+        self._first: Violation | None = None
+        _require_together(regions)
+        if not self.enabled:
+            return
+        device = regions[0].device
+        self._backend = backends.choose(self.config.backend, device)
+        self._shared = Shared.allocate(self.config, device)
+        self._states = {r.name: RegionState(r, i, self._shared, self.config) for i, r in enumerate(regions)}
+        self._mailbox = Mailbox(self._shared)
+        self._counters = [0] * self._shared.counters.shape[0]
+        self._findings = Findings(list(self._states.values()), self._hooks, self.writers, self.config.rank)
+        self._pace = Pace(ScrubBudget.parse(self.config.scrub_budget), self._baseline(device))
+        self._stalled = 0
+        self._watch = Watch(self.config.silence_s, self._never_called)
+        self._tell_attached()
+        self._hooks.hook.canary_attached(canary=self)
 
     @property
     def regions(self) -> dict[str, Region]:
         """The guarded regions by name."""
+        return self._regions
+
+    @property
+    def states(self) -> dict[str, RegionState]:
+        """Canary's own device memory by region, for tests, faults and tools; empty in off mode."""
+        return self._states
 
     def pre_forward(self, batch: BatchView) -> None:
         """Checks every slot the forward will read. May be captured in a graph."""
+        if not self.enabled:
+            return
+        try:
+            self._watch.alive()
+            self.forwards += 1
+            self._hooks.hook.canary_pre_forward(canary=self, batch=batch)
+            for name, table in batch.tables.items():
+                state = self._states[name]
+                self._backend.check(state, batch, table)
+                if self.config.read_check and state.sources:
+                    self._backend.read_check(state, batch, table)
+        except Exception as error:
+            self.fail("pre_forward", error)
 
     def post_forward(self, batch: BatchView) -> None:
         """Records the slots the forward has written (the same ``batch`` as `pre_forward`), then scrubs the next
-        stretch. May be captured in a graph."""
+        stretch of every region. May be captured in a graph."""
+        if not self.enabled:
+            return
+        try:
+            self._hooks.hook.canary_post_forward(canary=self, batch=batch)
+            for name, table in batch.tables.items():
+                state = self._states[name]
+                if state.sources:
+                    self._backend.fingerprint(state, batch, table)
+                self._backend.record(state, batch, table)
+            for state in self._states.values():
+                if state.scrub_slots:
+                    self._backend.scrub(state)
+        except Exception as error:
+            self.fail("post_forward", error)
 
     def end_step(self) -> None:
-        """Host only, never captured: starts a late read of the counters and reports what the last one brought."""
+        """Host only, never captured: starts a late read of the counters and reports what the last one brought.
+
+        Raises `ViolationError` with the first finding in raise mode.
+        """
+        if not self.enabled:
+            return
+        try:
+            self._pace.step()
+            letter = self._mailbox.collect()
+            if letter is not None:
+                self._open(letter)
+            self._set_scrub()
+            interval = self.config.stats_interval
+            if interval and self.forwards % interval == 0:
+                self._tell("stats", fields=dict(self.stats()))
+        except Exception as error:
+            self.fail("end_step", error)
+        self._raise_first()
 
     def drain(self) -> None:
-        """Waits for the device and reports everything found so far. For shutdown and tests: it synchronizes."""
+        """Waits for the device and reports everything found so far. For shutdown and tests: it synchronizes.
+
+        Raises `ViolationError` with the first finding in raise mode.
+        """
+        if not self.enabled:
+            return
+        try:
+            # The first read may only learn that there are rows; the second one takes them.
+            for _ in range(2):
+                self._open(self._mailbox.collect_now())
+        except Exception as error:
+            self.fail("drain", error)
+        self._raise_first()
+
+    def close(self) -> None:
+        """Drains, then stops for good: later calls do nothing."""
+        try:
+            self.drain()
+        finally:
+            if self._states:
+                self._watch.alive()
+            self.enabled = False
 
     def copy_slots(self, region: str, source: Tensor, destination: Tensor) -> None:
         """The engine copied slots ``source`` to ``destination`` (integer tensors ``[n]``, region slots): records
         travel with the bytes. Call it when the copy was issued, on the same stream. Overlaps are read first."""
+        state = self._states.get(region)
+        if state is None or not self.enabled:
+            return
+        source, destination = source.long(), destination.long()
+        state.records[destination] = state.records[source]
+        state.fingerprints[destination] = state.fingerprints[source]
 
     def forget_slots(self, region: str, slots: Tensor) -> None:
         """Bytes of ``slots`` (integer tensor ``[n]``) arrived without records: not judged until written again."""
+        self._mark(region, slots, State.UNKNOWN)
 
     def clear_slots(self, region: str, slots: Tensor) -> None:
         """``slots`` hold nothing any more (a roll-back, a reset): reading one before it is written is a finding."""
+        self._mark(region, slots, State.UNWRITTEN)
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
-        addresses. Sources must match the old ones in number, half and layer. Never captured."""
+        addresses. Sources must match the old ones in name, size and page size, else `AttachError`. Never captured."""
+        state = self._states.get(region)
+        if state is not None and self.enabled:
+            state.rebind(sources, self.config)
 
     def stats(self) -> dict[str, int]:
-        """The counters as of the last host read, by lower-case name of `Counter` and `Kind`; plus ``violations``,
-        their sum without dismissed ones."""
+        """The counters as of the last host read, by lower-case name of `Counter`; what was reported by name of `Kind`,
+        and ``violations``, their sum."""
+        if not self._states:
+            return {"violations": 0, "forwards": 0}
+        named = {c.name.lower(): self._counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
+        kinds = {k.name.lower(): n for k, n in self._findings.delivered.items() if n}
+        found = sum(self._findings.delivered.values())
+        late = {"repeated": self._findings.repeated, "dismissed": self._findings.dismissed}
+        return {"violations": found, "forwards": self.forwards, **named, **late, **kinds}
+
+    def fail(self, where: str, error: Exception) -> None:
+        """An exception of ours: off for good and loudly in log mode, so that the engine goes on; raised in raise mode.
+        Adapters call it for their own exceptions too."""
+        if self.config.mode == "raise":
+            raise error
+        self.enabled = False
+        self._tell(
+            "disabled", "error", {"where": where, "error": repr(error), "traceback": "".join(traceback.format_exception(error))}
+        )
+
+    def _baseline(self, device: torch.device) -> float:
+        """Fingerprints all slots; returns the speed in bytes a second."""
+        total = sum(s.region.slots * s.slot_bytes for s in self._states.values())
+        if not total:
+            return 0.0
+        _synchronize(device)
+        started = time.perf_counter()
+        for state in self._states.values():
+            self._backend.baseline(state)
+        _synchronize(device)
+        return total / max(time.perf_counter() - started, 1e-9)
+
+    def _open(self, letter: Letter) -> None:
+        moved = letter.counters[Counter.CHECKED_FORWARDS] != self._counters[Counter.CHECKED_FORWARDS]
+        self._stalled = 0 if moved else self._stalled + 1
+        if self._stalled == STALLED_READS:
+            self._tell("silence", "error", {"reason": "forwards run but no check does; were they captured without Canary?"})
+        self._counters = letter.counters
+        found = self._findings.deliver(letter.rows)
+        if found and self._first is None:
+            self._first = found[0]
+        if letter.dropped:
+            self._tell("rows_dropped", "warning", {"rows": letter.dropped, "ring_rows": self.config.ring_rows})
+
+    def _raise_first(self) -> None:
+        if self.config.mode == "raise" and self._first is not None:
+            first, self._first = self._first, None
+            raise ViolationError(first)
+
+    def _set_scrub(self) -> None:
+        if self._pace.off:
+            return
+        for state in self._states.values():
+            if not state.slot_bytes:
+                continue
+            share = state.region.slots * state.slot_bytes / sum(s.region.slots * s.slot_bytes for s in self._states.values())
+            state.set_scrub_slots(int(self._pace.step_bytes * share / state.slot_bytes))
+
+    def _mark(self, region: str, slots: Tensor, new: State) -> None:
+        state = self._states.get(region)
+        if state is None or not self.enabled:
+            return
+        slots = slots.long()
+        state.records[slots, POSITION] = (state.records[slots, POSITION] & ~3) | int(new)
+
+    def _never_called(self) -> None:
+        self._tell(
+            "silence",
+            "error",
+            {"reason": f"attached {self.config.silence_s:g} s ago and no forward was checked since; is the hook in place?"},
+        )
+
+    def _tell(self, name: str, level: Level = "info", fields: dict[str, object] | None = None) -> None:
+        try:
+            self._hooks.hook.canary_event(event=Event(name, level, fields or {}))
+        except Exception:
+            # A broken reporter must not take the engine down; there is nobody left to tell but stderr.
+            traceback.print_exc()
+
+    def _tell_attached(self) -> None:
+        memory = sum(s.memory_bytes for s in self._states.values())
+        guarded = sum(r.pool_bytes for r in self._regions.values())
+        unguarded = sum(u.size_bytes for u in self.uncovered)
+        self._tell(
+            "attached",
+            fields={
+                "backend": self._backend.name,
+                "mode": self.config.mode,
+                "bytes": self.config.bytes,
+                "regions": {r.name: {"kind": r.kind.value, "slots": r.slots, "sources": len(r.sources)} for r in self._regions.values()},
+                "memory_bytes": memory,
+                "pool_bytes": guarded,
+            },
+        )
+        self._tell(
+            "coverage",
+            "warning" if unguarded else "info",
+            {
+                "coverage_ratio": round(guarded / (guarded + unguarded), 6),
+                "guarded_bytes": guarded,
+                "uncovered": [{"name": u.name, "bytes": u.size_bytes, "reason": u.reason} for u in self.uncovered],
+            },
+        )
+
+
+def _require_together(regions: Sequence[Region]) -> None:
+    if not regions:
+        raise AttachError("a Canary needs at least one region, got none; did the pool adapter recognise the pool?")
+    names = [r.name for r in regions]
+    if len(set(names)) != len(names):
+        raise AttachError(f"regions must have different names, got {names}")
+    for region in regions:
+        if region.device != regions[0].device:
+            raise AttachError(
+                f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
+                f"{regions[0].device}; make one Canary a device"
+            )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -77,6 +77,7 @@ class CanaryConfig(BaseSettings):
         "is raised; 0: never.",
         json_schema_extra=_unit("seconds"),
     )
+    rank: Annotated[int, Field(ge=0)] = Field(default=0, description="Rank of this process, shown in findings.")
     faults: str = Field(
         default="",
         description="Deliberate corruptions for self-tests, e.g. 'real_kv_used:probability=0.01,warmup=50;lost_write'. "

@@ -93,7 +93,7 @@ class Counter(IntEnum):
     CHECKED_FORWARDS = 25
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
     SCRUBBED_SLOTS = 26
-    """Slots passed by the scrub, written or not."""
+    """Slots passed by the scrub, written or not: divided by the region's slots, how often it went round."""
 
 
 COUNTERS = 32
@@ -101,22 +101,64 @@ COUNTERS = 32
 
 
 class Clock(IntEnum):
-    """Index into the device's int64 clock tensor. Two copies of the step keep every launch free of races: `check`
-    reads `STEP` and writes `NEXT`; `record`, the last reader, reads `NEXT` and writes `STEP`."""
+    """Index into a Canary's int64 clock. Two copies of the step keep every launch free of races: `check` reads `STEP`
+    and writes `NEXT`; all that runs after the forward reads `NEXT`, and `record`, the last of it, writes `STEP`."""
 
     STEP = 0
     NEXT = 1
-    SCRUB_CURSOR = 2
-    """First slot of the scrub's next stretch; advanced by `check`, read by `scrub`."""
-    SCRUB_SLOTS = 3
+
+
+CLOCK_WORDS = 2
+
+
+class Cursor(IntEnum):
+    """Index into a region's int64 cursors. `check` advances them, later launches only read them."""
+
+    SCRUB = 0
+    """First slot of the scrub's stretch."""
+    SCRUB_SLOTS = 1
     """Slots of one stretch; set by the host."""
-    READ_CURSOR = 4
-    """First tile, in batch order, of the next read check under a budget; advanced by `check`."""
-    READ_SLOTS = 5
-    """Most slots of one read check; set by the host."""
+    READ = 2
+    """First tile, in batch order, of the read check."""
+    READ_TILES = 3
+    """Most tiles of one read check, 0: none; set by the host."""
 
 
-CLOCK_WORDS = 8
+CURSOR_WORDS = 4
+
+READ_TILE = 16
+"""Slots of one row that a read check takes or leaves together."""
+
+CHAINS = 65536
+"""Entries of a region's chain table, int64 ``[CHAINS, 2]``: (``writer * 2**32 + length``, prefix hash there), at
+``writer % CHAINS``. It remembers where each request's sequence ended, so that a whole foreign row is noticed."""
+
+DESCRIPTOR_WORDS = 12
+
+
+class Descriptor(IntEnum):
+    """Word of a source's descriptor (int64 each): `KVSource` as the kernels see it."""
+
+    ADDRESS = 0
+    PAGE_SIZE = 1
+    PAGE_STRIDE = 2
+    SLOT_STRIDE = 3
+    CHUNKS = 4
+    CHUNK_STRIDE = 5
+    CHUNK_BYTES = 6
+    PRESENT = 7
+    """Slots of a page that have bytes."""
+    SURE = 8
+    """1 where other bytes are certain when another token is written: `LOST_WRITE` is judged."""
+    EXPONENT = 9
+    """Exponent bits of each float in a 32-bit word, 0 where the non-finite check is left out."""
+    INCREMENT = 10
+    """Lowest exponent bit of each float: ``(word & EXPONENT) + INCREMENT`` carries into `CARRY` where all are set."""
+    CARRY = 11
+
+
+LOST_WRITE_BYTES = 32
+"""A source is judged for `LOST_WRITE` from this many bytes a slot: fewer may repeat by chance."""
 
 ROW_WORDS = 16
 

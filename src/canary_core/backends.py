@@ -1,0 +1,58 @@
+"""The two back ends: the same ops in vectorised torch and in Triton. The choice is explicit and reported."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.errors import ConfigError
+from canary_core.state import RegionState
+
+BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The ops in the order in which a step runs them; `baseline` runs once, at attach."""
+
+    name: str
+    baseline: Callable[[RegionState], None]
+    check: BatchOp
+    read_check: BatchOp
+    fingerprint: BatchOp
+    record: BatchOp
+    scrub: Callable[[RegionState], None]
+
+
+def choose(name: str, device: torch.device) -> Backend:
+    """The back end called ``name`` (``auto``: triton where the pool is on a GPU, else torch) for pools on ``device``.
+    Raises `ConfigError` where it can't run."""
+    if name == "auto":
+        name = "torch" if device.type == "cpu" else "triton"
+    if name == "torch":
+        if device.type != "cpu":
+            raise ConfigError(f"CANARY_BACKEND=torch is for pools on the CPU, got one on {device}; use triton")
+        return _torch()
+    try:
+        return _triton()
+    except ImportError as error:
+        raise ConfigError(f"CANARY_BACKEND=triton needs triton, which does not import: {error}") from error
+
+
+def _torch() -> Backend:
+    from canary_core.reference import check, fingerprint, record
+
+    return Backend(
+        "torch", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
+        fingerprint.scrub,
+    )  # fmt: skip
+
+
+def _triton() -> Backend:
+    from canary_core.kernels import check, fingerprint, record
+
+    return Backend(
+        "triton", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
+        fingerprint.scrub,
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""`Findings`: turns ring rows into `Violation`s and hands each to the hooks once."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import pluggy
+
+from canary_core.adapters import Writers
+from canary_core.events import Event
+from canary_core.records import Kind, Phase, Row, State
+from canary_core.state import RegionState
+from canary_core.violation import Violation
+
+REMEMBERED = 65536
+"""Findings remembered so that one that every forward finds again is reported once."""
+
+
+class Findings:
+    """Decodes, drops repeats, lets plugins dismiss, and delivers. ``delivered`` counts by kind what was reported;
+    ``repeated`` and ``dismissed`` count what was not."""
+
+    def __init__(self, states: Sequence[RegionState], hooks: pluggy.PluginManager, writers: Writers, rank: int) -> None:
+        self._states = states
+        self._hooks = hooks
+        self._writers = writers
+        self._rank = rank
+        self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self.delivered: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self.repeated = 0
+        self.dismissed = 0
+
+    def deliver(self, rows: Sequence[Sequence[int]]) -> list[Violation]:
+        """The findings of ``rows`` (see `Row`) that are new and stand, each after its hooks were called."""
+        stand = []
+        for row in rows:
+            violation = self.decode(row)
+            if self._repeats(violation):
+                self.repeated += 1
+                continue
+            reason = self._hooks.hook.canary_vet(violation=violation)
+            if reason is not None:
+                self.dismissed += 1
+                fields = {"reason": reason, **violation.fields()}
+                self._hooks.hook.canary_event(event=Event("dismissed", "debug", fields))
+                continue
+            self.delivered[violation.kind] += 1
+            stand.append(violation)
+            self._hooks.hook.canary_violation(violation=violation)
+        return stand
+
+    def decode(self, row: Sequence[int]) -> Violation:
+        """One ring row as a `Violation`."""
+        state = self._states[row[Row.REGION]]
+        kind = Kind(row[Row.KIND])
+        source = state.sources[row[Row.SOURCE]] if row[Row.SOURCE] >= 0 else None
+        page_size = state.region.sources[0].page_size
+        word = row[Row.STORED_POSITION]
+        stored = word >= 0
+        return Violation(
+            kind=kind,
+            region=state.region.name,
+            phase=Phase(row[Row.STEP] % 8),
+            step=row[Row.STEP] // 8,
+            slot=row[Row.SLOT],
+            page=row[Row.SLOT] // page_size,
+            source=source.name if source else None,
+            layer=source.layer if source else None,
+            half=source.half if source else None,
+            position=_known(row[Row.POSITION]),
+            token=_known(row[Row.TOKEN]),
+            stored_state=State(word & 3) if stored else None,
+            stored_position=word >> 2 if stored else None,
+            stored_token=row[Row.STORED_TOKEN] if stored else None,
+            stored_value=row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None,
+            found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
+            request=self._writers.name(row[Row.WRITER]),
+            stored_request=self._writers.name(row[Row.STORED_WRITER]),
+            step_written=_known(row[Row.STEP_WRITTEN]),
+            step_freed=_known(row[Row.STEP_FREED]) or None,
+            rank=self._rank,
+        )
+
+    def _repeats(self, v: Violation) -> bool:
+        """Whether this was reported before. A fault that persists is found by every check; one that comes back after
+        the slot was written again, or with other bytes, is new."""
+        key: tuple[object, ...] = (v.kind, v.region, v.slot, v.source, v.step_written, v.found_value)
+        if v.kind is not Kind.BYTES:
+            key = (*key, v.position, v.request)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return True
+        self._known[key] = None
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return False
+
+
+def _known(value: int) -> int | None:
+    return None if value < 0 else value

@@ -1,0 +1,114 @@
+"""plan: which (row, position) pairs a forward reads and writes, and through which slots."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.region import Region
+
+OK, RANGE, NULL = 0, 1, 2
+"""Status of a looked-up slot: usable, no slot of the region, the null slot or padding."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """One entry per batch row, int64 ``[rows]``: readable positions ``[read_first, prefix)``, new positions
+    ``[prefix, prefix + new)`` of which those from ``stored_first`` on are stored, and the row's first token index."""
+
+    prefix: Tensor
+    new: Tensor
+    read_first: Tensor
+    stored_first: Tensor
+    token_first: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """One entry per (row, position) pair, int64 ``[n]``: rows in order, positions ascending."""
+
+    row: Tensor
+    position: Tensor
+
+    def __len__(self) -> int:
+        return self.row.shape[0]
+
+
+def rows(region: Region, batch: BatchView, table: SlotTable, max_rows: int) -> Rows:
+    """The ranges of the first ``max_rows`` rows."""
+    prefix = batch.prefix_lens[:max_rows].long().clamp(min=0)
+    new = batch.new_lens[:max_rows].long().clamp(min=0)
+    token_first = new.cumsum(0) - new
+    # Rows whose tokens do not fit into token_ids are cut, never read past its end.
+    new = torch.minimum(new, (batch.tokens - token_first).clamp(min=0))
+    read_first = torch.zeros_like(prefix)
+    if region.window_tokens is not None:
+        read_first = (prefix - (region.window_tokens - 1)).clamp(min=0)
+    stored_first = prefix
+    if table.stored_tokens:
+        stored_first = prefix + (new - table.stored_tokens).clamp(min=0)
+    return Rows(prefix, new, read_first, stored_first, token_first)
+
+
+def expand(first: Tensor, end: Tensor) -> Places:
+    """All positions ``[first[r], end[r])`` of all rows."""
+    count = end - first
+    row = torch.repeat_interleave(torch.arange(len(first), device=first.device), count)
+    offset = torch.arange(len(row), device=first.device) - (count.cumsum(0) - count)[row]
+    return Places(row, first[row] + offset)
+
+
+def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Tensor]:
+    """Slot and status of each place, as attention finds it. Where the status is not `OK`, the slot is what was found:
+    -1 if the table has no such entry."""
+    entries = table.entries
+    column = places.position % table.ring_slots if table.ring_slots else places.position
+    page, inside = column // table.page_size, column % table.page_size
+    first = places.row if table.rows is None else table.rows[places.row].long()
+    element = first * entries.stride(0) + page
+    extent = (entries.shape[0] - 1) * entries.stride(0) + entries.shape[1] if entries.numel() else 0
+    present = (page < entries.shape[1]) & (element >= 0) & (element < extent)
+    flat = entries.as_strided((extent,), (1,)) if extent else entries.new_zeros(1)
+    entry = flat[torch.where(present, element, 0)].long()
+    number = torch.where(entry >= 0, entry * table.page_size + inside, entry)
+    slot, status = resolve(region, table, number)
+    missing = ~present
+    return torch.where(missing, -1, slot), torch.where(missing, RANGE, status)
+
+
+def resolve(region: Region, table: SlotTable, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Slot and status of each slot number that the engine uses in tables and write lists, int64 ``[n]``."""
+    negative = number < 0
+    slot, bad = number, torch.zeros_like(negative)
+    if table.pool_page is not None:
+        page_rows, page_slots = table.pool_page
+        bad = ~negative & (slot % page_rows >= page_slots)
+        slot = torch.where(negative | bad, slot, slot // page_rows * page_slots + slot % page_rows)
+    if region.slot_map is not None:
+        unmapped = ~negative & ~bad & (slot >= len(region.slot_map))
+        usable = ~(negative | bad | unmapped)
+        slot = torch.where(usable, region.slot_map[torch.where(usable, slot, 0)].long(), slot)
+        bad |= unmapped
+    null = ~bad & (slot < 0)
+    if region.null_slot is not None:
+        null |= ~bad & (slot == region.null_slot)
+    bad |= slot >= region.slots
+    status = torch.where(bad, RANGE, torch.where(null, NULL, OK))
+    return slot, status
+
+
+def token_index(rows: Rows, places: Places) -> Tensor:
+    """Index into ``token_ids`` of each place among the new ones."""
+    return rows.token_first[places.row] + places.position - rows.prefix[places.row]
+
+
+def write_slots(region: Region, table: SlotTable, places: Places, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Slot and status of where the forward stores each place: the engine's own list if it has one, else the table."""
+    if table.write_slots is None:
+        return lookup(region, table, places)
+    listed = tokens < len(table.write_slots)
+    if table.write_slots.numel() == 0:
+        return torch.full_like(tokens, -1), torch.full_like(tokens, RANGE)
+    slot, status = resolve(region, table, table.write_slots[torch.where(listed, tokens, 0)].long())
+    return torch.where(listed, slot, -1), torch.where(listed, status, RANGE)

@@ -1,0 +1,152 @@
+"""`RegionState`: all device memory that Canary keeps for one region, allocated once; `Shared`: what regions share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canary_core import hashing
+from canary_core.config import CanaryConfig
+from canary_core.errors import AttachError
+from canary_core.records import (
+    CHAINS,
+    CLOCK_WORDS,
+    COUNTERS,
+    CURSOR_WORDS,
+    DESCRIPTOR_WORDS,
+    LOST_WRITE_BYTES,
+    READ_TILE,
+    RECORD_WORDS,
+    ROW_WORDS,
+    Cursor,
+)
+from canary_core.region import PARTIAL_BYTES, KVSource, Region, Role
+
+# Exponent bits, lowest exponent bit and the bit above, of one 32-bit word full of floats. For e4m3fn only the mantissa
+# full of ones is NaN, so its seven low bits count as exponent. Formats with NaN at -0 (fnuz) have no such pattern.
+_FLOAT_BITS: dict[torch.dtype, tuple[int, int, int]] = {
+    torch.float32: (0x7F800000, 0x00800000, 0x80000000),
+    torch.bfloat16: (0x7F807F80, 0x00800080, 0x80008000),
+    torch.float16: (0x7C007C00, 0x04000400, 0x80008000),
+    torch.float8_e4m3fn: (0x7F7F7F7F, 0x01010101, 0x80808080),
+    torch.float8_e5m2: (0x7C7C7C7C, 0x04040404, 0x80808080),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """Device memory shared by the regions of one Canary.
+
+    counters: int64 ``[COUNTERS]``. clock: int64 ``[CLOCK_WORDS]``. ring: int64 ``[ring rows, ROW_WORDS]``.
+    """
+
+    counters: Tensor
+    clock: Tensor
+    ring: Tensor
+
+    @classmethod
+    def allocate(cls, config: CanaryConfig, device: torch.device) -> "Shared":
+        """Zeroed memory on ``device``."""
+        return cls(
+            counters=torch.zeros(COUNTERS, dtype=torch.int64, device=device),
+            clock=torch.zeros(CLOCK_WORDS, dtype=torch.int64, device=device),
+            ring=torch.zeros(config.ring_rows, ROW_WORDS, dtype=torch.int64, device=device),
+        )
+
+
+class RegionState:
+    """One region's device memory. Tensors keep their addresses for life, so captured graphs stay valid.
+
+    records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``. claims: int64 ``[slots]``, the last step
+    and token index + 1 that claimed a slot for writing (``step * 2**32 + index + 1``). heads: int64 ``[max rows]``,
+    each row's prefix hash before this forward. chains: see `CHAINS`. cursors: see `Cursor`. descriptors: int64
+    ``[sources, DESCRIPTOR_WORDS]``. keys, salts: see `hashing`.
+    """
+
+    def __init__(self, region: Region, index: int, shared: Shared, config: CanaryConfig) -> None:
+        self.region = region
+        self.index = index
+        self.shared = shared
+        self.sources = guarded_sources(region.sources, config.bytes)
+        self.max_rows = config.max_rows
+        self.non_finite = config.non_finite
+        device = region.device
+        self.records = torch.zeros(region.slots, RECORD_WORDS, dtype=torch.int32, device=device)
+        self.fingerprints = torch.zeros(region.slots, len(self.sources), dtype=torch.int64, device=device)
+        self.claims = torch.zeros(region.slots, dtype=torch.int64, device=device)
+        self.heads = torch.zeros(config.max_rows, dtype=torch.int64, device=device)
+        self.chains = torch.zeros(CHAINS, 2, dtype=torch.int64, device=device)
+        self.cursors = torch.zeros(CURSOR_WORDS, dtype=torch.int64, device=device)
+        self.keys = hashing.keys(max((s.slot_words for s in self.sources), default=1), device)
+        self.salts = hashing.salts(max(len(self.sources), 1), device)
+        self.descriptors = torch.zeros(len(self.sources), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
+        self._describe()
+        self.scrub_slots = 0
+        read_tiles = (1 << 40) if config.read_check < 0 else -(-config.read_check // READ_TILE)
+        self.cursors[Cursor.READ_TILES] = read_tiles if self.sources else 0
+
+    def set_scrub_slots(self, slots: int) -> None:
+        """How many slots the next scrubs pass, at least one. Small changes are left out: each is a tiny copy."""
+        slots = max(min(slots, self.region.slots), 1)
+        if self.scrub_slots and abs(slots - self.scrub_slots) * 5 <= self.scrub_slots:
+            return
+        self.scrub_slots = slots
+        self.cursors[Cursor.SCRUB_SLOTS] = slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Fingerprinted bytes of one slot."""
+        return sum(s.slot_bytes for s in self.sources)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory of ours for this region."""
+        tensors = (
+            self.records, self.fingerprints, self.claims, self.heads, self.chains, self.cursors, self.keys, self.salts,
+            self.descriptors,
+        )  # fmt: skip
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def rebind(self, sources: Sequence[KVSource], config: CanaryConfig) -> None:
+        """New addresses for the same sources; copies the descriptors to the device. Raises `AttachError` if they
+        differ in more than tensor, strides and presence."""
+        new = guarded_sources(sources, config.bytes)
+        for old, fresh in zip(self.sources, new, strict=len(new) == len(self.sources)):
+            if (old.name, old.slot_words, old.page_size) != (fresh.name, fresh.slot_words, fresh.page_size):
+                raise AttachError(
+                    f"region {self.region.name!r}: rebind must keep name, size and page size of {old.name}, got "
+                    f"{fresh}"
+                )
+            fresh.require_slots(self.region.slots)
+        if len(new) != len(self.sources):
+            raise AttachError(
+                f"region {self.region.name!r}: rebind needs all {len(self.sources)} sources, got {len(new)}"
+            )
+        self.sources = new
+        self._describe()
+
+    def _describe(self) -> None:
+        rows = [descriptor(s, self.non_finite) for s in self.sources]
+        if rows:
+            self.descriptors.copy_(torch.tensor(rows, dtype=torch.int64))
+
+
+def guarded_sources(sources: Sequence[KVSource], share: str) -> tuple[KVSource, ...]:
+    """The sources as `CANARY_BYTES` wants them fingerprinted."""
+    if share == "off":
+        return ()
+    if share == "partial":
+        return tuple(s.first_bytes(PARTIAL_BYTES) for s in sources)
+    return tuple(sources)
+
+
+def descriptor(source: KVSource, non_finite: bool) -> list[int]:
+    """A source as `Descriptor` words."""
+    exponent, increment, carry = _FLOAT_BITS.get(source.dtype, (0, 0, 0)) if source.dtype and non_finite else (0, 0, 0)
+    present = source.page_size if source.present is None else source.present
+    sure = source.role is Role.DATA and source.slot_bytes >= LOST_WRITE_BYTES
+    return [
+        source.address, source.page_size, source.page_stride_bytes, source.slot_stride_bytes, source.chunks,
+        source.chunk_stride_bytes, source.chunk_bytes, present, int(sure), exponent, increment, carry,
+    ]  # fmt: skip

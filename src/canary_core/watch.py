@@ -1,0 +1,21 @@
+"""`Watch`: makes silence audible. Engines swallow the exceptions of plugins, so a hook that never fires must be told."""
+
+import threading
+from collections.abc import Callable
+
+
+class Watch:
+    """Calls ``alarm`` once, from a daemon thread, unless `alive` is called within ``after_s`` seconds."""
+
+    def __init__(self, after_s: float, alarm: Callable[[], None]) -> None:
+        self._timer: threading.Timer | None = None
+        if after_s > 0:
+            self._timer = threading.Timer(after_s, alarm)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def alive(self) -> None:
+        """The thing watched for happened; further calls cost one comparison."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
