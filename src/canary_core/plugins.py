@@ -57,6 +57,8 @@ class Plugin:
     hooks: tuple[str, ...] = ()
     engine: EngineInfo | None = None
     error: str | None = None
+    built_in: bool = False
+    """Part of Canary itself, and so on without being named in ``CANARY_PLUGINS``."""
     target: Any = field(default=None, repr=False, compare=False)
     """The registered object; None if it could not be loaded."""
 
@@ -168,7 +170,7 @@ def installed() -> tuple[Plugin, ...]:
     """Every plugin of this environment, allowed by ``CANARY_PLUGINS`` or not, the built-in ones first. Imports the
     plugins, to ask for their hooks and engines, but neither registers nor installs them."""
     own = _distribution_version("canary-core")
-    built_in = _examine(Plugin("reporting", "canary-core", own, target=Reporting()))
+    built_in = _examine(Plugin("reporting", "canary-core", own, built_in=True, target=Reporting()))
     return (built_in, *(_inspect(name, points) for name, points in sorted(_entry_points().items())))
 
 

@@ -1,0 +1,41 @@
+# Every target makes what it needs: a virtual environment with the pins of constraints-dev.txt.
+PYTHON ?= python3
+VENV ?= .venv
+# Python for test-gpu; name one that has a CUDA build of torch, and nothing is installed: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(VENV)/bin/python
+PYTEST_FLAGS ?=
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+# Engines small enough to run in the tests and the demo.
+ENGINES := transformers
+STAMP := $(VENV)/.stamp
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-dev.txt
+empty :=
+space := $(empty) $(empty)
+
+.PHONY: demo test check test-gpu clean
+
+demo: $(STAMP)
+	$(VENV)/bin/canary demo
+
+# One torch thread a worker: two workers fill two cores, and more threads than cores only wait for each other.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
+
+check: $(STAMP)
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_imports.py
+
+test-gpu: $(filter $(STAMP),$(patsubst $(VENV)/bin/python,$(STAMP),$(GPU_PYTHON)))
+	PYTHONPATH=$(subst $(space),:,$(strip src $(wildcard plugins/*/src))) \
+		$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
+
+clean:
+	rm -rf $(VENV)
+
+$(STAMP): pyproject.toml constraints-dev.txt $(addsuffix /pyproject.toml,$(PLUGINS))
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[dev]' $(addprefix --editable ./,$(PLUGINS)) $(ENGINES)
+	touch $@

@@ -1,0 +1,5 @@
+"""``python -m canary_core`` is the ``canary`` command."""
+
+from canary_core.cli import main
+
+main()

@@ -1,0 +1,116 @@
+"""The ``canary`` command."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import canary_core
+from canary_core import plugins as plugin_registry
+from canary_core.config import CanaryConfig, settings
+from canary_core.errors import CanaryError
+from canary_core.plugins import EngineInfo, Plugin
+
+app = typer.Typer(
+    name="canary",
+    help="Canary guards the KV cache of an LLM engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"canary {canary_core.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Canary guards the KV cache of an LLM engine."""
+
+
+@app.command("plugins")
+def show_plugins(as_json: AsJson = False) -> None:
+    """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load."""
+    allowed = _config().plugins
+    found = plugin_registry.installed()
+    if as_json:
+        _print_json([_plugin_fields(p, allowed) for p in found])
+        return
+    table = Table("name", "version", "distribution", "allowed", "hooks", "engine", "error")
+    for p in found:
+        on = "yes" if _is_allowed(p, allowed) else "no"
+        _add(table, p.name, p.version, p.distribution, on, "\n".join(p.hooks), _engine(p.engine), p.error)
+    Console().print(table)
+
+
+@app.command("config")
+def show_config(as_json: AsJson = False) -> None:
+    """List every setting: its values or unit, its default, what it is now, and what it does."""
+    found = settings(_config())
+    if as_json:
+        _print_json([asdict(s) for s in found])
+        return
+    table = Table("variable", "values", "default", "now", "what it does")
+    for s in found:
+        _add(table, s.variable, s.values, s.default, s.value, s.description)
+    Console().print(table)
+
+
+def main() -> None:
+    """Entry point of the ``canary`` script."""
+    app()
+
+
+def _config() -> CanaryConfig:
+    """Settings from the environment; a bad one ends the command with its sentence and exit code 2."""
+    try:
+        return CanaryConfig.load()
+    except CanaryError as error:
+        typer.echo(f"canary: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _plugin_fields(plugin: Plugin, allowed: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "name": plugin.name,
+        "version": plugin.version,
+        "distribution": plugin.distribution,
+        "allowed": _is_allowed(plugin, allowed),
+        "hooks": list(plugin.hooks),
+        "engine": asdict(plugin.engine) if plugin.engine else None,
+        "error": plugin.error,
+    }
+
+
+def _is_allowed(plugin: Plugin, allowed: tuple[str, ...]) -> bool:
+    return plugin.built_in or plugin.name in allowed
+
+
+def _engine(engine: EngineInfo | None) -> str:
+    if engine is None:
+        return ""
+    found = engine.version or "not installed"
+    supported = "" if engine.supported else f"\nnot supported: needs {engine.supported_range}"
+    return f"{engine.name} {found}{supported}"
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _add(table: Table, *cells: str | None) -> None:
+    # Escaped, since a message may quote brackets, which rich would take for markup.
+    table.add_row(*(escape(c or "") for c in cells))

@@ -1,0 +1,52 @@
+"""Fixtures of the core's tests."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from canary_core import plugins
+
+MakeDistribution = Callable[..., None]
+
+
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDistribution]:
+    """Installs tiny real distributions (modules and a dist-info folder on sys.path) for one test."""
+    before = set(sys.modules)
+
+    def make(
+        name: str, modules: Mapping[str, str], points: Mapping[str, str] | None = None, version: str = "1.0"
+    ) -> None:
+        site = tmp_path / name  # a folder each, since importlib.metadata caches what a folder holds
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = [f"{point} = {module}" for point, module in (points or {}).items()]
+        info.joinpath("entry_points.txt").write_text("\n".join(["[canary]", *lines, ""]))
+        for module, source in modules.items():
+            site.joinpath(f"{module}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(site))
+
+    yield make
+    for module in set(sys.modules) - before:
+        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[module]
+
+
+@pytest.fixture
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process-wide plugins as they are at start: none loaded."""
+    monkeypatch.setattr(plugins, "_process", None)
+
+
+@pytest.fixture
+def logs() -> Iterator[list[Any]]:
+    """Everything reported through structlog during the test, as dicts."""
+    with capture_logs() as entries:
+        yield entries
+    structlog.reset_defaults()

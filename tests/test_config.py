@@ -1,0 +1,93 @@
+"""Settings: where they come from, what is refused, and that the documentation can't drift."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from canary_core import CanaryConfig, ConfigError
+from canary_core.config import settings
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    """An environment without Canary's settings."""
+    for name in list(os.environ):
+        if name.startswith("CANARY_"):
+            monkeypatch.delenv(name)
+
+
+def readme_table() -> str:
+    """The settings table that README.md must hold."""
+    lines = ["| variable | values | default | what it does |", "|---|---|---|---|"]
+    for s in settings(CanaryConfig()):
+        default = f"`{s.default}`" if s.default else "empty"
+        lines.append(f"| `{s.variable}` | {s.values} | {default} | {s.description} |")
+    return "\n".join(lines)
+
+
+def test_environment_and_argument(monkeypatch):
+    """A setting comes from CANARY_<NAME>; an argument wins over it; an empty variable counts as unset."""
+    monkeypatch.setenv("CANARY_MODE", "raise")
+    monkeypatch.setenv("CANARY_BYTES", "partial")
+    monkeypatch.setenv("CANARY_STATS_INTERVAL", "")
+    config = CanaryConfig.load(bytes="off")
+    assert (config.mode, config.bytes, config.stats_interval) == ("raise", "off", 1000)
+
+
+@pytest.mark.parametrize(("value", "names"), [("", ()), ("a", ("a",)), ("a,b", ("a", "b")), (" a , ,b,", ("a", "b"))])
+def test_plugin_list(value, names, monkeypatch):
+    """CANARY_PLUGINS is separated by commas; blanks and empty parts are dropped."""
+    monkeypatch.setenv("CANARY_PLUGINS", value)
+    assert CanaryConfig.load().plugins == names
+
+
+def test_bad_settings_are_named_with_their_value(monkeypatch):
+    """One error names every bad setting with the value it got."""
+    monkeypatch.setenv("CANARY_MODE", "loud")
+    monkeypatch.setenv("CANARY_RING_ROWS", "0")
+    with pytest.raises(ConfigError, match=r"CANARY_MODE: .*'log'.*got 'loud'.*CANARY_RING_ROWS: .*got '0'"):
+        CanaryConfig.load()
+
+
+def test_unknown_argument_is_refused():
+    """A misspelt argument is an error, not ignored."""
+    with pytest.raises(ConfigError, match="CANARY_MODES"):
+        CanaryConfig.load(modes="log")
+
+
+def test_config_is_frozen():
+    """Settings don't change under a running engine."""
+    with pytest.raises(ValidationError):
+        CanaryConfig().mode = "off"
+
+
+@pytest.mark.parametrize("setting", settings(CanaryConfig()), ids=lambda s: s.variable)
+def test_every_setting_is_documented(setting):
+    """Every setting has a description that ends its sentence, its values or unit, and its default reads back."""
+    assert setting.description.endswith(".")
+    assert setting.values
+    name = setting.variable.removeprefix("CANARY_").lower()
+    if setting.default:
+        assert getattr(CanaryConfig.load(**{name: setting.default}), name) == getattr(CanaryConfig(), name)
+
+
+def test_readme_lists_every_setting():
+    """README.md's table is the one made from the settings; on failure, paste the expected text there."""
+    found = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", ROOT.joinpath("README.md").read_text(), re.S)
+    assert found
+    assert found[1] == readme_table()
+
+
+def test_only_config_reads_the_environment():
+    """No other file of the packages looks at environment variables."""
+    readers = [
+        str(file.relative_to(ROOT))
+        for file in ROOT.glob("src/**/*.py")
+        if re.search(r"\bos\.environ|\bgetenv\b", file.read_text())
+    ]
+    assert readers == []

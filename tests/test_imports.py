@@ -1,0 +1,85 @@
+"""Who may import whom: core ← adapters ← plugins, engines only in their own plugin."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PLUGINS = {package.parent.name: package.parent for package in ROOT.glob("plugins/*/src/*/__init__.py")}
+ENGINES = ("lmdeploy", "sglang", "tensorrt_llm", "transformers", "vllm")
+
+
+def imports(package: Path) -> Iterator[tuple[str, str]]:
+    """Every (file:line, imported top-level module) of a package, inside functions too."""
+    files = sorted(package.rglob("*.py"))
+    assert files, f"{package} holds no Python file"
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(), str(file))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}:{node.lineno} imports relatively; name the package"
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", name.split(".")[0]
+
+
+def declared() -> set[str]:
+    """Top-level modules of canary-core's dependencies."""
+    project = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())["project"]
+    return {re.split(r"[^\w-]", d)[0].replace("-", "_") for d in project["dependencies"]}
+
+
+@pytest.mark.parametrize(
+    ("package", "may_import"),
+    [("canary_core", {"canary_core"}), ("canary_adapters", {"canary_adapters", "canary_core"})],
+)
+def test_src_imports_only_downwards(package, may_import):
+    """The core imports neither adapters nor plugins nor engines, the adapters neither plugins nor engines: both import
+    only themselves, what is below, the standard library and declared dependencies."""
+    allowed = may_import | declared() | sys.stdlib_module_names
+    assert [i for i in imports(ROOT / "src" / package) if i[1] not in allowed] == []
+
+
+def test_no_engine_is_a_dependency():
+    """Installing Canary can't bring or move an engine."""
+    assert declared().isdisjoint(ENGINES)
+
+
+@pytest.mark.parametrize("plugin", sorted(PLUGINS))
+def test_plugins_import_no_other_plugin(plugin):
+    """A plugin stands alone: removing another one never breaks it."""
+    others = PLUGINS.keys() - {plugin}
+    assert [i for i in imports(PLUGINS[plugin]) if i[1] in others] == []
+
+
+@pytest.mark.parametrize("plugin", sorted(PLUGINS))
+def test_plugins_import_their_engine_inside_functions_only(plugin):
+    """Finding and listing a plugin must not import its engine, which may be slow, missing or broken."""
+    check = f"import sys, {plugin}; print([e for e in {ENGINES!r} if e in sys.modules])"
+    assert output_of(check) == "[]"
+
+
+def test_importing_the_core_is_light():
+    """Importing canary_core imports neither triton nor an engine."""
+    check = (
+        f"import sys, canary_core, canary_adapters; print([m for m in {('triton', *ENGINES)!r} if m in sys.modules])"
+    )
+    assert output_of(check) == "[]"
+
+
+def output_of(code: str) -> str:
+    """What a fresh Python prints when it runs ``code``."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

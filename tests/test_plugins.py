@@ -1,0 +1,267 @@
+"""Finding, loading and installing plugins, on real distributions."""
+
+import threading
+from importlib import metadata
+
+import pytest
+
+from canary_core import CanaryConfig, ConfigError, Event, PluginError, hookimpl, plugins
+from canary_core.plugins import EngineInfo, Plugins
+
+WORKING = """
+from canary_core import EngineInfo, hookimpl
+
+calls = []
+
+@hookimpl
+def canary_engine():
+    return EngineInfo.of("toy-engine", ">=2,<3")
+
+@hookimpl
+def canary_install(config):
+    calls.append(("install", config.mode))
+
+@hookimpl
+def canary_uninstall():
+    calls.append(("uninstall",))
+"""
+
+OBSERVER = """
+from canary_core import hookimpl
+
+events = []
+
+@hookimpl
+def canary_event(event):
+    events.append(event)
+"""
+
+
+def config(*names: str, **knobs: object) -> CanaryConfig:
+    """Settings that allow the named plugins."""
+    return CanaryConfig.load(plugins=names, **knobs)
+
+
+@pytest.fixture
+def toy(distribution):
+    """A working plugin ``toy`` for an engine that is installed in a supported version."""
+    distribution("toy-engine", {}, version="2.4")
+    distribution("canary-toy", {"canary_toy": WORKING}, {"toy": "canary_toy"}, version="0.3")
+
+
+def test_only_allowed_plugins_are_loaded(toy, distribution):
+    """An installed plugin that CANARY_PLUGINS does not name is not even imported."""
+    distribution("canary-bomb", {"canary_bomb": "raise SystemError('imported')"}, {"bomb": "canary_bomb"})
+    found = Plugins()
+    (plugin,) = found.load(config("toy"))
+    assert (plugin.name, plugin.distribution, plugin.version, plugin.error) == ("toy", "canary-toy", "0.3", None)
+    assert found.manager.has_plugin("toy")
+    assert not found.manager.has_plugin("bomb")
+
+
+def test_nothing_is_loaded_without_an_allow_list(toy, logs):
+    """With CANARY_PLUGINS empty, load and install find nothing to do and report nothing."""
+    found = Plugins()
+    assert found.load(config()) == ()
+    assert found.install(config()) == ()
+    assert logs == []
+
+
+def test_unknown_name_lists_what_is_installed(toy):
+    """A name that isn't installed is an error that lists the installed ones; nothing is loaded."""
+    found = Plugins()
+    with pytest.raises(PluginError, match=r"'tyo'.*not installed; installed plugins: .*\btoy\b") as error:
+        found.load(config("toy", "tyo"))
+    assert "pip install canary-tyo" in str(error.value)
+    assert found.loaded == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import no_such_engine", "can't be imported: ModuleNotFoundError"),
+        ("1/0", "can't be imported: ZeroDivisionError"),
+        ("x = 1", "implements no hook"),
+        ("from canary_core import hookimpl\n@hookimpl\ndef canary_vett(violation): ...", "did you mean canary_vet?"),
+        ("from canary_core import hookimpl\n@hookimpl\ndef canary_vet(finding): ...", "finding"),
+        ("from canary_core import hookimpl\n@hookimpl\ndef canary_engine(): 1/0", "canary_engine of plugin 'broken'"),
+        ("def canary_install(config): ...", "without @hookimpl"),
+    ],
+    ids=["import", "crash", "no hooks", "misspelt hook", "misspelt argument", "engine look-up", "unmarked hook"],
+)
+def test_one_broken_plugin_does_not_stop_the_others(source, expected, toy, distribution, logs):
+    """A broken plugin is recorded and reported with its name and error, leaves no trace, and the next one is loaded."""
+    distribution("canary-broken", {"canary_broken": source}, {"broken": "canary_broken"})
+    found = Plugins()
+    broken, working = found.load(config("broken", "toy"))
+    assert expected in broken.error
+    assert "'broken'" in broken.error
+    assert working.error is None
+    assert not found.manager.has_plugin("broken")
+    (event,) = logs
+    assert (event["event"], event["log_level"]) == ("plugins_loaded", "error")
+    assert (event["loaded"], event["failed"]) == (["toy"], {"broken": broken.error})
+
+
+def test_two_distributions_with_one_plugin_name(toy, distribution):
+    """Where two distributions declare the same plugin name, neither is guessed: the error names both."""
+    distribution("canary-toy-fork", {"canary_toy_fork": WORKING}, {"toy": "canary_toy_fork"})
+    (plugin,) = Plugins().load(config("toy"))
+    assert "canary-toy, canary-toy-fork" in plugin.error
+
+
+def test_loading_twice_is_harmless(toy, logs):
+    """A second load of the same names does nothing and reports nothing."""
+    found = Plugins()
+    first = found.load(config("toy"))
+    assert found.load(config("toy")) == first
+    assert [e["event"] for e in logs] == ["plugins_loaded"]
+
+
+def test_install_checks_the_engine_first_and_happens_once(toy, logs):
+    """A plugin whose engine is supported is installed once, with the settings, however often install is called."""
+    found = Plugins()
+    (plugin,) = found.load(config("toy", mode="raise"))
+    found.install(config("toy", mode="raise"))
+    found.install(config("toy", mode="raise"))
+    assert plugin.engine == EngineInfo("toy-engine", "2.4", ">=2,<3", supported=True)
+    assert plugin.target.calls == [("install", "raise")]
+    assert logs[-1]["event"] == "plugins_installed"
+    assert logs[-1]["installed"] == ["toy"]
+
+
+def test_uninstall_undoes_and_allows_another_install(toy):
+    """Uninstall calls the plugin's undo once; a later install hooks the engine again."""
+    found = Plugins()
+    (plugin,) = found.load(config("toy"))
+    found.install(config("toy"))
+    found.uninstall()
+    found.uninstall()
+    found.install(config("toy"))
+    assert plugin.target.calls == [("install", "log"), ("uninstall",), ("install", "log")]
+
+
+def test_mode_off_installs_nothing(toy):
+    """In mode off no engine is hooked."""
+    found = Plugins()
+    (plugin,) = found.load(config("toy", mode="off"))
+    found.install(config("toy", mode="off"))
+    assert plugin.target.calls == []
+
+
+@pytest.mark.parametrize(("version", "got"), [("3.0", "got toy-engine 3.0"), (None, "which is not installed")])
+def test_unsupported_engine_is_refused(version, got, distribution, logs):
+    """An engine that is out of range or missing is never hooked; record and event say version and range."""
+    if version:
+        distribution("toy-engine", {}, version=version)
+    distribution("canary-toy", {"canary_toy": WORKING}, {"toy": "canary_toy"})
+    found = Plugins()
+    (before,) = found.load(config("toy"))
+    (after,) = found.install(config("toy"))
+    assert got in after.error
+    assert "toy-engine >=2,<3" in after.error
+    assert before.target.calls == []
+    assert not found.manager.has_plugin("toy")
+    assert (logs[-1]["log_level"], logs[-1]["failed"]) == ("error", {"toy": after.error})
+
+
+def test_release_candidate_inside_the_range_is_supported(distribution):
+    """Engines are often run as release candidates or nightly builds; these count by their number."""
+    distribution("toy-engine", {}, version="2.5rc1")
+    assert EngineInfo.of("toy-engine", ">=2,<3").supported
+
+
+def test_failing_install_is_undone_and_recorded(distribution, toy, logs):
+    """A plugin that raises while hooking its engine is undone and refused; the others are installed."""
+    source = WORKING.replace('calls.append(("install", config.mode))', "raise KeyError('forward')")
+    distribution("canary-half", {"canary_half": source}, {"half": "canary_half"})
+    found = Plugins()
+    half, working = found.load(config("half", "toy"))
+    refused, installed = found.install(config("half", "toy"))
+    assert "canary_install of plugin 'half' raised KeyError: 'forward'" in refused.error
+    assert half.target.calls == [("uninstall",)]
+    assert working.target.calls == [("install", "log")]
+    assert installed.error is None
+    assert logs[-1]["installed"] == ["toy"]
+
+
+def test_events_reach_plugins(distribution):
+    """A loaded plugin sees every event from its own loading on."""
+    distribution("canary-eye", {"canary_eye": OBSERVER}, {"eye": "canary_eye"})
+    found = Plugins()
+    (plugin,) = found.load(config("eye"))
+    found.emit(Event("stats", fields={"violations": 0}))
+    assert [e.name for e in plugin.target.events] == ["plugins_loaded", "stats"]
+
+
+def test_a_raising_reporter_silences_nobody(logs):
+    """Built-in reporting comes before a plugin that raises, and the failure is itself reported."""
+
+    class Bad:
+        @hookimpl
+        def canary_event(self, event):
+            raise RuntimeError("no socket")
+
+    found = Plugins()
+    found.manager.register(Bad())
+    found.emit(Event("stats"))
+    assert [e["event"] for e in logs] == ["stats", "reporting_failed"]
+    assert logs[1]["while_reporting"] == "stats"
+    assert "no socket" in logs[1]["error"]
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_the_process_has_one_manager():
+    """Threads that ask for the manager at the same time get the same one, with built-in reporting in it."""
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(plugins.manager())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, got))) == 1
+    assert got[0].has_plugin("reporting")
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_start_reads_the_environment(toy, monkeypatch):
+    """An engine's plugin loader needs nothing but `start`: it loads and installs what CANARY_PLUGINS names, once."""
+    monkeypatch.setenv("CANARY_PLUGINS", "toy")
+    plugins.start()
+    (plugin,) = plugins.start()
+    assert plugin.target.calls == [("install", "log")]
+    plugins.uninstall()
+    assert plugin.target.calls[-1] == ("uninstall",)
+
+
+@pytest.mark.usefixtures("fresh_process")
+@pytest.mark.parametrize(
+    ("variable", "value", "error"), [("CANARY_MODE", "loud", ConfigError), ("CANARY_PLUGINS", "nope", PluginError)]
+)
+def test_a_failed_start_is_never_silent(variable, value, error, monkeypatch, logs):
+    """Engines swallow their plugins' exceptions, so a start that fails is reported before it raises."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(error):
+        plugins.start()
+    assert [e["event"] for e in logs] == ["start_failed"]
+    assert value in logs[0]["error"]
+
+
+def test_installed_lists_everything_without_loading(toy, distribution):
+    """The listing holds built-in, allowed, other and broken plugins, and changes no manager."""
+    distribution("canary-broken", {"canary_broken": "1/0"}, {"broken": "canary_broken"})
+    found = {p.name: p for p in plugins.installed()}
+    assert found["reporting"].built_in
+    assert found["reporting"].hooks == ("canary_attached", "canary_event", "canary_violation")
+    assert found["toy"].hooks == ("canary_engine", "canary_install", "canary_uninstall")
+    assert found["toy"].engine.version == "2.4"
+    assert "ZeroDivisionError" in found["broken"].error
+    assert not plugins.manager().has_plugin("toy")
+
+
+def test_a_distribution_found_twice_counts_once(toy, distribution, tmp_path, monkeypatch):
+    """An editable install may be on sys.path twice; that is one plugin, not a conflict."""
+    monkeypatch.syspath_prepend(str(tmp_path / "canary-toy"))
+    assert len([p for p in metadata.entry_points(group=plugins.GROUP) if p.name == "toy"]) == 1
+    (plugin,) = Plugins().load(config("toy"))
+    assert plugin.error is None

@@ -1,0 +1,53 @@
+"""The public surface and the hooks: small, sorted, documented, used."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import canary_core
+from canary_core import hookspecs
+
+ROOT = Path(__file__).parents[1]
+HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("canary_")}
+
+
+def test_all_is_sorted_and_complete():
+    """``__all__`` is sorted, and every name in it exists."""
+    assert list(canary_core.__all__) == sorted(canary_core.__all__)
+    assert [n for n in canary_core.__all__ if not hasattr(canary_core, n)] == []
+
+
+def test_public_names_are_documented():
+    """Every public class and function has a docstring."""
+    public = (getattr(canary_core, n) for n in canary_core.__all__ if n not in ("__version__", "hookimpl"))
+    assert [thing.__name__ for thing in public if not thing.__doc__] == []
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_every_hook_is_documented(hook):
+    """A hook's docstring says when it is called; its parameters are annotated."""
+    assert len(inspect.getdoc(HOOKS[hook]) or "") > 20
+    parameters = inspect.signature(HOOKS[hook]).parameters
+    assert [n for n, p in parameters.items() if p.annotation is p.empty] == []
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_every_hook_is_called_and_implemented(hook):
+    """A hook that nothing calls, or that no plugin or test implements, is not part of the surface."""
+    ours = [f for f in ROOT.glob("src/**/*.py") if f.name != "hookspecs.py"]
+    assert any(hook in calls(f) for f in ours), f"nothing in src/ calls {hook}"
+    implementers = [*ours, *ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("plugins/*/tests/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    assert any(f"def {hook}(" in f.read_text() for f in implementers), f"no plugin or test implements {hook}"
+
+
+def calls(file: Path) -> set[str]:
+    """Names that a file uses as attributes or strings."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found

@@ -1,0 +1,107 @@
+"""What built-in reporting writes, where, and what it leaves alone."""
+
+import json
+import logging
+
+import pytest
+import structlog
+
+from canary_core import CanaryConfig, Event, Kind, Phase, Violation, plugins
+from canary_core.plugins import Plugins
+
+FINDING = Violation(Kind.BYTES, "kv", Phase.SCRUB, step=9, slot=5, page=1, source="k.3", layer=3, half="k")
+
+
+@pytest.fixture
+def own_logger():
+    """structlog as in a host that never configured it."""
+    structlog.reset_defaults()
+
+
+def stderr_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was written to stderr, after checking that stdout got nothing."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_violation_is_an_error_with_all_its_fields(logs):
+    """A finding is one event ``violation`` at level error, field for field `Violation.fields`."""
+    Plugins().manager.hook.canary_violation(violation=FINDING)
+    (entry,) = logs
+    assert {k: entry[k] for k in FINDING.fields()} == FINDING.fields()
+    assert (entry["event"], entry["log_level"], entry["logger"]) == ("violation", "error", "canary")
+
+
+def test_event_keeps_name_level_and_fields(logs):
+    """An event is logged under its own name and level; a field named like structlog's own keys does no harm."""
+    Plugins().emit(Event("stats", "warning", {"slots": 3, "event": "x", "logger": "y"}))
+    (entry,) = logs
+    assert entry == {"event": "stats", "log_level": "warning", "slots": 3, "logger": "canary"}
+
+
+@pytest.mark.usefixtures("own_logger")
+def test_json_lines_on_stderr(capsys):
+    """CANARY_LOG_FORMAT=json gives one JSON object a line, with time and level, on stderr and nothing on stdout."""
+    found = Plugins()
+    found.load(CanaryConfig.load(log_format="json"))
+    found.manager.hook.canary_violation(violation=FINDING)
+    found.emit(Event("coverage", fields={"kind": Kind.BYTES, "where": logging}))
+    first, second = map(json.loads, stderr_of(capsys).splitlines())
+    assert first["source"] == "k.3"
+    assert {"timestamp", "level", "logger"} <= first.keys()
+    assert second["event"] == "coverage"
+
+
+@pytest.mark.usefixtures("own_logger")
+def test_console_on_stderr_without_colours(capsys):
+    """The default is readable text; escape codes are left out where stderr is no terminal."""
+    Plugins().emit(Event("stats", fields={"slots": 3}))
+    err = stderr_of(capsys)
+    assert "slots=3" in err
+    assert "\x1b" not in err
+
+
+@pytest.mark.usefixtures("own_logger")
+def test_level_keeps_quieter_events_out(capsys):
+    """CANARY_LOG_LEVEL is the least level that is written."""
+    found = Plugins()
+    found.load(CanaryConfig.load(log_level="error"))
+    found.emit(Event("stats", "warning"))
+    assert stderr_of(capsys) == ""
+    found.emit(Event("disabled", "error"))
+    assert "disabled" in stderr_of(capsys)
+
+
+@pytest.mark.usefixtures("own_logger")
+def test_global_logging_setup_is_left_alone(capsys):
+    """Reporting changes neither structlog's configuration nor logging's handlers."""
+    handlers = list(logging.getLogger().handlers)
+    Plugins().emit(Event("stats"))
+    assert not structlog.is_configured()
+    assert logging.getLogger().handlers == handlers
+
+
+@pytest.mark.usefixtures("own_logger")
+def test_a_host_that_configured_structlog_gets_the_events(capsys):
+    """Where the host has set up structlog, its pipeline carries our events, and stderr stays its own."""
+    seen = []
+
+    def keep(_logger, _method, event):
+        seen.append(dict(event))
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[keep])
+    try:
+        Plugins().emit(Event("stats", fields={"slots": 3}))
+    finally:
+        structlog.reset_defaults()
+    assert seen == [{"event": "stats", "slots": 3, "logger": "canary"}]
+    assert stderr_of(capsys) == ""
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_module_level_emit_reaches_this_process(logs):
+    """`plugins.emit` reports through the manager of this process."""
+    plugins.emit(Event("silence", "error"))
+    assert [e["event"] for e in logs] == ["silence"]
