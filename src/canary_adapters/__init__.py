@@ -1,0 +1,52 @@
+"""Engine-free adapters: an engine's tensors in, Canary's views out.
+
+Sources say where a slot's bytes are, pools put them together as regions and check their addresses, tables say what a
+forward reads. Nothing here imports an engine, reads from a device or copies a tensor.
+"""
+
+from canary_adapters.addresses import require_disjoint
+from canary_adapters.pools import (
+    GrowingPool,
+    JoinedPools,
+    LayerTensors,
+    PackedPool,
+    PagedPool,
+    RowPool,
+    WindowPool,
+    kv_layers,
+    stacked_layers,
+)
+from canary_adapters.sources import (
+    CHECKED_DTYPES,
+    PackedPage,
+    Part,
+    growing_source,
+    packed_page_source,
+    paged_source,
+    row_source,
+)
+from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
+
+__all__ = [
+    "CHECKED_DTYPES",
+    "GrowingPool",
+    "JoinedPools",
+    "LayerTensors",
+    "PackedPage",
+    "PackedPool",
+    "PagedPool",
+    "Part",
+    "RowPool",
+    "WindowPool",
+    "block_table",
+    "growing_source",
+    "kv_layers",
+    "packed_page_source",
+    "paged_source",
+    "ragged_table",
+    "require_disjoint",
+    "ring_table",
+    "row_source",
+    "slot_table",
+    "stacked_layers",
+]

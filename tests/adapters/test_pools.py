@@ -1,0 +1,167 @@
+import pytest
+import torch
+
+from canary_adapters import (
+    GrowingPool,
+    JoinedPools,
+    LayerTensors,
+    PackedPage,
+    PackedPool,
+    PagedPool,
+    RowPool,
+    WindowPool,
+    kv_layers,
+    stacked_layers,
+)
+from canary_core.region import RegionKind, Role
+
+
+def _tensors(*shape, n=2, dtype=torch.float32):
+    return [torch.zeros(shape, dtype=dtype) for _ in range(n)]
+
+
+class TestRowPool:
+    def test_every_layer_and_half_is_a_source(self, oracle):
+        """K and V with scales and an index: one region, each tensor a source with its role."""
+        layers = [
+            LayerTensors(
+                layer,
+                {"k": torch.zeros(9, 2, 4, dtype=torch.uint8), "v": torch.zeros(9, 2, 4, dtype=torch.uint8)},
+                scales={"k_scale": torch.zeros(9, 2)},
+                index={"index": torch.zeros(9, 3)},
+                dtype=torch.float8_e4m3fn,
+            )
+            for layer in (1, 4)
+        ]
+        (region,) = RowPool("kv", layers, null_slot=0).regions()
+        assert [s.name for s in region.sources] == [
+            f"{half}.{layer}" for layer in (1, 4) for half in ("k", "v", "k_scale", "index")
+        ]
+        assert [s.role for s in region.sources[:4]] == [Role.DATA, Role.DATA, Role.SCALE, Role.INDEX]
+        assert [s.dtype for s in region.sources[:3]] == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32]
+        assert (region.slots, region.null_slot, region.kind) == (9, 0, RegionKind.FULL)
+        for source in region.sources:
+            oracle.agrees(source, dict(enumerate(source.tensor)))
+
+    def test_spare_rows_are_told(self):
+        """Rows beyond the slots are uncovered memory with their size."""
+        pool = RowPool("kv", kv_layers(_tensors(9, 2, 4), _tensors(9, 2, 4)), slots=7)
+        assert pool.regions()[0].slots == 7
+        assert [(u.name, u.size_bytes) for u in pool.uncovered()] == [
+            (f"kv/{name}", 64) for name in ("k.0", "v.0", "k.1", "v.1")
+        ]
+        assert RowPool("kv", kv_layers(_tensors(9, 2, 4), _tensors(9, 2, 4))).uncovered() == ()
+
+    def test_interleaved_layers(self, oracle):
+        """Transformers' views: shifted, overlapping, one flat tensor, each slot the layer's own."""
+        page, layers, blocks = 4, 3, 5
+        flat = torch.zeros(blocks * layers * 2 * page, 2, 3, dtype=torch.bfloat16)
+        keys = [flat[(2 * i) * page :] for i in range(layers)]
+        values = [flat[(2 * i + 1) * page :] for i in range(layers)]
+        rows = 2 * layers * page
+        (region,) = RowPool("full", kv_layers(keys, values), pool_page=(rows, page)).regions()
+        assert region.slots == blocks * page
+        assert region.pool_bytes == flat.nbytes
+        for source in region.sources:
+            slots = {b * page + i: source.tensor[b * rows + i] for b in range(blocks) for i in range(page)}
+            oracle.agrees(source, slots)
+
+    def test_refusals(self, refusal):
+        """Counts that differ, slots that aren't there, no layers, unequal halves, a tensor that is there twice."""
+        k, v = _tensors(9, 2, 4), _tensors(8, 2, 4)
+        refusal(lambda: RowPool("kv", kv_layers(k, v)).regions(), "'kv'", "9 in k.0", "8 in v.0")
+        refusal(lambda: RowPool("kv", kv_layers(k, v), slots=9).regions(), "9", "v.0 has 8")
+        refusal(lambda: RowPool("kv", []).regions(), "'kv'", "no tensors")
+        refusal(lambda: kv_layers(k, v[:1]), "1 and 2")
+        refusal(lambda: RowPool("kv", kv_layers(k, k)).regions(), "kv/k.0", "kv/v.0")
+        refusal(lambda: RowPool("kv", kv_layers(k, k), pool_page=(0, 1)), "'kv'", "(0, 1)")
+        refusal(lambda: RowPool("kv", kv_layers(k, k[::-1]), null_slot=9).regions(), "null_slot 9", "9 slots")
+
+
+class TestPagedPool:
+    @pytest.mark.parametrize("half_dim", [0, 1, -5])
+    def test_stacked_halves(self, half_dim, oracle):
+        """[2, pages, ...] and [pages, 2, ...]: both halves are covered, all bytes of the pool."""
+        shape = (2, 5, 4, 3, 6) if half_dim != 1 else (5, 2, 4, 3, 6)
+        pools = _tensors(*shape)
+        (region,) = PagedPool("kv", stacked_layers(pools, half_dim)).regions()
+        assert (region.slots, [s.name for s in region.sources]) == (20, ["k.0", "v.0", "k.1", "v.1"])
+        assert region.pool_bytes == sum(p.nbytes for p in pools)
+        for source in region.sources:
+            oracle.agrees(source, {p * 4 + i: source.tensor[p, i] for p in range(5) for i in range(4)})
+
+    def test_heads_first_with_scales(self, oracle):
+        """Scales share the data's page and slot dimensions."""
+        layer = LayerTensors(0, {"k": torch.zeros(5, 3, 4, 8)}, scales={"k_scale": torch.zeros(5, 3, 4)})
+        (region,) = PagedPool("kv", [layer], slot_dim=2, null_slot=0).regions()
+        for source in region.sources:
+            oracle.agrees(source, {p * 4 + i: source.tensor[p, :, i] for p in range(5) for i in range(4)})
+
+    def test_refusals(self, refusal):
+        """Page sizes that differ at the same slot count, halves that aren't two."""
+        layers = kv_layers([torch.zeros(6, 2, 4)], [torch.zeros(3, 4, 4)])
+        refusal(lambda: PagedPool("kv", layers).regions(), "2 in k.0", "4 in v.0", "page size")
+        refusal(lambda: stacked_layers(_tensors(3, 2, 4)), "(3, 2, 4)", "half_dim")
+        refusal(lambda: stacked_layers(_tensors(2, 2, 4), 3), "dimension 3")
+        refusal(
+            lambda: PagedPool("kv", kv_layers(_tensors(6, 2, 4), _tensors(6, 2, 4)), slot_dim=5).regions(), "(0, 5)"
+        )
+
+
+class TestWindowPool:
+    def test_ring(self):
+        """Any pool becomes a window; its sources stay."""
+        layers = kv_layers(_tensors(6, 4, 2, 8), _tensors(6, 4, 2, 8))
+        (region,) = WindowPool(PagedPool("swa", layers), window_tokens=16).regions()
+        assert (region.kind, region.window_tokens, region.slots) == (RegionKind.WINDOW, 16, 24)
+        assert region.slot_map is None
+
+    def test_slot_map(self):
+        """The map from full slots and its evicted slot are the region's; the pool's spare rows are still told."""
+        slot_map = torch.zeros(101, dtype=torch.int64)
+        pool = WindowPool(RowPool("swa", kv_layers(_tensors(9, 4), _tensors(9, 4)), slots=8), 5, slot_map, null_slot=0)
+        (region,) = pool.regions()
+        assert region.slot_map is slot_map
+        assert region.null_slot == 0
+        assert len(pool.uncovered()) == 4
+
+    def test_refusals(self, refusal):
+        """No window, a map of floats, a window of a window."""
+        pool = RowPool("swa", kv_layers(_tensors(9, 4), _tensors(9, 4)))
+        refusal(lambda: WindowPool(pool, 0).regions(), "'swa'", "got 0")
+        refusal(lambda: WindowPool(pool, 4, torch.zeros(5)).regions(), "slot_map", "float32")
+        refusal(lambda: WindowPool(WindowPool(pool, 4), 4).regions(), "'swa'", "window already")
+
+
+def test_packed_pool(refusal):
+    """Each layer gives a data and a scale source; padding is told as uncovered."""
+    layout = PackedPage(64, 576, 8)
+    layers = [LayerTensors(i, {"kv": torch.zeros(3, 37440, dtype=torch.uint8)}) for i in (2, 5)]
+    pool = PackedPool("c4", layers, layout, null_slot=0)
+    (region,) = pool.regions()
+    assert [s.name for s in region.sources] == ["kv.2", "kv_scale.2", "kv.5", "kv_scale.5"]
+    assert (region.slots, region.slot_bytes) == (192, 2 * 584)
+    assert [(u.name, u.size_bytes) for u in pool.uncovered()] == [("c4/kv.2", 3 * 64), ("c4/kv.5", 3 * 64)]
+    refusal(lambda: PackedPool("c4", layers, PackedPage(64, 578, 8)).regions(), "37440", str(64 * 586))
+
+
+def test_growing_pool():
+    """The region has all its slots from the first, empty tensor on; growing changes addresses only."""
+    for tokens in (0, 1, 5):
+        layers = kv_layers(_tensors(2, 3, tokens, 4), _tensors(2, 3, tokens, 4))
+        (region,) = GrowingPool("cache", layers, max_tokens=8).regions()
+        assert region.slots == 16
+        assert {(s.present, s.chunks, s.chunk_bytes, s.slot_words) for s in region.sources} == {(tokens, 3, 16, 12)}
+
+
+def test_joined_pools(refusal):
+    """Groups of one engine: names differ, memory is apart unless they are declared to take turns on it."""
+    flat = torch.zeros(24, 2, 4)
+    full = PagedPool("full", [LayerTensors(0, {"kv": flat.view(6, 4, 2, 4)})])
+    window = WindowPool(PagedPool("window", [LayerTensors(1, {"kv": flat.view(6, 4, 2, 4)})]), 4)
+    refusal(lambda: JoinedPools([full, window]).regions(), "full/kv.0", "window/kv.1")
+    refusal(lambda: JoinedPools([full, full]).regions(), "['full', 'full']")
+    joined = JoinedPools([full, window], sharing=[frozenset({"full", "window"})])
+    assert [r.name for r in joined.regions()] == ["full", "window"]
+    spare = RowPool("rows", [LayerTensors(2, {"kv": torch.zeros(4, 2)})], slots=3)
+    assert [u.size_bytes for u in JoinedPools([full, spare]).uncovered()] == [8]
