@@ -114,11 +114,13 @@ class KVSource:
         present = self.page_size if self.present is None else self.present
         if present == 0:
             return
-        last_in_page = min(slots, present) - 1
+        # The last page may be cut short; then the whole page before it can reach further.
+        last_slots = [(pages - 1, min(slots - (pages - 1) * self.page_size, present) - 1)]
+        if pages > 1:
+            last_slots.append((pages - 2, present - 1))
         end = (
             self.offset_bytes
-            + (pages - 1) * self.page_stride_bytes
-            + last_in_page * self.slot_stride_bytes
+            + max(page * self.page_stride_bytes + i * self.slot_stride_bytes for page, i in last_slots)
             + (self.chunks - 1) * self.chunk_stride_bytes
             + self.chunk_bytes
         )
