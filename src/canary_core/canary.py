@@ -93,6 +93,7 @@ class Canary:
             self._hooks.hook.canary_pre_forward(canary=self, batch=batch)
             for name, table in batch.tables.items():
                 state = self._states[name]
+                state.require_capacity(batch)
                 self._backend.check(state, batch, table)
                 if self.config.read_check and state.sources:
                     self._backend.read_check(state, batch, table)

@@ -63,11 +63,6 @@ class CanaryConfig(BaseSettings):
         description="Violation rows kept on the device until the host reads them; counts are never lost.",
         json_schema_extra=_unit("rows"),
     )
-    max_rows: Annotated[int, Field(ge=1, le=1 << 16)] = Field(
-        default=1024,
-        description="Most requests of one forward that are checked; further ones are counted as skipped.",
-        json_schema_extra=_unit("requests"),
-    )
     stats_interval: Annotated[int, Field(ge=0)] = Field(
         default=1000, description="Forwards between two stats events; 0: none.", json_schema_extra=_unit("forwards")
     )

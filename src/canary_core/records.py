@@ -88,11 +88,9 @@ class Counter(IntEnum):
     """Slots skipped by a check because their bytes arrived without records."""
     UNSURE = 23
     """Suspicions that are not certain, e.g. bytes unchanged by a write of the same token; never reported as findings."""
-    SKIPPED_ROWS = 24
-    """Batch rows beyond the capacity fixed at attach; not checked."""
-    CHECKED_FORWARDS = 25
+    CHECKED_FORWARDS = 24
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
-    SCRUBBED_SLOTS = 26
+    SCRUBBED_SLOTS = 25
     """Slots passed by the scrub, written or not: divided by the region's slots, how often it went round."""
 
 
@@ -125,6 +123,21 @@ class Cursor(IntEnum):
 
 
 CURSOR_WORDS = 4
+
+PLAN_WORDS = 2
+"""Write plan, int64 ``[tokens, 2]``: `check` fills it, the ops after the forward use it. Word 0 is ``(status + 1) *
+2**32 + row``, 0 where nothing is stored; word 1 the slot (see `Status`)."""
+
+
+class Status(IntEnum):
+    """What became of a slot number found in a table."""
+
+    OK = 0
+    RANGE = 1
+    """No slot of the region."""
+    NULL = 2
+    """The null slot, or padding."""
+
 
 READ_TILE = 16
 """Slots of one row that a read check takes or leaves together."""

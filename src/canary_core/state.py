@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core import hashing
+from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.records import (
@@ -16,12 +17,17 @@ from canary_core.records import (
     CURSOR_WORDS,
     DESCRIPTOR_WORDS,
     LOST_WRITE_BYTES,
+    PLAN_WORDS,
     READ_TILE,
     RECORD_WORDS,
     ROW_WORDS,
     Cursor,
 )
 from canary_core.region import PARTIAL_BYTES, KVSource, Region, Role
+
+FIRST_ROWS = 256
+FIRST_TOKENS = 8192
+"""Capacity of a region's scratch before a batch asks for more."""
 
 # Exponent bits, lowest exponent bit and the bit above, of one 32-bit word full of floats. For e4m3fn only the mantissa
 # full of ones is NaN, so its seven low bits count as exponent. Formats with NaN at -0 (fnuz) have no such pattern.
@@ -56,12 +62,14 @@ class Shared:
 
 
 class RegionState:
-    """One region's device memory. Tensors keep their addresses for life, so captured graphs stay valid.
+    """One region's device memory. Tensors keep their addresses for life, so captured graphs stay
+    valid.
 
     records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``. claims: int64 ``[slots]``, the last step
-    and token index + 1 that claimed a slot for writing (``step * 2**32 + index + 1``). heads: int64 ``[max rows]``,
-    each row's prefix hash before this forward. chains: see `CHAINS`. cursors: see `Cursor`. descriptors: int64
-    ``[sources, DESCRIPTOR_WORDS]``. keys, salts: see `hashing`.
+    and token index + 1 that claimed a slot for writing (``step * 2**32 + index + 1``). chains: see `CHAINS`. cursors: see
+    `Cursor`. descriptors: int64 ``[sources, DESCRIPTOR_WORDS]``. keys, salts: see `hashing`.
+    Scratch of one forward, grown by `require_capacity`: heads, int64 ``[rows]``, each row's prefix hash before its new
+    tokens, 0 for unknown; plan, int64 ``[tokens, PLAN_WORDS]``.
     """
 
     def __init__(self, region: Region, index: int, shared: Shared, config: CanaryConfig) -> None:
@@ -69,13 +77,14 @@ class RegionState:
         self.index = index
         self.shared = shared
         self.sources = guarded_sources(region.sources, config.bytes)
-        self.max_rows = config.max_rows
         self.non_finite = config.non_finite
         device = region.device
         self.records = torch.zeros(region.slots, RECORD_WORDS, dtype=torch.int32, device=device)
         self.fingerprints = torch.zeros(region.slots, len(self.sources), dtype=torch.int64, device=device)
         self.claims = torch.zeros(region.slots, dtype=torch.int64, device=device)
-        self.heads = torch.zeros(config.max_rows, dtype=torch.int64, device=device)
+        self.heads = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=device)
+        self.plan = torch.zeros(FIRST_TOKENS, PLAN_WORDS, dtype=torch.int64, device=device)
+        self._outgrown: list[Tensor] = []
         self.chains = torch.zeros(CHAINS, 2, dtype=torch.int64, device=device)
         self.cursors = torch.zeros(CURSOR_WORDS, dtype=torch.int64, device=device)
         self.keys = hashing.keys(max((s.slot_words for s in self.sources), default=1), device)
@@ -85,6 +94,16 @@ class RegionState:
         self.scrub_slots = 0
         read_tiles = (1 << 40) if config.read_check < 0 else -(-config.read_check // READ_TILE)
         self.cursors[Cursor.READ_TILES] = read_tiles if self.sources else 0
+
+    def require_capacity(self, batch: BatchView) -> None:
+        """Grows the scratch to the batch's rows and tokens. Rare: sizes double. Outgrown scratch is kept, because a
+        captured graph may still use it."""
+        if batch.rows > self.heads.shape[0]:
+            self._outgrown.append(self.heads)
+            self.heads = self.heads.new_zeros(1 << (batch.rows - 1).bit_length())
+        if batch.tokens > self.plan.shape[0]:
+            self._outgrown.append(self.plan)
+            self.plan = self.plan.new_zeros(1 << (batch.tokens - 1).bit_length(), PLAN_WORDS)
 
     def set_scrub_slots(self, slots: int) -> None:
         """How many slots the next scrubs pass, at least one. Small changes are left out: each is a tiny copy."""
@@ -103,8 +122,8 @@ class RegionState:
     def memory_bytes(self) -> int:
         """Device memory of ours for this region."""
         tensors = (
-            self.records, self.fingerprints, self.claims, self.heads, self.chains, self.cursors, self.keys, self.salts,
-            self.descriptors,
+            self.records, self.fingerprints, self.claims, self.chains, self.cursors, self.keys, self.salts,
+            self.descriptors, self.heads, self.plan, *self._outgrown,
         )  # fmt: skip
         return sum(t.numel() * t.element_size() for t in tensors)
 

@@ -23,6 +23,7 @@ from canary_core.records import (
     Phase,
     Row,
     State,
+    Status,
 )
 from canary_core.reference import plan
 from canary_core.reference.ring import report
@@ -47,7 +48,7 @@ class Seen:
 
     @property
     def usable(self) -> Tensor:
-        return self.status == plan.OK
+        return self.status == Status.OK
 
     def holds(self, position: Tensor) -> Tensor:
         """Whether the slot was written, and as ``position``."""
@@ -55,8 +56,8 @@ class Seen:
 
 
 def see(state: RegionState, slot: Tensor, status: Tensor) -> Seen:
-    """Reads the records of ``slot`` where ``status`` is `plan.OK`."""
-    record = state.records[torch.where(status == plan.OK, slot, 0)]
+    """Reads the records of ``slot`` where ``status`` is `Status.OK`."""
+    record = state.records[torch.where(status == Status.OK, slot, 0)]
     return Seen(
         slot=slot,
         status=status,
@@ -71,14 +72,14 @@ def see(state: RegionState, slot: Tensor, status: Tensor) -> Seen:
 
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """Reports mapping findings of all readable places; claims the slots to be written; notes each row's head (the
+    """Reports mapping findings of all readable places; plans and claims the slots to be written; notes each row's head (the
     prefix hash where its new tokens begin); advances clock and cursors.
 
     At most one finding a place, the first that holds of: SLOT_RANGE, NULL_SLOT, UNWRITTEN, FREED, POSITION, TOKEN,
     PREFIX. A prefix hash of 0 is unknown and never judged.
     """
     shared = state.shared
-    rows = plan.rows(state.region, batch, table, state.max_rows)
+    rows = plan.rows(state.region, batch, table)
     places = plan.expand(rows.read_first, rows.prefix)
     seen = see(state, *plan.lookup(state.region, table, places))
     expected = expected_tokens(batch, places)
@@ -87,8 +88,8 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     linked, link_hash = _links(batch, rows, places, seen)
     ended, chain_hash = _ends(state, batch, rows, places, seen)
     findings = {
-        Kind.SLOT_RANGE: seen.status == plan.RANGE,
-        Kind.NULL_SLOT: seen.status == plan.NULL,
+        Kind.SLOT_RANGE: seen.status == Status.RANGE,
+        Kind.NULL_SLOT: seen.status == Status.NULL,
         Kind.UNWRITTEN: seen.usable & (seen.state == State.UNWRITTEN),
         Kind.FREED: seen.usable & (seen.state == State.FREED),
         Kind.POSITION: seen.usable & (seen.state == State.WRITTEN) & ~placed,
@@ -110,10 +111,9 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         report(shared, kind, {**chosen, Row.REGION: state.index, Row.STEP: step * 8 + Phase.PRE_FORWARD})
 
     _note_heads(state, batch, rows, table)
-    _claim(state, batch, rows, table)
+    _claim(state, plan.plan_writes(state.plan, state.region, batch, table))
     shared.counters[Counter.CHECKED_SLOTS] += len(places)
     shared.counters[Counter.UNKNOWN_SLOTS] += (seen.usable & (seen.state == State.UNKNOWN)).sum()
-    shared.counters[Counter.SKIPPED_ROWS] += max(batch.rows - state.max_rows, 0)
     shared.counters[Counter.CHECKED_FORWARDS] += 1
     shared.clock[Clock.NEXT] = step
     _advance(state, rows)
@@ -188,13 +188,10 @@ def _note_heads(state: RegionState, batch: BatchView, rows: plan.Rows, table: Sl
     state.heads[: len(row)] = torch.where(rows.prefix == 0, anchors(batch, row), head)
 
 
-def _claim(state: RegionState, batch: BatchView, rows: plan.Rows, table: SlotTable) -> None:
-    stored = plan.expand(rows.stored_first, rows.prefix + rows.new)
-    token_index = plan.token_index(rows, stored)
-    slot, status = plan.write_slots(state.region, table, stored, token_index)
-    usable = status == plan.OK
-    claim = ((state.shared.clock[Clock.STEP] + 1) << 32) + token_index + 1
-    state.claims.scatter_reduce_(0, slot[usable], claim[usable], "amax")
+def _claim(state: RegionState, writes: plan.Writes) -> None:
+    usable = writes.status == Status.OK
+    claim = ((state.shared.clock[Clock.STEP] + 1) << 32) + writes.token + 1
+    state.claims.scatter_reduce_(0, writes.slot[usable], claim[usable], "amax")
 
 
 def _advance(state: RegionState, rows: plan.Rows) -> None:

@@ -14,9 +14,11 @@ from canary_core.records import (
     Phase,
     Row,
     State,
+    Status,
 )
 from canary_core.reference import plan
 from canary_core.reference.check import Seen, record_fields, see
+from canary_core.reference.record import won
 from canary_core.reference.ring import report
 from canary_core.region import KVSource
 from canary_core.state import RegionState
@@ -53,18 +55,14 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     was ever written before), NON_FINITE where a float has all its exponent bits set. Bytes unchanged by a write of the
     same token are only counted, as `UNSURE`.
     """
-    rows = plan.rows(state.region, batch, table, state.max_rows)
-    places = plan.expand(rows.stored_first, rows.prefix + rows.new)
-    index = plan.token_index(rows, places)
-    slot, status = plan.write_slots(state.region, table, places, index)
-    step = state.shared.clock[Clock.NEXT]
-    claimed = state.claims[torch.where(status == plan.OK, slot, 0)] == (step << 32) + index + 1
-    keep = (status == plan.OK) & claimed
-    slot, position, row, index = slot[keep], places.position[keep], places.row[keep], index[keep]
-    seen = see(state, slot, status[keep])
-    token = batch.token_ids[index].long()
+    writes = plan.planned_writes(state.plan, batch)
+    writes = writes[won(state, writes)]
+    seen = see(state, writes.slot, writes.status)
+    slot, token = writes.slot, batch.token_ids[writes.token].long()
     other = (seen.step_written == 0) | (seen.token != token)
-    about = {Row.POSITION: position, Row.TOKEN: token, Row.WRITER: batch.writers[row].long()}
+    ranges = plan.rows(state.region, batch, table)
+    position = ranges.prefix[writes.row] + writes.token - ranges.token_first[writes.row]
+    about = {Row.POSITION: position, Row.TOKEN: token, Row.WRITER: batch.writers[writes.row].long()}
     for s, source in enumerate(state.sources):
         there = _present(source, slot)
         words = slot_words(source, torch.where(there, slot, 0))
@@ -85,7 +83,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """Before a forward and after `check`: compares the bytes of the readable slots in the next ``READ_TILES`` tiles of
     `READ_TILE` places, going round the batch. Reports BYTES."""
-    rows = plan.rows(state.region, batch, table, state.max_rows)
+    rows = plan.rows(state.region, batch, table)
     places = plan.expand(rows.read_first, rows.prefix)
     count = rows.prefix - rows.read_first
     tiles = (count + READ_TILE - 1) // READ_TILE
@@ -106,7 +104,7 @@ def scrub(state: RegionState) -> None:
     count = min(int(state.cursors[Cursor.SCRUB_SLOTS]), state.region.slots)
     slot = (state.cursors[Cursor.SCRUB] + torch.arange(count, device=state.records.device)) % state.region.slots
     nobody = torch.full_like(slot, -1)
-    _compare(state, see(state, slot, torch.zeros_like(slot)), Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody})
+    _compare(state, see(state, slot, torch.full_like(slot, Status.OK)), Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody})
     state.shared.counters[Counter.SCRUBBED_SLOTS] += count
 
 

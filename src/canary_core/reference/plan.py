@@ -1,4 +1,7 @@
-"""plan: which (row, position) pairs a forward reads and writes, and through which slots."""
+"""plan: which (row, position) pairs a forward reads and writes, and through which slots.
+
+Reads are worked out where they are needed; writes, which three ops need, are planned once, in `RegionState.plan`.
+"""
 
 from dataclasses import dataclass
 
@@ -6,11 +9,8 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.records import Status
 from canary_core.region import Region
-
-OK, RANGE, NULL = 0, 1, 2
-"""Status of a looked-up slot: usable, no slot of the region, the null slot or padding."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
@@ -35,10 +35,10 @@ class Places:
         return self.row.shape[0]
 
 
-def rows(region: Region, batch: BatchView, table: SlotTable, max_rows: int) -> Rows:
-    """The ranges of the first ``max_rows`` rows."""
-    prefix = batch.prefix_lens[:max_rows].long().clamp(min=0)
-    new = batch.new_lens[:max_rows].long().clamp(min=0)
+def rows(region: Region, batch: BatchView, table: SlotTable) -> Rows:
+    """The ranges of all rows. Negative lengths count as 0."""
+    prefix = batch.prefix_lens.long().clamp(min=0)
+    new = batch.new_lens.long().clamp(min=0)
     token_first = new.cumsum(0) - new
     # Rows whose tokens do not fit into token_ids are cut, never read past its end.
     new = torch.minimum(new, (batch.tokens - token_first).clamp(min=0))
@@ -60,8 +60,8 @@ def expand(first: Tensor, end: Tensor) -> Places:
 
 
 def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Tensor]:
-    """Slot and status of each place, as attention finds it. Where the status is not `OK`, the slot is what was found:
-    -1 if the table has no such entry."""
+    """Slot and status of each place, as attention finds it. Where the status isn't OK, the slot is what was
+    found: -1 if the table has no such entry."""
     entries = table.entries
     column = places.position % table.ring_slots if table.ring_slots else places.position
     page, inside = column // table.page_size, column % table.page_size
@@ -74,7 +74,7 @@ def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Te
     number = torch.where(entry >= 0, entry * table.page_size + inside, entry)
     slot, status = resolve(region, table, number)
     missing = ~present
-    return torch.where(missing, -1, slot), torch.where(missing, RANGE, status)
+    return torch.where(missing, -1, slot), torch.where(missing, Status.RANGE, status)
 
 
 def resolve(region: Region, table: SlotTable, number: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def resolve(region: Region, table: SlotTable, number: Tensor) -> tuple[Tensor, T
     if region.null_slot is not None:
         null |= ~bad & (slot == region.null_slot)
     bad |= slot >= region.slots
-    status = torch.where(bad, RANGE, torch.where(null, NULL, OK))
+    status = torch.where(bad, Status.RANGE, torch.where(null, Status.NULL, Status.OK))
     return slot, status
 
 
@@ -103,12 +103,43 @@ def token_index(rows: Rows, places: Places) -> Tensor:
     return rows.token_first[places.row] + places.position - rows.prefix[places.row]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Writes:
+    """The stored new tokens of a forward, int64 ``[n]``: index into ``token_ids``, row, slot, `Status`."""
+
+    token: Tensor
+    row: Tensor
+    slot: Tensor
+    status: Tensor
+
+    def __getitem__(self, mask: Tensor) -> "Writes":
+        return Writes(self.token[mask], self.row[mask], self.slot[mask], self.status[mask])
+
+
+def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable) -> Writes:
+    """Fills ``plan`` (`RegionState.plan`) for this forward, and gives what it holds."""
+    ranges = rows(region, batch, table)
+    places = expand(ranges.stored_first, ranges.prefix + ranges.new)
+    token = token_index(ranges, places)
+    slot, status = write_slots(region, table, places, token)
+    plan[: batch.tokens] = 0
+    plan[token] = torch.stack(((status + 1) << 32 | places.row, slot), dim=1)
+    return Writes(token, places.row, slot, status)
+
+
+def planned_writes(plan: Tensor, batch: BatchView) -> Writes:
+    """What `plan_writes` planned."""
+    word, slot = plan[: batch.tokens].unbind(1)
+    token = word.nonzero()[:, 0]
+    return Writes(token, word[token] & 0xFFFFFFFF, slot[token], (word[token] >> 32) - 1)
+
+
 def write_slots(region: Region, table: SlotTable, places: Places, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Slot and status of where the forward stores each place: the engine's own list if it has one, else the table."""
     if table.write_slots is None:
         return lookup(region, table, places)
     listed = tokens < len(table.write_slots)
     if table.write_slots.numel() == 0:
-        return torch.full_like(tokens, -1), torch.full_like(tokens, RANGE)
+        return torch.full_like(tokens, -1), torch.full_like(tokens, Status.RANGE)
     slot, status = resolve(region, table, table.write_slots[torch.where(listed, tokens, 0)].long())
-    return torch.where(listed, slot, -1), torch.where(listed, status, RANGE)
+    return torch.where(listed, slot, -1), torch.where(listed, status, Status.RANGE)

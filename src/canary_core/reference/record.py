@@ -7,10 +7,9 @@ from canary_core import hashing
 from canary_core.batch import BatchView, SlotTable
 from canary_core.records import (
     CHAINS,
-    FREED_BY,
     POSITION,
     PREFIX_HASH,
-    STEP_FREED,
+    RECORD_WORDS,
     STEP_WRITTEN,
     TOKEN,
     WRITER,
@@ -20,9 +19,10 @@ from canary_core.records import (
     Phase,
     Row,
     State,
+    Status,
 )
 from canary_core.reference import plan
-from canary_core.reference.check import expected_tokens, record_fields, see
+from canary_core.reference.check import expected_tokens
 from canary_core.reference.ring import report
 from canary_core.state import RegionState
 
@@ -34,55 +34,60 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     the others are reported and not recorded).
     """
     shared = state.shared
-    rows = plan.rows(state.region, batch, table, state.max_rows)
+    rows = plan.rows(state.region, batch, table)
     step = shared.clock[Clock.NEXT]
     every = plan.expand(rows.prefix, rows.prefix + rows.new)
-    hash = _prefix_hashes(state, batch, rows, every)
+    hash = torch.zeros(batch.tokens, dtype=torch.int64, device=batch.device)
+    hash[plan.token_index(rows, every)] = _prefix_hashes(state, batch, rows, every)
     _remember_ends(state, batch, rows, hash)
 
-    stored = every.position >= rows.stored_first[every.row]
-    places, hash = plan.Places(every.row[stored], every.position[stored]), hash[stored]
-    index = plan.token_index(rows, places)
-    slot, status = plan.write_slots(state.region, table, places, index)
-    usable = status == plan.OK
-    token = batch.token_ids[index].long()
-    writer = batch.writers[places.row].long()
+    writes = plan.planned_writes(state.plan, batch)
+    places = plan.Places(writes.row, rows.prefix[writes.row] + writes.token - rows.token_first[writes.row])
+    usable = writes.status == Status.OK
+    winner = won(state, writes)
+    token = batch.token_ids[writes.token].long()
     expected = expected_tokens(batch, places)
-    position = places.position if batch.positions is None else batch.positions[index].long()
-    wrong_input = ((expected >= 0) & (expected != token)) | (position != places.position)
+    position = places.position if batch.positions is None else batch.positions[writes.token].long()
     read_slot, read_status = plan.lookup(state.region, table, places)
-    elsewhere = usable & (read_status == plan.OK) & (read_slot != slot)
-    claim = state.claims[torch.where(usable, slot, 0)]
-    won = claim == (step << 32) + index + 1
-
-    none = torch.full_like(slot, -1)
-    old = record_fields(see(state, slot, status))
-    common = {Row.POSITION: places.position, Row.TOKEN: expected, Row.WRITER: writer, Row.FOUND_VALUE: none}
-    given = {Row.STORED_TOKEN: token, Row.STORED_POSITION: position * 4 + State.WRITTEN, Row.STORED_VALUE: none}
-    fresh = {Row.SLOT: slot, Row.STORED_WRITER: none, Row.STEP_WRITTEN: none, Row.STEP_FREED: none, **given}
-    findings = [
-        (Kind.SLOT_RANGE, status == plan.RANGE, fresh),
-        (Kind.NULL_SLOT, status == plan.NULL, fresh),
-        (Kind.WRITE_INPUT, wrong_input, fresh),
-        (Kind.WRITE_SLOT, elsewhere, {**old, Row.STORED_VALUE: read_slot}),
-        (Kind.TWO_WRITERS, usable & ~won, {**old, Row.STORED_VALUE: (claim & 0xFFFFFFFF) - 1}),
-    ]
-    for kind, mask, fields in findings:
-        chosen = {word: value[mask] for word, value in {**common, **fields}.items()}
+    claim = state.claims[torch.where(usable, writes.slot, 0)]
+    findings = {
+        Kind.SLOT_RANGE: writes.status == Status.RANGE,
+        Kind.NULL_SLOT: writes.status == Status.NULL,
+        Kind.WRITE_INPUT: ((expected >= 0) & (expected != token)) | (position != places.position),
+        Kind.WRITE_SLOT: usable & (read_status == Status.OK) & (read_slot != writes.slot),
+        Kind.TWO_WRITERS: usable & ~winner,
+    }
+    other_value = {Kind.WRITE_SLOT: read_slot, Kind.TWO_WRITERS: (claim & 0xFFFFFFFF) - 1}
+    fields = {
+        Row.SLOT: writes.slot,
+        Row.POSITION: places.position,
+        Row.TOKEN: expected,
+        Row.STORED_TOKEN: token,
+        Row.STORED_POSITION: position * 4 + State.WRITTEN,
+        Row.WRITER: batch.writers[writes.row].long(),
+    }
+    for kind, mask in findings.items():
+        chosen: dict[Row, Tensor | int] = {word: value[mask] for word, value in fields.items()}
+        if kind in other_value:
+            chosen[Row.STORED_VALUE] = other_value[kind][mask]
         report(shared, kind, {**chosen, Row.REGION: state.index, Row.STEP: step * 8 + Phase.POST_FORWARD})
 
-    keep = usable & won
-    new = torch.zeros(int(keep.sum()), state.records.shape[1], dtype=torch.int32, device=slot.device)
-    new[:, TOKEN] = token[keep].int()
-    new[:, POSITION] = (places.position[keep] * 4 + State.WRITTEN).int()
-    new[:, PREFIX_HASH : PREFIX_HASH + 2] = hash[keep].contiguous().view(torch.int32).view(-1, 2)
+    new = torch.zeros(int(winner.sum()), RECORD_WORDS, dtype=torch.int32, device=batch.device)
+    new[:, TOKEN] = token[winner].int()
+    new[:, POSITION] = (places.position[winner] * 4 + State.WRITTEN).int()
+    new[:, PREFIX_HASH : PREFIX_HASH + 2] = hash[writes.token[winner]].view(torch.int32).view(-1, 2)
     new[:, STEP_WRITTEN] = step.int()
-    new[:, WRITER] = writer[keep].int()
-    new[:, STEP_FREED] = 0
-    new[:, FREED_BY] = 0
-    state.records[slot[keep]] = new
+    new[:, WRITER] = fields[Row.WRITER][winner].int()
+    state.records[writes.slot[winner]] = new
     shared.counters[Counter.RECORDED_SLOTS] += new.shape[0]
     shared.clock[Clock.STEP] = step
+
+
+def won(state: RegionState, writes: plan.Writes) -> Tensor:
+    """Which writes go to a slot of the region that no later token of this batch is written to as well."""
+    usable = writes.status == Status.OK
+    claim = state.claims[torch.where(usable, writes.slot, 0)]
+    return usable & (claim == (state.shared.clock[Clock.NEXT] << 32) + writes.token + 1)
 
 
 def _prefix_hashes(state: RegionState, batch: BatchView, rows: plan.Rows, places: plan.Places) -> Tensor:
@@ -100,5 +105,5 @@ def _remember_ends(state: RegionState, batch: BatchView, rows: plan.Rows, hash: 
     wrote = (rows.new > 0) & (writer >= 0)
     end = rows.prefix + rows.new
     entry = torch.stack((writer << 32 | end, torch.zeros_like(end)), dim=1)
-    entry[wrote, 1] = hash[(rows.new.cumsum(0) - 1)[wrote]]
+    entry[wrote, 1] = hash[(rows.token_first + rows.new - 1)[wrote]]
     state.chains[writer[wrote] % CHAINS] = entry[wrote]
