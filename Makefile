@@ -19,7 +19,7 @@ demo: $(STAMP)
 
 # One torch thread a worker: two workers fill two cores, and more threads than cores only wait for each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
 
 check: $(STAMP)
 	$(VENV)/bin/python -m ruff check .

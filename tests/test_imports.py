@@ -16,6 +16,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = {package.parent.name: package.parent for package in ROOT.glob("plugins/*/src/*/__init__.py")}
+DISTRIBUTIONS = [ROOT, *(p.parent for p in sorted(ROOT.glob("plugins/*/pyproject.toml")))]
 ENGINES = ("lmdeploy", "sglang", "tensorrt_llm", "transformers", "vllm")
 
 
@@ -36,10 +37,16 @@ def imports(package: Path) -> Iterator[tuple[str, str]]:
                 yield f"{file.relative_to(ROOT)}:{node.lineno}", name.split(".")[0]
 
 
+def requirements(project: Path) -> dict[str, str]:
+    """Hard dependencies of the distribution in folder ``project``: top-level module → the rest of the requirement."""
+    found = tomllib.loads(project.joinpath("pyproject.toml").read_text())["project"]["dependencies"]
+    split = (re.fullmatch(r"([\w-]+)(.*)", d) for d in found)
+    return {m[1].replace("-", "_"): m[2] for m in split if m}
+
+
 def declared() -> set[str]:
     """Top-level modules of canary-core's dependencies."""
-    project = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text())["project"]
-    return {re.split(r"[^\w-]", d)[0].replace("-", "_") for d in project["dependencies"]}
+    return set(requirements(ROOT))
 
 
 @pytest.mark.parametrize(
@@ -53,9 +60,13 @@ def test_src_imports_only_downwards(package, may_import):
     assert [i for i in imports(ROOT / "src" / package) if i[1] not in allowed] == []
 
 
-def test_no_engine_is_a_dependency():
-    """Installing Canary can't bring or move an engine."""
-    assert declared().isdisjoint(ENGINES)
+@pytest.mark.parametrize("project", DISTRIBUTIONS, ids=lambda p: p.name)
+def test_installing_moves_nothing_of_an_engine(project):
+    """No distribution of ours requires an engine, and none sets an upper bound or a pin on torch or triton."""
+    found = requirements(project)
+    assert found.keys().isdisjoint(ENGINES)
+    for name in {"torch", "triton"} & found.keys():
+        assert re.match(r">=[\d.]+(;|$)", found[name]), f"{project.name}: {name}{found[name]}"
 
 
 @pytest.mark.parametrize("plugin", sorted(PLUGINS))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import canary_core
 from canary_core import plugins as plugin_registry
@@ -49,7 +49,7 @@ def show_plugins(as_json: AsJson = False) -> None:
     if as_json:
         _print_json([_plugin_fields(p, allowed) for p in found])
         return
-    table = Table("name", "version", "distribution", "allowed", "hooks", "engine", "error")
+    table = _table("name", "version", "distribution", "allowed", "hooks", "engine", "error")
     for p in found:
         on = "yes" if _is_allowed(p, allowed) else "no"
         _add(table, p.name, p.version, p.distribution, on, "\n".join(p.hooks), _engine(p.engine), p.error)
@@ -63,7 +63,7 @@ def show_config(as_json: AsJson = False) -> None:
     if as_json:
         _print_json([asdict(s) for s in found])
         return
-    table = Table("variable", "values", "default", "now", "what it does")
+    table = _table("variable", "values", "default", "now", "what it does")
     for s in found:
         _add(table, s.variable, s.values, s.default, s.value, s.description)
     Console().print(table)
@@ -109,6 +109,11 @@ def _engine(engine: EngineInfo | None) -> str:
 
 def _print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
+
+
+def _table(*headers: str) -> Table:
+    # Folded, since a name that is cut off can't be searched for.
+    return Table(*(Column(h, overflow="fold") for h in headers))
 
 
 def _add(table: Table, *cells: str | None) -> None:
