@@ -1,6 +1,7 @@
 """Who may import whom: core ← adapters ← plugins, engines only in their own plugin."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -92,5 +93,9 @@ def test_importing_the_core_is_light():
 
 
 def output_of(code: str) -> str:
-    """What a fresh Python prints when it runs ``code``."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    """What a fresh Python prints when it runs ``code`` with our packages at hand."""
+    paths = [ROOT / "src", *ROOT.glob("plugins/*/src")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    ).stdout.strip()

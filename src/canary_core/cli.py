@@ -57,11 +57,20 @@ def show_plugins(as_json: AsJson = False) -> None:
 
 
 @app.command("config")
-def show_config(as_json: AsJson = False) -> None:
+def show_config(
+    as_json: AsJson = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
+) -> None:
     """List every setting: its values or unit, its default, what it is now, and what it does."""
     found = settings(_config())
     if as_json:
         _print_json([asdict(s) for s in found])
+        return
+    if as_markdown:
+        typer.echo("| variable | values | default | what it does |\n|---|---|---|---|")
+        for s in found:
+            default = f"`{s.default}`" if s.default else "empty"
+            typer.echo(f"| `{s.variable}` | {s.values} | {default} | {s.description} |")
         return
     table = _table("variable", "values", "default", "now", "what it does")
     for s in found:
