@@ -1,0 +1,127 @@
+"""`guard`: the public way to guard a model."""
+
+from collections import Counter as Tally
+from collections import deque
+from types import TracebackType
+from typing import Any
+from weakref import ref
+
+import pluggy
+
+from canary_core import plugins
+from canary_core.config import CanaryConfig
+from canary_core.events import Event
+from canary_core.hookspecs import hookimpl
+from canary_core.violation import Violation
+from canary_transformers import version
+from canary_transformers.continuous import HOOKS
+from canary_transformers.session import Session
+from canary_transformers.vet import EmbeddingVet
+
+KEPT_VIOLATIONS = 10_000
+"""Findings that `Guard.violations` keeps; counts in `Guard.stats` are complete."""
+
+
+class Guard:
+    """Guards one model, or (``model`` None) every model of this process, until `close`.
+
+    Usable as a context manager. Every cache that the model makes from now on is guarded from its first forward; one
+    that exists already is taken over, its content not judged until it is written again.
+
+    Raises `PluginError` if the installed Transformers is not supported.
+    """
+
+    def __init__(self, model: Any | None, config: CanaryConfig) -> None:
+        version.require_supported()
+        self.config = config
+        self._model = None if model is None else ref(model)
+        self._plugins: list[object] = []
+        self._violations: deque[Violation] = deque(maxlen=KEPT_VIOLATIONS)
+        self._sessions: list[Session] = []
+        self._ended: Tally[str] = Tally()
+        if config.mode != "off":
+            HOOKS.add(self)
+
+    @property
+    def violations(self) -> list[Violation]:
+        """What was found so far, oldest first; without what was dismissed."""
+        return list(self._violations)
+
+    def stats(self) -> dict[str, int]:
+        """`Canary.stats` of all caches so far, added up, as of their last host reads."""
+        total = Tally({"violations": 0, "forwards": 0})
+        total.update(self._ended)
+        for session in list(self._sessions):
+            total.update(session.canary.stats())
+        return dict(total)
+
+    def register(self, plugin: object) -> None:
+        """Adds an object with hook implementations for this guard only: for tests, faults and metrics."""
+        self._plugins.append(plugin)
+        for session in self._sessions:
+            session.hooks.register(plugin)
+
+    def close(self) -> None:
+        """Reports what is left to report and leaves the engine as it was. Call it while the engine is idle; again:
+        does nothing."""
+        HOOKS.remove(self)
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def wants(self, model: Any) -> bool:
+        """Whether ``model`` is the one, or all are."""
+        return self._model is None or self._model() is model
+
+    def open(self, model: Any, processor: Any, fresh: bool) -> Session | None:
+        """A session for a `ContinuousBatchProcessor` of ``model``. In log mode None, and a ``disabled`` event, where it
+        can't be guarded; in raise mode that raises."""
+        hooks = self._hooks(model)
+        try:
+            session = Session(processor, self.config, hooks, fresh)
+        except Exception as error:
+            if self.config.mode == "raise":
+                raise
+            plugins.emit(Event("disabled", "error", {"where": "attach to transformers", "error": str(error)}), hooks)
+            return None
+        self._sessions.append(session)
+        return session
+
+    def retire(self, session: Session) -> None:
+        """Keeps the session's counts and lets its memory go."""
+        session.close()
+        self._sessions.remove(session)
+        self._ended.update(session.canary.stats())
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        """Collects `violations`."""
+        self._violations.append(violation)
+
+    def _hooks(self, model: Any) -> pluggy.PluginManager:
+        """One manager per cache: findings do not say which model or guard they are about."""
+        own = plugins.Plugins()
+        for name, plugin in plugins.manager().list_name_plugin():
+            if plugin is not None and not own.manager.has_plugin(name):
+                own.manager.register(plugin, name)
+        for extra in (EmbeddingVet(model), self, *self._plugins):
+            own.manager.register(extra)
+        return own.manager
+
+
+def guard(model: Any, **config: object) -> Guard:
+    """Guards ``model`` from now on; settings as in `CanaryConfig`, an argument wins over the environment.
+
+    A plain call is enough: ``canary_transformers.guard(model)``. As a context manager it ends with the block. In raise
+    mode a finding is raised where the caller waits: `generate_batch`, or the end of
+    `continuous_batching_context_manager`. Raises `ConfigError` for a bad setting, `PluginError` if the installed
+    Transformers is not supported.
+    """
+    if model is None:
+        raise TypeError("guard() needs a model, got None; to guard every model of the process set CANARY_PLUGINS")
+    return Guard(model, CanaryConfig.load(**config))

@@ -1,0 +1,191 @@
+"""Where continuous batching keeps its KV, and who tells when blocks move. Differences between versions live here only.
+
+| Transformers | cache                                                                                              |
+|--------------|----------------------------------------------------------------------------------------------------|
+| 5.17         | groups of equally many layers; per layer of a group one K and one V tensor, which all groups share |
+| 5.18 - 5.23  | one allocator per attention type; the pages of all layers interleave in one flat tensor            |
+
+In both a block belongs to one index space at a time, so index spaces share memory and take turns on it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from canary_adapters import LayerTensors
+from canary_transformers.patches import Patches
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVGroup:
+    """One index space of a `PagedAttentionCache`: some layers that share block tables.
+
+    index: place of the group in the engine's lists of read and write indices and block tables. block_slots: tokens of
+    a block. pool_page: as in `SlotTable`, how the engine numbers slots in its tables. window_tokens: None if all of the
+    past is read. null_slot: the slot of padding (full), or of the sentinel that stands for new tokens (window).
+    """
+
+    name: str
+    index: int
+    layers: tuple[LayerTensors, ...]
+    block_slots: int
+    null_slot: int
+    pool_page: tuple[int, int] | None = None
+    window_tokens: int | None = None
+
+
+class BlockEvents(Protocol):
+    """What a cache does with blocks outside of forwards. Called in the order in which the engine issues things, on the
+    engine's thread; ``group`` is `KVGroup.index`, None for all groups."""
+
+    def copied(self, group: int | None, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Blocks were copied on the device."""
+
+    def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
+        """Blocks hold something that no forward wrote: it came from host memory, or was never cleared."""
+
+    def dropped(self, group: int | None, blocks: Sequence[int] | None) -> None:
+        """Blocks (None: all of them) hold nothing of value any more."""
+
+
+def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
+    """The index spaces of a `PagedAttentionCache`."""
+    if hasattr(cache, "cache_allocators"):
+        return tuple(_allocator_group(name, allocator) for name, allocator in cache.cache_allocators.items())
+    return _layer_groups_5_17(cache)
+
+
+def cleared(cache: Any) -> bool:
+    """Whether a new cache starts as zeros."""
+    return hasattr(cache, "cache_allocators")
+
+
+def requests(inputs_and_outputs: Any) -> Sequence[Any]:
+    """The `FutureRequestState`s of the batch that is about to run, in batch order."""
+    pairs = getattr(inputs_and_outputs, "io_pairs", None)
+    io = inputs_and_outputs if pairs is None else pairs[inputs_and_outputs.current_pair].host_io
+    found: Sequence[Any] = io.requests_in_batch
+    return found
+
+
+def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
+    """Makes one `ContinuousBatchProcessor` tell ``events`` what its cache does. Only this object's methods change."""
+    cache = processor.cache
+    _watch_restores(processor.offloading_manager, cache, events, patches)
+    if not hasattr(cache, "cache_allocators"):
+        _watch_blocks_5_17(cache, events, patches)
+        return
+    for allocator in cache.cache_allocators.values():
+        _watch_copies(allocator, events, patches)
+
+    # A block is dropped when it goes back to the pool: complete blocks that stay cached for prefix sharing do not.
+    def make_free(original: Any) -> Any:
+        def free_blocks(index: int, block_ids: list[int]) -> None:
+            original(index, block_ids)
+            events.dropped(index, block_ids)
+
+        return free_blocks
+
+    def make_reset(original: Any) -> Any:
+        def reset() -> None:
+            original()
+            events.dropped(None, None)
+
+        return reset
+
+    patches.wrap(cache.pool, "free_blocks", make_free)
+    patches.wrap(cache.pool, "reset", make_reset)
+
+
+def _allocator_group(name: str, allocator: Any) -> KVGroup:
+    stride = allocator.block_physical_stride
+    slots = allocator.tokens_per_page
+    window = getattr(allocator, "sliding_window", None)
+    unused = allocator.read_trash_index if window is None else allocator.sentinel_index
+    return KVGroup(
+        name,
+        allocator.index,
+        tuple(
+            LayerTensors(layer, {"k": k, "v": v})
+            for layer, (k, v) in ((layer, allocator._kv_token_views[layer]) for layer in allocator.layer_indices)
+        ),
+        block_slots=slots,
+        null_slot=unused // stride * slots + unused % stride,
+        pool_page=(stride, slots),
+        window_tokens=window,
+    )
+
+
+def _layer_groups_5_17(cache: Any) -> tuple[KVGroup, ...]:
+    members: list[list[tuple[int, int]]] = [[] for _ in cache.group_cache_managers]
+    for layer, (group, place) in sorted(cache.layer_index_to_group_indices.items()):
+        members[group].append((layer, place))
+    windows = [getattr(manager, "sliding_window", None) for manager in cache.group_cache_managers]
+    types = [FULL if window is None else SLIDING for window in windows]
+    return tuple(
+        KVGroup(
+            types[index] if types.count(types[index]) == 1 else f"{types[index]}.{index}",
+            index,
+            tuple(LayerTensors(layer, {"k": cache.key_cache[p], "v": cache.value_cache[p]}) for layer, p in layers),
+            block_slots=cache.block_size,
+            null_slot=cache.read_trash_index if windows[index] is None else cache.sentinel_index,
+            window_tokens=windows[index],
+        )
+        for index, layers in enumerate(members)
+    )
+
+
+def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:
+    def make(original: Any) -> Any:
+        def copy_blocks(source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+            original(source_block_ids, dest_block_ids)
+            events.copied(allocator.index, source_block_ids, dest_block_ids)
+
+        return copy_blocks
+
+    patches.wrap(allocator, "copy_blocks", make)
+
+
+def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patches) -> None:
+    tables = list(_block_tables(cache))
+
+    def make(original: Any) -> Any:
+        def restore_scheduled_requests(requests_in_batch: list[Any]) -> None:
+            restored = [f.state.request_id for f in requests_in_batch if f.state.is_cpu_offloaded]
+            original(requests_in_batch)
+            for request in restored:
+                for index, table in enumerate(tables):
+                    # More blocks than were restored may be allocated by now; the rest holds nothing yet.
+                    events.arrived(index, table.get(request, ()))
+
+        return restore_scheduled_requests
+
+    patches.wrap(manager, "restore_scheduled_requests", make)
+
+
+def _block_tables(cache: Any) -> Sequence[dict[str, list[int]]]:
+    owners = cache.cache_allocators.values() if hasattr(cache, "cache_allocators") else cache.group_cache_managers
+    return [owner.block_table for owner in owners]
+
+
+def _watch_blocks_5_17(cache: Any, events: BlockEvents, patches: Patches) -> None:
+    # One pool of blocks for all groups. Its memory is not cleared at start, so what a fresh block holds is anything.
+    def make_get(original: Any) -> Any:
+        def get_free_blocks(n_blocks: int, *args: Any, **kwargs: Any) -> list[int] | None:
+            blocks: list[int] | None = original(n_blocks, *args, **kwargs)
+            events.arrived(None, blocks or ())
+            return blocks
+
+        return get_free_blocks
+
+    def make_copy(original: Any) -> Any:
+        def copy_cache(list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
+            original(list_source_blocks, list_forked_blocks)
+            events.copied(None, list_source_blocks, list_forked_blocks)
+
+        return copy_cache
+
+    patches.wrap(cache._block_manager, "get_free_blocks", make_get)
+    patches.wrap(cache, "copy_cache", make_copy)

@@ -1,0 +1,32 @@
+"""The plugin ``transformers``: what ``CANARY_PLUGINS=transformers`` turns on. Importing it imports no engine."""
+
+from canary_core.config import CanaryConfig
+from canary_core.hookspecs import hookimpl
+from canary_core.plugins import EngineInfo
+from canary_transformers import version
+from canary_transformers.guard import Guard
+
+_guard: Guard | None = None
+
+
+@hookimpl
+def canary_engine() -> EngineInfo:
+    """Transformers, and the range that `layout` knows."""
+    return version.engine()
+
+
+@hookimpl
+def canary_install(config: CanaryConfig) -> None:
+    """Guards every model of this process."""
+    global _guard
+    if _guard is None:
+        _guard = Guard(None, config)
+
+
+@hookimpl
+def canary_uninstall() -> None:
+    """Ends what `canary_install` began."""
+    global _guard
+    if _guard is not None:
+        _guard.close()
+        _guard = None

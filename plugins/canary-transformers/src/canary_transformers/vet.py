@@ -1,0 +1,50 @@
+"""Which findings the model itself explains."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core.hookspecs import hookimpl
+from canary_core.records import Kind
+from canary_core.violation import Violation
+
+
+class EmbeddingVet:
+    """Dismisses a `LOST_WRITE` where the old and the new token enter the model as the very same numbers.
+
+    Then a correct store leaves the bytes as they were: two rows of the embedding are bit-identical (tied special
+    tokens), or the new token's is all zero (padding) and what was there was zero. Reads the device, but only after a
+    finding.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @hookimpl
+    def canary_vet(self, violation: Violation) -> str | None:
+        """The reason, where there is one."""
+        if violation.kind is not Kind.LOST_WRITE or violation.token is None:
+            return None
+        rows = self._rows(violation.token, violation.stored_token)
+        if rows is None:
+            return None
+        new, old = rows
+        if not bool(new.any()):
+            return f"the embedding of token {violation.token} is all zero"
+        if old is not None and torch.equal(_bits(new), _bits(old)):
+            return f"tokens {violation.token} and {violation.stored_token} have the same embedding"
+        return None
+
+    def _rows(self, token: int, old_token: int | None) -> tuple[Tensor, Tensor | None] | None:
+        embeddings = self._model.get_input_embeddings()
+        weight = getattr(embeddings, "weight", None)
+        if not isinstance(weight, Tensor) or not 0 <= token < weight.shape[0]:
+            return None
+        known = old_token is not None and 0 <= old_token < weight.shape[0]
+        return weight[token].detach(), weight[old_token].detach() if known else None
+
+
+def _bits(row: Tensor) -> Tensor:
+    """The row's bytes: -0 and 0 differ, NaNs can be equal."""
+    return row.contiguous().view(torch.uint8)
