@@ -15,16 +15,13 @@ from canary_core.errors import AttachError
 from canary_core.region import KVSource, Role
 
 CHECKED_DTYPES = (
-    torch.float64,
     torch.float32,
     torch.float16,
     torch.bfloat16,
     torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
     torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
 )
-"""Element types that can hold a NaN and are checked for it; other types are bytes."""
+"""Element types that the core checks for NaN and infinity; others are bytes to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,12 +306,11 @@ def _require_element_type(part: Part, dtype: torch.dtype, chunk_bytes: int) -> N
 
 
 def _with_slots(source: KVSource, slots: int) -> KVSource:
-    """``source`` itself, after its ``slots`` slots were found to lie in the storage and apart from each other."""
+    """``source`` itself, after its ``slots`` slots were found to lie apart from each other."""
     if slots < 1:
         raise AttachError(
             f"{source.name}: no whole page fits, got shape {tuple(source.tensor.shape)} for pages of "
             f"{source.page_size} slots; check pool_page"
         )
-    source.require_slots(slots)
     require_distinct_slots(source, slots)
     return source

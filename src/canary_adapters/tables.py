@@ -78,4 +78,4 @@ def ring_table(table: SlotTable, ring_slots: int) -> SlotTable:
             f"ring table: a ring of {ring_slots} slots needs as many in each row, got {tuple(table.entries.shape)} "
             f"entries of {table.page_size} slot(s); check ring_slots and page_size"
         )
-    return replace(table, ring_slots=ring_slots, stored_tokens=table.stored_tokens or ring_slots)
+    return replace(table, ring_slots=ring_slots)

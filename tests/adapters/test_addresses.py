@@ -81,6 +81,14 @@ def test_known_mistakes(refusal):
     refusal(lambda: require_disjoint([Region("full", 32, (first,))], [frozenset({"ful"})]), "ful", "full")
 
 
+def test_one_byte_is_an_overlap_and_touching_is_not():
+    """The ends of address ranges are exact."""
+    first = KVSource(STORAGE, "k", 0, chunk_bytes=8, slot_stride_bytes=8)
+    for offset, meet in [(32, False), (31, True)]:
+        second = KVSource(STORAGE, "v", 0, chunk_bytes=8, slot_stride_bytes=8, offset_bytes=offset)
+        assert _refused([Region("r", 4, (first, second))]) == meet
+
+
 def test_many_interleaved_layers_are_decided():
     """80 layers of K and V and 3000 blocks in one tensor: every pair is decided, none is refused."""
     layers, page, pages = 80, 16, 3000
@@ -93,6 +101,24 @@ def test_many_interleaved_layers_are_decided():
     )
     regions = [Region("r", pages * page, sources)]
     assert require_disjoint(regions) == ()
+
+
+def test_interleaved_strides_of_one_lattice_are_decided():
+    """Slots every 64 bytes and every 192 bytes, half a step apart: decided however many there are."""
+    pool = torch.empty(64 * 90_000, dtype=torch.uint8)
+    one = KVSource(pool, "k", 0, chunk_bytes=32, slot_stride_bytes=64)
+    other = KVSource(pool, "v", 0, chunk_bytes=32, slot_stride_bytes=192, offset_bytes=32)
+    assert require_disjoint([Region("a", 90_000, (one,)), Region("b", 30_000, (other,))]) == ()
+
+
+def test_the_whole_search_is_bounded(monkeypatch):
+    """All pairs draw on one budget; those beyond it are undecided."""
+    pool = torch.zeros(64, 3, 8)
+    region = Region("r", 64, tuple(row_source(pool[:, layer], Part("k", layer)) for layer in range(3)))
+    monkeypatch.setattr(addresses, "TOTAL_STEPS", 2)
+    undecided = require_disjoint([region])
+    assert 0 < len(undecided) < 3
+    assert undecided[-1] == "r/k.1 ~ r/k.2"
 
 
 def test_an_undecided_pair_is_named_not_refused(monkeypatch):

@@ -103,18 +103,17 @@ class TestPagedPool:
         refusal(lambda: PagedPool("kv", layers).regions(), "2 in k.0", "4 in v.0", "page size")
         refusal(lambda: stacked_layers(_tensors(3, 2, 4)), "(3, 2, 4)", "half_dim")
         refusal(lambda: stacked_layers(_tensors(2, 2, 4), 3), "dimension 3")
-        refusal(
-            lambda: PagedPool("kv", kv_layers(_tensors(6, 2, 4), _tensors(6, 2, 4)), slot_dim=5).regions(), "(0, 5)"
-        )
+        layers = kv_layers(_tensors(6, 2, 4), _tensors(6, 2, 4))
+        refusal(lambda: PagedPool("kv", layers, slot_dim=5).regions(), "(0, 5)", "slot_dim")
 
 
 class TestWindowPool:
     def test_ring(self):
         """Any pool becomes a window; its sources stay."""
         layers = kv_layers(_tensors(6, 4, 2, 8), _tensors(6, 4, 2, 8))
-        (region,) = WindowPool(PagedPool("swa", layers), window_tokens=16).regions()
+        (region,) = WindowPool(PagedPool("swa", layers, null_slot=3), window_tokens=16).regions()
         assert (region.kind, region.window_tokens, region.slots) == (RegionKind.WINDOW, 16, 24)
-        assert region.slot_map is None
+        assert (region.slot_map, region.null_slot) == (None, 3)
 
     def test_slot_map(self):
         """The map from full slots and its evicted slot are the region's; the pool's spare rows are still told."""

@@ -12,7 +12,7 @@ from canary_core.errors import AttachError
 from canary_core.region import KVSource, Region, Role
 
 K = Part("k", 3)
-DTYPES = [torch.uint8, torch.int8, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.int64]
+DTYPES = [torch.uint8, torch.int8, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 @st.composite
@@ -89,6 +89,7 @@ class TestRows:
         assert row_source(raw, Part("k", 0, torch.float8_e4m3fn)).dtype == torch.float8_e4m3fn
         assert row_source(raw, Part("k", 0, torch.bfloat16)).dtype == torch.bfloat16
         assert row_source(torch.zeros(4, dtype=torch.int64), K).dtype is None
+        assert row_source(raw.view(torch.float8_e8m0fnu), K).dtype is None
 
     def test_part_names_the_source(self):
         """Half, layer and role end up in the source."""
@@ -195,10 +196,8 @@ class TestPackedPages:
             (data, pool[:, :strip], layout.data_bytes),
             (scale, pool[:, strip : layout.used_bytes], layout.scale_bytes),
         ):
-            strips = cut.unflatten(1, (layout.page_size, width))
-            oracle.agrees(
-                source, {p * layout.page_size + i: strips[p, i] for p, i in slots[:: max(1, len(slots) // 9)]}
-            )
+            strips = cut.unflatten(1, (size, width))
+            oracle.agrees(source, {p * size + i: strips[p, i] for p, i in some})
 
     def test_page_of_wider_elements(self, oracle):
         """Sizes are bytes whatever the tensor's dtype is."""
@@ -252,6 +251,7 @@ class TestGrowing:
         refusal(lambda: growing_source(torch.tensor([]), K, 4), "(0,)")
         refusal(lambda: growing_source(torch.zeros(0, 3, 5, 4), K, 9), "(0, 3, 5, 4)")
         refusal(lambda: growing_source(torch.zeros(2, 3, 5, 8)[..., ::2], K, 9), "chunks")
+        refusal(lambda: growing_source(torch.zeros(2, 4, 4, 5, 8)[:, ::2, ::2], K, 9, token_dim=3), "chunks")
 
 
 def test_a_cut_last_page_needs_only_its_own_slots():
