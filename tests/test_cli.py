@@ -1,8 +1,10 @@
 """The ``canary`` command, as a user runs it."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import Result
@@ -84,3 +86,81 @@ def test_runs_as_a_module():
         [sys.executable, "-m", "canary_core", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("canary ")
+
+
+GUARDED = """
+from canary_core import ViolationError, hookimpl
+
+@hookimpl
+def canary_install(config):
+    print("installed", flush=True)
+
+@hookimpl
+def canary_uninstall():
+    print("uninstalled", flush=True)
+    FINDING
+"""
+
+
+def run_toy(tmp_path: Path, *arguments: str, plugin: str = GUARDED, **environment: str):
+    """``canary run`` in a process of its own, beside a distribution with the plugin ``toy``."""
+    info = tmp_path / "canary_toy-1.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: canary-toy\nVersion: 1\n")
+    info.joinpath("entry_points.txt").write_text("[canary]\ntoy = canary_toy\n")
+    tmp_path.joinpath("canary_toy.py").write_text(plugin.replace("FINDING", "pass"))
+    tmp_path.joinpath("beside.py").write_text("word = 'beside'\n")
+    tmp_path.joinpath("serve.py").write_text(
+        "import sys, beside\n"
+        "print(__name__, beside.word, *sys.argv[1:], flush=True)\n"
+        "sys.exit(3 if 'fail' in sys.argv else 0)\n"
+    )
+    paths = os.pathsep.join(str(p) for p in (tmp_path, Path(canary_core.__file__).parents[1]))
+    env = {**os.environ, "CANARY_PLUGINS": "toy", "PYTHONPATH": paths, **environment}
+    command = [sys.executable, "-m", "canary_core", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["serve.py", "--port", "1"], ["-m", "serve", "--port", "1"]], ids=["file", "module"]
+)
+def test_run_guards_a_program(arguments, tmp_path):
+    """``canary run`` installs the allowed plugins, runs the program as __main__ with its own arguments, and undoes."""
+    done = run_toy(tmp_path, *arguments)
+    assert done.stdout.splitlines() == ["installed", "__main__ beside --port 1", "uninstalled"]
+    assert done.returncode == 0
+
+
+def test_run_keeps_the_exit_code(tmp_path):
+    """The program's exit code is the command's, and the plugins are undone all the same."""
+    done = run_toy(tmp_path, "serve.py", "fail")
+    assert done.returncode == 3
+    assert done.stdout.endswith("uninstalled\n")
+
+
+def test_run_fails_on_a_late_finding(tmp_path):
+    """In raise mode a finding that only closing brings still makes the command fail."""
+    done = run_toy(tmp_path, "serve.py", plugin=GUARDED.replace("FINDING", "raise ViolationError('slot 5')"))
+    assert done.returncode != 0
+    assert "ViolationError: slot 5" in done.stderr
+
+
+def test_run_without_its_plugin_stops_before_the_program(tmp_path):
+    """A plugin that is not installed ends the command before the program starts."""
+    done = run_toy(tmp_path, "serve.py", CANARY_PLUGINS="nope")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'nope'" in done.stderr
+
+
+def test_run_with_a_broken_plugin(tmp_path):
+    """In raise mode a plugin that can't be loaded ends the command too: nothing passes unguarded."""
+    done = run_toy(tmp_path, "serve.py", plugin="1/0", CANARY_MODE="raise")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_run_says_when_nothing_is_guarded(tmp_path):
+    """With CANARY_PLUGINS empty the program runs, and one line on stderr says that nothing is guarded."""
+    done = run_toy(tmp_path, "serve.py", CANARY_PLUGINS="")
+    assert done.stdout == "__main__ beside\n"
+    assert "nothing is guarded" in done.stderr

@@ -1,7 +1,10 @@
 """The ``canary`` command."""
 
 import json
+import runpy
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -76,6 +79,33 @@ def show_config(
     for s in found:
         _add(table, s.variable, s.values, s.default, s.value, s.description)
     Console().print(table)
+
+
+# What follows the script's name belongs to the script, dashes and all.
+@app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run_script(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Passed on to it.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+) -> None:
+    """Run a Python program under the plugins that CANARY_PLUGINS names, for engines that load no plugins themselves."""
+    config = _config()
+    if not config.plugins:
+        typer.echo("canary: CANARY_PLUGINS is empty, so nothing is guarded; name the engine's plugin in it", err=True)
+    try:
+        plugin_registry.start(config)
+    except CanaryError as error:
+        raise typer.Exit(2) from error  # `start` has reported it
+    sys.argv = [script, *(arguments or [])]
+    try:
+        if is_module:
+            sys.path.insert(0, "")
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        plugin_registry.uninstall()
 
 
 def main() -> None:

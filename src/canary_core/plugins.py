@@ -15,9 +15,9 @@ from typing import Any
 import pluggy
 from packaging.specifiers import SpecifierSet
 
-from canary_core import hookspecs
+from canary_core import faults, hookspecs
 from canary_core.config import CanaryConfig
-from canary_core.errors import CanaryError, PluginError
+from canary_core.errors import CanaryError, PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.reporting import Reporting
 
@@ -84,11 +84,14 @@ class Plugins:
         """Registers the plugins that ``config.plugins`` names and returns all tried so far. A second call tries only
         new names. Ends with a ``plugins_loaded`` event if there was anything to try.
 
-        Raises `PluginError`, before anything is loaded, if a name isn't installed. A plugin that is installed but
-        broken does not raise: its `Plugin.error` says why, and the others are loaded.
+        Raises `PluginError`, before anything is loaded, if a name isn't installed, `ConfigError` if ``config.faults``
+        can't be understood. A plugin that is installed but broken does not raise: its `Plugin.error` says why, and the
+        others are loaded.
         """
         with self._lock:
             self.reporting.use(config)
+            if config.mode != "off":
+                faults.enable(config.faults, config.seed, self.manager)
             names = [n for n in dict.fromkeys(config.plugins) if n not in self._loaded]
             if not names:
                 return self.loaded
@@ -125,15 +128,25 @@ class Plugins:
 
     def uninstall(self) -> None:
         """Calls `canary_uninstall` of every installed plugin, last installed first. They stay loaded, so that
-        `install` can follow. Ends with a ``plugins_uninstalled`` event; never raises for a plugin's sake."""
+        `install` can follow. Ends with a ``plugins_uninstalled`` event; never raises for a plugin's sake.
+
+        Raises `ViolationError`, when all are uninstalled, for the first finding that closing brought in raise mode.
+        """
         with self._lock:
             if not self._hooked:
                 return
             results = []
+            found: ViolationError | None = None
             while self._hooked:
                 plugin = self._loaded[self._hooked.pop()]
-                results.append(replace(plugin, error=self._attempt(plugin, "canary_uninstall")))
+                try:
+                    error = self._attempt(plugin, "canary_uninstall")
+                except ViolationError as violation:
+                    error, found = None, found or violation
+                results.append(replace(plugin, error=error))
             self._tell("plugins_uninstalled", "uninstalled", results)
+            if found is not None:
+                raise found
 
     def emit(self, event: Event) -> None:
         """Hands ``event`` to every plugin's `canary_event`. Built-in reporting comes first; an exception of another
@@ -152,10 +165,12 @@ class Plugins:
         return error
 
     def _attempt(self, plugin: Plugin, hook: str, **arguments: object) -> str | None:
-        """Calls one hook of one plugin; gives the error it raised as text."""
+        """Calls one hook of one plugin; gives the error it raised as text. A finding is no error of the plugin."""
         others = [p for p in self.manager.get_plugins() if p is not plugin.target]
         try:
             self.manager.subset_hook_caller(hook, others)(**arguments)
+        except ViolationError:
+            raise
         except Exception as error:
             return f"{hook} of plugin {plugin.name!r} raised {_text(error)}"
         return None
@@ -212,12 +227,17 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
     it is empty; a second call changes nothing.
 
     Raises `ConfigError` or `PluginError`, after a ``start_failed`` event, since engines swallow what their plugins
-    raise.
+    raise. In raise mode a plugin that could not be loaded or installed is such an error too: a test that was to run
+    guarded must not pass unguarded.
     """
     try:
         config = config or CanaryConfig.load()
         process().load(config)
-        return process().install(config)
+        started = process().install(config)
+        errors = [p.error for p in started if p.error is not None]
+        if errors and config.mode == "raise":
+            raise PluginError("; ".join(errors))
+        return started
     except CanaryError as error:
         process().emit(Event("start_failed", "error", {"error": str(error)}))
         raise
