@@ -8,7 +8,7 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core import backends, plugins
+from canary_core import backends, faults, plugins
 from canary_core.adapters import Writers
 from canary_core.batch import BatchView
 from canary_core.budget import Pace, ScrubBudget
@@ -35,8 +35,8 @@ class Canary:
     with a ``disabled`` event. In raise mode `end_step` raises `ViolationError`, which carries the first finding.
 
     ``hooks``: plugin manager that receives findings and events (default: the process-wide one of
-    `canary_core.plugins`). ``writers``: names of writer ids for reports. ``uncovered``: KV memory that the regions leave
-    out. Raises `AttachError` if the regions do not fit together, `ConfigError` if a setting can't be used.
+    `canary_core.plugins`). ``writers``: names of writer ids for reports. ``uncovered``: KV memory that the regions
+    leave out. Raises `AttachError` if the regions do not fit together, `ConfigError` if a setting can't be used.
     """
 
     def __init__(
@@ -57,9 +57,11 @@ class Canary:
         self._regions = {r.name: r for r in regions}
         self._states: dict[str, RegionState] = {}
         self._first: Violation | None = None
+        self._closed = False
         _require_together(regions)
         if not self.enabled:
             return
+        faults.enable(self.config.faults, self.config.seed, self._hooks)
         device = regions[0].device
         self._backend = backends.choose(self.config.backend, device)
         self._shared = Shared.allocate(self.config, device)
@@ -115,6 +117,7 @@ class Canary:
             for state in self._states.values():
                 if state.scrub_slots:
                     self._backend.scrub(state)
+            self._hooks.hook.canary_recorded(canary=self, batch=batch)
         except Exception as error:
             self.fail("post_forward", error)
 
@@ -158,9 +161,15 @@ class Canary:
         try:
             self.drain()
         finally:
-            if self._states:
+            if self._states and not self._closed:
                 self._watch.alive()
+                self._closed = True
+                self._hooks.hook.canary_detached(canary=self)
             self.enabled = False
+
+    def tell(self, event: Event) -> None:
+        """Hands ``event`` to every plugin; a broken one never stops the engine."""
+        plugins.emit(event, self._hooks)
 
     def copy_slots(self, region: str, source: Tensor, destination: Tensor) -> None:
         """The engine copied slots ``source`` to ``destination`` (integer tensors ``[n]``, region slots): records
@@ -205,7 +214,9 @@ class Canary:
             raise error
         self.enabled = False
         self._tell(
-            "disabled", "error", {"where": where, "error": repr(error), "traceback": "".join(traceback.format_exception(error))}
+            "disabled",
+            "error",
+            {"where": where, "error": repr(error), "traceback": "".join(traceback.format_exception(error))},
         )
 
     def _baseline(self, device: torch.device) -> float:
@@ -224,7 +235,9 @@ class Canary:
         moved = letter.counters[Counter.CHECKED_FORWARDS] != self._counters[Counter.CHECKED_FORWARDS]
         self._stalled = 0 if moved else self._stalled + 1
         if self._stalled == STALLED_READS:
-            self._tell("silence", "error", {"reason": "forwards run but no check does; were they captured without Canary?"})
+            self._tell(
+                "silence", "error", {"reason": "forwards run but no check does; were they captured without Canary?"}
+            )
         self._counters = letter.counters
         found = self._findings.deliver(letter.rows)
         if found and self._first is None:
@@ -243,7 +256,11 @@ class Canary:
         for state in self._states.values():
             if not state.slot_bytes:
                 continue
-            share = state.region.slots * state.slot_bytes / sum(s.region.slots * s.slot_bytes for s in self._states.values())
+            share = (
+                state.region.slots
+                * state.slot_bytes
+                / sum(s.region.slots * s.slot_bytes for s in self._states.values())
+            )
             state.set_scrub_slots(int(self._pace.step_bytes * share / state.slot_bytes))
 
     def _mark(self, region: str, slots: Tensor, new: State) -> None:
@@ -254,18 +271,12 @@ class Canary:
         state.records[slots, POSITION] = (state.records[slots, POSITION] & ~3) | int(new)
 
     def _never_called(self) -> None:
-        self._tell(
-            "silence",
-            "error",
-            {"reason": f"attached {self.config.silence_s:g} s ago and no forward was checked since; is the hook in place?"},
-        )
+        after = f"{self.config.silence_s:g} s"
+        reason = f"attached {after} ago and no forward was checked since; is the hook in place?"
+        self._tell("silence", "error", {"reason": reason})
 
     def _tell(self, name: str, level: Level = "info", fields: dict[str, object] | None = None) -> None:
-        try:
-            self._hooks.hook.canary_event(event=Event(name, level, fields or {}))
-        except Exception:
-            # A broken reporter must not take the engine down; there is nobody left to tell but stderr.
-            traceback.print_exc()
+        self.tell(Event(name, level, fields or {}))
 
     def _tell_attached(self) -> None:
         memory = sum(s.memory_bytes for s in self._states.values())
@@ -277,7 +288,10 @@ class Canary:
                 "backend": self._backend.name,
                 "mode": self.config.mode,
                 "bytes": self.config.bytes,
-                "regions": {r.name: {"kind": r.kind.value, "slots": r.slots, "sources": len(r.sources)} for r in self._regions.values()},
+                "regions": {
+                    r.name: {"kind": r.kind.value, "slots": r.slots, "sources": len(r.sources)}
+                    for r in self._regions.values()
+                },
                 "memory_bytes": memory,
                 "pool_bytes": guarded,
             },

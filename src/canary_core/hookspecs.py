@@ -1,7 +1,7 @@
 """The hooks: all that a plugin can do. A plugin implements any of them, marked with `hookimpl`.
 
-None of these runs inside a CUDA graph capture, except `canary_pre_forward` and `canary_post_forward`, which do when the
-forward they bracket is captured; there they must neither read from the device nor allocate.
+None of these runs inside a CUDA graph capture, except `canary_pre_forward`, `canary_post_forward` and `canary_recorded`,
+which do when the forward they belong to is captured; there they must neither read from the device nor allocate.
 """
 
 from typing import TYPE_CHECKING
@@ -51,6 +51,17 @@ def canary_pre_forward(canary: "Canary", batch: "BatchView") -> None:
 @hookspec
 def canary_post_forward(canary: "Canary", batch: "BatchView") -> None:
     """After each forward, before Canary records it, on the engine's stream; every plugin, last registered first."""
+
+
+@hookspec
+def canary_recorded(canary: "Canary", batch: "BatchView") -> None:
+    """After each forward, once Canary has recorded and scrubbed, on the engine's stream; every plugin, last registered
+    first."""
+
+
+@hookspec
+def canary_detached(canary: "Canary") -> None:
+    """A `Canary` was closed: its last findings are reported and no forward of it will be checked again. Called once."""
 
 
 @hookspec(firstresult=True)
