@@ -55,8 +55,8 @@ def ragged_table(
     """
     require_index_tensor("ragged table: flat", flat, flat.device, dims=1)
     require_index_tensor("ragged table: starts", starts, flat.device, dims=1)
-    # A stride of 1 between the rows is what makes element starts[r] + p the entry of (r, p).
-    entries = flat.as_strided((flat.shape[0], 1), (1, 1))
+    # One row as wide as the list, with a stride of 1 between rows: element starts[r] + p is then the entry of (r, p).
+    entries = flat.as_strided((1, flat.shape[0]), (1, 1))
     return SlotTable(entries, starts, write_slots=write_slots, pool_page=pool_page)
 
 
@@ -72,8 +72,9 @@ def ring_table(table: SlotTable, ring_slots: int) -> SlotTable:
             f"the plain table"
         )
     width = table.entries.shape[1]
-    # A ragged list has rows of one element and knows no width.
-    if width > 1 and width * table.page_size < ring_slots:
+    # A ragged list doesn't know how many of its slots are one row's.
+    ragged = table.rows is not None and table.entries.shape[0] == 1 and table.entries.stride(0) == 1
+    if not ragged and width * table.page_size < ring_slots:
         raise AttachError(
             f"ring table: a ring of {ring_slots} slots needs as many in each row, got {tuple(table.entries.shape)} "
             f"entries of {table.page_size} slot(s); check ring_slots and page_size"
