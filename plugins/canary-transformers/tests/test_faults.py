@@ -1,0 +1,276 @@
+"""A fault in the running engine: found, as the right kind, in the right place.
+
+Faults in bytes are done from inside the model's forward, through the engine's own views of its cache. Faults in tables
+are done to the tensors the forward gets, before Canary looks, and undone after it where the engine would crash.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from canary_core.records import Kind
+
+
+@contextmanager
+def in_forward(model, act):
+    """Calls ``act(arguments)`` in each paged forward of ``model``, until it returns True."""
+    done = []
+
+    def hook(module, args, kwargs):
+        if not done and "cache" in kwargs and act(kwargs):
+            done.append(True)
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield done
+    finally:
+        handle.remove()
+
+
+def views(cache, layer):
+    """The engine's K and V of a layer, by the numbers in its tables."""
+    if hasattr(cache, "cache_allocators"):
+        return cache.layer_to_allocator[layer]._kv_token_views[layer]
+    place = cache.layer_index_to_group_indices[layer][1]
+    return cache.key_cache[place], cache.value_cache[place]
+
+
+def group_of(cache, layer):
+    """Which of the engine's lists the layer reads, and the allocator that fills it."""
+    if hasattr(cache, "cache_allocators"):
+        allocator = cache.layer_to_allocator[layer]
+        return allocator.index, allocator
+    group = cache.layer_index_to_group_indices[layer][0]
+    return group, cache.group_cache_managers[group]
+
+
+def slot_of(entry, table):
+    """Compact slot of a number in the engine's tables."""
+    rows, slots = table.pool_page or (1, 1)
+    return entry // rows * slots + entry % rows
+
+
+def readable(batch, region):
+    """(flat list, [(position, element)]) of what the forward's first row that reads anything reads."""
+    table = batch.tables[region.name]
+    flat = table.entries.as_strided((table.entries.numel(),), (1,))
+    for row, past in enumerate(batch.prefix_lens.tolist()):
+        first = max(0, past - (region.window_tokens - 1)) if region.window_tokens else 0
+        places = [(p, int(table.rows[row]) + p) for p in range(first, past)]
+        if len(places) > 6:
+            return flat, places
+    return flat, []
+
+
+CASES = [("llama", 0), ("llama", 3), ("mistral", 2), ("gemma3", 1), ("gemma3", 3)]
+
+
+@pytest.mark.parametrize("half", ["k", "v"])
+@pytest.mark.parametrize(("kind", "layer"), CASES)
+def test_a_flipped_bit_in_use_is_found(kind, layer, half, build, serve, guard, traffic):
+    """In a slot that requests read: in the step after, with layer, half and slot."""
+    model, guarded, hit = build(kind), guard(build(kind), scrub_budget="0"), {}
+
+    def act(arguments):
+        index, allocator = group_of(arguments["cache"], layer)
+        reads = arguments["read_index"][index]
+        # The row's oldest slot is still read in the next step, except in a full window.
+        entries = [e for e in reads.tolist()[2:] if e != getattr(allocator, "sentinel_index", -1)]
+        if guarded.stats()["forwards"] < 5 or len(entries) < 8:
+            return False
+        entry = entries[3]
+        if entry in arguments["write_index"][index].tolist():
+            return False
+        views(arguments["cache"], layer)["kv".index(half)][entry].view(torch.uint8).view(-1)[5] ^= 4
+        hit.update(entry=entry, step=guarded.stats()["forwards"])
+        return True
+
+    with in_forward(model, act) as done:
+        serve(model, traffic(new_tokens=14))
+    assert done
+    found = guarded.violations[0]
+    assert (found.kind, found.layer, found.half) == (Kind.BYTES, layer, half)
+    assert found.step <= hit["step"] + 2
+    assert {v.kind for v in guarded.violations} == {Kind.BYTES}
+    assert {v.slot for v in guarded.violations} == {found.slot}
+
+
+def test_a_flipped_bit_in_an_idle_cached_block_is_found_by_the_scrub(build, serve, guard, traffic):
+    """In a block that no running request reads, kept for prefix sharing."""
+    model, guarded = build("llama"), guard(build("llama"), read_check=0, scrub_budget="1MiB")
+
+    def act(arguments):
+        index, allocator = group_of(arguments["cache"], 2)
+        cached = allocator.ledger.cached_blocks if hasattr(allocator, "ledger") else arguments["cache"]._block_manager._init_block_ids
+        if not cached:
+            return False
+        stride = getattr(allocator, "block_physical_stride", arguments["cache"].__dict__.get("block_size"))
+        views(arguments["cache"], 2)[1][next(iter(cached)) * stride + 3].view(torch.uint8).view(-1)[0] ^= 128
+        return True
+
+    with in_forward(model, act) as done:
+        serve(model, traffic(new_tokens=20, requests=12, batch_tokens=24))
+    assert done
+    assert [(v.kind, v.layer, v.half) for v in guarded.violations[:1]] == [(Kind.BYTES, 2, "v")]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    ("edit", "kinds"),
+    [
+        ("swap", {Kind.POSITION}),
+        ("stale", {Kind.UNWRITTEN, Kind.POSITION, Kind.TOKEN}),
+        ("beyond", {Kind.SLOT_RANGE}),
+        ("negative", {Kind.SLOT_RANGE, Kind.NULL_SLOT}),
+        ("null", {Kind.NULL_SLOT}),
+    ],
+)
+def test_an_edited_table_is_found(edit, kinds, kind, build, serve, guard, traffic, at_step):
+    """The list of slots on the device, changed after the engine wrote it: found in the same step."""
+    model, guarded, hit = build(kind), guard(build(kind)), {}
+
+    def act(canary, batch):
+        region = next(iter(canary.regions.values()))
+        flat, places = readable(batch, region)
+        if not places:
+            return False
+        (position, element), (_, other) = places[2], places[4]
+        slots = region.sources[0].page_size
+        rows = (batch.tables[region.name].pool_page or (slots, slots))[0]
+        hit.update(flat=flat, was=flat.clone(), position=position, step=canary.forwards, region=region.name)
+        if edit == "swap":
+            flat[element], flat[other] = hit["was"][other], hit["was"][element]
+        elif edit == "stale":
+            flat[element] = (int(flat[element]) + rows) % (region.slots // slots * rows)
+        else:
+            null = region.null_slot
+            flat[element] = {"beyond": region.slots // slots * rows, "negative": -3, "null": null}[edit]
+        return True
+
+    def restore(arguments):
+        if hit:
+            hit["flat"].copy_(hit["was"])
+        return bool(hit)
+
+    guarded.register(at_step(6, act))
+    with in_forward(model, restore) as restored:
+        serve(model, traffic(new_tokens=14))
+    assert restored
+    found = guarded.violations[0]
+    assert found.kind in kinds
+    assert (found.region, found.position, found.step) == (hit["region"], hit["position"], hit["step"])
+    assert {v.step for v in guarded.violations} == {hit["step"]}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+def test_the_tables_canary_checks_are_the_ones_the_forward_reads(kind, build, serve, guard, traffic, at_step):
+    """Not copies: same memory, so that nothing can come between them."""
+    model, guarded, seen = build(kind), guard(build(kind)), {}
+
+    def note(canary, batch):
+        seen["checked"] = {t.entries.data_ptr() for t in batch.tables.values()}
+        seen["written"] = {t.write_slots.data_ptr() for t in batch.tables.values()}
+        return False
+
+    def compare(arguments):
+        lists = arguments["read_index"] if arguments["read_index"][0].numel() else arguments["write_index"]
+        assert seen["checked"] == {t.data_ptr() for t in lists}
+        assert seen["written"] == {t.data_ptr() for t in arguments["write_index"]}
+        seen["compared"] = True
+        return False
+
+    guarded.register(at_step(1, note))
+    with in_forward(model, compare):
+        serve(model, traffic())
+    assert seen["compared"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_write_to_another_slot_is_found(kind, build, serve, guard, traffic, at_step):
+    """The write list sends a token where its request will not look: the list and the table disagree, or where there is
+    no table for new tokens (a ring), the next read finds the wrong position."""
+    model, guarded, hit = build(kind), guard(build(kind)), {}
+
+    def act(canary, batch):
+        ((name, table),) = batch.tables.items()
+        if int(batch.new_lens.sum()) < 3 or not int(batch.prefix_lens.min()):
+            return False
+        hit["step"] = canary.forwards
+        table.write_slots[0], table.write_slots[1] = table.write_slots[1].clone(), table.write_slots[0].clone()
+        return True
+
+    guarded.register(at_step(6, act))
+    serve(model, traffic(new_tokens=14))
+    assert hit
+    expected = {"llama": {Kind.WRITE_SLOT}, "mistral": {Kind.POSITION, Kind.TOKEN, Kind.UNWRITTEN, Kind.PREFIX}}[kind]
+    assert guarded.violations[0].kind in expected
+    assert guarded.violations[0].step in (hit["step"], hit["step"] + 1)
+
+
+@pytest.mark.parametrize(("kind", "layer"), CASES)
+def test_a_lost_write_is_found(kind, layer, build, serve, guard, traffic, monkeypatch):
+    """The store of one layer's V does not run in one step."""
+    model, guarded, hit = build(kind), guard(build(kind)), {}
+
+    def act(arguments):
+        index, _ = group_of(arguments["cache"], layer)
+        write = arguments["write_index"][index]
+        if guarded.stats()["forwards"] < 6:
+            return False
+        value = views(arguments["cache"], layer)[1]
+        hit.update(value=value, write=write.clone(), was=value[write].clone())
+        return True
+
+    def undo(module, args, output):
+        if "was" in hit:
+            hit["value"].index_copy_(0, hit["write"], hit.pop("was"))
+
+    handle = model.register_forward_hook(undo)
+    with in_forward(model, act):
+        serve(model, traffic())
+    handle.remove()
+    assert {(v.kind, v.layer, v.half) for v in guarded.violations} == {(Kind.LOST_WRITE, layer, "v")}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+def test_a_freed_block_in_use_is_found(kind, build, serve, guard, traffic):
+    """The engine frees a block that a running request still reads, and may hand it out again."""
+    model, guarded = build(kind), guard(build(kind))
+
+    def act(arguments):
+        cache = arguments["cache"]
+        if not hasattr(cache, "pool"):
+            pytest.skip("Transformers 5.17 tells when blocks are handed out, not when they are freed")
+        allocator = next(iter(cache.cache_allocators.values()))
+        tables = [t for t in allocator.block_table.values() if len(t) > 1]
+        if guarded.stats()["forwards"] < 4 or not tables:
+            return False
+        cache.pool.free_blocks(allocator.index, tables[0][:1])
+        return True
+
+    with in_forward(model, act) as done:
+        serve(model, traffic(new_tokens=14))
+    assert done
+    assert guarded.violations[0].kind in (Kind.UNWRITTEN, Kind.FREED, Kind.POSITION, Kind.TOKEN)
+
+
+def test_a_foreign_prefix_is_found(build, serve, guard, traffic):
+    """Two running requests change places in the block table: every slot holds a valid sequence, of somebody else."""
+    model, guarded = build("llama"), guard(build("llama"))
+
+    def act(arguments):
+        _, allocator = group_of(arguments["cache"], 0)
+        long = [name for name, blocks in allocator.block_table.items() if len(blocks) > 2]
+        if guarded.stats()["forwards"] < 6 or len(long) < 2:
+            return False
+        a, b = (allocator.block_table[name] for name in long[:2])
+        a[0], b[0] = b[0], a[0]
+        return a[0] != b[0]
+
+    with in_forward(model, act) as done:
+        serve(model, traffic(new_tokens=14, options={"allow_block_sharing": False}))
+    assert done
+    assert guarded.violations[0].kind in (Kind.TOKEN, Kind.PREFIX)
+    assert guarded.violations[0].position < 8
+    assert guarded.violations[0].request != guarded.violations[0].stored_request
