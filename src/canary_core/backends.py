@@ -33,14 +33,15 @@ def choose(name: str, device: torch.device) -> Backend:
     if name == "torch":
         if device.type != "cpu":
             raise ConfigError(f"CANARY_BACKEND=torch is for pools on the CPU, got one on {device}; use triton")
-        return _torch()
+        return torch_backend()
     try:
-        return _triton()
+        return triton_backend()
     except ImportError as error:
         raise ConfigError(f"CANARY_BACKEND=triton needs triton, which does not import: {error}") from error
 
 
-def _torch() -> Backend:
+def torch_backend() -> Backend:
+    """The vectorised reference; for pools on any device, but meant for the CPU: it allocates and reads back."""
     from canary_core.reference import check, fingerprint, record
 
     return Backend(
@@ -49,7 +50,8 @@ def _torch() -> Backend:
     )  # fmt: skip
 
 
-def _triton() -> Backend:
+def triton_backend() -> Backend:
+    """The kernels; on the CPU only where ``TRITON_INTERPRET=1`` was set before triton was imported."""
     from canary_core.kernels import check, fingerprint, record
 
     return Backend(

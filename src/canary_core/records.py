@@ -124,9 +124,9 @@ class Cursor(IntEnum):
 
 CURSOR_WORDS = 4
 
-PLAN_WORDS = 2
-"""Write plan, int64 ``[tokens, 2]``: `check` fills it, the ops after the forward use it. Word 0 is ``(status + 1) *
-2**32 + row``, 0 where nothing is stored; word 1 the slot (see `Status`)."""
+PLAN_WORDS = 4
+"""Write plan, int64 ``[tokens, 4]``: `check` fills it, the ops after the forward use it. Word 0 is ``(status + 1) *
+2**32 + row`` (see `Status`), 0 where nothing is stored; word 1 the slot, word 2 the position, word 3 is unused."""
 
 
 class Status(IntEnum):

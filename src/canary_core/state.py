@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +91,7 @@ class RegionState:
         self.keys = hashing.keys(max((s.slot_words for s in self.sources), default=1), device)
         self.salts = hashing.salts(max(len(self.sources), 1), device)
         self.descriptors = torch.zeros(len(self.sources), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
+        self.shapes = source_shapes(self.sources, device)
         self._describe()
         self.scrub_slots = 0
         read_tiles = (1 << 40) if config.read_check < 0 else -(-config.read_check // READ_TILE)
@@ -143,12 +145,35 @@ class RegionState:
                 f"region {self.region.name!r}: rebind needs all {len(self.sources)} sources, got {len(new)}"
             )
         self.sources = new
+        self.shapes = source_shapes(new, self.records.device)
         self._describe()
 
     def _describe(self) -> None:
         rows = [descriptor(s, self.non_finite) for s in self.sources]
         if rows:
             self.descriptors.copy_(torch.tensor(rows, dtype=torch.int64))
+
+
+class SourceShape(NamedTuple):
+    """Sources that one kernel launch can take together: alike in all that is a compile-time constant there."""
+
+    page_size: int
+    chunks: int
+    chunk_bytes: int
+    alignment: int
+    columns: Tensor
+    """Their indices among the region's sources, int32 ``[n]`` on the device."""
+
+
+def source_shapes(sources: Sequence[KVSource], device: torch.device) -> tuple[SourceShape, ...]:
+    """The sources by shape, in order of first appearance."""
+    columns: dict[tuple[int, int, int, int], list[int]] = {}
+    for index, s in enumerate(sources):
+        columns.setdefault((s.page_size, s.chunks, s.chunk_bytes, s.alignment), []).append(index)
+    return tuple(
+        SourceShape(*shape, torch.tensor(indices, dtype=torch.int32, device=device))
+        for shape, indices in columns.items()
+    )
 
 
 def guarded_sources(sources: Sequence[KVSource], share: str) -> tuple[KVSource, ...]:

@@ -60,9 +60,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     seen = see(state, writes.slot, writes.status)
     slot, token = writes.slot, batch.token_ids[writes.token].long()
     other = (seen.step_written == 0) | (seen.token != token)
-    ranges = plan.rows(state.region, batch, table)
-    position = ranges.prefix[writes.row] + writes.token - ranges.token_first[writes.row]
-    about = {Row.POSITION: position, Row.TOKEN: token, Row.WRITER: batch.writers[writes.row].long()}
+    about = {Row.POSITION: writes.position, Row.TOKEN: token, Row.WRITER: batch.writers[writes.row].long()}
     for s, source in enumerate(state.sources):
         there = _present(source, slot)
         words = slot_words(source, torch.where(there, slot, 0))

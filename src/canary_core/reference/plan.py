@@ -105,15 +105,16 @@ def token_index(rows: Rows, places: Places) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writes:
-    """The stored new tokens of a forward, int64 ``[n]``: index into ``token_ids``, row, slot, `Status`."""
+    """The stored new tokens of a forward, int64 ``[n]``: index into ``token_ids``, row, position, slot, `Status`."""
 
     token: Tensor
     row: Tensor
+    position: Tensor
     slot: Tensor
     status: Tensor
 
     def __getitem__(self, mask: Tensor) -> "Writes":
-        return Writes(self.token[mask], self.row[mask], self.slot[mask], self.status[mask])
+        return Writes(self.token[mask], self.row[mask], self.position[mask], self.slot[mask], self.status[mask])
 
 
 def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable) -> Writes:
@@ -123,15 +124,15 @@ def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable
     token = token_index(ranges, places)
     slot, status = write_slots(region, table, places, token)
     plan[: batch.tokens] = 0
-    plan[token] = torch.stack(((status + 1) << 32 | places.row, slot), dim=1)
-    return Writes(token, places.row, slot, status)
+    plan[token, :3] = torch.stack(((status + 1) << 32 | places.row, slot, places.position), dim=1)
+    return Writes(token, places.row, places.position, slot, status)
 
 
 def planned_writes(plan: Tensor, batch: BatchView) -> Writes:
     """What `plan_writes` planned."""
-    word, slot = plan[: batch.tokens].unbind(1)
-    token = word.nonzero()[:, 0]
-    return Writes(token, word[token] & 0xFFFFFFFF, slot[token], (word[token] >> 32) - 1)
+    token = plan[: batch.tokens, 0].nonzero()[:, 0]
+    word, slot, position, _ = plan[token].unbind(1)
+    return Writes(token, word & 0xFFFFFFFF, position, slot, (word >> 32) - 1)
 
 
 def write_slots(region: Region, table: SlotTable, places: Places, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     _remember_ends(state, batch, rows, hash)
 
     writes = plan.planned_writes(state.plan, batch)
-    places = plan.Places(writes.row, rows.prefix[writes.row] + writes.token - rows.token_first[writes.row])
+    places = plan.Places(writes.row, writes.position)
     usable = writes.status == Status.OK
     winner = won(state, writes)
     token = batch.token_ids[writes.token].long()

@@ -1,0 +1,282 @@
+"""check: the kernel of `canary_core.reference.check`, one launch over a persistent grid.
+
+No plan of the reads is ever stored: each program works out from the batch's lengths which (row, tile) a number stands
+for. A tile is first judged as a whole from two loads a slot (its record's first 16 bytes); only a tile with something
+wrong or unknown is judged again slot by slot, with the record before each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.kernels.common import (
+    FREED,
+    STATUS_NULL,
+    STATUS_OK,
+    STATUS_RANGE,
+    UNKNOWN,
+    UNWRITTEN,
+    WRITTEN,
+    load_head,
+    lookup,
+    mix,
+    report_record,
+    resolve,
+    split_head,
+)
+from canary_core.kernels.launch import constants, expected_arguments, programs, table_arguments, write_arguments
+from canary_core.records import CHAINS, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
+from canary_core.reference.check import COMMON_ANCHOR
+from canary_core.state import RegionState
+
+TILE = 512
+"""Slots that a program checks at a time."""
+WARPS = 4
+PROGRAMS_PER_PROCESSOR = 8
+
+ANCHOR = tl.constexpr(COMMON_ANCHOR)
+CHAIN_ENTRIES = tl.constexpr(CHAINS)
+READ_CHECK_TILE = tl.constexpr(READ_TILE)
+CLOCK_STEP = tl.constexpr(int(Clock.STEP))
+CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
+CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
+CURSOR_SCRUB_SLOTS = tl.constexpr(int(Cursor.SCRUB_SLOTS))
+CURSOR_READ = tl.constexpr(int(Cursor.READ))
+CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
+COUNT_CHECKED_SLOTS = tl.constexpr(int(Counter.CHECKED_SLOTS))
+COUNT_CHECKED_FORWARDS = tl.constexpr(int(Counter.CHECKED_FORWARDS))
+COUNT_UNKNOWN_SLOTS = tl.constexpr(int(Counter.UNKNOWN_SLOTS))
+KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
+KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
+KIND_UNWRITTEN = tl.constexpr(int(Kind.UNWRITTEN))
+KIND_FREED = tl.constexpr(int(Kind.FREED))
+KIND_POSITION = tl.constexpr(int(Kind.POSITION))
+KIND_TOKEN = tl.constexpr(int(Kind.TOKEN))
+KIND_PREFIX = tl.constexpr(int(Kind.PREFIX))
+NOTHING = tl.constexpr(-1)
+PLAN = tl.constexpr(PLAN_WORDS)
+PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
+
+
+def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """As `canary_core.reference.check.check`. One launch; may be captured."""
+    check_kernel[(programs(state, PROGRAMS_PER_PROCESSOR),)](
+        state.records.view(torch.int64), state.claims, state.plan, state.heads, state.chains, state.cursors,
+        state.shared.counters, state.shared.clock, state.shared.ring,
+        batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, *expected_arguments(batch),
+        *table_arguments(state, table), *write_arguments(table),
+        batch.rows, batch.tokens, state.shared.ring.shape[0], state.index,
+        **constants(state, batch, table), TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def check_kernel(
+    p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring,
+    p_prefix, p_new, p_writers, p_anchors, p_expected, expected_width, expected_stride,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot, p_write_slots, write_length,
+    rows, tokens, ring_rows, region,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
+    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (every row has
+    one at least, for its head), tiles of ``token_ids`` that belong to no row."""
+    i_program = tl.program_id(0)
+    o_row = tl.arange(0, ROWS)
+    m_row = o_row < rows
+    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=m_row, other=0).to(tl.int32), 0)
+    b_new = tl.maximum(tl.load(p_new + o_row, mask=m_row, other=0).to(tl.int32), 0)
+    b_token_end = tl.cumsum(b_new, 0)
+    b_token_first = b_token_end - b_new
+    all_new = tl.minimum(tl.sum(b_new, 0), tokens)
+    b_new = tl.minimum(b_new, tl.maximum(tokens - b_token_first, 0))
+    b_read_first = tl.zeros_like(b_prefix)
+    if WINDOW > 0:
+        b_read_first = tl.maximum(b_prefix - (WINDOW - 1), 0)
+    b_count = b_prefix - b_read_first
+    b_tiles = (b_count + TILE - 1) // TILE
+    b_tile_end = tl.cumsum(b_tiles, 0)
+    n_read = tl.sum(b_tiles, 0)
+    b_write_tiles = tl.where(m_row, tl.maximum((b_new + TILE - 1) // TILE, 1), 0)
+    b_write_end = tl.cumsum(b_write_tiles, 0)
+    n_write = tl.sum(b_write_tiles, 0)
+    n_rest = (tokens - all_new + TILE - 1) // TILE
+    step = tl.load(p_clock + CLOCK_STEP) + 1
+
+    if i_program == 0:
+        tl.store(p_clock + CLOCK_NEXT, step)
+        tl.atomic_add(p_counters + COUNT_CHECKED_SLOTS, tl.sum(b_count.to(tl.int64), 0))
+        tl.atomic_add(p_counters + COUNT_CHECKED_FORWARDS, 1)
+        scrub = tl.load(p_cursors + CURSOR_SCRUB) + tl.load(p_cursors + CURSOR_SCRUB_SLOTS)
+        tl.store(p_cursors + CURSOR_SCRUB, scrub % slots)
+        n_check = tl.sum(((b_count + READ_CHECK_TILE - 1) // READ_CHECK_TILE).to(tl.int64), 0)
+        read = tl.load(p_cursors + CURSOR_READ) + tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), n_check)
+        tl.store(p_cursors + CURSOR_READ, read % tl.maximum(n_check, 1))
+
+    for i in range(i_program, n_read + n_write + n_rest, tl.num_programs(0)):
+        if i < n_read:
+            i_row = tl.sum((b_tile_end <= i).to(tl.int32), 0)
+            i_tile = i - tl.max(tl.where(b_tile_end <= i, b_tile_end, 0), 0)
+            prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+            read_first = tl.zeros_like(prefix)
+            if WINDOW > 0:
+                read_first = tl.maximum(prefix - (WINDOW - 1), 0)
+            writer = tl.load(p_writers + i_row).to(tl.int64)
+            anchor = ANCHOR + tl.zeros_like(prefix)
+            if p_anchors is not None:
+                anchor = tl.load(p_anchors + i_row)
+            row_first = i_row.to(tl.int64)
+            if p_rows is not None:
+                row_first = tl.load(p_rows + i_row).to(tl.int64)
+            row_first = row_first * table_stride
+            position = read_first + i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+            m = position < prefix
+            expected = tl.full((TILE,), -1, tl.int64)
+            if p_expected is not None:
+                p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
+                expected = tl.load(p_token, mask=m & (position < expected_width), other=-1).to(tl.int64)
+            slot, status = lookup(
+                p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
+                PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+            )  # fmt: skip
+            usable = m & (status == STATUS_OK)
+            first, hash = load_head(p_records, slot, usable)
+            token, stored = split_head(first)
+            own = (expected < 0) | (expected == token)
+            good = usable & (stored == position * 4 + WRITTEN) & (hash != 0) & own
+
+            # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
+            start = read_first + i_tile.to(tl.int64) * TILE
+            end = tl.minimum(start + TILE, prefix)
+            p_before = tl.maximum(start - 1, 0)
+            before_slot, before_status = lookup(
+                p_table, row_first, p_before, width, extent, p_map, map_length, slots, null_slot, start > read_first,
+                PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+            )  # fmt: skip
+            before_usable = (start > read_first) & (before_status == STATUS_OK)
+            before_first, before = load_head(p_records, before_slot, before_usable)
+            before_token, before_stored = split_head(before_first)
+            before_good = before_usable & (before_stored == p_before * 4 + WRITTEN) & (before != 0)
+            before = tl.where(start == 0, anchor, before)
+            linked = ((start == 0) | (start > read_first)).to(tl.int64)
+            known = (start == read_first) | before_good
+
+            # With e[j] = h[j] - h[j-1] - mix[j], all of which must be 0, sum((j + linked) * e[j]) needs no h[j-1]. A
+            # foreign run of n slots leaves n times the difference of two hashes, so it is missed once in 2**54.
+            j = position - start
+            last = position == end - 1
+            last_weight = end - start - 1 + linked
+            terms = tl.where(last, last_weight * hash, -hash) - (j + linked) * mix(token, position)
+            total = tl.sum(tl.where(m, terms, 0), 0) - linked * before
+            chain_hash, chained = ended_at(p_chains, writer, prefix)
+            end_hash = tl.sum(tl.where(last & m, hash, 0), 0)
+            ended = (end < prefix) | (chained == 0) | (end_hash == chain_hash)
+            n_good = tl.sum(good.to(tl.int64), 0)
+            if (n_good < end - start) | (total != 0) | (ended == 0) | (known == 0):
+                m_link = m & (position > read_first)
+                prior = position - 1
+                prior_slot, prior_status = lookup(
+                    p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, m_link,
+                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+                )  # fmt: skip
+                prior_usable = m_link & (prior_status == STATUS_OK)
+                prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
+                prior_token, prior_stored = split_head(prior_first)
+                prior_known = prior_usable & (prior_stored == prior * 4 + WRITTEN) & (prior_hash != 0)
+                prior_hash = tl.where(position == 0, anchor, prior_hash)
+                should_be = prior_hash + mix(token, position)
+                link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
+                at_end = (position == prefix - 1) & chained & (hash != 0)
+                end_ok = (at_end == 0) | (hash == chain_hash)
+
+                state = stored & 3
+                placed = usable & (stored == position * 4 + WRITTEN)
+                kind = tl.full((TILE,), NOTHING, tl.int64)
+                kind = tl.where(placed & own & ((link_ok & end_ok) == 0), KIND_PREFIX, kind)
+                kind = tl.where(placed & (own == 0), KIND_TOKEN, kind)
+                kind = tl.where(usable & (state == WRITTEN) & (placed == 0), KIND_POSITION, kind)
+                kind = tl.where(usable & (state == FREED), KIND_FREED, kind)
+                kind = tl.where(usable & (state == UNWRITTEN), KIND_UNWRITTEN, kind)
+                kind = tl.where(m & (status == STATUS_NULL), KIND_NULL_SLOT, kind)
+                kind = tl.where(m & (status == STATUS_RANGE), KIND_SLOT_RANGE, kind)
+                unknown = tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0)
+                tl.atomic_add(p_counters + COUNT_UNKNOWN_SLOTS, unknown)
+                found = tl.where(link_ok, chain_hash, should_be)
+                found = tl.where(kind == KIND_PREFIX, found, -1)
+                report_record(
+                    p_counters, p_ring, ring_rows, kind, kind >= 0, region, -1, slot, position, expected, p_records,
+                    usable, tl.where(usable, hash, -1), found, writer, step * 8 + PRE_FORWARD,
+                )  # fmt: skip
+
+        elif i < n_read + n_write:
+            i_write = i - n_read
+            i_row = tl.sum((b_write_end <= i_write).to(tl.int32), 0)
+            i_tile = i_write - tl.max(tl.where(b_write_end <= i_write, b_write_end, 0), 0)
+            prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+            new = tl.sum(tl.where(o_row == i_row, b_new, 0), 0).to(tl.int64)
+            token_first = tl.sum(tl.where(o_row == i_row, b_token_first, 0), 0).to(tl.int64)
+            row_first = i_row.to(tl.int64)
+            if p_rows is not None:
+                row_first = tl.load(p_rows + i_row).to(tl.int64)
+            row_first = row_first * table_stride
+            if i_tile == 0:
+                anchor = ANCHOR + tl.zeros_like(prefix)
+                if p_anchors is not None:
+                    anchor = tl.load(p_anchors + i_row)
+                head_position = tl.maximum(prefix - 1, 0)
+                head_slot, head_status = lookup(
+                    p_table, row_first, head_position, width, extent, p_map, map_length, slots, null_slot, prefix > 0,
+                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+                )  # fmt: skip
+                head_usable = (prefix > 0) & (head_status == STATUS_OK)
+                head_first, head = load_head(p_records, head_slot, head_usable)
+                head_token, head_stored = split_head(head_first)
+                writer = tl.load(p_writers + i_row).to(tl.int64)
+                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                holds = head_usable & (head_stored == head_position * 4 + WRITTEN)
+                head = tl.where(holds, head, tl.where(chained, chain_hash, 0))
+                tl.store(p_heads + i_row, tl.where(prefix == 0, anchor, head))
+
+            o_new = i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+            m = o_new < new
+            stored_first = tl.zeros_like(new)
+            if STORED > 0:
+                stored_first = tl.maximum(new - STORED, 0)
+            o_token = token_first + o_new
+            m_stored = m & (o_new >= stored_first)
+            if p_write_slots is not None:
+                listed = o_token < write_length
+                number = tl.load(p_write_slots + o_token, mask=m_stored & listed, other=-1).to(tl.int64)
+                slot, status = resolve(
+                    number, p_map, map_length, slots, null_slot, m_stored & listed, POOL_ROWS, POOL_SLOTS
+                )
+                slot = tl.where(listed, slot, -1)
+                status = tl.where(listed, status, STATUS_RANGE)
+            else:
+                slot, status = lookup(
+                    p_table, row_first, prefix + o_new, width, extent, p_map, map_length, slots, null_slot, m_stored,
+                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+                )  # fmt: skip
+            word = ((status.to(tl.int64) + 1) << 32) | i_row.to(tl.int64)
+            p_entry = p_plan + o_token * PLAN
+            tl.store(p_entry, tl.where(m_stored, word, 0), mask=m)
+            tl.store(p_entry + 1, tl.where(m_stored, slot, 0), mask=m)
+            tl.store(p_entry + 2, tl.where(m_stored, prefix + o_new, 0), mask=m)
+            claim = (step << 32) + o_token + 1
+            tl.atomic_max(p_claims + slot, claim, mask=m_stored & (status == STATUS_OK))
+
+        else:
+            o_token = all_new + (i - n_read - n_write) * TILE + tl.arange(0, TILE).to(tl.int64)
+            m = o_token < tokens
+            for word in tl.static_range(3):
+                tl.store(p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
+
+
+@triton.jit
+def ended_at(p_chains, writer, length):
+    """The hash with which the writer's sequence ended, and whether it is known to have ended at ``length``."""
+    p_entry = p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2
+    hash = tl.load(p_entry + 1)
+    known = (writer >= 0) & (length > 0) & (tl.load(p_entry) == ((writer << 32) | length)) & (hash != 0)
+    return hash, known

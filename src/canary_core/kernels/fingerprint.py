@@ -1,0 +1,351 @@
+"""fingerprint, read_check, scrub, baseline: the kernels of `canary_core.reference.fingerprint`.
+
+Each program takes a tile of slots through a few sources. Sources alike in shape share a launch, so Llama needs one and
+DeepSeek-V4 one per strip. The inner loop is a masked 16-byte load, a widening multiply and an add per 4 bytes: memory
+is the limit, not arithmetic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.kernels.common import STATUS_OK, WRITTEN, lookup, report_record, split_head
+from canary_core.kernels.launch import constants, programs, table_arguments
+from canary_core.records import DESCRIPTOR_WORDS, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Descriptor, Kind, Phase
+from canary_core.state import RegionState, SourceShape
+
+TILE_BYTES = 16384
+"""Bytes of one source that a program loads at a time, shared among slots."""
+MOST_WORDS = 1024
+"""Words of a slot in one load; longer slots take several."""
+SOURCES = 4
+"""Sources that one program takes, one after the other."""
+WARPS = 4
+PROGRAMS_PER_PROCESSOR = 8
+
+FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
+PLAN = tl.constexpr(PLAN_WORDS)
+READ_CHECK_TILE = tl.constexpr(READ_TILE)
+ADDRESS = tl.constexpr(int(Descriptor.ADDRESS))
+PAGE_STRIDE = tl.constexpr(int(Descriptor.PAGE_STRIDE))
+SLOT_STRIDE = tl.constexpr(int(Descriptor.SLOT_STRIDE))
+CHUNK_STRIDE = tl.constexpr(int(Descriptor.CHUNK_STRIDE))
+PRESENT = tl.constexpr(int(Descriptor.PRESENT))
+SURE = tl.constexpr(int(Descriptor.SURE))
+EXPONENT = tl.constexpr(int(Descriptor.EXPONENT))
+INCREMENT = tl.constexpr(int(Descriptor.INCREMENT))
+CARRY = tl.constexpr(int(Descriptor.CARRY))
+CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
+CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
+CURSOR_SCRUB_SLOTS = tl.constexpr(int(Cursor.SCRUB_SLOTS))
+CURSOR_READ = tl.constexpr(int(Cursor.READ))
+CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
+COUNT_CHECKED_BYTES = tl.constexpr(int(Counter.CHECKED_BYTES))
+COUNT_RECORDED_BYTES = tl.constexpr(int(Counter.RECORDED_BYTES))
+COUNT_SCRUBBED_SLOTS = tl.constexpr(int(Counter.SCRUBBED_SLOTS))
+COUNT_UNSURE = tl.constexpr(int(Counter.UNSURE))
+KIND_BYTES = tl.constexpr(int(Kind.BYTES))
+KIND_LOST_WRITE = tl.constexpr(int(Kind.LOST_WRITE))
+KIND_NON_FINITE = tl.constexpr(int(Kind.NON_FINITE))
+PHASE_PRE = tl.constexpr(int(Phase.PRE_FORWARD))
+PHASE_POST = tl.constexpr(int(Phase.POST_FORWARD))
+PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
+
+
+def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """As `canary_core.reference.fingerprint.fingerprint`. One launch a source shape; may be captured."""
+    for shape in state.shapes:
+        slots = _slots_per_tile(shape)
+        tiles = min(-(-batch.tokens // slots), programs(state, PROGRAMS_PER_PROCESSOR * 64))
+        fingerprint_kernel[(tiles, -(-len(shape.columns) // SOURCES))](
+            *_arguments(state, shape), state.claims, state.plan, batch.token_ids, batch.writers, batch.tokens,
+            **_constants(shape), SLOTS=slots,
+        )  # fmt: skip
+
+
+def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """As `canary_core.reference.fingerprint.read_check`. One launch a source shape; may be captured."""
+    where = constants(state, batch, table)
+    del where["STORED"]
+    for shape in state.shapes:
+        tiles = programs(state, PROGRAMS_PER_PROCESSOR)
+        read_check_kernel[(tiles, -(-len(shape.columns) // SOURCES))](
+            *_arguments(state, shape), state.cursors, batch.prefix_lens, batch.writers, batch.rows,
+            *table_arguments(state, table)[:-2], state.region.slots,
+            -1 if state.region.null_slot is None else state.region.null_slot,
+            **where, **_constants(shape),
+        )  # fmt: skip
+
+
+def scrub(state: RegionState) -> None:
+    """As `canary_core.reference.fingerprint.scrub`. One launch a source shape; may be captured."""
+    for i, shape in enumerate(state.shapes):
+        scrub_kernel[(programs(state, PROGRAMS_PER_PROCESSOR), -(-len(shape.columns) // SOURCES))](
+            *_arguments(state, shape), state.cursors, state.region.slots,
+            **_constants(shape), SLOTS=_slots_per_tile(shape), COUNT=i == 0,
+        )  # fmt: skip
+
+
+def baseline(state: RegionState) -> None:
+    """As `canary_core.reference.fingerprint.baseline`. One launch a source shape."""
+    for shape in state.shapes:
+        baseline_kernel[(programs(state, PROGRAMS_PER_PROCESSOR), -(-len(shape.columns) // SOURCES))](
+            *_arguments(state, shape), state.region.slots, **_constants(shape), SLOTS=_slots_per_tile(shape)
+        )
+
+
+def _arguments(state: RegionState, shape: SourceShape) -> tuple[object, ...]:
+    return (
+        state.descriptors, shape.columns, len(shape.columns), state.keys, state.salts, state.fingerprints,
+        len(state.sources), state.records.view(torch.int64), state.shared.counters, state.shared.clock,
+        state.shared.ring, state.shared.ring.shape[0], state.index,
+    )  # fmt: skip
+
+
+def _words(shape: SourceShape) -> int:
+    return shape.chunks * -(-shape.chunk_bytes // 4)
+
+
+def _block_words(shape: SourceShape) -> int:
+    return min(1 << (_words(shape) - 1).bit_length(), MOST_WORDS)
+
+
+def _slots_per_tile(shape: SourceShape) -> int:
+    return max(min(TILE_BYTES // (4 * _block_words(shape)), 64), 1)
+
+
+def _constants(shape: SourceShape) -> dict[str, int]:
+    return {
+        "SOURCE_PAGE": shape.page_size,
+        "CHUNKS": shape.chunks,
+        "CHUNK_BYTES": shape.chunk_bytes,
+        "ALIGNMENT": shape.alignment,
+        "BLOCK_WORDS": _block_words(shape),
+        "SOURCES": SOURCES,
+        "num_warps": WARPS,
+    }
+
+
+@triton.jit
+def fingerprint_kernel(
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
+    p_ring, ring_rows, region, p_claims, p_plan, p_tokens, p_writers, tokens,
+    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `SLOTS` tokens, by groups of `SOURCES` sources."""
+    step = tl.load(p_clock + CLOCK_NEXT)
+    recorded = tl.zeros((), tl.int64)
+    for i in range(tl.program_id(0), (tokens + SLOTS - 1) // SLOTS, tl.num_programs(0)):
+        o_token = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
+        m_token = o_token < tokens
+        word = tl.load(p_plan + o_token * PLAN, mask=m_token, other=0)
+        slot = tl.load(p_plan + o_token * PLAN + 1, mask=m_token, other=0)
+        usable = (word != 0) & ((word >> 32) - 1 == STATUS_OK)
+        claim = tl.load(p_claims + slot, mask=usable, other=0)
+        m = usable & (claim == (step << 32) + o_token + 1)
+        if tl.sum(m.to(tl.int32), 0) > 0:
+            token = tl.load(p_tokens + o_token, mask=m, other=0).to(tl.int64)
+            stored_token, stored_position = split_head(tl.load(p_records + slot * 4, mask=m, other=0))
+            step_written = tl.load(p_records + slot * 4 + 2, mask=m, other=0) & 0xFFFFFFFF
+            other = (step_written == 0) | (stored_token != token)
+            for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
+                column = tl.load(p_columns + i_source)
+                p_source = p_descriptors + column * FIELDS
+                there = m & (slot % SOURCE_PAGE < tl.load(p_source + PRESENT))
+                value, odd = fold(
+                    p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
+                    BLOCK_WORDS, True,
+                )  # fmt: skip
+                p_old = p_fingerprints + slot * sources + column
+                old = tl.load(p_old, mask=there, other=0)
+                tl.store(p_old, value, mask=there)
+                same = there & (value == old) & (tl.load(p_source + SURE) != 0)
+                lost = same & other
+                not_finite = there & (lost == 0) & (odd != 0)
+                recorded += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)
+                if tl.sum((same | not_finite).to(tl.int32), 0) > 0:
+                    tl.atomic_add(p_counters + COUNT_UNSURE, tl.sum((same & (other == 0)).to(tl.int64), 0))
+                    position = tl.load(p_plan + o_token * PLAN + 2, mask=m, other=0)
+                    writer = tl.load(p_writers + (word & 0xFFFFFFFF), mask=m, other=-1).to(tl.int64)
+                    kind = tl.where(lost, KIND_LOST_WRITE, KIND_NON_FINITE).to(tl.int64)
+                    report_record(
+                        p_counters, p_ring, ring_rows, kind, lost | not_finite, region, column, slot, position, token,
+                        p_records, m, old, value, writer, step * 8 + PHASE_POST,
+                    )  # fmt: skip
+    tl.atomic_add(p_counters + COUNT_RECORDED_BYTES, recorded)
+
+
+@triton.jit
+def read_check_kernel(
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
+    p_ring, ring_rows, region, p_cursors, p_prefix, p_writers, rows,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
+    POOL_SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `READ_TILE` readable places, by groups of `SOURCES` sources."""
+    o_row = tl.arange(0, ROWS)
+    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
+    b_first = tl.zeros_like(b_prefix)
+    if WINDOW > 0:
+        b_first = tl.maximum(b_prefix - (WINDOW - 1), 0)
+    b_tiles = (b_prefix - b_first + READ_CHECK_TILE - 1) // READ_CHECK_TILE
+    b_tile_end = tl.cumsum(b_tiles, 0)
+    total = tl.sum(b_tiles, 0).to(tl.int64)
+    budget = tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), total)
+    # `check` has already moved the cursor past this forward's stretch.
+    begin = tl.load(p_cursors + CURSOR_READ) - budget + total
+    checked = tl.zeros((), tl.int64)
+    for i in range(tl.program_id(0), budget.to(tl.int32), tl.num_programs(0)):
+        i_tile = ((begin + i) % total).to(tl.int32)
+        i_row = tl.sum((b_tile_end <= i_tile).to(tl.int32), 0)
+        i_inside = i_tile - tl.max(tl.where(b_tile_end <= i_tile, b_tile_end, 0), 0)
+        prefix = tl.sum(tl.where(o_row == i_row, b_prefix, 0), 0).to(tl.int64)
+        first = tl.sum(tl.where(o_row == i_row, b_first, 0), 0).to(tl.int64)
+        writer = tl.load(p_writers + i_row).to(tl.int64)
+        row_first = i_row.to(tl.int64)
+        if p_rows is not None:
+            row_first = tl.load(p_rows + i_row).to(tl.int64)
+        position = first + i_inside.to(tl.int64) * READ_CHECK_TILE + tl.arange(0, READ_CHECK_TILE)
+        m = position < prefix
+        slot, status = lookup(
+            p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_slot, m,
+            PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+        )  # fmt: skip
+        checked += compare(
+            p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
+            p_clock, p_ring, ring_rows, region, slot, m & (status == STATUS_OK), position, writer, PHASE_PRE,
+            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES,
+        )  # fmt: skip
+    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
+
+
+@triton.jit
+def scrub_kernel(
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
+    p_ring, ring_rows, region, p_cursors, slots,
+    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
+    count = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots)
+    begin = tl.load(p_cursors + CURSOR_SCRUB)
+    if COUNT:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, count)
+    checked = tl.zeros((), tl.int64)
+    for i in range(tl.program_id(0), ((count + SLOTS - 1) // SLOTS).to(tl.int32), tl.num_programs(0)):
+        o_slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
+        checked += compare(
+            p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
+            p_clock, p_ring, ring_rows, region, (begin + o_slot) % slots, o_slot < count,
+            tl.full((SLOTS,), -1, tl.int64), -1, PHASE_SCRUB,
+            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES,
+        )  # fmt: skip
+    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
+
+
+@triton.jit
+def baseline_kernel(
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
+    p_ring, ring_rows, region, slots,
+    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
+    for i in range(tl.program_id(0), (slots + SLOTS - 1) // SLOTS, tl.num_programs(0)):
+        slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
+        for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
+            column = tl.load(p_columns + i_source)
+            p_source = p_descriptors + column * FIELDS
+            there = (slot < slots) & (slot % SOURCE_PAGE < tl.load(p_source + PRESENT))
+            value, odd = fold(
+                p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
+                BLOCK_WORDS, False,
+            )  # fmt: skip
+            tl.store(p_fingerprints + slot * sources + column, value, mask=there)
+
+
+@triton.jit
+def compare(
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
+    p_ring, ring_rows, region, slot, m, position, writer, phase,
+    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr,
+):  # fmt: skip
+    """Compares the bytes of written slots with their fingerprints and reports BYTES; gives the bytes compared."""
+    token, stored = split_head(tl.load(p_records + slot * 4, mask=m, other=0))
+    written = m & ((stored & 3) == WRITTEN)
+    compared = tl.zeros((), tl.int64)
+    for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
+        column = tl.load(p_columns + i_source)
+        p_source = p_descriptors + column * FIELDS
+        there = written & (slot % SOURCE_PAGE < tl.load(p_source + PRESENT))
+        old = tl.load(p_fingerprints + slot * sources + column, mask=there, other=0)
+        value, odd = fold(
+            p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
+            BLOCK_WORDS, False,
+        )  # fmt: skip
+        differs = there & (value != old)
+        compared += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)
+        if tl.sum(differs.to(tl.int32), 0) > 0:
+            step = tl.load(p_clock + CLOCK_NEXT)
+            report_record(
+                p_counters, p_ring, ring_rows, tl.full(slot.shape, KIND_BYTES, tl.int64), differs, region, column, slot,
+                position, token, p_records, there, old, value, writer, step * 8 + phase,
+            )  # fmt: skip
+    return compared
+
+
+@triton.jit
+def fold(
+    p_source, salt, p_keys, slot, m,
+    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, FLOATS: tl.constexpr,
+):  # fmt: skip
+    """Fingerprint of each slot in one source, int64, and, with `FLOATS`, a number that isn't 0 where a float has all
+    its exponent bits set."""
+    CHUNK_WORDS: tl.constexpr = (CHUNK_BYTES + 3) // 4
+    WORDS: tl.constexpr = CHUNKS * CHUNK_WORDS
+    address = tl.load(p_source + ADDRESS)
+    page = slot // SOURCE_PAGE
+    first = page * tl.load(p_source + PAGE_STRIDE)
+    if SOURCE_PAGE > 1:
+        first += slot % SOURCE_PAGE * tl.load(p_source + SLOT_STRIDE)
+    exponent = tl.load(p_source + EXPONENT).to(tl.uint32)
+    increment = tl.load(p_source + INCREMENT).to(tl.uint32)
+    carry = tl.load(p_source + CARRY).to(tl.uint32)
+    value = tl.zeros_like(slot).to(tl.uint64)
+    odd = tl.zeros_like(slot).to(tl.uint32)
+    for w in tl.static_range(0, WORDS, BLOCK_WORDS):
+        o_word = w + tl.arange(0, BLOCK_WORDS)
+        m_word = m[:, None]
+        if w + BLOCK_WORDS > WORDS:
+            m_word = m_word & (o_word < WORDS)[None, :]
+        key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
+        if ALIGNMENT >= 4:
+            p_words = tl.multiple_of(address, ALIGNMENT).to(tl.pointer_type(tl.uint32))
+            p_words = tl.multiple_of(p_words, ALIGNMENT)
+            offset = o_word
+            if CHUNKS > 1:
+                chunk_words = tl.multiple_of(tl.load(p_source + CHUNK_STRIDE) // 4, ALIGNMENT // 4)
+                offset = o_word // CHUNK_WORDS * chunk_words + o_word % CHUNK_WORDS
+            p_word = p_words + tl.multiple_of(first // 4, ALIGNMENT // 4)[:, None] + offset[None, :]
+            word = tl.load(p_word, mask=m_word, other=0, eviction_policy="evict_first")
+        else:
+            p_bytes = address.to(tl.pointer_type(tl.uint8))
+            inside = o_word % CHUNK_WORDS * 4
+            offset = o_word // CHUNK_WORDS * tl.load(p_source + CHUNK_STRIDE) + inside
+            p_byte = p_bytes + first[:, None] + offset[None, :]
+            word = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint32)
+            for b in tl.static_range(4):
+                m_byte = m_word & (inside + b < CHUNK_BYTES)[None, :]
+                word = word | (tl.load(p_byte + b, mask=m_byte, other=0).to(tl.uint32) << (8 * b))
+        value += tl.sum(word.to(tl.uint64) * key[None, :], 1)
+        if FLOATS:
+            odd = tl.maximum(odd, tl.max(((word & exponent) + increment) & carry, 1))
+    return salt + value.to(tl.int64, bitcast=True), odd

@@ -1,0 +1,200 @@
+"""Random states and batches for the ops: real histories with faults planted in them, so that every branch is taken."""
+
+import copy
+import random
+from dataclasses import dataclass
+
+import torch
+
+from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
+from canary_core.records import POSITION, Cursor, State
+from canary_core.region import Role
+from canary_core.state import RegionState, Shared
+
+TOKENS = 50
+"""Vocabulary: small, so that equal tokens meet."""
+
+
+@dataclass
+class Scenario:
+    """One region of a random layout, and the choices that batches on it need."""
+
+    region: Region
+    random: random.Random
+    page_size: int
+    ring_slots: int
+    pool_page: tuple[int, int] | None
+    device: torch.device
+
+    def state(self, **settings: object) -> RegionState:
+        config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, **settings})
+        shared = Shared.allocate(config, self.device)
+        state = RegionState(self.region, 0, shared, config)
+        state.cursors[Cursor.SCRUB_SLOTS] = self.random.randint(0, self.region.slots)
+        state.fingerprints.random_(-(2**62), 2**62)
+        return state
+
+
+def scenario(seed: int, device: str = "cpu") -> Scenario:
+    """A region with sources of several shapes: bfloat16 rows, heads-first pages, unaligned bytes with a tail."""
+    rng = random.Random(seed)
+    slots = rng.choice([17, 40, 64])
+    sources = [
+        _rows(rng, slots, "k", 0, torch.bfloat16, rng.choice([16, 24, 63]), device),
+        _rows(rng, slots, "v", 0, torch.uint8, rng.choice([1, 5, 33, 40]), device),
+        _heads_first(rng, slots, "k", 1, device),
+        _rows(rng, slots, "v", 1, rng.choice([torch.float16, torch.float32, torch.float8_e5m2]), 16, device),
+    ]
+    sources = rng.sample(sources, rng.randint(1, len(sources)))
+    window = rng.choice([None, None, 1, 6])
+    page_size = rng.choice([1, 1, 4])
+    slot_map = None
+    if rng.random() < 0.3:
+        slot_map = torch.tensor([rng.randrange(-1, slots) for _ in range(slots + rng.randint(-3, 3))], device=device)
+    region = Region(
+        "r",
+        slots,
+        tuple(sources),
+        kind=RegionKind.FULL if window is None else RegionKind.WINDOW,
+        window_tokens=window,
+        slot_map=slot_map,
+        null_slot=rng.choice([None, 0, 3]),
+    )
+    ring = rng.choice([0, 0, 8]) if window else 0
+    pool_page = rng.choice([None, None, (7, 5)])
+    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device))
+
+
+def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
+    """A few forwards of the same requests, each going on where the one before ended, most of the time."""
+    rng, device = s.random, s.device
+    rows = rng.choice([1, 2, 5, 9])
+    length = [0] * rows
+    out = []
+    width = rng.choice([12, 30])
+    highest = s.region.slots // s.page_size - 1
+    if s.pool_page:
+        highest = (highest // s.pool_page[1]) * s.pool_page[0]
+    order = list(range(0, max(highest, 1)))
+    rng.shuffle(order)
+    table = torch.zeros(rows + 2, width, dtype=rng.choice([torch.int32, torch.int64]), device=device)
+    for r in range(rows + 2):
+        for c in range(width):
+            table[r, c] = order[(r * 7 + c) % len(order)] if rng.random() < 0.97 else rng.randint(-2, highest + 9)
+    own = [[rng.randrange(TOKENS) for _ in range(200)] for _ in range(rows)]
+    index = torch.tensor(rng.sample(range(rows + 2), rows), device=device) if rng.random() < 0.5 else None
+    for _ in range(steps):
+        for r in range(rows):
+            if rng.random() < 0.1:
+                length[r] = rng.randint(0, 12)
+        new = [rng.choice([0, 1, 1, 3, 9, 14]) for _ in range(rows)]
+        tokens = [own[r][length[r] + i] for r in range(rows) for i in range(new[r])]
+        tokens = [t if rng.random() < 0.97 else rng.randrange(TOKENS) for t in tokens]
+        positions = [length[r] + i for r in range(rows) for i in range(new[r])]
+        spare = rng.choice([0, 0, 3, -2])
+        listed = None
+        if rng.random() < 0.5:
+            listed = torch.tensor([rng.choice(order + [-1, highest + 30]) for _ in range(max(len(tokens) - 1, 0))], device=device, dtype=torch.int64)
+        if spare >= 0:
+            tokens, positions = tokens + [1] * spare, positions + [0] * spare
+        elif len(tokens) >= 2:
+            tokens, positions = tokens[:spare], positions[:spare]
+        kind = rng.choice([torch.int32, torch.int64])
+        slot_table = SlotTable(
+            table, index, s.page_size, s.ring_slots, listed, 0 if s.ring_slots else rng.choice([0, 0, 5]), s.pool_page
+        )
+        expected = torch.tensor([row[: width - 2] for row in own], dtype=torch.int32, device=device)
+        expected[torch.rand(expected.shape, device=device) < 0.1] = -1
+        batch = BatchView(
+            prefix_lens=torch.tensor(length, dtype=kind, device=device),
+            new_lens=torch.tensor(new, dtype=kind, device=device),
+            token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+            writers=torch.tensor([rng.choice([-1, r, r]) for r in range(rows)], dtype=torch.int32, device=device),
+            tables={"r": slot_table},
+            positions=torch.tensor(positions, dtype=kind, device=device) if rng.random() < 0.5 else None,
+            expected_tokens=expected if rng.random() < 0.7 else None,
+            anchors=torch.tensor([rng.getrandbits(60) for _ in range(rows)], device=device) if rng.random() < 0.3 else None,
+        )
+        out.append((batch, slot_table))
+        length = [n + m for n, m in zip(length, new, strict=True)]
+    return out
+
+
+def disturb(s: Scenario, state: RegionState) -> None:
+    """Plants faults: flipped record words and bytes, other states, NaNs."""
+    rng = s.random
+    for _ in range(rng.choice([0, 1, 4])):
+        state.records[rng.randrange(s.region.slots), rng.randrange(8)] ^= 1 << rng.randrange(31)
+    for _ in range(rng.choice([0, 2])):
+        slot = rng.randrange(s.region.slots)
+        state.records[slot, POSITION] = (state.records[slot, POSITION] & ~3) | rng.choice(list(State))
+    for _ in range(rng.choice([0, 1, 4])):
+        source = rng.choice(s.region.sources)
+        flat = source.tensor.view(torch.uint8).view(-1)
+        flat[rng.randrange(flat.numel())] ^= 1 << rng.randrange(8)
+    if rng.random() < 0.3:
+        source = rng.choice(s.region.sources)
+        source.tensor.view(torch.uint8).view(-1)[rng.randrange(8) :] = rng.choice([0x7F, 0xFF, 0x7C])
+
+
+def write(s: Scenario) -> None:
+    """A forward: some of the pool changes."""
+    rng = s.random
+    for source in s.region.sources:
+        if rng.random() < 0.8:
+            flat = source.tensor.view(torch.uint8).view(-1)
+            fresh = torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(rng.getrandbits(30)))
+            keep = torch.rand(flat.shape, generator=torch.Generator().manual_seed(rng.getrandbits(30))) < 0.3
+            flat.copy_(torch.where(keep.to(flat.device), flat, fresh.to(flat.device)))
+
+
+def twin(state: RegionState) -> RegionState:
+    """A copy with device memory of its own, on the same guarded bytes."""
+    other = copy.copy(state)
+    other.shared = Shared(*(t.clone() for t in (state.shared.counters, state.shared.clock, state.shared.ring)))
+    for name in ("records", "fingerprints", "claims", "heads", "plan", "chains", "cursors"):
+        setattr(other, name, getattr(state, name).clone())
+    return other
+
+
+def differences(state: RegionState, other: RegionState, tokens: int) -> list[str]:
+    """Names of the tensors that differ. Ring rows are compared as a set: the order of atomics is free."""
+    pairs = {
+        name: (getattr(state, name), getattr(other, name))
+        for name in ("records", "fingerprints", "claims", "heads", "chains", "cursors")
+    }
+    pairs["plan"] = (state.plan[:tokens], other.plan[:tokens])
+    pairs["counters"] = (state.shared.counters, other.shared.counters)
+    pairs["clock"] = (state.shared.clock, other.shared.clock)
+    names = [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
+    if ring_rows(state) != ring_rows(other):
+        names.append("ring")
+    return names
+
+
+def ring_rows(state: RegionState) -> list[list[int]]:
+    """The findings in the ring without their number, sorted."""
+    return sorted(row[1:] for row in state.shared.ring.tolist() if row[0])
+
+
+def _rows(rng: random.Random, slots: int, half: str, layer: int, dtype: torch.dtype, width: int, device: str) -> KVSource:
+    pad = rng.choice([0, 0, 3])
+    tensor = torch.zeros(slots, width + pad, dtype=torch.uint8, device=device)
+    if dtype != torch.uint8:
+        tensor = torch.zeros(slots, width + pad, dtype=torch.float32, device=device).to(dtype)
+    size = tensor.element_size()
+    return KVSource(
+        tensor, half, layer, chunk_bytes=width * size, slot_stride_bytes=(width + pad) * size,
+        dtype=None if dtype == torch.uint8 else dtype, role=Role.SCALE if width * size < 8 else Role.DATA,
+    )  # fmt: skip
+
+
+def _heads_first(rng: random.Random, slots: int, half: str, layer: int, device: str) -> KVSource:
+    heads, page, dim = rng.choice([2, 3]), 4, rng.choice([4, 6, 8])
+    pages = -(-slots // page)
+    tensor = torch.zeros(pages, heads, page, dim, dtype=torch.float32, device=device)
+    return KVSource(
+        tensor, half, layer, chunk_bytes=dim * 4, slot_stride_bytes=dim * 4, page_size=page,
+        page_stride_bytes=heads * page * dim * 4, chunks=heads, chunk_stride_bytes=page * dim * 4, dtype=torch.float32,
+        present=rng.choice([None, 3]),
+    )  # fmt: skip
