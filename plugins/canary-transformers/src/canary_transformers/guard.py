@@ -2,6 +2,7 @@
 
 from collections import Counter as Tally
 from collections import deque
+from itertools import count
 from types import TracebackType
 from typing import Any
 from weakref import ref
@@ -15,6 +16,8 @@ from canary_core.hookspecs import hookimpl
 from canary_core.violation import Violation
 from canary_transformers import version
 from canary_transformers.continuous import HOOKS
+from canary_transformers.generate import GENERATE
+from canary_transformers.guarded_cache import GuardedCache
 from canary_transformers.session import Session
 from canary_transformers.vet import EmbeddingVet
 
@@ -38,9 +41,12 @@ class Guard:
         self._plugins: list[object] = []
         self._violations: deque[Violation] = deque(maxlen=KEPT_VIOLATIONS)
         self._sessions: list[Session] = []
+        self._caches: list[GuardedCache] = []
+        self._cache_numbers = count(1)
         self._ended: Tally[str] = Tally()
         if config.mode != "off":
             HOOKS.add(self)
+            GENERATE.add(self)
 
     @property
     def violations(self) -> list[Violation]:
@@ -53,6 +59,8 @@ class Guard:
         total.update(self._ended)
         for session in list(self._sessions):
             total.update(session.canary.stats())
+        for cache in list(self._caches):
+            total.update(cache.stats())
         return dict(total)
 
     def register(self, plugin: object) -> None:
@@ -60,11 +68,16 @@ class Guard:
         self._plugins.append(plugin)
         for session in self._sessions:
             session.hooks.register(plugin)
+        for cache in self._caches:
+            cache.hooks.register(plugin)
 
     def close(self) -> None:
         """Reports what is left to report and leaves the engine as it was. Call it while the engine is idle; again:
         does nothing."""
-        HOOKS.remove(self)
+        try:
+            HOOKS.remove(self)
+        finally:
+            GENERATE.remove(self)
 
     def __enter__(self) -> "Guard":
         return self
@@ -97,6 +110,23 @@ class Guard:
         session.close()
         self._sessions.remove(session)
         self._ended.update(session.canary.stats())
+
+    def open_cache(self, model: Any) -> GuardedCache:
+        """Begins to guard a cache of `generate()` or of a direct call of ``model``."""
+        cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, self._hooks(model))
+        self._caches.append(cache)
+        return cache
+
+    def retire_cache(self, cache: GuardedCache) -> None:
+        """Keeps the cache's counts and lets its memory go. Raises `ViolationError` in raise mode, for what is found
+        only now."""
+        if cache not in self._caches:
+            return
+        self._caches.remove(cache)
+        try:
+            cache.close()
+        finally:
+            self._ended.update(cache.stats())
 
     @hookimpl
     def canary_violation(self, violation: Violation) -> None:

@@ -1,0 +1,154 @@
+"""Caches of `generate()` in supported releases: which tensors hold which positions, and how that changes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core.region import Uncovered
+
+_FULL = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", "DynamicIndexedLayer", "Fp8QuantizedLayer")
+_WINDOW = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+_STATIC_FULL = ("StaticLayer", "LinearAttentionAndStaticFullAttentionLayer", "StaticIndexedLayer")
+_STATIC_WINDOW = ("StaticSlidingWindowLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer")
+_KNOWN = {name: name in _STATIC_FULL + _STATIC_WINDOW for name in _FULL + _WINDOW + _STATIC_FULL + _STATIC_WINDOW}
+"""Layers that keep K and V as ``[batch, heads, tokens, dim]``, and whether they write in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How a layer keeps tokens; layers that keep them alike share a region.
+
+    ``window_tokens``: a token attends to itself and the ``window_tokens - 1`` before it. ``static_tokens``: length of
+    the tensors of a static layer, which are written in place; None for tensors that are made anew by each forward.
+    """
+
+    window_tokens: int | None
+    static_tokens: int | None
+
+    def held_after(self, held: int, new: int, recording: bool) -> int:
+        """How many tokens a layer holds that held ``held`` and was given ``new`` more."""
+        if self.window_tokens is None or (recording and self.static_tokens is None):
+            return held + new
+        most = self.window_tokens - 1 if self.static_tokens is None else self.static_tokens
+        return min(held + new, most)
+
+    def held_after_crop(self, held: int, removed: int) -> int:
+        """How many tokens a layer holds after `Cache.crop`, which also drops what the window has passed."""
+        left = max(held - removed, 0)
+        return left if self.window_tokens is None else min(left, self.window_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerView:
+    """What one layer holds now: K and V ``[batch, heads, tokens, dim]``, positions ``[end - held, end)`` from index 0.
+
+    ``end`` is None where only the device knows it. ``recording``: the window is not cut until the next crop.
+    """
+
+    layer: int
+    keeping: Keeping
+    keys: Tensor
+    values: Tensor
+    end: int | None
+    held: int
+    recording: bool
+
+
+def guarded(cache: Any) -> Any | None:
+    """The cache that is guarded for ``cache``: an encoder-decoder cache's self-attention half, else the cache itself;
+    None if ``cache`` is no `Cache`, or one that keeps tokens in a way of its own."""
+    from transformers.cache_utils import Cache, EncoderDecoderCache
+
+    if isinstance(cache, EncoderDecoderCache):
+        return guarded(cache.self_attention_cache)
+    own_update = isinstance(cache, Cache) and type(cache).update is not Cache.update
+    return cache if isinstance(cache, Cache) and not own_update else None
+
+
+def look(cache: Any, wait: bool = False) -> list[LayerView]:
+    """Every layer that holds tokens and can be guarded. ``wait``: may wait for the device to learn a static length."""
+    views = []
+    inner = guarded(cache)
+    for index, layer in enumerate(() if inner is None else inner.layers):
+        if _reason(inner, layer) is None:
+            view = _view(index, layer, wait)
+            if view is not None:
+                views.append(view)
+    device = views[0].keys.device if views else None
+    return [view for view in views if view.keys.device == device]
+
+
+def uncovered(cache: Any) -> list[Uncovered]:
+    """KV memory of ``cache`` that `look` leaves out, and why."""
+    inner = guarded(cache)
+    if inner is None:
+        return [Uncovered(type(cache).__name__, 0, "a cache with an update of its own; its layout is not known")]
+    found = []
+    views = {view.layer for view in look(inner)}
+    for index, layer in enumerate(inner.layers):
+        name = f"{type(layer).__name__}.{index}"
+        reason = _reason(inner, layer)
+        if reason is None and index not in views and _view(index, layer, wait=False) is not None:
+            reason = "on another device than the first layer"
+        if reason is not None and type(layer).__name__ != "DummyLayer":
+            found.append(Uncovered(name, _bytes(layer, all_tensors=True), reason))
+        elif index in views and (rest := _bytes(layer, all_tensors=False)):
+            found.append(Uncovered(name, rest, "states or indexer keys beside K and V are rewritten without slots"))
+    if inner is not cache:
+        size = sum(_bytes(layer, all_tensors=True) for layer in cache.cross_attention_cache.layers)
+        found.append(Uncovered("cross_attention", size, "written once from the encoder's states, not from tokens"))
+    return found
+
+
+def _reason(cache: Any, layer: Any) -> str | None:
+    """Why a layer is not guarded, None if it is."""
+    name = type(layer).__name__
+    if cache.offloading:
+        return "an offloaded cache moves between devices during the forward"
+    if "Quantized" in name and name not in _KNOWN:
+        return "quantized groups are quantized again as they fill up, so bytes of written tokens change"
+    if name not in _KNOWN or not type(layer).__module__.startswith("transformers.cache_utils"):
+        return "a layer that keeps no token's K and V in a place of its own, or in a way that is not known"
+    window = getattr(layer, "sliding_window", None)
+    return "a window of one token keeps nothing" if window is not None and window < 2 else None
+
+
+def _view(index: int, layer: Any, wait: bool) -> LayerView | None:
+    keys, values = _tensors(layer)
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4 or keys.numel() == 0:
+        return None
+    name = type(layer).__name__
+    if not _KNOWN[name]:
+        window = layer.sliding_window if name in _WINDOW else None
+        held = keys.shape[2]
+        end = held if name in _FULL and name != "Fp8QuantizedLayer" else int(layer.cumulative_length)
+        return LayerView(index, Keeping(window, None), keys, values, end, held, getattr(layer, "record_past", False))
+    length = layer.max_cache_len
+    if name in _STATIC_WINDOW:
+        end = int(layer.cumulative_length_int)
+        return LayerView(index, Keeping(length, length), keys, values, end, min(end, length), recording=False)
+    known = wait or layer.cumulative_length.device.type == "cpu"
+    end_or_none = int(layer.cumulative_length) if known else None
+    return LayerView(index, Keeping(None, length), keys, values, end_or_none, end_or_none or 0, recording=False)
+
+
+def _tensors(layer: Any) -> tuple[Any, Any]:
+    if type(layer).__name__ != "Fp8QuantizedLayer":
+        return layer.keys, layer.values
+    # Values with the frozen scale of the first update.
+    return tuple(None if q is None else q[0] for q in (layer._quantized_keys, layer._quantized_values))  # type: ignore[return-value]
+
+
+def _bytes(layer: Any, all_tensors: bool) -> int:
+    """Bytes of a layer's tensors; without K and V unless ``all_tensors``."""
+    kv = () if all_tensors else _tensors(layer)
+    total = 0
+    for value in vars(layer).values():
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        for part in parts:
+            # Lengths and window sizes are tensors of one element.
+            if isinstance(part, torch.Tensor) and part.dim() > 0 and not any(part is tensor for tensor in kv):
+                total += part.nbytes
+    return total
