@@ -46,13 +46,22 @@ class SlotTable:
         if self.stored_tokens == 0 and self.ring_slots:
             object.__setattr__(self, "stored_tokens", self.ring_slots)
         if self.pool_page is not None and not 1 <= self.pool_page[1] <= self.pool_page[0]:
-            raise AttachError(f"slot table: pool_page must be (rows, slots) with 1 <= slots <= rows, got {self.pool_page}")
+            raise AttachError(
+                f"slot table: pool_page must be (rows, slots) with 1 <= slots <= rows, got {self.pool_page}"
+            )
         device = self.entries.device
         require_index_tensor("slot table: entries", self.entries, device, dims=2)
         if self.rows is not None:
             require_index_tensor("slot table: rows", self.rows, device, dims=1)
         if self.write_slots is not None:
             require_index_tensor("slot table: write_slots", self.write_slots, device, dims=1)
+
+    @property
+    def width(self) -> int:
+        """Entries of one row. A ragged list has none: its starts may be negative, so that a row's first listed position
+        lies beyond the list's own length; there only `entries` as a whole bounds what is read."""
+        ragged = self.rows is not None and self.entries.shape[0] == 1 and self.entries.stride(0) == 1
+        return 1 << 62 if ragged else self.entries.shape[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +73,8 @@ class BatchView:
 
     prefix_lens, new_lens, writers: int32 or int64 ``[rows]``; a writer id is the small number under which a request's
     slots are remembered (`Writers` makes them), -1 for unknown.
-    token_ids: int32 or int64 ``[tokens]``. positions: the same shape, the engine's own idea of them (None: not checked).
+    token_ids: int32 or int64 ``[tokens]``. positions: the same shape, the engine's own idea of them, None for not
+    checked.
     tables: region name → `SlotTable`; regions without one are left alone by this forward.
     expected_tokens: int32 or int64 ``[rows, width]``, the requests' own tokens by position, -1 where unknown.
     anchors: int64 ``[rows]``, start of each row's prefix hash (`hashing.anchor`), None for the common one.

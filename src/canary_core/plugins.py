@@ -154,9 +154,9 @@ class Plugins:
         emit(event, self.manager)
 
     def _install_one(self, plugin: Plugin, config: CanaryConfig) -> str | None:
-        refusal = _refusal(plugin)
-        if refusal is not None:
-            return refusal
+        refused = refusal(plugin)
+        if refused is not None:
+            return refused
         error = self._attempt(plugin, "canary_install", config=config)
         if error is not None:
             undone = self._attempt(plugin, "canary_uninstall")
@@ -324,7 +324,7 @@ def _examine(plugin: Plugin) -> Plugin:
     return replace(plugin, engine=engines[0]) if engines else plugin
 
 
-def _refusal(plugin: Plugin) -> str | None:
+def refusal(plugin: Plugin) -> str | None:
     """Why the plugin's engine can't be hooked, None if it can."""
     engine = plugin.engine
     if engine is None or engine.supported:

@@ -31,7 +31,7 @@ def table_arguments(state: RegionState, table: SlotTable) -> tuple[Any, ...]:
     extent = (entries.shape[0] - 1) * stride + entries.shape[1] if entries.numel() else 0
     slot_map = region.slot_map
     return (
-        entries, table.rows, slot_map, entries.shape[1], stride, extent, 0 if slot_map is None else len(slot_map),
+        entries, table.rows, slot_map, table.width, stride, extent, 0 if slot_map is None else len(slot_map),
         region.slots, -1 if region.null_slot is None else region.null_slot,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.records import Status
 from canary_core.region import Region
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """One entry per batch row, int64 ``[rows]``: readable positions ``[read_first, prefix)``, new positions
@@ -68,7 +69,7 @@ def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Te
     first = places.row if table.rows is None else table.rows[places.row].long()
     element = first * entries.stride(0) + page
     extent = (entries.shape[0] - 1) * entries.stride(0) + entries.shape[1] if entries.numel() else 0
-    present = (page < entries.shape[1]) & (element >= 0) & (element < extent)
+    present = (page < table.width) & (element >= 0) & (element < extent)
     flat = entries.as_strided((extent,), (1,)) if extent else entries.new_zeros(1)
     entry = flat[torch.where(present, element, 0)].long()
     number = torch.where(entry >= 0, entry * table.page_size + inside, entry)
