@@ -55,6 +55,9 @@ KIND_POSITION = tl.constexpr(int(Kind.POSITION))
 KIND_TOKEN = tl.constexpr(int(Kind.TOKEN))
 KIND_PREFIX = tl.constexpr(int(Kind.PREFIX))
 NOTHING = tl.constexpr(-1)
+FIELD_BITS = tl.constexpr(21)
+FIELD = tl.constexpr((1 << 21) - 1)
+"""A count in the packed scan: up to 2 million tiles of each sort, and as many new tokens, in one forward."""
 PLAN = tl.constexpr(PLAN_WORDS)
 PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 
@@ -67,7 +70,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, *expected_arguments(batch),
         *table_arguments(state, table), *write_arguments(table),
         batch.rows, batch.tokens, state.shared.ring.shape[0], state.index,
-        **constants(state, batch, table), TILE=TILE, num_warps=WARPS,
+        **constants(state, batch, table), TILE=TILE, JUDGED=min(TILE, 128), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -78,33 +81,32 @@ def check_kernel(
     p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot, p_write_slots, write_length,
     rows, tokens, ring_rows, region,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
-    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (every row has
     one at least, for its head), tiles of ``token_ids`` that belong to no row."""
-    i_program = tl.program_id(0)
     o_row = tl.arange(0, ROWS)
     m_row = o_row < rows
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=m_row, other=0).to(tl.int32), 0)
-    b_new = tl.maximum(tl.load(p_new + o_row, mask=m_row, other=0).to(tl.int32), 0)
-    b_token_end = tl.cumsum(b_new, 0)
-    b_token_first = b_token_end - b_new
-    all_new = tl.minimum(tl.sum(b_new, 0), tokens)
-    b_new = tl.minimum(b_new, tl.maximum(tokens - b_token_first, 0))
-    b_read_first = tl.zeros_like(b_prefix)
+    b_new = tl.minimum(tl.maximum(tl.load(p_new + o_row, mask=m_row, other=0).to(tl.int32), 0), tokens)
+    b_count = b_prefix
     if WINDOW > 0:
-        b_read_first = tl.maximum(b_prefix - (WINDOW - 1), 0)
-    b_count = b_prefix - b_read_first
-    b_tiles = (b_count + TILE - 1) // TILE
-    b_tile_end = tl.cumsum(b_tiles, 0)
-    n_read = tl.sum(b_tiles, 0)
-    b_write_tiles = tl.where(m_row, tl.maximum((b_new + TILE - 1) // TILE, 1), 0)
-    b_write_end = tl.cumsum(b_write_tiles, 0)
-    n_write = tl.sum(b_write_tiles, 0)
+        b_count = tl.minimum(b_prefix, WINDOW - 1)
+    # Tiles to read, tiles to write and new tokens of each row share an int64, so that one scan counts all three.
+    b_read_tiles = ((b_count + TILE - 1) // TILE).to(tl.int64)
+    b_write_tiles = tl.where(m_row, tl.maximum((b_new + TILE - 1) // TILE, 1), 0).to(tl.int64)
+    b_packed = b_read_tiles | (b_write_tiles << FIELD_BITS) | (b_new.to(tl.int64) << (2 * FIELD_BITS))
+    b_end = tl.cumsum(b_packed, 0)
+    total = tl.max(b_end, 0)
+    n_read = (total & FIELD).to(tl.int32)
+    n_write = ((total >> FIELD_BITS) & FIELD).to(tl.int32)
+    all_new = tl.minimum((total >> (2 * FIELD_BITS)).to(tl.int32), tokens)
     n_rest = (tokens - all_new + TILE - 1) // TILE
+    b_read_end = (b_end & FIELD).to(tl.int32)
+    b_write_end = ((b_end >> FIELD_BITS) & FIELD).to(tl.int32)
     step = tl.load(p_clock + CLOCK_STEP) + 1
 
-    if i_program == 0:
+    if tl.program_id(0) == 0:
         tl.store(p_clock + CLOCK_NEXT, step)
         tl.atomic_add(p_counters + COUNT_CHECKED_SLOTS, tl.sum(b_count.to(tl.int64), 0))
         tl.atomic_add(p_counters + COUNT_CHECKED_FORWARDS, 1)
@@ -114,10 +116,11 @@ def check_kernel(
         read = tl.load(p_cursors + CURSOR_READ) + tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), n_check)
         tl.store(p_cursors + CURSOR_READ, read % tl.maximum(n_check, 1))
 
-    for i in range(i_program, n_read + n_write + n_rest, tl.num_programs(0)):
+    for i in range(tl.program_id(0), n_read + n_write + n_rest, tl.num_programs(0)):
         if i < n_read:
-            i_row = tl.sum((b_tile_end <= i).to(tl.int32), 0)
-            i_tile = i - tl.max(tl.where(b_tile_end <= i, b_tile_end, 0), 0)
+            place = tl.sum(tl.where(b_read_end <= i, (b_read_tiles << FIELD_BITS) + 1, 0), 0)
+            i_row = (place & FIELD).to(tl.int32)
+            i_tile = i - (place >> FIELD_BITS).to(tl.int32)
             prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
             read_first = tl.zeros_like(prefix)
             if WINDOW > 0:
@@ -130,92 +133,67 @@ def check_kernel(
             if p_rows is not None:
                 row_first = tl.load(p_rows + i_row).to(tl.int64)
             row_first = row_first * table_stride
-            position = read_first + i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-            m = position < prefix
-            expected = tl.full((TILE,), -1, tl.int64)
-            if p_expected is not None:
-                p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
-                expected = tl.load(p_token, mask=m & (position < expected_width), other=-1).to(tl.int64)
+            start = read_first + i_tile.to(tl.int64) * TILE
+            end = tl.minimum(start + TILE, prefix)
+            j = tl.arange(0, TILE).to(tl.int64)
+            position = start + j
+            m = position < end
             slot, status = lookup(
                 p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
                 PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
             )  # fmt: skip
-            usable = m & (status == STATUS_OK)
-            first, hash = load_head(p_records, slot, usable)
-            token, stored = split_head(first)
-            own = (expected < 0) | (expected == token)
-            good = usable & (stored == position * 4 + WRITTEN) & (hash != 0) & own
-
             # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
-            start = read_first + i_tile.to(tl.int64) * TILE
-            end = tl.minimum(start + TILE, prefix)
-            p_before = tl.maximum(start - 1, 0)
-            before_slot, before_status = lookup(
-                p_table, row_first, p_before, width, extent, p_map, map_length, slots, null_slot, start > read_first,
+            inside = start > read_first
+            prior = tl.maximum(start - 1, 0)
+            prior_slot, prior_status = lookup(
+                p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, inside,
                 PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
             )  # fmt: skip
-            before_usable = (start > read_first) & (before_status == STATUS_OK)
-            before_first, before = load_head(p_records, before_slot, before_usable)
-            before_token, before_stored = split_head(before_first)
-            before_good = before_usable & (before_stored == p_before * 4 + WRITTEN) & (before != 0)
+            usable = m & (status == STATUS_OK)
+            prior_usable = inside & (prior_status == STATUS_OK)
+            first, hash = load_head(p_records, slot, usable)
+            prior_first, before = load_head(p_records, prior_slot, prior_usable)
+            token, stored = split_head(first)
+            good = (stored == position * 4 + WRITTEN) & (hash != 0)
+            if p_expected is not None:
+                p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
+                expected = tl.load(p_token, mask=m & (position < expected_width), other=-1).to(tl.int64)
+                good = good & ((expected < 0) | (expected == token))
+            good = good & usable
+            prior_token, prior_stored = split_head(prior_first)
+            known = (start == read_first) | (prior_usable & (prior_stored == prior * 4 + WRITTEN) & (before != 0))
             before = tl.where(start == 0, anchor, before)
-            linked = ((start == 0) | (start > read_first)).to(tl.int64)
-            known = (start == read_first) | before_good
 
             # With e[j] = h[j] - h[j-1] - mix[j], all of which must be 0, sum((j + linked) * e[j]) needs no h[j-1]. A
             # foreign run of n slots leaves n times the difference of two hashes, so it is missed once in 2**54.
-            j = position - start
-            last = position == end - 1
-            last_weight = end - start - 1 + linked
-            terms = tl.where(last, last_weight * hash, -hash) - (j + linked) * mix(token, position)
-            total = tl.sum(tl.where(m, terms, 0), 0) - linked * before
-            chain_hash, chained = ended_at(p_chains, writer, prefix)
-            end_hash = tl.sum(tl.where(last & m, hash, 0), 0)
-            ended = (end < prefix) | (chained == 0) | (end_hash == chain_hash)
-            n_good = tl.sum(good.to(tl.int64), 0)
-            if (n_good < end - start) | (total != 0) | (ended == 0) | (known == 0):
-                m_link = m & (position > read_first)
-                prior = position - 1
-                prior_slot, prior_status = lookup(
-                    p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, m_link,
-                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
-                )  # fmt: skip
-                prior_usable = m_link & (prior_status == STATUS_OK)
-                prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
-                prior_token, prior_stored = split_head(prior_first)
-                prior_known = prior_usable & (prior_stored == prior * 4 + WRITTEN) & (prior_hash != 0)
-                prior_hash = tl.where(position == 0, anchor, prior_hash)
-                should_be = prior_hash + mix(token, position)
-                link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
-                at_end = (position == prefix - 1) & chained & (hash != 0)
-                end_ok = (at_end == 0) | (hash == chain_hash)
-
-                state = stored & 3
-                placed = usable & (stored == position * 4 + WRITTEN)
-                kind = tl.full((TILE,), NOTHING, tl.int64)
-                kind = tl.where(placed & own & ((link_ok & end_ok) == 0), KIND_PREFIX, kind)
-                kind = tl.where(placed & (own == 0), KIND_TOKEN, kind)
-                kind = tl.where(usable & (state == WRITTEN) & (placed == 0), KIND_POSITION, kind)
-                kind = tl.where(usable & (state == FREED), KIND_FREED, kind)
-                kind = tl.where(usable & (state == UNWRITTEN), KIND_UNWRITTEN, kind)
-                kind = tl.where(m & (status == STATUS_NULL), KIND_NULL_SLOT, kind)
-                kind = tl.where(m & (status == STATUS_RANGE), KIND_SLOT_RANGE, kind)
-                unknown = tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0)
-                tl.atomic_add(p_counters + COUNT_UNKNOWN_SLOTS, unknown)
-                found = tl.where(link_ok, chain_hash, should_be)
-                found = tl.where(kind == KIND_PREFIX, found, -1)
-                report_record(
-                    p_counters, p_ring, ring_rows, kind, kind >= 0, region, -1, slot, position, expected, p_records,
-                    usable, tl.where(usable, hash, -1), found, writer, step * 8 + PRE_FORWARD,
-                )  # fmt: skip
+            linked = ((start == 0) | inside).to(tl.int64)
+            weight = tl.where(j == end - start - 1, j + linked, -1)
+            terms = tl.where(m, weight * hash - (j + linked) * mix(token, position), 0)
+            remainder, n_good = tl.reduce((terms, good.to(tl.int32)), 0, add_pairs)
+            suspect = (remainder != linked * before) | (n_good < end - start) | (known == 0)
+            if end == prefix:
+                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                suspect = suspect | (chained & (tl.sum(tl.where(position == prefix - 1, hash, 0), 0) != chain_hash))
+            if suspect:
+                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                for first_of in range(0, TILE, JUDGED):
+                    judge(
+                        p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map,
+                        width, extent, map_length, slots, null_slot, ring_rows, region,
+                        start + first_of + tl.arange(0, JUDGED).to(tl.int64), end, prefix, read_first, i_row, row_first,
+                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, JUDGED,
+                    )  # fmt: skip
 
         elif i < n_read + n_write:
             i_write = i - n_read
-            i_row = tl.sum((b_write_end <= i_write).to(tl.int32), 0)
-            i_tile = i_write - tl.max(tl.where(b_write_end <= i_write, b_write_end, 0), 0)
+            place = tl.sum(tl.where(b_write_end <= i_write, (b_packed >> FIELD_BITS << FIELD_BITS) + 1, 0), 0)
+            i_row = (place & FIELD).to(tl.int32)
+            i_tile = i_write - ((place >> FIELD_BITS) & FIELD).to(tl.int32)
+            token_first = place >> (2 * FIELD_BITS)
             prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
-            new = tl.sum(tl.where(o_row == i_row, b_new, 0), 0).to(tl.int64)
-            token_first = tl.sum(tl.where(o_row == i_row, b_token_first, 0), 0).to(tl.int64)
+            new = tl.maximum(tl.load(p_new + i_row).to(tl.int64), 0)
+            # Rows whose tokens do not fit into token_ids are cut.
+            new = tl.minimum(new, tl.maximum(tokens - token_first, 0))
             row_first = i_row.to(tl.int64)
             if p_rows is not None:
                 row_first = tl.load(p_rows + i_row).to(tl.int64)
@@ -271,6 +249,69 @@ def check_kernel(
             m = o_token < tokens
             for word in tl.static_range(3):
                 tl.store(p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
+
+
+@triton.jit
+def judge(
+    p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map, width, extent,
+    map_length, slots, null_slot, ring_rows, region, position, end, prefix, read_first, i_row, row_first, writer, anchor,
+    chain_hash, chained, step,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr,
+    JUDGED: tl.constexpr,
+):  # fmt: skip
+    """Judges and reports places of a suspect tile, each with the record before it."""
+    m = position < end
+    slot, status = lookup(
+        p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
+        PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+    )  # fmt: skip
+    usable = m & (status == STATUS_OK)
+    first, hash = load_head(p_records, slot, usable)
+    token, stored = split_head(first)
+    expected = tl.full((JUDGED,), -1, tl.int64)
+    if p_expected is not None:
+        p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
+        expected = tl.load(p_token, mask=m & (position < expected_width), other=-1).to(tl.int64)
+    own = (expected < 0) | (expected == token)
+
+    m_link = m & (position > read_first)
+    prior = position - 1
+    prior_slot, prior_status = lookup(
+        p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, m_link,
+        PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+    )  # fmt: skip
+    prior_usable = m_link & (prior_status == STATUS_OK)
+    prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
+    prior_token, prior_stored = split_head(prior_first)
+    prior_known = prior_usable & (prior_stored == prior * 4 + WRITTEN) & (prior_hash != 0)
+    prior_hash = tl.where(position == 0, anchor, prior_hash)
+    should_be = prior_hash + mix(token, position)
+    link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
+    at_end = (position == prefix - 1) & chained & (hash != 0)
+    end_ok = (at_end == 0) | (hash == chain_hash)
+
+    state = stored & 3
+    placed = usable & (stored == position * 4 + WRITTEN)
+    kind = tl.full((JUDGED,), NOTHING, tl.int64)
+    kind = tl.where(placed & own & ((link_ok & end_ok) == 0), KIND_PREFIX, kind)
+    kind = tl.where(placed & (own == 0), KIND_TOKEN, kind)
+    kind = tl.where(usable & (state == WRITTEN) & (placed == 0), KIND_POSITION, kind)
+    kind = tl.where(usable & (state == FREED), KIND_FREED, kind)
+    kind = tl.where(usable & (state == UNWRITTEN), KIND_UNWRITTEN, kind)
+    kind = tl.where(m & (status == STATUS_NULL), KIND_NULL_SLOT, kind)
+    kind = tl.where(m & (status == STATUS_RANGE), KIND_SLOT_RANGE, kind)
+    tl.atomic_add(p_counters + COUNT_UNKNOWN_SLOTS, tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0))
+    found = tl.where(kind == KIND_PREFIX, tl.where(link_ok, chain_hash, should_be), -1)
+    report_record(
+        p_counters, p_ring, ring_rows, kind, kind >= 0, region, -1, slot, position, expected, p_records,
+        usable, tl.where(usable, hash, -1), found, writer, step * 8 + PRE_FORWARD,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """Adds two pairs: two sums in one reduction."""
+    return a + c, b + d
 
 
 @triton.jit

@@ -15,13 +15,13 @@ from canary_core.kernels.launch import constants, programs, table_arguments
 from canary_core.records import DESCRIPTOR_WORDS, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Descriptor, Kind, Phase
 from canary_core.state import RegionState, SourceShape
 
-TILE_BYTES = 16384
-"""Bytes of one source that a program loads at a time, shared among slots."""
-MOST_WORDS = 1024
-"""Words of a slot in one load; longer slots take several."""
-SOURCES = 4
+COLUMNS = 32
+"""Words of a slot in one load: 8 lanes of 16 bytes."""
+SLOTS = 32
+"""Slots that a program takes at a time."""
+SOURCES = 1
 """Sources that one program takes, one after the other."""
-WARPS = 4
+WARPS = 2
 PROGRAMS_PER_PROCESSOR = 8
 
 FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
@@ -56,11 +56,10 @@ PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.fingerprint`. One launch a source shape; may be captured."""
     for shape in state.shapes:
-        slots = _slots_per_tile(shape)
-        tiles = min(-(-batch.tokens // slots), programs(state, PROGRAMS_PER_PROCESSOR * 64))
+        tiles = min(-(-batch.tokens // SLOTS), programs(state, PROGRAMS_PER_PROCESSOR * 64))
         fingerprint_kernel[(tiles, -(-len(shape.columns) // SOURCES))](
             *_arguments(state, shape), state.claims, state.plan, batch.token_ids, batch.writers, batch.tokens,
-            **_constants(shape), SLOTS=slots,
+            **_constants(shape), SLOTS=SLOTS,
         )  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def scrub(state: RegionState) -> None:
     for i, shape in enumerate(state.shapes):
         scrub_kernel[(programs(state, PROGRAMS_PER_PROCESSOR), -(-len(shape.columns) // SOURCES))](
             *_arguments(state, shape), state.cursors, state.region.slots,
-            **_constants(shape), SLOTS=_slots_per_tile(shape), COUNT=i == 0,
+            **_constants(shape), SLOTS=SLOTS, COUNT=i == 0,
         )  # fmt: skip
 
 
@@ -91,7 +90,7 @@ def baseline(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.baseline`. One launch a source shape."""
     for shape in state.shapes:
         baseline_kernel[(programs(state, PROGRAMS_PER_PROCESSOR), -(-len(shape.columns) // SOURCES))](
-            *_arguments(state, shape), state.region.slots, **_constants(shape), SLOTS=_slots_per_tile(shape)
+            *_arguments(state, shape), state.region.slots, **_constants(shape), SLOTS=SLOTS
         )
 
 
@@ -108,11 +107,10 @@ def _words(shape: SourceShape) -> int:
 
 
 def _block_words(shape: SourceShape) -> int:
-    return min(1 << (_words(shape) - 1).bit_length(), MOST_WORDS)
-
-
-def _slots_per_tile(shape: SourceShape) -> int:
-    return max(min(TILE_BYTES // (4 * _block_words(shape)), 64), 1)
+    """The widest load up to `COLUMNS` that divides a slot, so that no lane is masked off; else `COLUMNS`."""
+    words = _words(shape)
+    widest = max(w for w in (1, 2, 4, 8, 16, 32, 64, 128) if w <= COLUMNS and words % w == 0)
+    return widest if widest >= min(4, words) else COLUMNS
 
 
 def _constants(shape: SourceShape) -> dict[str, int]:
@@ -153,7 +151,7 @@ def fingerprint_kernel(
             for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
                 column = tl.load(p_columns + i_source)
                 p_source = p_descriptors + column * FIELDS
-                there = m & (slot % SOURCE_PAGE < tl.load(p_source + PRESENT))
+                there = m & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
                 value, odd = fold(
                     p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
                     BLOCK_WORDS, True,
@@ -242,7 +240,8 @@ def scrub_kernel(
         o_slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
         checked += compare(
             p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
-            p_clock, p_ring, ring_rows, region, (begin + o_slot) % slots, o_slot < count,
+            p_clock, p_ring, ring_rows, region, tl.where(begin + o_slot < slots, begin + o_slot, begin + o_slot - slots),
+            o_slot < count,
             tl.full((SLOTS,), -1, tl.int64), -1, PHASE_SCRUB,
             SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES,
         )  # fmt: skip
@@ -262,7 +261,7 @@ def baseline_kernel(
         for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
             column = tl.load(p_columns + i_source)
             p_source = p_descriptors + column * FIELDS
-            there = (slot < slots) & (slot % SOURCE_PAGE < tl.load(p_source + PRESENT))
+            there = (slot < slots) & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
             value, odd = fold(
                 p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
                 BLOCK_WORDS, False,
@@ -284,7 +283,7 @@ def compare(
     for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
         column = tl.load(p_columns + i_source)
         p_source = p_descriptors + column * FIELDS
-        there = written & (slot % SOURCE_PAGE < tl.load(p_source + PRESENT))
+        there = written & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
         old = tl.load(p_fingerprints + slot * sources + column, mask=there, other=0)
         value, odd = fold(
             p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
@@ -312,19 +311,21 @@ def fold(
     CHUNK_WORDS: tl.constexpr = (CHUNK_BYTES + 3) // 4
     WORDS: tl.constexpr = CHUNKS * CHUNK_WORDS
     address = tl.load(p_source + ADDRESS)
-    page = slot // SOURCE_PAGE
+    page = (slot.to(tl.int32) // SOURCE_PAGE).to(tl.int64)
     first = page * tl.load(p_source + PAGE_STRIDE)
     if SOURCE_PAGE > 1:
-        first += slot % SOURCE_PAGE * tl.load(p_source + SLOT_STRIDE)
+        first += (slot.to(tl.int32) % SOURCE_PAGE).to(tl.int64) * tl.load(p_source + SLOT_STRIDE)
     exponent = tl.load(p_source + EXPONENT).to(tl.uint32)
     increment = tl.load(p_source + INCREMENT).to(tl.uint32)
     carry = tl.load(p_source + CARRY).to(tl.uint32)
-    value = tl.zeros_like(slot).to(tl.uint64)
-    odd = tl.zeros_like(slot).to(tl.uint32)
-    for w in tl.static_range(0, WORDS, BLOCK_WORDS):
+    # Sums stay in their column until the end: a few lanes share a slot, so one short reduction ends each tile.
+    total = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint64)
+    odd = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint32)
+    # A run-time loop: unrolled as a whole it would ask for more registers than there are.
+    for w in range(0, WORDS, BLOCK_WORDS):
         o_word = w + tl.arange(0, BLOCK_WORDS)
         m_word = m[:, None]
-        if w + BLOCK_WORDS > WORDS:
+        if WORDS % BLOCK_WORDS != 0:
             m_word = m_word & (o_word < WORDS)[None, :]
         key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
         if ALIGNMENT >= 4:
@@ -345,7 +346,10 @@ def fold(
             for b in tl.static_range(4):
                 m_byte = m_word & (inside + b < CHUNK_BYTES)[None, :]
                 word = word | (tl.load(p_byte + b, mask=m_byte, other=0).to(tl.uint32) << (8 * b))
-        value += tl.sum(word.to(tl.uint64) * key[None, :], 1)
+        total += word.to(tl.uint64) * key[None, :]
         if FLOATS:
-            odd = tl.maximum(odd, tl.max(((word & exponent) + increment) & carry, 1))
-    return salt + value.to(tl.int64, bitcast=True), odd
+            odd = odd | (((word & exponent) + increment) & carry)
+    found = tl.zeros_like(slot).to(tl.uint32)
+    if FLOATS:
+        found = tl.max(odd, 1)
+    return salt + tl.sum(total, 1).to(tl.int64, bitcast=True), found
