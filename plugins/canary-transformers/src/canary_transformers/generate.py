@@ -8,6 +8,7 @@ from threading import RLock, local
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
 
+import torch
 from torch import Tensor
 
 from canary_core.errors import ViolationError
@@ -73,6 +74,7 @@ class GenerateHooks:
         cache = importlib.import_module("transformers.cache_utils").Cache
         mixin = importlib.import_module("transformers.generation.utils").GenerationMixin
         self._patches.wrap(model, "__call__", self._wrap_call)
+        self._patches.wrap(model, "get_compiled_call", self._wrap_compiled)
         self._patches.wrap(mixin, "generate", self._wrap_generate)
         self._patches.wrap(mixin, "prepare_inputs_for_generation", self._wrap_prepare)
         follow: dict[str, Callable[[GuardedCache, Any, Any], None]] = {
@@ -88,29 +90,48 @@ class GenerateHooks:
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def __call__(model: Any, *args: Any, **kwargs: Any) -> Any:
-            owner = None if getattr(self._calls, "inside", False) else self._owner(model)
-            if owner is None:
+            # What is traced here must stay a model's own; `_wrap_compiled` brackets it from outside.
+            if torch.compiler.is_compiling():
                 return original(model, *args, **kwargs)
-            self._calls.inside = True
-            try:
-                given = _arguments(model, args, kwargs)
-                cache = given.get("past_key_values")
-                forward = _forward(given, self._history(cache))
-                guarded = None if forward is None else self._guard(owner, model, cache)
-                if guarded is not None and forward is not None:
-                    guarded.before(cache, forward)
-                output = original(model, *args, **kwargs)
-                if guarded is None and forward is not None:
-                    cache = _cache_of(output)
-                    guarded = self._guard(owner, model, cache)
-                if guarded is not None and forward is not None:
-                    guarded.after(cache, forward)
-            finally:
-                self._calls.inside = False
-            self._raise_late()
-            return output
+            return self._bracket(model, functools.partial(original, model), args, kwargs)
 
         return __call__
+
+    def _wrap_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_compiled_call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            compiled = original(model, *args, **kwargs)
+
+            def call(*inputs: Any, **named: Any) -> Any:
+                return self._bracket(model, compiled, inputs, named)
+
+            return call
+
+        return get_compiled_call
+
+    def _bracket(self, model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``call(*args, **kwargs)``, and what its cache went through."""
+        owner = None if getattr(self._calls, "inside", False) else self._owner(model)
+        if owner is None:
+            return call(*args, **kwargs)
+        self._calls.inside = True
+        try:
+            given = _arguments(model, args, kwargs)
+            cache = given.get("past_key_values")
+            forward = _forward(given, self._history(cache))
+            guarded = None if forward is None else self._guard(owner, model, cache)
+            if guarded is not None and forward is not None:
+                guarded.before(cache, forward)
+            output = call(*args, **kwargs)
+            if guarded is None and forward is not None:
+                cache = _cache_of(output)
+                guarded = self._guard(owner, model, cache)
+            if guarded is not None and forward is not None:
+                guarded.after(cache, forward)
+        finally:
+            self._calls.inside = False
+        self._raise_late()
+        return output
 
     def _wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -113,7 +113,8 @@ class Guard:
 
     def open_cache(self, model: Any) -> GuardedCache:
         """Begins to guard a cache of `generate()` or of a direct call of ``model``."""
-        cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, self._hooks(model))
+        pad = getattr(model.get_input_embeddings(), "padding_idx", None)
+        cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, self._hooks(model), pad)
         self._caches.append(cache)
         return cache
 

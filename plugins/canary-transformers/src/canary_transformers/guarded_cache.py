@@ -71,11 +71,14 @@ class GuardedCache:
     In log mode nothing of ours raises into the engine: an exception switches this guard off with a ``disabled`` event.
     `before` and `after` raise `ViolationError` in raise mode. Where layers do not hold what those methods have left
     them with, slots that attention reads all the same are findings (UNWRITTEN), and an event names the layers.
+
+    ``pad``: the token whose embedding is zero, if there is one.
     """
 
-    def __init__(self, name: str, config: CanaryConfig, hooks: pluggy.PluginManager) -> None:
+    def __init__(self, name: str, config: CanaryConfig, hooks: pluggy.PluginManager, pad: int | None = None) -> None:
         self.name = name
         self._config = config
+        self._pad = pad
         self.hooks = hooks
         hooks.register(MovedSlots())
         self._writers = Writers()
@@ -230,6 +233,7 @@ class GuardedCache:
         self._rebind(views, canary)
         device = self._device(canary)
         tables = {group.name: group.table(self._end, device) for group in self._groups}
+        self._excuse_pads(canary, forward.tokens)
         canary.post_forward(self._batch(before, forward, tables, device))
         if forward.tokens is None:
             self._unknown_end = self._end
@@ -272,8 +276,24 @@ class GuardedCache:
         self._unknown_end = end if forward.tokens is None else end - known_tokens
         tables = {g.name: g.table(0, device, g.first, end) for g in self._groups}
         batch = self._batch(0, Forward(rows, end, tokens, None), tables, device)
+        self._excuse_pads(canary, tokens)
         canary.pre_forward(batch)
         canary.post_forward(batch)
+
+    def _excuse_pads(self, canary: Canary, tokens: Tensor | None) -> None:
+        """A zero embedding gives zero K and V: what a zeroed tensor held before. Such a write is not seen if lost."""
+        if tokens is None or self._pad is None:
+            return
+        tokens = tokens.to(self._device(canary))
+        every = torch.arange(tokens.shape[0], device=tokens.device)
+        for group in self._groups:
+            if group.keeping.static_tokens is None or self._config.bytes == "off":
+                continue
+            stored = min(tokens.shape[1], group.held)
+            slots = group.slots(range(group.held - stored, group.held), every)
+            pads = tokens[:, tokens.shape[1] - stored :].reshape(-1, 1) == self._pad
+            fingerprints = canary.states[group.name].fingerprints
+            fingerprints[slots] = fingerprints[slots].masked_fill(pads, 0)
 
     def _replace(
         self, views: Sequence[LayerView], old: Canary, rows: Tensor | None, held: dict[str, int] | None = None
