@@ -4,6 +4,7 @@ VENV ?= .venv
 # Python for test-gpu; name one that has a CUDA build of torch, and nothing is installed: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(VENV)/bin/python
 PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # Engines small enough to run in the tests and the demo.
 ENGINES := transformers
@@ -12,7 +13,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --c
 empty :=
 space := $(empty) $(empty)
 
-.PHONY: demo test check test-gpu clean
+.PHONY: demo test check test-gpu bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/canary demo
@@ -30,6 +31,10 @@ check: $(STAMP)
 test-gpu: $(filter $(STAMP),$(patsubst $(VENV)/bin/python,$(STAMP),$(GPU_PYTHON)))
 	PYTHONPATH=$(subst $(space),:,$(strip src $(wildcard plugins/*/src))) \
 		$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
+
+# Says what is missing where there is no GPU. BENCH_FLAGS="--quick --no-builtin", "--list", "--json raw.json", ...
+bench: $(filter $(STAMP),$(patsubst $(VENV)/bin/python,$(STAMP),$(GPU_PYTHON)))
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks $(BENCH_FLAGS)
 
 clean:
 	rm -rf $(VENV)

@@ -1,0 +1,157 @@
+"""The registry: what is measured, in which shapes, against which bar. Every op of `Backend` is in at least one case."""
+
+from dataclasses import dataclass, replace
+
+from benchmarks.layouts import LAYOUTS
+
+STEP = ("check", "read_check", "fingerprint", "record", "scrub")
+"""Ops in the order of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``sets`` batches over disjoint slots, each of ``rows`` requests with ``context_tokens`` in the cache and
+    ``new_tokens`` to write; the timed launches go round the sets, so that none finds its input in the cache."""
+
+    rows: int
+    context_tokens: int
+    new_tokens: int = 1
+    sets: int = 1
+    layers: int = 1
+    spare_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What issue 3 asks for: at most so many µs, or at least so many GB/s."""
+
+    at_most_us: float | None = None
+    at_least_gbps: float | None = None
+
+    def __str__(self) -> str:
+        return f"≤ {self.at_most_us:g} µs" if self.at_most_us else f"≥ {(self.at_least_gbps or 0) / 1000:g} TB/s"
+
+    def met(self, us: float, gbps: float) -> bool:
+        """Whether a measurement reaches it."""
+        return us <= self.at_most_us if self.at_most_us else gbps >= (self.at_least_gbps or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``ops`` are timed together, in order. ``peer``: which of the built-in's launches do the same work (``plan``,
+    ``verify``, ``write``). ``scrub_bytes``: bytes of one scrub. ``tokens``: the batch says the requests' own tokens.
+    ``quick``: part of ``--quick``."""
+
+    name: str
+    work: str
+    ops: tuple[str, ...]
+    shape: Shape
+    layout: str = "bare"
+    bar: Bar | None = None
+    peer: tuple[str, ...] = ()
+    scrub_bytes: int = 0
+    tokens: bool = False
+    quick: bool = False
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the case fingerprints bytes."""
+        return self.layout != "bare"
+
+    @property
+    def step(self) -> tuple[str, ...]:
+        """The ops of a step up to the last timed one that make sense for the case: what equality runs."""
+        if self.ops == ("baseline",):
+            return self.ops
+        last = max(STEP.index(op) for op in self.ops)
+        bytes_only = ("read_check", "fingerprint", "scrub")
+        return tuple(op for op in STEP[: last + 1] if self.has_bytes or op not in bytes_only)
+
+    def tiny(self) -> "Case":
+        """The same case small enough for the interpreter: logic only, never timed."""
+        page = LAYOUTS[self.layout].page_size
+        small = replace(
+            self.shape,
+            rows=min(self.shape.rows, 3),
+            context_tokens=min(self.shape.context_tokens, max(37, page + 5)),
+            new_tokens=min(self.shape.new_tokens, 21),
+            sets=min(self.shape.sets, 2),
+            layers=min(self.shape.layers, 2),
+            spare_slots=min(self.shape.spare_slots, 50),
+        )
+        return replace(self, shape=small, scrub_bytes=min(self.scrub_bytes, 1 << 17))
+
+
+MIB = 1 << 20
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case(
+            "check/256x4096", "pre-forward check of 256 requests × 4096 tokens, planning included", ("check",),
+            Shape(256, 4096, sets=4), bar=Bar(25), peer=("plan", "verify"), quick=True,
+        ),
+        Case(
+            "check/1x131072", "pre-forward check of 1 request × 131,072 tokens, planning included", ("check",),
+            Shape(1, 131072, sets=24), bar=Bar(15), peer=("plan", "verify"), quick=True,
+        ),
+        Case(
+            "check/tokens-256x4096", "check of 256 × 4096 with the requests' own tokens", ("check",),
+            Shape(256, 4096, sets=4), peer=("plan", "verify"), tokens=True,
+        ),
+        Case(
+            "record/prefill-8192", "record a prefill of 8192 tokens, no bytes", ("record",),
+            Shape(1, 0, 8192, sets=16), bar=Bar(20), peer=("write",), quick=True,
+        ),
+        Case(
+            "record/decode-256", "record a decode of 256, no bytes", ("record",), Shape(256, 7, sets=16),
+            peer=("write",),
+        ),
+        Case(
+            "record/prefill-8192-bytes", "record a prefill of 8192 with the bytes of 32 layers × K+V × 2048 B",
+            ("fingerprint", "record"), Shape(1, 0, 8192, sets=4, layers=32), layout="llama",
+            bar=Bar(350), peer=("write",), quick=True,
+        ),
+        Case(
+            "record/decode-256-bytes", "record a decode of 256 with the bytes of 32 layers × K+V × 2048 B",
+            ("fingerprint", "record"), Shape(256, 7, sets=16, layers=32), layout="llama", bar=Bar(25), peer=("write",),
+            quick=True,
+        ),
+        Case(
+            "fingerprint/prefill-8192", "fingerprint alone: 8192 new slots × 32 layers × K+V × 2048 B",
+            ("fingerprint",), Shape(1, 0, 8192, sets=4, layers=32), layout="llama",
+        ),
+        Case(
+            "read_check/rows-2048", "verify bytes of 256 × 4096 slots × 2048 B, one source", ("read_check",),
+            Shape(256, 4096), layout="llama-k", bar=Bar(at_least_gbps=4000), peer=("verify",), quick=True,
+        ),
+        Case(
+            "read_check/mla-1152", "verify bytes of MLA rows, 1152 B", ("read_check",), Shape(256, 4096), layout="mla",
+            bar=Bar(at_least_gbps=3600), peer=("verify",),
+        ),
+        Case(
+            "read_check/dsv4-584", "verify bytes of DeepSeek-V4 packed pages, 576 + 8 B", ("read_check",),
+            Shape(256, 4096), layout="dsv4", bar=Bar(at_least_gbps=3600), quick=True,
+        ),
+        Case(
+            "read_check/fp8-1024", "verify bytes of FP8 rows, 1024 B", ("read_check",), Shape(256, 4096),
+            layout="fp8-k", bar=Bar(at_least_gbps=3600), peer=("verify",),
+        ),
+        Case(
+            "read_check/heads-first", "verify bytes of heads-first pages [8, 64, 128] bfloat16", ("read_check",),
+            Shape(256, 4096), layout="heads-first", bar=Bar(at_least_gbps=3600), quick=True,
+        ),
+        *(
+            Case(
+                f"scrub/{mib}MiB", f"scrub {mib} MiB of 32 layers × K+V × 2048 B", ("scrub",),
+                Shape(16, 2048, sets=max(1, min(32, 256 // mib)), layers=32), layout="llama", scrub_bytes=mib * MIB,
+                quick=mib == 64,
+            )
+            for mib in (1, 8, 64, 512)
+        ),
+        Case(
+            "baseline/llama", "baseline: fingerprint a pool of 32 layers × K+V × 2048 B at attach", ("baseline",),
+            Shape(16, 2048, layers=32), layout="llama", quick=True,
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,117 @@
+"""One case: equality, then our time, then the built-in's."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.equality import NotEqualError, require_equal
+from benchmarks.peer import Modules, Peer, PeerUnavailableError
+from benchmarks.setting import Forward, Setting
+from benchmarks.timing import Timing, time_graph
+from canary_core.backends import Backend, triton_backend
+
+LAUNCHES = 16
+"""Launches in one graph, at least, where a launch may be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a case gave. ``refused``: why it has no speed. ``resident_us``: the same launch again and again on one batch
+    that fits the L2 cache. ``peer_us``: the built-in's launches by name, per batch; ``peer_note``: why it has none."""
+
+    name: str
+    work: str
+    bytes: int = 0
+    us: float = 0.0
+    low_us: float = 0.0
+    high_us: float = 0.0
+    gbps: float = 0.0
+    resident_us: float | None = None
+    bar: str = ""
+    met: bool | None = None
+    peer_us: dict[str, float] = field(default_factory=dict)
+    peer_note: str = ""
+    refused: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times slower the built-in is, with one lane."""
+        return sum(self.peer_us.values()) / self.us if self.peer_us and self.us else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
+    """Builds ``case`` on the GPU, compares kernels and reference, and only if they agree takes times."""
+    setting = Setting.make(case, torch.device("cuda"))
+    try:
+        require_equal(setting)
+    except NotEqualError as error:
+        return Result(case.name, case.work, refused=str(error))
+    timing = _time(setting, budget_s)
+    size = setting.floor_bytes
+    gbps = size / timing.us / 1000
+    peer_us, peer_note = _peer(setting, modules, budget_s) if modules and case.peer else ({}, "")
+    return Result(
+        case.name,
+        case.work,
+        bytes=size,
+        us=timing.us,
+        low_us=timing.low_us,
+        high_us=timing.high_us,
+        gbps=gbps,
+        resident_us=_resident_us(setting, budget_s),
+        bar=str(case.bar or ""),
+        met=case.bar.met(timing.us, gbps) if case.bar else None,
+        peer_us=peer_us,
+        peer_note=peer_note,
+    )
+
+
+def _time(setting: Setting, budget_s: float) -> Timing:
+    case, backend = setting.case, triton_backend()
+    if "fingerprint" in case.ops or "record" in case.ops:
+        setting.plan(backend)
+    once = "fingerprint" in case.ops  # its slots must be unwritten before each launch
+    rounds = 1 if once else -(-LAUNCHES // case.shape.sets)
+    launch = _launcher(case, backend, setting.forwards * rounds)
+    return time_graph(launch, case.shape.sets * rounds, setting.reset if once else None, budget_s)
+
+
+def _resident_us(setting: Setting, budget_s: float) -> float | None:
+    case = setting.case
+    cache_bytes = torch.cuda.get_device_properties(setting.device).L2_cache_size
+    if "fingerprint" in case.ops or setting.floor_bytes > 0.7 * cache_bytes:
+        return None
+    launch = _launcher(case, triton_backend(), setting.forwards[:1] * LAUNCHES)
+    return time_graph(launch, LAUNCHES, None, budget_s / 2).us
+
+
+def _launcher(case: Case, backend: Backend, forwards: list[Forward]) -> Callable[[], None]:
+    def launch() -> None:
+        for forward in forwards:
+            for op in case.ops:
+                forward.run(backend, op)
+
+    return launch
+
+
+def _peer(setting: Setting, modules: Modules, budget_s: float) -> tuple[dict[str, float], str]:
+    try:
+        peer = Peer(setting, modules)
+        peer.require_clean()
+        times = {}
+        for op in setting.case.peer:
+            launch, launches = peer.launcher(op)
+            times[op] = time_graph(launch, launches, None, budget_s / 2).us
+        peer.require_clean()
+    except PeerUnavailableError as error:
+        return {}, str(error)
+    except Exception as error:  # nvcc, a missing header: whatever it is, our own numbers stand
+        return {}, f"the built-in failed: {error!r}"
+    return times, ""

@@ -1,0 +1,237 @@
+"""What was measured, as a table, as markdown and as a plot; all from the dict that ``--json`` writes."""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from canary_core import __version__
+
+Report = dict[str, Any]
+MOST_LAUNCHES = 4
+MOST_HOST_US = 60
+ABOUT = """\
+Times are medians of CUDA-graph replays of several launches, with inputs in rotation so that they come from memory, not
+from the cache; *in L2* is the same launch again and again on one batch that fits the cache. *bytes* is the floor: each
+input read once, each output written once (a record is one 32-byte sector). The built-in's times are of one lane with at
+most one layer's half, as it does it (a full pool has two lanes, beside a windowed one four); ours are of everything
+that the case says."""
+HEADER = ("case", "bytes", "µs (p10–p90)", "GB/s", "of peak read", "in L2, µs", "built-in, µs", "× slower", "bar", "")
+
+
+def machine() -> Report:
+    """The GPU and the versions of everything that matters."""
+    gpu = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": gpu.name,
+        "memory_gib": round(gpu.total_memory / 2**30),
+        "multiprocessors": gpu.multi_processor_count,
+        "l2_mb": round(gpu.L2_cache_size / 1e6),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": metadata.version("triton"),
+        "canary": __version__,
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def rows(report: Report) -> list[tuple[str, ...]]:
+    """One row of `HEADER`'s columns per case."""
+    peak = report["peak"]["read_gbps"]
+    return [_row(result, peak) for result in report["results"]]
+
+
+def notes(report: Report) -> list[str]:
+    """What was refused, or could not be compared, and why."""
+    found = [f"{r['name']}: no speed: {r['refused']}" for r in report["results"] if r["refused"]]
+    found += [f"{r['name']}: no comparison: {r['peer_note']}" for r in report["results"] if r["peer_note"]]
+    steps: Report = report.get("steps", {})
+    found += [f"{name}: no speed: {step['refused']}" for name, step in steps.items() if "refused" in step]
+    return found + ([f"built-in: {report['peer_note']}"] if report.get("peer_note") else [])
+
+
+def facts(report: Report) -> list[str]:
+    """Everything that is not a case: whole forwards, host time, launches, memory, one sentence each."""
+    found = []
+    for name, step in report.get("steps", {}).items():
+        if "refused" not in step:
+            times = f"pre_forward {step['pre_us']:.1f} µs, post_forward {step['post_us']:.1f} µs on the device"
+            found.append(f"{name}: {step['work']}: {times}")
+    if host := report.get("host_us"):
+        found.append(
+            f"host time per forward in our hooks, device busy, median: {host['all']:.1f} µs (pre_forward "
+            f"{host['pre_forward']:.1f}, post_forward {host['post_forward']:.1f}, end_step {host['end_step']:.1f}; "
+            f"90th percentile {host['all_p90']:.1f}); bar ≤ {MOST_HOST_US} µs: {_yes(host['all'] <= MOST_HOST_US)}"
+        )
+    if launches := report.get("launches"):
+        kernels = {n: c for n, c in launches.items() if not n.startswith("Mem")}
+        copies = {n: c for n, c in launches.items() if n.startswith("Mem")}
+        listed = ", ".join(f"{n} × {c:g}" for n, c in kernels.items())
+        copied = ", ".join(f"{n} × {c:g}" for n, c in copies.items()) or "none"
+        total = sum(kernels.values())
+        found.append(
+            f"kernel launches per forward (decode, full pool): {total:g} ({listed}); copies: {copied}; bar ≤ "
+            f"{MOST_LAUNCHES}: {_yes(total <= MOST_LAUNCHES)}"
+        )
+    if memory := report.get("memory"):
+        found.append(
+            f"device memory for a Llama-8B pool of {memory['slots']:,} slots: {memory['our_bytes'] / 1e6:.0f} MB, "
+            f"{memory['share']:.2%} of the pool's {memory['pool_bytes'] / 1e9:.0f} GB (computed on torch's meta "
+            f"device, nothing of it allocated); bar {memory['bar']}: {_yes(memory['met'])}"
+        )
+    return found
+
+
+def show(report: Report, console: Console) -> None:
+    """The terminal's view."""
+    peak = report["peak"]
+    console.print(f"measured peak: read {peak['read_gbps']:.0f} GB/s, copy {peak['copy_gbps']:.0f} GB/s")
+    table = Table()
+    for name in HEADER:
+        table.add_column(name, justify="left" if name == "case" else "right", overflow="fold")
+    for row in rows(report):
+        table.add_row(*row)
+    console.print(table)
+    for name, points in report.get("curves", {}).items():
+        console.print(f"whole forward against {name}: " + ", ".join(_point(p) for p in points))
+    for line in (*facts(report), *notes(report)):
+        console.print(line, markup=False)
+
+
+def markdown(report: Report, plot: str | None = None) -> str:
+    """docs/benchmarks.md."""
+    m, peak = report["machine"], report["peak"]
+    peer = f"SGLang {report['peer_version']}" if report.get("peer_version") else "not run"
+    size = f"{m['memory_gib']} GiB, {m['multiprocessors']} multiprocessors, {m['l2_mb']} MB of L2"
+    measured = f"read {peak['read_gbps']:.0f} GB/s (`torch.sum` over 8 GiB), copy {peak['copy_gbps']:.0f} GB/s"
+    works = {r["name"]: r["work"] for r in report["results"]}
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `python -m benchmarks`; do not edit. Every speed is of an op that gave the same bits as its torch",
+        "reference on the same data, clean and with faults planted, in the same run.",
+        "",
+        f"One {m['gpu']} ({size}), {m['date']}.",
+        f"Python {m['python']}, torch {m['torch']}, CUDA {m['cuda']}, triton {m['triton']}, canary-core {m['canary']}",
+        f"at {m['commit']}, built-in: {peer}. Command: `{report['command']}`.",
+        "",
+        f"Measured peak in this run: {measured} (read plus written).",
+        "",
+        ABOUT,
+        "",
+        *_table(HEADER, rows(report)),
+        "",
+        *(f"- `{name}`: {work}" for name, work in works.items()),
+        "",
+        "## A whole forward",
+        "",
+        *(f"- {line}" for line in facts(report)),
+    ]
+    for name, points in report.get("curves", {}).items():
+        cells = [
+            (f"{p['x']:,}", p["refused"], "", "")
+            if "refused" in p
+            else (f"{p['x']:,}", f"{p['pre_us']:.1f}", f"{p['post_us']:.1f}", f"{p['whole_us']:.1f}")
+            for p in points
+        ]
+        title = name.replace("_", " ")
+        lines += [
+            "",
+            f"### Against {title}",
+            "",
+            *_table((title, "pre_forward, µs", "post_forward, µs", "both"), cells),
+        ]
+    if plot:
+        lines += ["", f"![Cost of a forward against pool size and context]({plot})"]
+    if found := notes(report):
+        lines += ["", "## Not measured", "", *(f"- {line}" for line in found)]
+    return "\n".join(lines) + "\n"
+
+
+def draw(report: Report, path: Path) -> None:
+    """Cost of a forward against pool size and context, as a picture. Needs matplotlib."""
+    import matplotlib  # type: ignore[import-not-found]
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # type: ignore[import-not-found]
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, (name, points) in zip(axes, report["curves"].items(), strict=True):
+        good = [p for p in points if "refused" not in p]
+        for key, label in (("pre_us", "pre_forward"), ("post_us", "post_forward"), ("whole_us", "both")):
+            axis.plot([p["x"] for p in good], [p[key] for p in good], marker="o", label=label)
+        axis.set_xscale("log")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel(name.replace("_", " "))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("device time of a forward's hooks, µs")
+    axes[0].legend()
+    figure.suptitle(f"Canary on one {report['machine']['gpu']}, scrub of 16 MiB a forward")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def command() -> str:
+    """How this process was started."""
+    return " ".join(["python -m benchmarks", *sys.argv[1:]])
+
+
+def _row(r: Report, peak: float) -> tuple[str, ...]:
+    if r["refused"]:
+        return (r["name"], "", "refused", "", "", "", "", "", r["bar"], "✗")
+    peer = r["peer_us"]
+    return (
+        r["name"],
+        _bytes(r["bytes"]),
+        f"{r['us']:.1f} ({r['low_us']:.1f}–{r['high_us']:.1f})",
+        f"{r['gbps']:.0f}",
+        f"{r['gbps'] / peak:.0%}",
+        _maybe(r["resident_us"], lambda us: f"{us:.1f}"),
+        " + ".join(f"{op} {us:.1f}" for op, us in peer.items()),
+        f"{sum(peer.values()) / r['us']:.1f}" if peer else "",
+        r["bar"],
+        _maybe(r["met"], _yes),
+    )
+
+
+def _point(p: Report) -> str:
+    return f"{p['x']:,}: " + ("refused" if "refused" in p else f"{p['pre_us']:.1f} + {p['post_us']:.1f} µs")
+
+
+def _maybe(value: Any, shown: Callable[[Any], str]) -> str:
+    return "" if value is None else shown(value)
+
+
+def _yes(met: bool) -> str:
+    return "✓" if met else "✗"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _table(header: tuple[str, ...], cells: Iterable[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *cells)]
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "an unknown commit"
+    return found.stdout.strip()

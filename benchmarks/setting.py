@@ -1,0 +1,198 @@
+"""A case on the device: pool, records of everything in the cache, and the batches to time."""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Case
+from benchmarks.layouts import LAYOUTS
+from canary_core import BatchView, CanaryConfig, Region, SlotTable
+from canary_core.backends import Backend, torch_backend
+from canary_core.records import PLAN_WORDS, POSITION, Cursor, State
+from canary_core.state import RegionState, Shared
+
+REGION = "kv"
+VOCABULARY = 128_000
+SECTOR_BYTES = 32
+"""Smallest unit that device memory moves; a record is one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """One of a case's batches. ``state`` is a view of the case's state with scratch of its own (plan, heads, cursors),
+    so that one op of many batches can be launched in a row. ``rows``: its rows among all of the setting's."""
+
+    state: RegionState
+    batch: BatchView
+    table: SlotTable
+    rows: slice
+
+    def run(self, backend: Backend, op: str) -> None:
+        """Launches ``op`` for this batch."""
+        self.on(self.state, backend, op)
+
+    def on(self, state: RegionState, backend: Backend, op: str) -> None:
+        """The same on another state, e.g. a copy."""
+        arguments = () if op in ("scrub", "baseline") else (self.batch, self.table)
+        getattr(backend, op)(state, *arguments)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """All requests of a case. slots: int64 ``[rows, context + new]``, tokens: int64 likewise, entries: the table."""
+
+    slots: Tensor
+    tokens: Tensor
+    entries: Tensor
+    page_size: int
+
+    @classmethod
+    def random(cls, case: Case, device: torch.device) -> "Traffic":
+        """Random tokens; slots (pages, where the layout has them) in random order. Page 0 stays free."""
+        shape, page = case.shape, LAYOUTS[case.layout].page_size
+        rows, length = shape.rows * shape.sets, shape.context_tokens + shape.new_tokens
+        pages = -(-length // page)
+        entries = torch.randperm(rows * pages, device=device).view(rows, pages) + 1
+        slots = (entries[:, :, None] * page + torch.arange(page, device=device)).view(rows, -1)[:, :length]
+        tokens = torch.randint(0, VOCABULARY, (rows, length), device=device)
+        return cls(slots.contiguous(), tokens, entries.int().contiguous(), page)
+
+    @property
+    def last_slot(self) -> int:
+        """Highest slot number in use."""
+        return (self.entries.numel() + 1) * self.page_size - 1
+
+    def batch(self, rows: slice, first: int, end: int, expected: bool) -> BatchView:
+        """The forward of ``rows`` that writes positions ``[first, end)`` of each."""
+        device = self.tokens.device
+        count = self.tokens[rows].shape[0]
+        lengths = partial(torch.full, (count,), dtype=torch.int32, device=device)
+        write_slots = flat(self.slots[rows, first:end])
+        table = SlotTable(self.entries[rows], page_size=self.page_size, write_slots=write_slots)
+        return BatchView(
+            prefix_lens=lengths(first),
+            new_lens=lengths(end - first),
+            token_ids=flat(self.tokens[rows, first:end]),
+            writers=torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device),
+            tables={REGION: table},
+            positions=torch.arange(first, end, device=device).repeat(count),
+            expected_tokens=self.tokens[rows].int() if expected else None,
+        )
+
+
+class Setting:
+    """``case`` on the device of ``state``, with everything in the cache recorded (by the torch reference) and ready to
+    launch. The state's region must be `region`'s, its fingerprints zero."""
+
+    def __init__(self, case: Case, traffic: Traffic, state: RegionState) -> None:
+        self.case = case
+        self.traffic = traffic
+        self.state = state
+        self.device = state.records.device
+        shape = case.shape
+        if shape.context_tokens:
+            self._prime()
+        self._write_spare()
+        self.write_slots = flat(traffic.slots[:, shape.context_tokens :])
+        self.reset()
+        if case.scrub_bytes:
+            state.cursors[Cursor.SCRUB_SLOTS] = min(max(case.scrub_bytes // state.slot_bytes, 1), state.region.slots)
+        self.forwards = [self._forward(i) for i in range(shape.sets)]
+
+    @classmethod
+    def make(cls, case: Case, device: torch.device) -> "Setting":
+        """With a state of its own."""
+        torch.manual_seed(0)
+        traffic = Traffic.random(case, device)
+        read_check = -1 if "read_check" in case.ops else 0
+        config = CanaryConfig.load(bytes="all" if case.has_bytes else "off", read_check=read_check)
+        return cls(case, traffic, RegionState(region(case, traffic), 0, Shared.allocate(config, device), config))
+
+    def reset(self) -> None:
+        """Makes the slots that the batches write unwritten again, as they are before a real forward: a fingerprint
+        that did not change would be a suspicion, and cost more."""
+        self.state.records.index_fill_(0, self.write_slots, 0)
+        self.state.fingerprints.index_fill_(0, self.write_slots, 0)
+
+    def plan(self, backend: Backend) -> None:
+        """What the ops after the forward need of `check`."""
+        for forward in self.forwards:
+            forward.run(backend, "check")
+
+    @property
+    def floor_bytes(self) -> int:
+        """Fewest bytes that one launch of the case's ops must move: each input once, each output once."""
+        return sum(self._floor_bytes(op) for op in self.case.ops)
+
+    def _floor_bytes(self, op: str) -> int:
+        shape, state = self.case.shape, self.state
+        reads, writes = shape.rows * shape.context_tokens, shape.rows * shape.new_tokens
+        entry = 4 / self.traffic.page_size
+        plan, claim, token = 32, 8, 8
+        known = 4 if self.case.tokens else 0
+        prints = 8 * len(state.sources)
+        scrubbed = int(state.cursors[Cursor.SCRUB_SLOTS])
+        return int(
+            {
+                "check": reads * (entry + SECTOR_BYTES + known) + writes * (8 + plan + claim),
+                "read_check": reads * (entry + SECTOR_BYTES + prints + state.slot_bytes),
+                "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.slot_bytes),
+                "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES),
+                "scrub": scrubbed * (SECTOR_BYTES + prints + state.slot_bytes),
+                "baseline": state.region.slots * (prints + state.slot_bytes),
+            }[op]
+        )
+
+    def _prime(self) -> None:
+        backend, shape = torch_backend(), self.case.shape
+        rows = slice(0, shape.rows * shape.sets)
+        batch = self.traffic.batch(rows, 0, shape.context_tokens, expected=False)
+        table = batch.tables[REGION]
+        scratch = _scratch(self.state, batch)
+        scratch.cursors = self.state.cursors.clone()
+        backend.check(scratch, batch, table)
+        if self.state.sources:
+            backend.fingerprint(scratch, batch, table)
+        backend.record(scratch, batch, table)
+        found = int(self.state.shared.counters[:16].sum())
+        if found:
+            raise RuntimeError(f"{self.case.name}: building the case raised {found} findings; its data is not clean")
+
+    def _write_spare(self) -> None:
+        """Slots beyond the requests' hold the bytes they have, recorded: a scrub passes over nothing unwritten."""
+        if not self.case.shape.spare_slots:
+            return
+        torch_backend().baseline(self.state)
+        self.state.records[self.traffic.last_slot + 1 :, POSITION] = int(State.WRITTEN)
+
+    def _forward(self, number: int) -> Forward:
+        shape = self.case.shape
+        rows = slice(number * shape.rows, (number + 1) * shape.rows)
+        first = shape.context_tokens
+        batch = self.traffic.batch(rows, first, first + shape.new_tokens, self.case.tokens)
+        view = _scratch(self.state, batch)
+        view.cursors = self.state.cursors.clone()
+        view.cursors[Cursor.SCRUB] = number * int(view.cursors[Cursor.SCRUB_SLOTS]) % view.region.slots
+        return Forward(view, batch, batch.tables[REGION], rows)
+
+
+def region(case: Case, traffic: Traffic) -> Region:
+    """The case's pool, with random bytes."""
+    layout = LAYOUTS[case.layout]
+    slots = traffic.last_slot + 1 + case.shape.spare_slots
+    return Region(REGION, slots, layout.sources(slots, case.shape.layers, traffic.slots.device), null_slot=0)
+
+
+def _scratch(state: RegionState, batch: BatchView) -> RegionState:
+    view = copy.copy(state)
+    view.heads = state.heads.new_zeros(batch.rows)
+    view.plan = state.plan.new_zeros(batch.tokens, PLAN_WORDS)
+    return view
+
+
+def flat(values: Tensor) -> Tensor:
+    """All values in one dimension, contiguous."""
+    return values.reshape(-1).contiguous()

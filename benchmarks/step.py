@@ -1,0 +1,163 @@
+"""Canary as a whole: what one forward costs on the device and on the host, how many launches, how much memory."""
+
+import statistics
+import time
+from collections import Counter as Tally
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Case, Shape
+from benchmarks.equality import NotEqualError, require_equal
+from benchmarks.setting import REGION, Setting, Traffic, region
+from benchmarks.timing import time_graph
+from canary_core import Canary, CanaryConfig, KVSource, Region
+from canary_core.state import RegionState, Shared
+
+SCRUB = "16MiB"
+OPS = ("check", "fingerprint", "record", "scrub")
+DECODE = Case(
+    "step/decode-64", "whole pre_forward and post_forward: decode of 64 × 1024, 32 layers × K+V × 2048 B, scrub 16 MiB",
+    OPS, Shape(64, 1024, sets=2, layers=32), layout="llama", scrub_bytes=16 << 20, quick=True,
+)  # fmt: skip
+PREFILL = Case(
+    "step/prefill-8192", "the same for a prefill of 8192 tokens", OPS, Shape(1, 0, 8192, sets=4, layers=32),
+    layout="llama", scrub_bytes=16 << 20,
+)  # fmt: skip
+STEPS = {case.name: case for case in (DECODE, PREFILL)}
+
+CURVE = Case(
+    "curve", "decode, one layer of FP8 K+V, scrub 16 MiB", OPS, Shape(8, 1000), layout="fp8",
+    scrub_bytes=16 << 20,
+)  # fmt: skip
+POOL_SLOTS = (10_000, 100_000, 1_000_000, 4_000_000)
+CONTEXT_TOKENS = (1_000, 8_000, 64_000, 256_000, 1_000_000)
+CONTEXT_POOL_SLOTS = 1_050_000
+PROFILED_STEPS = 10
+HOST_STEPS = 200
+HOST_BATCH = 20
+"""Steps between two waits, outside the clock: the launch queue must not fill up."""
+
+
+class Step:
+    """A Canary with its default settings and a fixed scrub, guarding the pool of ``case``."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.manual_seed(0)
+        traffic = Traffic.random(case, device)
+        config = CanaryConfig(mode="raise", scrub_budget=SCRUB, read_check=0, bytes="all", log_level="warning")
+        self.canary = Canary([region(case, traffic)], config)
+        self.canary.states[REGION].fingerprints.zero_()  # the pool is full already, and no forward lost a write
+        self.canary.end_step()  # sets the scrub's length
+        self.setting = Setting(case, traffic, self.canary.states[REGION])
+
+    def pre(self) -> None:
+        """Every batch's checks."""
+        for forward in self.setting.forwards:
+            self.canary.pre_forward(forward.batch)
+
+    def whole(self) -> None:
+        """Every batch's checks and records."""
+        for forward in self.setting.forwards:
+            self.canary.pre_forward(forward.batch)
+            self.canary.post_forward(forward.batch)
+
+    def times(self, budget_s: float) -> dict[str, Any]:
+        """Device µs of one forward's hooks. Raises `NotEqualError`, and `ViolationError` for a false alarm."""
+        require_equal(self.setting)
+        sets = len(self.setting.forwards)
+        pre = time_graph(self.pre, sets, None, budget_s)
+        whole = time_graph(self.whole, sets, self.setting.reset, budget_s)
+        self.canary.drain()
+        return {
+            "pre_us": pre.us, "post_us": whole.us - pre.us, "whole_us": whole.us, "bytes": self.setting.floor_bytes,
+        }  # fmt: skip
+
+    def host_us(self) -> dict[str, float]:
+        """Medians of the host's time in each hook of one forward while the device is busy."""
+        batch, clock = self.setting.forwards[0].batch, time.perf_counter
+        busy = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty_like(busy)
+        taken: dict[str, list[float]] = {"pre_forward": [], "post_forward": [], "end_step": []}
+        for i in range(HOST_STEPS + HOST_BATCH):
+            if i % HOST_BATCH == 0:
+                torch.cuda.synchronize()
+                torch.mm(busy, busy, out=out)
+            start = clock()
+            self.canary.pre_forward(batch)
+            pre = clock()
+            torch.mm(busy, busy, out=out)
+            forward = clock()
+            self.canary.post_forward(batch)
+            post = clock()
+            self.canary.end_step()
+            end = clock()
+            if i >= HOST_BATCH:
+                for name, seconds in zip(taken, (pre - start, post - forward, end - post), strict=True):
+                    taken[name].append(seconds * 1e6)
+        medians = {name: statistics.median(values) for name, values in taken.items()}
+        totals = sorted(sum(values) for values in zip(*taken.values(), strict=True))
+        return {**medians, "all": statistics.median(totals), "all_p90": totals[len(totals) * 9 // 10]}
+
+    def launches(self) -> dict[str, float]:
+        """Device operations of one forward's hooks by name, kernels and copies alike, as the profiler sees them."""
+        from torch._C._autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        batch = self.setting.forwards[0].batch
+        self.setting.reset()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            for _ in range(PROFILED_STEPS):
+                self.canary.pre_forward(batch)
+                self.canary.post_forward(batch)
+                self.canary.end_step()
+            torch.cuda.synchronize()
+        on_device = (e for e in profiled.events() if e.device_type == DeviceType.CUDA)
+        tally = Tally(str(e.name).split("(")[0][:60] for e in on_device)
+        return {name: count / PROFILED_STEPS for name, count in tally.most_common()}
+
+
+def curves(budget_s: float, quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Device µs of one forward's hooks against pool size and against context. A point whose equality fails says so
+    instead."""
+    pools, contexts = (POOL_SLOTS, CONTEXT_TOKENS) if not quick else (POOL_SLOTS[:3:2], CONTEXT_TOKENS[::2])
+    points: dict[str, list[dict[str, Any]]] = {"pool_slots": [], "context_tokens": []}
+    for slots in pools:
+        shape = CURVE.shape
+        used = shape.rows * (shape.context_tokens + shape.new_tokens) + 1
+        points["pool_slots"].append({"x": slots, **_point(replace(shape, spare_slots=slots - used), budget_s)})
+    for context in contexts:
+        shape = Shape(1, context, spare_slots=CONTEXT_POOL_SLOTS - context - 2)
+        points["context_tokens"].append({"x": context, **_point(shape, budget_s)})
+    return points
+
+
+def _point(shape: Shape, budget_s: float) -> dict[str, Any]:
+    try:
+        return Step(replace(CURVE, shape=shape), torch.device("cuda")).times(budget_s)
+    except NotEqualError as error:
+        return {"refused": str(error)}
+    finally:
+        torch.cuda.empty_cache()
+
+
+def memory(slots: int = 1_000_000) -> dict[str, Any]:
+    """Device memory of ours for a Llama-8B pool of ``slots`` slots: everything a Canary allocates, on torch's meta
+    device, which has shapes and sizes but no bytes, so neither the pool (131 GB) nor our part is really there."""
+    meta = torch.device("meta")
+    sources: list[KVSource] = []
+    for layer in range(32):
+        for half in "kv":
+            rows = torch.empty(slots, 1024, dtype=torch.bfloat16, device=meta)
+            sources.append(KVSource(rows, half, layer, chunk_bytes=2048, slot_stride_bytes=2048, dtype=rows.dtype))
+    config = CanaryConfig(bytes="all", read_check=0)
+    guarded = Region(REGION, slots, tuple(sources), null_slot=0)
+    shared = Shared.allocate(config, meta)
+    state = RegionState(guarded, 0, shared, config)
+    ours = state.memory_bytes + sum(t.numel() * t.element_size() for t in (shared.counters, shared.clock, shared.ring))
+    return {
+        "slots": slots, "pool_bytes": guarded.pool_bytes, "our_bytes": ours, "share": ours / guarded.pool_bytes,
+        "peer_bytes": 128 * slots, "bar": "≤ 1 %", "met": ours <= 0.01 * guarded.pool_bytes,
+    }  # fmt: skip

@@ -1,0 +1,104 @@
+"""Benchmarks: every op has a case, no case is timed unless it equals the reference, reports render anywhere."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import step
+from benchmarks.cases import CASES
+from benchmarks.equality import NotEqualError, require_equal
+from benchmarks.measure import Result
+from benchmarks.setting import Setting
+from canary_core.backends import Backend, triton_backend
+
+CPU = torch.device("cpu")
+OPS = [field.name for field in fields(Backend) if field.name != "name"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_is_measured(op):
+    """An op of the back ends that no case times was forgotten."""
+    assert any(op in case.ops for case in CASES.values()), f"add a case for {op} to benchmarks/cases.py"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_reference_in_every_case(name):
+    """Each case, small, passes the equality that its speed depends on, with kernels on the interpreter."""
+    setting = Setting.make(CASES[name].tiny(), CPU)
+    require_equal(setting)
+    assert setting.floor_bytes > 0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_wrong_kernel_gets_no_speed(op):
+    """A kernel that does nothing is noticed before anything is timed."""
+    case = next(case for case in CASES.values() if op in case.ops).tiny()
+    broken = replace(triton_backend(), **{op: lambda *_: None})
+    with pytest.raises(NotEqualError, match=op):
+        require_equal(Setting.make(case, CPU), broken)
+
+
+def test_clean_traffic_of_a_whole_step_raises_no_finding():
+    """The whole-forward cases replay the same batches; with the written slots reset in between, that is clean."""
+    whole = step.Step(step.DECODE.tiny(), CPU)
+    require_equal(whole.setting)
+    for _ in range(2):
+        whole.setting.reset()
+        whole.whole()
+    whole.canary.drain()
+    assert whole.canary.stats()["violations"] == 0
+    assert whole.canary.stats()["unsure"] == 0
+
+
+def test_list_works_without_a_gpu(capsys):
+    """``--list`` names every case."""
+    assert command.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in (*CASES, *step.STEPS) if name not in shown] == []
+
+
+def test_an_unknown_case_is_an_error(capsys):
+    """``--only`` with a name that nothing has lists the names there are."""
+    assert command.main(["--only", "nonesuch"]) == 2
+    assert "check/256x4096" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run all of them")
+def test_no_gpu_is_said_clearly(capsys):
+    """Without a GPU there are no numbers, real or made up."""
+    assert command.main([]) == 2
+    assert "need an NVIDIA GPU" in capsys.readouterr().out
+
+
+def test_a_report_renders_from_its_file(tmp_path, capsys):
+    """A JSON file gives table and page on any machine; a refused op shows no speed."""
+    point = {"x": 1000, "pre_us": 1.0, "post_us": 2.0, "whole_us": 3.0, "bytes": 5}
+    good = Result("a", "work a", 1000, 10.0, 9.0, 11.0, 0.1, 8.0, "≤ 25 µs", True, {"plan": 30.0, "verify": 60.0})
+    report = {
+        "machine": dict.fromkeys(("gpu", "memory_gib", "multiprocessors", "l2_mb", "python", "torch", "cuda"), 1)
+        | dict.fromkeys(("triton", "canary", "commit", "date"), "1"),
+        "command": "python -m benchmarks",
+        "peak": {"read_gbps": 4500.0, "copy_gbps": 4200.0},
+        "peer_version": "0.5.17",
+        "results": [good.to_dict(), Result("b", "work b", refused="check differs").to_dict()],
+        "steps": {"s": {"work": "whole", **point}},
+        "curves": {"pool_slots": [point], "context_tokens": [point | {"refused": "why"}]},
+        "host_us": {"pre_forward": 1.0, "post_forward": 1.0, "end_step": 1.0, "all": 3.0, "all_p90": 4.0},
+        "launches": {"check_kernel": 1.0, "Memcpy DtoH": 1.0},
+        "memory": step.memory(1000),
+    }
+    source, page = tmp_path / "raw.json", tmp_path / "page.md"
+    source.write_text(json.dumps(report))
+    assert command.main(["--from", str(source), "--markdown", str(page)]) == 1
+    text = page.read_text()
+    assert "| a | 1 kB | 10.0 (9.0\u201311.0) | 0 | 0% | 8.0 | plan 30.0 + verify 60.0 | 9.0 | ≤ 25 µs | ✓ |" in text
+    assert "| b |  | refused |" in text
+    assert "check differs" in text
+
+
+def test_our_memory_is_within_its_bar():
+    """Everything a Canary allocates for a Llama-8B pool is under 1 % of the pool."""
+    assert step.memory()["met"]
