@@ -22,7 +22,8 @@ class ScrubBudget:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMG]?i?B)?\s*", text, re.IGNORECASE)
         if match is None:
             raise ConfigError(
-                f"CANARY_SCRUB_BUDGET must be a share of time such as 1% or bytes per forward such as 64MiB, got {text!r}"
+                "CANARY_SCRUB_BUDGET must be a share of time such as 1% or bytes per forward such as 64MiB, got "
+                f"{text!r}"
             )
         number, unit = float(match[1]), (match[2] or "").upper()
         if unit != "%":

@@ -87,7 +87,7 @@ class Counter(IntEnum):
     UNKNOWN_SLOTS = 22
     """Slots skipped by a check because their bytes arrived without records."""
     UNSURE = 23
-    """Suspicions that are not certain, e.g. bytes unchanged by a write of the same token; never reported as findings."""
+    """Suspicions that are not certain, e.g. bytes unchanged by a write of the same token; never reported."""
     CHECKED_FORWARDS = 24
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
     SCRUBBED_SLOTS = 25
@@ -139,7 +139,7 @@ class Status(IntEnum):
     """The null slot, or padding."""
 
 
-READ_TILE = 16
+READ_TILE = 32
 """Slots of one row that a read check takes or leaves together."""
 
 CHAINS = 65536

@@ -67,8 +67,8 @@ class RegionState:
     valid.
 
     records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``. claims: int64 ``[slots]``, the last step
-    and token index + 1 that claimed a slot for writing (``step * 2**32 + index + 1``). chains: see `CHAINS`. cursors: see
-    `Cursor`. descriptors: int64 ``[sources, DESCRIPTOR_WORDS]``. keys, salts: see `hashing`.
+    and token index + 1 that claimed a slot for writing (``step * 2**32 + index + 1``). chains: see `CHAINS`. cursors:
+    see `Cursor`. descriptors: int64 ``[sources, DESCRIPTOR_WORDS]``. keys, salts: see `hashing`.
     Scratch of one forward, grown by `require_capacity`: heads, int64 ``[rows]``, each row's prefix hash before its new
     tokens, 0 for unknown; plan, int64 ``[tokens, PLAN_WORDS]``.
     """
@@ -136,8 +136,7 @@ class RegionState:
         for old, fresh in zip(self.sources, new, strict=len(new) == len(self.sources)):
             if (old.name, old.slot_words, old.page_size) != (fresh.name, fresh.slot_words, fresh.page_size):
                 raise AttachError(
-                    f"region {self.region.name!r}: rebind must keep name, size and page size of {old.name}, got "
-                    f"{fresh}"
+                    f"region {self.region.name!r}: rebind must keep name, size and page size of {old.name}, got {fresh}"
                 )
             fresh.require_slots(self.region.slots)
         if len(new) != len(self.sources):

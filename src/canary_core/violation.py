@@ -49,7 +49,9 @@ class Violation:
     def explanation(self) -> str:
         """What happened and what usually causes it."""
         return _EXPLANATIONS[self.kind].format(
-            where=self._where(), reader=self.request or "a request", writer=self.stored_request or "an unknown request",
+            where=self._where(),
+            reader=self.request or "a request",
+            writer=self.stored_request or "an unknown request",
             v=self,
         )
 
@@ -64,28 +66,28 @@ class Violation:
 _EXPLANATIONS = {
     Kind.SLOT_RANGE: "{reader} reads position {v.position} through table entry {v.slot}, which is no slot of the pool: "
     "a table row was overwritten, is stale, or was never filled.",
-    Kind.NULL_SLOT: "{reader} uses the null slot {v.slot} for position {v.position}: padding leaked into a live row, or "
-    "a window entry was evicted while still readable.",
+    Kind.NULL_SLOT: "{reader} uses the null slot {v.slot} for position {v.position}: padding leaked into a live row, "
+    "or a window entry was evicted while still readable.",
     Kind.UNWRITTEN: "{reader} will read position {v.position} from {where}, which no forward has written: a prefix was "
     "published before it was filled, a write was lost, or the table points elsewhere.",
-    Kind.FREED: "{reader} will read position {v.position} from {where}, which was freed at step {v.step_freed}: use after "
-    "free.",
+    Kind.FREED: "{reader} will read position {v.position} from {where}, which was freed at step {v.step_freed}: use "
+    "after free.",
     Kind.POSITION: "{reader} will read position {v.position} from {where}, but {writer} wrote position "
     "{v.stored_position} there at step {v.step_written}: wrong slot mapping, or the slot was handed out twice.",
-    Kind.TOKEN: "{reader} expects token {v.token} at position {v.position}, {where} holds token {v.stored_token} written by "
-    "{writer} at step {v.step_written}: another request's prefix, or a rejected draft left behind.",
+    Kind.TOKEN: "{reader} expects token {v.token} at position {v.position}, {where} holds token {v.stored_token} "
+    "written by {writer} at step {v.step_written}: another request's prefix, or a rejected draft left behind.",
     Kind.PREFIX: "{reader} will read position {v.position} from {where}, whose prefix is not the one before it: it "
     "belongs to a sequence of {writer}, written at step {v.step_written}.",
-    Kind.BYTES: "the bytes of {where} changed since {writer} wrote them at step {v.step_written}: a stray write, a race, "
-    "a bad copy, or a flipped bit.",
-    Kind.LOST_WRITE: "{reader} should have written token {v.token} at position {v.position} to {where}, whose bytes are "
-    "what they were before: the store went elsewhere or never ran.",
+    Kind.BYTES: "the bytes of {where} changed since {writer} wrote them at step {v.step_written}: a stray write, a "
+    "race, a bad copy, or a flipped bit.",
+    Kind.LOST_WRITE: "{reader} should have written token {v.token} at position {v.position} to {where}, whose bytes "
+    "are what they were before: the store went elsewhere or never ran.",
     Kind.WRITE_INPUT: "the forward computed token {v.stored_token} at position {v.stored_position} for {reader}, whose "
     "own token at position {v.position} is {v.token}: the batch was assembled wrongly.",
-    Kind.WRITE_SLOT: "{reader} writes position {v.position} to {where}, but will read it from slot {v.stored_value}: the "
-    "slot list and the table disagree.",
+    Kind.WRITE_SLOT: "{reader} writes position {v.position} to {where}, but will read it from slot {v.stored_value}: "
+    "the slot list and the table disagree.",
     Kind.TWO_WRITERS: "two tokens of one batch are written to {where}; {reader} (position {v.position}) lost to token "
     "{v.stored_value} of the batch: the slot was handed out twice.",
-    Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at position {v.position} to {where}: numerics, or poisoned "
-    "padding.",
+    Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at position {v.position} to {where}: numerics, or "
+    "poisoned padding.",
 }

@@ -1,4 +1,4 @@
-"""`Watch`: makes silence audible. Engines swallow the exceptions of plugins, so a hook that never fires must be told."""
+"""`Watch`: makes silence audible. Engines swallow the exceptions of plugins, so a hook that never fires is told."""
 
 import threading
 from collections.abc import Callable

@@ -75,7 +75,7 @@ def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
     highest = s.region.slots // s.page_size - 1
     if s.pool_page:
         highest = (highest // s.pool_page[1]) * s.pool_page[0]
-    order = list(range(0, max(highest, 1)))
+    order = list(range(max(highest, 1)))
     rng.shuffle(order)
     table = torch.zeros(rows + 2, width, dtype=rng.choice([torch.int32, torch.int64]), device=device)
     for r in range(rows + 2):
@@ -94,7 +94,11 @@ def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
         spare = rng.choice([0, 0, 3, -2])
         listed = None
         if rng.random() < 0.5:
-            listed = torch.tensor([rng.choice(order + [-1, highest + 30]) for _ in range(max(len(tokens) - 1, 0))], device=device, dtype=torch.int64)
+            listed = torch.tensor(
+                [rng.choice(order + [-1, highest + 30]) for _ in range(max(len(tokens) - 1, 0))],
+                device=device,
+                dtype=torch.int64,
+            )
         if spare >= 0:
             tokens, positions = tokens + [1] * spare, positions + [0] * spare
         elif len(tokens) >= 2:
@@ -113,7 +117,9 @@ def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
             tables={"r": slot_table},
             positions=torch.tensor(positions, dtype=kind, device=device) if rng.random() < 0.5 else None,
             expected_tokens=expected if rng.random() < 0.7 else None,
-            anchors=torch.tensor([rng.getrandbits(60) for _ in range(rows)], device=device) if rng.random() < 0.3 else None,
+            anchors=torch.tensor([rng.getrandbits(60) for _ in range(rows)], device=device)
+            if rng.random() < 0.3
+            else None,
         )
         out.append((batch, slot_table))
         length = [n + m for n, m in zip(length, new, strict=True)]
@@ -143,7 +149,9 @@ def write(s: Scenario) -> None:
     for source in s.region.sources:
         if rng.random() < 0.8:
             flat = source.tensor.view(torch.uint8).view(-1)
-            fresh = torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(rng.getrandbits(30)))
+            fresh = torch.randint(
+                0, 256, flat.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(rng.getrandbits(30))
+            )
             keep = torch.rand(flat.shape, generator=torch.Generator().manual_seed(rng.getrandbits(30))) < 0.3
             flat.copy_(torch.where(keep.to(flat.device), flat, fresh.to(flat.device)))
 
@@ -177,7 +185,9 @@ def ring_rows(state: RegionState) -> list[list[int]]:
     return sorted(row[1:] for row in state.shared.ring.tolist() if row[0])
 
 
-def _rows(rng: random.Random, slots: int, half: str, layer: int, dtype: torch.dtype, width: int, device: str) -> KVSource:
+def _rows(
+    rng: random.Random, slots: int, half: str, layer: int, dtype: torch.dtype, width: int, device: str
+) -> KVSource:
     pad = rng.choice([0, 0, 3])
     tensor = torch.zeros(slots, width + pad, dtype=torch.uint8, device=device)
     if dtype != torch.uint8:

@@ -2,14 +2,13 @@
 torch reference."""
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ops.scenario import differences, disturb, history, ring_rows, scenario, twin, write
 
 from canary_core.backends import torch_backend, triton_backend
 from canary_core.kernels import check as check_kernels
 from canary_core.kernels import record as record_kernels
-from ops.scenario import differences, disturb, history, ring_rows, scenario, twin, write
 
 OPS = ("check", "read_check", "fingerprint", "record", "scrub")
 """In the order of a step."""
@@ -48,6 +47,14 @@ def run(seed: int, device: str) -> set[int]:
 def test_kernels_equal_reference(seed):
     """On random layouts, tables, batches and faults every op leaves the same bits behind."""
     run(seed, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_kernels_equal_reference_on_the_gpu(first):
+    """The same on a GPU, compiled, over fixed seeds."""
+    for seed in range(first, first + 50):
+        run(seed, "cuda")
 
 
 def test_scenarios_reach_every_kind():

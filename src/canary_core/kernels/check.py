@@ -160,7 +160,7 @@ def check_kernel(
                 expected = tl.load(p_token, mask=m & (position < expected_width), other=-1).to(tl.int64)
                 good = good & ((expected < 0) | (expected == token))
             good = good & usable
-            prior_token, prior_stored = split_head(prior_first)
+            _, prior_stored = split_head(prior_first)
             known = (start == read_first) | (prior_usable & (prior_stored == prior * 4 + WRITTEN) & (before != 0))
             before = tl.where(start == 0, anchor, before)
 
@@ -209,7 +209,7 @@ def check_kernel(
                 )  # fmt: skip
                 head_usable = (prefix > 0) & (head_status == STATUS_OK)
                 head_first, head = load_head(p_records, head_slot, head_usable)
-                head_token, head_stored = split_head(head_first)
+                _, head_stored = split_head(head_first)
                 writer = tl.load(p_writers + i_row).to(tl.int64)
                 chain_hash, chained = ended_at(p_chains, writer, prefix)
                 holds = head_usable & (head_stored == head_position * 4 + WRITTEN)
@@ -254,8 +254,8 @@ def check_kernel(
 @triton.jit
 def judge(
     p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map, width, extent,
-    map_length, slots, null_slot, ring_rows, region, position, end, prefix, read_first, i_row, row_first, writer, anchor,
-    chain_hash, chained, step,
+    map_length, slots, null_slot, ring_rows, region, position, end, prefix, read_first, i_row, row_first, writer,
+    anchor, chain_hash, chained, step,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr,
     JUDGED: tl.constexpr,
 ):  # fmt: skip
@@ -282,7 +282,7 @@ def judge(
     )  # fmt: skip
     prior_usable = m_link & (prior_status == STATUS_OK)
     prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
-    prior_token, prior_stored = split_head(prior_first)
+    _, prior_stored = split_head(prior_first)
     prior_known = prior_usable & (prior_stored == prior * 4 + WRITTEN) & (prior_hash != 0)
     prior_hash = tl.where(position == 0, anchor, prior_hash)
     should_be = prior_hash + mix(token, position)

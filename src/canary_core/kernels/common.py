@@ -143,7 +143,7 @@ def report_record(
     freed = tl.load(p_records + slot * 4 + 3, mask=m_record, other=-1)
     stored_token, stored_position = split_head(first)
     step_written, stored_writer = split_head(written)
-    step_freed, freed_by = split_head(freed)
+    step_freed, _ = split_head(freed)
     report(
         p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, stored_token, stored_position,
         stored_value, found_value, writer, stored_writer, step_written, step_freed, step,

@@ -57,7 +57,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.fingerprint`. One launch a source shape; may be captured."""
     for shape in state.shapes:
         tiles = min(-(-batch.tokens // SLOTS), programs(state, PROGRAMS_PER_PROCESSOR * 64))
-        fingerprint_kernel[(tiles, -(-len(shape.columns) // SOURCES))](
+        fingerprint_kernel[(_groups(shape), tiles)](
             *_arguments(state, shape), state.claims, state.plan, batch.token_ids, batch.writers, batch.tokens,
             **_constants(shape), SLOTS=SLOTS,
         )  # fmt: skip
@@ -68,8 +68,7 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     where = constants(state, batch, table)
     del where["STORED"]
     for shape in state.shapes:
-        tiles = programs(state, PROGRAMS_PER_PROCESSOR)
-        read_check_kernel[(tiles, -(-len(shape.columns) // SOURCES))](
+        read_check_kernel[(_groups(shape), _tiles(state, shape))](
             *_arguments(state, shape), state.cursors, batch.prefix_lens, batch.writers, batch.rows,
             *table_arguments(state, table)[:-2], state.region.slots,
             -1 if state.region.null_slot is None else state.region.null_slot,
@@ -80,7 +79,7 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 def scrub(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.scrub`. One launch a source shape; may be captured."""
     for i, shape in enumerate(state.shapes):
-        scrub_kernel[(programs(state, PROGRAMS_PER_PROCESSOR), -(-len(shape.columns) // SOURCES))](
+        scrub_kernel[(_groups(shape), _tiles(state, shape))](
             *_arguments(state, shape), state.cursors, state.region.slots,
             **_constants(shape), SLOTS=SLOTS, COUNT=i == 0,
         )  # fmt: skip
@@ -89,7 +88,7 @@ def scrub(state: RegionState) -> None:
 def baseline(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.baseline`. One launch a source shape."""
     for shape in state.shapes:
-        baseline_kernel[(programs(state, PROGRAMS_PER_PROCESSOR), -(-len(shape.columns) // SOURCES))](
+        baseline_kernel[(_groups(shape), _tiles(state, shape))](
             *_arguments(state, shape), state.region.slots, **_constants(shape), SLOTS=SLOTS
         )
 
@@ -100,6 +99,15 @@ def _arguments(state: RegionState, shape: SourceShape) -> tuple[object, ...]:
         len(state.sources), state.records.view(torch.int64), state.shared.counters, state.shared.clock,
         state.shared.ring, state.shared.ring.shape[0], state.index,
     )  # fmt: skip
+
+
+def _groups(shape: SourceShape) -> int:
+    return -(-len(shape.columns) // SOURCES)
+
+
+def _tiles(state: RegionState, shape: SourceShape) -> int:
+    """Programs over slots, so that with those over sources the device is full."""
+    return max(-(-programs(state, PROGRAMS_PER_PROCESSOR) // _groups(shape)), 1)
 
 
 def _words(shape: SourceShape) -> int:
@@ -135,42 +143,44 @@ def fingerprint_kernel(
     """Grid: any number of programs over tiles of `SLOTS` tokens, by groups of `SOURCES` sources."""
     step = tl.load(p_clock + CLOCK_NEXT)
     recorded = tl.zeros((), tl.int64)
-    for i in range(tl.program_id(0), (tokens + SLOTS - 1) // SLOTS, tl.num_programs(0)):
+    for i in range(tl.program_id(1), (tokens + SLOTS - 1) // SLOTS, tl.num_programs(1)):
         o_token = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
         m_token = o_token < tokens
         word = tl.load(p_plan + o_token * PLAN, mask=m_token, other=0)
         slot = tl.load(p_plan + o_token * PLAN + 1, mask=m_token, other=0)
         usable = (word != 0) & ((word >> 32) - 1 == STATUS_OK)
-        claim = tl.load(p_claims + slot, mask=usable, other=0)
-        m = usable & (claim == (step << 32) + o_token + 1)
-        if tl.sum(m.to(tl.int32), 0) > 0:
-            token = tl.load(p_tokens + o_token, mask=m, other=0).to(tl.int64)
-            stored_token, stored_position = split_head(tl.load(p_records + slot * 4, mask=m, other=0))
-            step_written = tl.load(p_records + slot * 4 + 2, mask=m, other=0) & 0xFFFFFFFF
-            other = (step_written == 0) | (stored_token != token)
-            for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
+        if tl.max(word, 0) > 0:
+            # All that is small is asked for before the bytes and looked at after them.
+            claim = tl.load(p_claims + slot, mask=usable, other=0)
+            token = tl.load(p_tokens + o_token, mask=usable, other=0).to(tl.int64)
+            stored_first = tl.load(p_records + slot * 4, mask=usable, other=0)
+            stored_third = tl.load(p_records + slot * 4 + 2, mask=usable, other=0)
+            for i_source in range(tl.program_id(0) * SOURCES, min((tl.program_id(0) + 1) * SOURCES, n_columns)):
                 column = tl.load(p_columns + i_source)
                 p_source = p_descriptors + column * FIELDS
-                there = m & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
-                value, odd = fold(
-                    p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
-                    BLOCK_WORDS, True,
-                )  # fmt: skip
                 p_old = p_fingerprints + slot * sources + column
-                old = tl.load(p_old, mask=there, other=0)
+                present = usable & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
+                old = tl.load(p_old, mask=present, other=0)
+                value, odd = fold(
+                    p_source, tl.load(p_salts + column), p_keys, slot, present, SOURCE_PAGE, CHUNKS, CHUNK_BYTES,
+                    ALIGNMENT, BLOCK_WORDS, True,
+                )  # fmt: skip
+                there = present & (claim == (step << 32) + o_token + 1)
                 tl.store(p_old, value, mask=there)
+                recorded += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)
+                stored_token, _ = split_head(stored_first)
+                other = ((stored_third & 0xFFFFFFFF) == 0) | (stored_token != token)
                 same = there & (value == old) & (tl.load(p_source + SURE) != 0)
                 lost = same & other
                 not_finite = there & (lost == 0) & (odd != 0)
-                recorded += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)
                 if tl.sum((same | not_finite).to(tl.int32), 0) > 0:
                     tl.atomic_add(p_counters + COUNT_UNSURE, tl.sum((same & (other == 0)).to(tl.int64), 0))
-                    position = tl.load(p_plan + o_token * PLAN + 2, mask=m, other=0)
-                    writer = tl.load(p_writers + (word & 0xFFFFFFFF), mask=m, other=-1).to(tl.int64)
+                    position = tl.load(p_plan + o_token * PLAN + 2, mask=there, other=0)
+                    writer = tl.load(p_writers + (word & 0xFFFFFFFF), mask=there, other=-1).to(tl.int64)
                     kind = tl.where(lost, KIND_LOST_WRITE, KIND_NON_FINITE).to(tl.int64)
                     report_record(
                         p_counters, p_ring, ring_rows, kind, lost | not_finite, region, column, slot, position, token,
-                        p_records, m, old, value, writer, step * 8 + PHASE_POST,
+                        p_records, there, old, value, writer, step * 8 + PHASE_POST,
                     )  # fmt: skip
     tl.atomic_add(p_counters + COUNT_RECORDED_BYTES, recorded)
 
@@ -198,7 +208,7 @@ def read_check_kernel(
     # `check` has already moved the cursor past this forward's stretch.
     begin = tl.load(p_cursors + CURSOR_READ) - budget + total
     checked = tl.zeros((), tl.int64)
-    for i in range(tl.program_id(0), budget.to(tl.int32), tl.num_programs(0)):
+    for i in range(tl.program_id(1), budget.to(tl.int32), tl.num_programs(1)):
         i_tile = ((begin + i) % total).to(tl.int32)
         i_row = tl.sum((b_tile_end <= i_tile).to(tl.int32), 0)
         i_inside = i_tile - tl.max(tl.where(b_tile_end <= i_tile, b_tile_end, 0), 0)
@@ -217,7 +227,7 @@ def read_check_kernel(
         checked += compare(
             p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
             p_clock, p_ring, ring_rows, region, slot, m & (status == STATUS_OK), position, writer, PHASE_PRE,
-            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES,
+            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES, True,
         )  # fmt: skip
     tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -232,18 +242,17 @@ def scrub_kernel(
     """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
     count = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots)
     begin = tl.load(p_cursors + CURSOR_SCRUB)
-    if COUNT:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, count)
+    if COUNT and (tl.program_id(1) == 0) & (tl.program_id(0) == 0):
+        tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, count)
     checked = tl.zeros((), tl.int64)
-    for i in range(tl.program_id(0), ((count + SLOTS - 1) // SLOTS).to(tl.int32), tl.num_programs(0)):
+    for i in range(tl.program_id(1), ((count + SLOTS - 1) // SLOTS).to(tl.int32), tl.num_programs(1)):
         o_slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
+        slot = begin + o_slot
+        slot = tl.where(slot < slots, slot, slot - slots)
         checked += compare(
             p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
-            p_clock, p_ring, ring_rows, region, tl.where(begin + o_slot < slots, begin + o_slot, begin + o_slot - slots),
-            o_slot < count,
-            tl.full((SLOTS,), -1, tl.int64), -1, PHASE_SCRUB,
-            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES,
+            p_clock, p_ring, ring_rows, region, slot, o_slot < count, tl.full((SLOTS,), -1, tl.int64), -1, PHASE_SCRUB,
+            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES, False,
         )  # fmt: skip
     tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -256,13 +265,13 @@ def baseline_kernel(
     BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
-    for i in range(tl.program_id(0), (slots + SLOTS - 1) // SLOTS, tl.num_programs(0)):
+    for i in range(tl.program_id(1), (slots + SLOTS - 1) // SLOTS, tl.num_programs(1)):
         slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-        for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
+        for i_source in range(tl.program_id(0) * SOURCES, min((tl.program_id(0) + 1) * SOURCES, n_columns)):
             column = tl.load(p_columns + i_source)
             p_source = p_descriptors + column * FIELDS
             there = (slot < slots) & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
-            value, odd = fold(
+            value, _ = fold(
                 p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
                 BLOCK_WORDS, False,
             )  # fmt: skip
@@ -274,21 +283,25 @@ def compare(
     p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
     p_ring, ring_rows, region, slot, m, position, writer, phase,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
-    """Compares the bytes of written slots with their fingerprints and reports BYTES; gives the bytes compared."""
-    token, stored = split_head(tl.load(p_records + slot * 4, mask=m, other=0))
-    written = m & ((stored & 3) == WRITTEN)
+    """Compares the bytes of written slots with their fingerprints and reports BYTES; gives the bytes compared. `EAGER`
+    reads bytes before it knows that the slot was written: right where nearly all are."""
+    first = tl.load(p_records + slot * 4, mask=m, other=0)
+    if not EAGER:
+        m = m & ((first >> 32 & 3) == WRITTEN)
     compared = tl.zeros((), tl.int64)
-    for i_source in range(tl.program_id(1) * SOURCES, min((tl.program_id(1) + 1) * SOURCES, n_columns)):
+    for i_source in range(tl.program_id(0) * SOURCES, min((tl.program_id(0) + 1) * SOURCES, n_columns)):
         column = tl.load(p_columns + i_source)
         p_source = p_descriptors + column * FIELDS
-        there = written & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
-        old = tl.load(p_fingerprints + slot * sources + column, mask=there, other=0)
-        value, odd = fold(
-            p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
+        present = m & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
+        old = tl.load(p_fingerprints + slot * sources + column, mask=present, other=0)
+        value, _ = fold(
+            p_source, tl.load(p_salts + column), p_keys, slot, present, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
             BLOCK_WORDS, False,
         )  # fmt: skip
+        there = present & ((first >> 32 & 3) == WRITTEN)
+        token, _ = split_head(first)
         differs = there & (value != old)
         compared += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)
         if tl.sum(differs.to(tl.int32), 0) > 0:
@@ -315,41 +328,58 @@ def fold(
     first = page * tl.load(p_source + PAGE_STRIDE)
     if SOURCE_PAGE > 1:
         first += (slot.to(tl.int32) % SOURCE_PAGE).to(tl.int64) * tl.load(p_source + SLOT_STRIDE)
+    chunk_stride = tl.load(p_source + CHUNK_STRIDE)
     exponent = tl.load(p_source + EXPONENT).to(tl.uint32)
     increment = tl.load(p_source + INCREMENT).to(tl.uint32)
     carry = tl.load(p_source + CARRY).to(tl.uint32)
     # Sums stay in their column until the end: a few lanes share a slot, so one short reduction ends each tile.
     total = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint64)
     odd = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint32)
-    # A run-time loop: unrolled as a whole it would ask for more registers than there are.
+    word = load_words(address, first, chunk_stride, m, 0, CHUNK_BYTES, WORDS, ALIGNMENT, BLOCK_WORDS)
+    # A run-time loop: unrolled as a whole it would ask for more registers than there are. The next words are asked for
+    # before these are used, which keeps twice as much memory traffic in flight.
     for w in range(0, WORDS, BLOCK_WORDS):
+        coming = load_words(
+            address, first, chunk_stride, m, w + BLOCK_WORDS, CHUNK_BYTES, WORDS, ALIGNMENT, BLOCK_WORDS
+        )
         o_word = w + tl.arange(0, BLOCK_WORDS)
-        m_word = m[:, None]
-        if WORDS % BLOCK_WORDS != 0:
-            m_word = m_word & (o_word < WORDS)[None, :]
         key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
-        if ALIGNMENT >= 4:
-            p_words = tl.multiple_of(address, ALIGNMENT).to(tl.pointer_type(tl.uint32))
-            p_words = tl.multiple_of(p_words, ALIGNMENT)
-            offset = o_word
-            if CHUNKS > 1:
-                chunk_words = tl.multiple_of(tl.load(p_source + CHUNK_STRIDE) // 4, ALIGNMENT // 4)
-                offset = o_word // CHUNK_WORDS * chunk_words + o_word % CHUNK_WORDS
-            p_word = p_words + tl.multiple_of(first // 4, ALIGNMENT // 4)[:, None] + offset[None, :]
-            word = tl.load(p_word, mask=m_word, other=0, eviction_policy="evict_first")
-        else:
-            p_bytes = address.to(tl.pointer_type(tl.uint8))
-            inside = o_word % CHUNK_WORDS * 4
-            offset = o_word // CHUNK_WORDS * tl.load(p_source + CHUNK_STRIDE) + inside
-            p_byte = p_bytes + first[:, None] + offset[None, :]
-            word = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint32)
-            for b in tl.static_range(4):
-                m_byte = m_word & (inside + b < CHUNK_BYTES)[None, :]
-                word = word | (tl.load(p_byte + b, mask=m_byte, other=0).to(tl.uint32) << (8 * b))
         total += word.to(tl.uint64) * key[None, :]
         if FLOATS:
             odd = odd | (((word & exponent) + increment) & carry)
+        word = coming
     found = tl.zeros_like(slot).to(tl.uint32)
     if FLOATS:
         found = tl.max(odd, 1)
     return salt + tl.sum(total, 1).to(tl.int64, bitcast=True), found
+
+
+@triton.jit
+def load_words(
+    address, first, chunk_stride, m, w,
+    CHUNK_BYTES: tl.constexpr, WORDS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Words ``w`` to ``w + BLOCK_WORDS - 1`` of each slot, which begins ``first`` bytes after ``address``; 0 beyond the
+    slot's end and where ``m`` is false. # [slots, BLOCK_WORDS]"""
+    CHUNK_WORDS: tl.constexpr = (CHUNK_BYTES + 3) // 4
+    o_word = w + tl.arange(0, BLOCK_WORDS)
+    m_word = (m & (w < WORDS))[:, None]
+    if WORDS % BLOCK_WORDS != 0:
+        m_word = m_word & (o_word < WORDS)[None, :]
+    if ALIGNMENT >= 4:
+        p_words = tl.multiple_of(tl.multiple_of(address, ALIGNMENT).to(tl.pointer_type(tl.uint32)), ALIGNMENT)
+        offset = o_word
+        if WORDS > CHUNK_WORDS:
+            chunk_words = tl.multiple_of(chunk_stride // 4, ALIGNMENT // 4)
+            offset = o_word // CHUNK_WORDS * chunk_words + o_word % CHUNK_WORDS
+        p_word = p_words + tl.multiple_of(first // 4, ALIGNMENT // 4)[:, None] + offset[None, :]
+        word = tl.load(p_word, mask=m_word, other=0, eviction_policy="evict_first")
+    else:
+        inside = o_word % CHUNK_WORDS * 4
+        offset = o_word // CHUNK_WORDS * chunk_stride + inside
+        p_byte = address.to(tl.pointer_type(tl.uint8)) + first[:, None] + offset[None, :]
+        word = tl.zeros((m.shape[0], BLOCK_WORDS), tl.uint32)
+        for b in tl.static_range(4):
+            m_byte = m_word & (inside + b < CHUNK_BYTES)[None, :]
+            word = word | (tl.load(p_byte + b, mask=m_byte, other=0).to(tl.uint32) << (8 * b))
+    return word

@@ -84,7 +84,7 @@ def record_kernel(
         head = tl.load(p_heads + i_row)
 
         b_before = tl.zeros((TILE,), tl.int64)
-        for i_before in range(0, i_tile):
+        for i_before in range(i_tile):
             o_before = i_before * TILE + tl.arange(0, TILE).to(tl.int64)
             b_before += mix(tl.load(p_tokens + token_first + o_before).to(tl.int64), prefix + o_before)
 
@@ -136,13 +136,14 @@ def record_kernel(
         bad = (planned & (status != STATUS_OK)) | wrong | elsewhere | lost
         if tl.sum(bad.to(tl.int32), 0) > 0:
             # One token may have several findings, so each kind is reported by itself.
+            none = tl.full((TILE,), -1, tl.int64)
             for i_kind in tl.static_range(5):
                 if i_kind == 0:
-                    kind, m_kind, value = KIND_SLOT_RANGE, planned & (status == STATUS_RANGE), tl.full((TILE,), -1, tl.int64)
+                    kind, m_kind, value = KIND_SLOT_RANGE, planned & (status == STATUS_RANGE), none
                 elif i_kind == 1:
-                    kind, m_kind, value = KIND_NULL_SLOT, planned & (status == STATUS_NULL), tl.full((TILE,), -1, tl.int64)
+                    kind, m_kind, value = KIND_NULL_SLOT, planned & (status == STATUS_NULL), none
                 elif i_kind == 2:
-                    kind, m_kind, value = KIND_WRITE_INPUT, wrong, tl.full((TILE,), -1, tl.int64)
+                    kind, m_kind, value = KIND_WRITE_INPUT, wrong, none
                 elif i_kind == 3:
                     kind, m_kind, value = KIND_WRITE_SLOT, elsewhere, read_slot
                 else:

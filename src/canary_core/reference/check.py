@@ -48,6 +48,7 @@ class Seen:
 
     @property
     def usable(self) -> Tensor:
+        """Whether the place has a slot of the region."""
         return self.status == Status.OK
 
     def holds(self, position: Tensor) -> Tensor:
@@ -72,8 +73,8 @@ def see(state: RegionState, slot: Tensor, status: Tensor) -> Seen:
 
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """Reports mapping findings of all readable places; plans and claims the slots to be written; notes each row's head (the
-    prefix hash where its new tokens begin); advances clock and cursors.
+    """Reports mapping findings of all readable places; plans and claims the slots to be written; notes each row's head
+    (the prefix hash where its new tokens begin); advances clock and cursors.
 
     At most one finding a place, the first that holds of: SLOT_RANGE, NULL_SLOT, UNWRITTEN, FREED, POSITION, TOKEN,
     PREFIX. A prefix hash of 0 is unknown and never judged.
@@ -108,7 +109,8 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
             **record_fields(seen),
         }
         chosen = {word: value[mask] for word, value in fields.items()}
-        report(shared, kind, {**chosen, Row.REGION: state.index, Row.STEP: step * 8 + Phase.PRE_FORWARD})
+        about = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.PRE_FORWARD}
+        report(shared, kind, seen.slot[mask], {**chosen, **about})
 
     _note_heads(state, batch, rows, table)
     _claim(state, plan.plan_writes(state.plan, state.region, batch, table))
@@ -123,7 +125,6 @@ def record_fields(seen: Seen) -> dict[Row, Tensor]:
     """What a finding says of the stored record; -1 where the slot has none."""
     usable = seen.usable
     return {
-        Row.SLOT: seen.slot,
         Row.STORED_TOKEN: torch.where(usable, seen.token, -1),
         Row.STORED_POSITION: torch.where(usable, seen.position * 4 + seen.state, -1),
         Row.STORED_VALUE: torch.where(usable, seen.hash, -1),

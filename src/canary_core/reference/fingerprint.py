@@ -102,7 +102,8 @@ def scrub(state: RegionState) -> None:
     count = min(int(state.cursors[Cursor.SCRUB_SLOTS]), state.region.slots)
     slot = (state.cursors[Cursor.SCRUB] + torch.arange(count, device=state.records.device)) % state.region.slots
     nobody = torch.full_like(slot, -1)
-    _compare(state, see(state, slot, torch.full_like(slot, Status.OK)), Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody})
+    seen = see(state, slot, torch.full_like(slot, Status.OK))
+    _compare(state, seen, Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody})
     state.shared.counters[Counter.SCRUBBED_SLOTS] += count
 
 
@@ -139,11 +140,8 @@ def _report(
     stored = state.fingerprints[torch.where(seen.usable, seen.slot, 0), source]
     fields = {**record_fields(seen), Row.STORED_VALUE: stored, **about}
     chosen = {word: value[mask] for word, value in fields.items()}
-    report(
-        state.shared,
-        kind,
-        {**chosen, Row.REGION: state.index, Row.SOURCE: source, Row.STEP: step * 8 + phase},
-    )
+    where = {Row.REGION: state.index, Row.SOURCE: source, Row.STEP: step * 8 + phase}
+    report(state.shared, kind, seen.slot[mask], {**chosen, **where})
 
 
 def _present(source: KVSource, slot: Tensor) -> Tensor:

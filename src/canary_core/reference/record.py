@@ -59,7 +59,6 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     }
     other_value = {Kind.WRITE_SLOT: read_slot, Kind.TWO_WRITERS: (claim & 0xFFFFFFFF) - 1}
     fields = {
-        Row.SLOT: writes.slot,
         Row.POSITION: places.position,
         Row.TOKEN: expected,
         Row.STORED_TOKEN: token,
@@ -70,7 +69,8 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         chosen: dict[Row, Tensor | int] = {word: value[mask] for word, value in fields.items()}
         if kind in other_value:
             chosen[Row.STORED_VALUE] = other_value[kind][mask]
-        report(shared, kind, {**chosen, Row.REGION: state.index, Row.STEP: step * 8 + Phase.POST_FORWARD})
+        about = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.POST_FORWARD}
+        report(shared, kind, writes.slot[mask], {**chosen, **about})
 
     new = torch.zeros(int(winner.sum()), RECORD_WORDS, dtype=torch.int32, device=batch.device)
     new[:, TOKEN] = token[winner].int()

@@ -9,11 +9,9 @@ from canary_core.records import ROW_WORDS, Counter, Kind, Row
 from canary_core.state import Shared
 
 
-def report(shared: Shared, kind: Kind, fields: Mapping[Row, Tensor | int]) -> None:
-    """Counts one finding per entry of ``fields[Row.SLOT]`` (int64 ``[n]``) and keeps those the ring has room for.
-    The other fields are of the same shape or one number for all; `SEQUENCE` and `KIND` are filled in."""
-    slot = fields[Row.SLOT]
-    assert isinstance(slot, Tensor)
+def report(shared: Shared, kind: Kind, slot: Tensor, fields: Mapping[Row, Tensor | int]) -> None:
+    """Counts one finding per entry of ``slot`` (int64 ``[n]``) and keeps those that the ring has room for. The other
+    fields are of the same shape or one number for all; `SEQUENCE`, `KIND` and `SLOT` are filled in."""
     count = slot.shape[0]
     if count == 0:
         return
@@ -27,5 +25,6 @@ def report(shared: Shared, kind: Kind, fields: Mapping[Row, Tensor | int]) -> No
     sequence = first + torch.arange(count, device=slot.device)
     rows[:, Row.SEQUENCE] = sequence + 1
     rows[:, Row.KIND] = int(kind)
+    rows[:, Row.SLOT] = slot
     kept = sequence - drained < shared.ring.shape[0]
     shared.ring[sequence[kept] % shared.ring.shape[0]] = rows[kept]
