@@ -20,7 +20,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_clean_traffic_raises_no_alarm_and_keeps_its_outputs(kind, shape, build, serve, guard, traffic):
+def test_clean_traffic_raises_no_alarm_and_keeps_its_outputs(kind, shape, build, serve, guard, traffic, has_pool):
     """Prefix sharing, chunked prefill, forks, eviction, preemption, windows, in every attention type."""
     load = traffic(seed=len(shape), **SHAPES[shape])
     bare = serve(build(kind), load)
@@ -28,7 +28,8 @@ def test_clean_traffic_raises_no_alarm_and_keeps_its_outputs(kind, shape, build,
     assert serve(build(kind), load) == bare
     stats = guarded.stats()
     assert guarded.violations == []
-    assert stats["violations"] == stats["dismissed"] == stats["unknown_slots"] == 0
+    assert stats["violations"] == stats["unknown_slots"] == 0
+    assert stats["dismissed"] == 0 or not has_pool
     assert min(stats[name] for name in ("forwards", "checked_slots", "recorded_slots", "checked_bytes")) > 0
 
 
@@ -43,7 +44,7 @@ def test_no_alarm_under_pressure_whatever_the_seed(seed, build, serve, guard, tr
 
 
 def test_the_loads_do_what_they_are_for(build, serve, guard, traffic, monkeypatch):
-    """Prefixes are shared, blocks de-duplicated, evicted and copied, requests preempted: else silence proves nothing."""
+    """Prefixes are shared, blocks evicted and copied, requests preempted: else silence proves nothing."""
     cache = importlib.import_module("transformers.generation.continuous_batching.cache")
     state = importlib.import_module("transformers.generation.continuous_batching.requests").RequestState
     seen = set()

@@ -101,12 +101,15 @@ def test_a_flipped_bit_in_an_idle_cached_block_is_found_by_the_scrub(build, serv
     model, guarded = build("llama"), guard(build("llama"), read_check=0, scrub_budget="1MiB")
 
     def act(arguments):
-        index, allocator = group_of(arguments["cache"], 2)
-        cached = allocator.ledger.cached_blocks if hasattr(allocator, "ledger") else arguments["cache"]._block_manager._init_block_ids
+        cache = arguments["cache"]
+        _, allocator = group_of(cache, 2)
+        if hasattr(allocator, "ledger"):
+            cached, stride = allocator.ledger.cached_blocks, allocator.block_physical_stride
+        else:
+            cached, stride = cache._block_manager._init_block_ids, cache.block_size
         if not cached:
             return False
-        stride = getattr(allocator, "block_physical_stride", arguments["cache"].__dict__.get("block_size"))
-        views(arguments["cache"], 2)[1][next(iter(cached)) * stride + 3].view(torch.uint8).view(-1)[0] ^= 128
+        views(cache, 2)[1][next(iter(cached)) * stride + 3].view(torch.uint8).view(-1)[0] ^= 128
         return True
 
     with in_forward(model, act) as done:
@@ -193,7 +196,7 @@ def test_a_write_to_another_slot_is_found(kind, build, serve, guard, traffic, at
     model, guarded, hit = build(kind), guard(build(kind)), {}
 
     def act(canary, batch):
-        ((name, table),) = batch.tables.items()
+        (table,) = batch.tables.values()
         if int(batch.new_lens.sum()) < 3 or not int(batch.prefix_lens.min()):
             return False
         hit["step"] = canary.forwards
@@ -209,8 +212,10 @@ def test_a_write_to_another_slot_is_found(kind, build, serve, guard, traffic, at
 
 
 @pytest.mark.parametrize(("kind", "layer"), CASES)
-def test_a_lost_write_is_found(kind, layer, build, serve, guard, traffic, monkeypatch):
+def test_a_lost_write_is_found(kind, layer, build, serve, guard, traffic, has_pool):
     """The store of one layer's V does not run in one step."""
+    if not has_pool:
+        pytest.skip("Transformers 5.17 never clears its cache: a first write may leave the bytes of an earlier cache")
     model, guarded, hit = build(kind), guard(build(kind)), {}
 
     def act(arguments):
@@ -234,14 +239,14 @@ def test_a_lost_write_is_found(kind, layer, build, serve, guard, traffic, monkey
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
-def test_a_freed_block_in_use_is_found(kind, build, serve, guard, traffic):
+def test_a_freed_block_in_use_is_found(kind, build, serve, guard, traffic, has_pool):
     """The engine frees a block that a running request still reads, and may hand it out again."""
+    if not has_pool:
+        pytest.skip("Transformers 5.17 tells when blocks are handed out, not when they are freed")
     model, guarded = build(kind), guard(build(kind))
 
     def act(arguments):
         cache = arguments["cache"]
-        if not hasattr(cache, "pool"):
-            pytest.skip("Transformers 5.17 tells when blocks are handed out, not when they are freed")
         allocator = next(iter(cache.cache_allocators.values()))
         tables = [t for t in allocator.block_table.values() if len(t) > 1]
         if guarded.stats()["forwards"] < 4 or not tables:

@@ -6,7 +6,6 @@ from itertools import accumulate
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
 from canary_adapters import block_table, ragged_table

@@ -19,6 +19,7 @@ from canary_transformers.patches import Patches
 from canary_transformers.pool import PagedCachePool
 from canary_transformers.tokens import TokenBook
 from canary_transformers.upload import upload
+from canary_transformers.vet import AdoptedVet
 
 
 class Session:
@@ -50,8 +51,10 @@ class Session:
             self.canary = Canary(regions, config, hooks=hooks, writers=writers, uncovered=pool.uncovered())
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
             self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
-            for group in self._groups if not (fresh and layout.cleared(cache)) else ():
-                self.canary.forget_slots(group.name, self._all_slots(group))
+            if not (fresh and layout.cleared(cache)):
+                hooks.register(AdoptedVet())
+                for group in self._groups:
+                    self.canary.forget_slots(group.name, self._all_slots(group))
         self._patches = Patches()
         self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
         layout.watch_blocks(processor, self, self._patches)

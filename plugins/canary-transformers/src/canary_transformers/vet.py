@@ -1,4 +1,4 @@
-"""Which findings the model itself explains."""
+"""Which findings the model or the cache's past explains."""
 
 from typing import Any
 
@@ -43,6 +43,18 @@ class EmbeddingVet:
             return None
         known = old_token is not None and 0 <= old_token < weight.shape[0]
         return weight[token].detach(), weight[old_token].detach() if known else None
+
+
+class AdoptedVet:
+    """Dismisses a `LOST_WRITE` into a slot whose bytes are from before Canary: from a cache that lived on, or from
+    memory that was never cleared. The same prompt may have left the same bytes there."""
+
+    @hookimpl
+    def canary_vet(self, violation: Violation) -> str | None:
+        """The reason, where there is one."""
+        if violation.kind is Kind.LOST_WRITE and not violation.step_written:
+            return "the bytes were there before Canary, and may be this very token's"
+        return None
 
 
 def _bits(row: Tensor) -> Tensor:
