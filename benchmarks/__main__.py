@@ -5,6 +5,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from benchmarks.step import STEPS
 
 QUICK_BUDGET_S = 0.15
 FULL_BUDGET_S = 0.5
+QUICK = {"memory", *(case.name for case in (*CASES.values(), *STEPS.values()) if case.quick)}
 OTHERS = {
     "curves": "device time of a forward's hooks against pool size and context",
     "memory": "our share of a Llama-8B pool of 1M slots",
@@ -55,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="cases with NAME in their name; repeatable"
     )
-    p.add_argument("--quick", action="store_true", help="the cases with bars, shorter")
+    p.add_argument("--quick", action="store_true", help="the main cases, shorter, and no curves")
     p.add_argument(
         "--builtin", action=argparse.BooleanOptionalAction, default=True,
         help="run SGLang's built-in canary beside ours, if it is installed",
@@ -88,8 +90,10 @@ def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
 
     budget_s = QUICK_BUDGET_S if args.quick else FULL_BUDGET_S
     report: reports.Report = {"machine": reports.machine(), "command": reports.command(), "results": []}
+    chosen = [n for n in wanted if args.only or not args.quick or n in QUICK]
+    cases = [CASES[n] for n in chosen if n in CASES]
     modules, compiling = None, None
-    if args.builtin:
+    if args.builtin and any(case.peer for case in cases):
         from benchmarks import peer
 
         try:
@@ -100,8 +104,6 @@ def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
             report["peer_note"] = str(error)
     report["peak"] = peak_read_gbps()
 
-    chosen = [n for n in wanted if args.only or not args.quick or n in OTHERS or {**CASES, **STEPS}[n].quick]
-    cases = [CASES[n] for n in chosen if n in CASES]
     results = {}
     # Those without a counterpart first: meanwhile the built-in's kernels are compiled.
     for case in sorted(cases, key=lambda c: bool(c.peer)):
@@ -112,12 +114,15 @@ def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
             try:
                 results[case.name] = measure(case, modules, budget_s)
             except Exception as error:  # one case that fails must not cost the others
+                console.print(traceback.format_exc(), markup=False)
                 results[case.name] = Result(case.name, case.work, bar=str(case.bar or ""), refused=f"failed: {error!r}")
-    report["results"] = [results[c.name].to_dict() for c in cases]
+        report["results"] = [results[c.name].to_dict() for c in cases if c.name in results]
+        save(report, args)
     _whole_steps(report, [STEPS[n] for n in chosen if n in STEPS], budget_s)
+    save(report, args)
     if "curves" in chosen:
         with _section("curves"):
-            report["curves"] = step.curves(budget_s, args.quick)
+            report["curves"] = step.curves(budget_s)
     if "memory" in chosen:
         report["memory"] = step.memory()
     return report
@@ -125,8 +130,7 @@ def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
 
 def finish(report: reports.Report, args: argparse.Namespace) -> int:
     """Shows and writes a report."""
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1))
+    save(report, args)
     reports.show(report, console)
     if args.plot:
         try:
@@ -137,7 +141,14 @@ def finish(report: reports.Report, args: argparse.Namespace) -> int:
     if args.markdown:
         plot = Path(args.plot).name if args.plot else None
         Path(args.markdown).write_text(reports.markdown(report, plot))
-    return 1 if any(r["refused"] for r in report["results"]) else 0
+    points = [p for curve in report.get("curves", {}).values() for p in curve]
+    return 1 if any(r.get("refused") for r in (*report["results"], *report.get("steps", {}).values(), *points)) else 0
+
+
+def save(report: reports.Report, args: argparse.Namespace) -> None:
+    """Writes the raw numbers so far: a run that is cut short leaves what it had."""
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1))
 
 
 def _whole_steps(report: reports.Report, steps: list[Case], budget_s: float) -> None:
@@ -152,7 +163,10 @@ def _whole_steps(report: reports.Report, steps: list[Case], budget_s: float) -> 
                 if case is step.DECODE:
                     report["host_us"] = whole.host_us()
                     report["launches"] = whole.launches()
+                whole.canary.close()
+                del whole
             except Exception as error:
+                console.print(traceback.format_exc(), markup=False)
                 report.setdefault("steps", {})[case.name] = {"work": case.work, "refused": repr(error)}
 
 

@@ -144,10 +144,9 @@ CASES: dict[str, Case] = {
         *(
             Case(
                 f"scrub/{mib}MiB", f"scrub {mib} MiB of 32 layers × K+V × 2048 B", ("scrub",),
-                Shape(16, 2048, sets=max(1, min(32, 256 // mib)), layers=32), layout="llama", scrub_bytes=mib * MIB,
-                quick=mib == 64,
+                Shape(1, 32768 // sets, sets=sets, layers=32), layout="llama", scrub_bytes=mib * MIB, quick=mib == 64,
             )
-            for mib in (1, 8, 64, 512)
+            for mib, sets in ((1, 128), (8, 32), (64, 8), (512, 4))
         ),
         Case(
             "baseline/llama", "baseline: fingerprint a pool of 32 layers × K+V × 2048 B at attach", ("baseline",),

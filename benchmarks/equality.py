@@ -10,7 +10,7 @@ from canary_core.backends import Backend, torch_backend, triton_backend
 from canary_core.records import TOKEN, Counter
 from canary_core.state import RegionState
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the comparison is the tests' own
 
 from ops.scenario import differences, twin
 
@@ -37,6 +37,15 @@ def require_equal(setting: Setting, kernels: Backend | None = None) -> None:
         _compare(setting, kernels, faulty, "faulty data")
     finally:
         _flip(setting, slots)
+
+
+def require_quiet(setting: Setting) -> None:
+    """After timing: nothing was reported and nothing suspected, so that what was timed is what clean traffic costs.
+    Raises `NotEqualError`."""
+    counters = setting.state.shared.counters
+    found, unsure = int(counters[: Counter.FIRST].sum()), int(counters[Counter.UNSURE])
+    if found or unsure:
+        raise NotEqualError(f"{setting.case.name}: {found} findings, {unsure} suspicions in the timed launches")
 
 
 def _compare(setting: Setting, kernels: Backend, state: RegionState, what: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.equality import NotEqualError, require_equal
+from benchmarks.equality import NotEqualError, require_equal, require_quiet
 from benchmarks.peer import Modules, Peer, PeerUnavailableError
 from benchmarks.setting import Forward, Setting
 from benchmarks.timing import Timing, time_graph
@@ -51,9 +51,11 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
     setting = Setting.make(case, torch.device("cuda"))
     try:
         require_equal(setting)
+        timing = _time(setting, budget_s)
+        resident_us = _resident_us(setting, budget_s)
+        require_quiet(setting)
     except NotEqualError as error:
-        return Result(case.name, case.work, refused=str(error))
-    timing = _time(setting, budget_s)
+        return Result(case.name, case.work, bar=str(case.bar or ""), refused=str(error))
     size = setting.floor_bytes
     gbps = size / timing.us / 1000
     peer_us, peer_note = _peer(setting, modules, budget_s) if modules and case.peer else ({}, "")
@@ -65,7 +67,7 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
         low_us=timing.low_us,
         high_us=timing.high_us,
         gbps=gbps,
-        resident_us=_resident_us(setting, budget_s),
+        resident_us=resident_us,
         bar=str(case.bar or ""),
         met=case.bar.met(timing.us, gbps) if case.bar else None,
         peer_us=peer_us,
@@ -104,7 +106,6 @@ def _launcher(case: Case, backend: Backend, forwards: list[Forward]) -> Callable
 def _peer(setting: Setting, modules: Modules, budget_s: float) -> tuple[dict[str, float], str]:
     try:
         peer = Peer(setting, modules)
-        peer.require_clean()
         times = {}
         for op in setting.case.peer:
             launch, launches = peer.launcher(op)

@@ -23,8 +23,6 @@ from benchmarks.setting import Setting, flat
 PACKAGE = "sglang.kernels.ops.kv_canary"
 RECORD_BYTES = 32
 RING_ROWS = 1024
-SETS = 4
-"""Batches that the built-in's launches go round; its lanes are slower than ours, so fewer suffice."""
 
 
 class PeerUnavailableError(Exception):
@@ -64,9 +62,9 @@ def load(reference: bool = False) -> Modules:
 def compile_ahead(modules: Modules) -> ThreadPoolExecutor:
     """Starts nvcc for all kernels at once; `ThreadPoolExecutor.shutdown` waits for them. A kernel that does not compile
     is reported where it is used."""
-    major, minor = torch.cuda.get_device_capability()
+    target = importlib.import_module("sglang.kernels.jit.utils").get_jit_cuda_arch().target_name
     # The loader sets and restores it around each build; set beforehand, parallel builds restore the same value.
-    os.environ.setdefault("TVM_FFI_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
+    os.environ["TVM_FFI_CUDA_ARCH_LIST"] = target
     entries = importlib.import_module(f"{PACKAGE}.plan.entries_kernel")
     pool = ThreadPoolExecutor(5)
     for tokens in (False, True):
@@ -110,7 +108,7 @@ class Peer:
             prime = _Batch(self, slice(0, rows), 0, context)
             prime.plan()
             prime.write()
-        self._batches = [_Batch(self, f.rows, context, width) for f in setting.forwards[:SETS]]
+        self._batches = [_Batch(self, f.rows, context, width) for f in setting.forwards]
         for batch in self._batches:
             batch.plan()
 

@@ -115,7 +115,8 @@ class Setting:
         """Makes the slots that the batches write unwritten again, as they are before a real forward: a fingerprint
         that did not change would be a suspicion, and cost more."""
         self.state.records.index_fill_(0, self.write_slots, 0)
-        self.state.fingerprints.index_fill_(0, self.write_slots, 0)
+        if self.state.sources:
+            self.state.fingerprints.index_fill_(0, self.write_slots, 0)
 
     def plan(self, backend: Backend) -> None:
         """What the ops after the forward need of `check`."""

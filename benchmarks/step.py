@@ -1,5 +1,6 @@
 """Canary as a whole: what one forward costs on the device and on the host, how many launches, how much memory."""
 
+import gc
 import statistics
 import time
 from collections import Counter as Tally
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Case, Shape
-from benchmarks.equality import NotEqualError, require_equal
+from benchmarks.equality import require_equal, require_quiet
 from benchmarks.setting import REGION, Setting, Traffic, region
 from benchmarks.timing import time_graph
 from canary_core import Canary, CanaryConfig, KVSource, Region
@@ -70,6 +71,7 @@ class Step:
         pre = time_graph(self.pre, sets, None, budget_s)
         whole = time_graph(self.whole, sets, self.setting.reset, budget_s)
         self.canary.drain()
+        require_quiet(self.setting)
         return {
             "pre_us": pre.us, "post_us": whole.us - pre.us, "whole_us": whole.us, "bytes": self.setting.floor_bytes,
         }  # fmt: skip
@@ -119,16 +121,15 @@ class Step:
         return {name: count / PROFILED_STEPS for name, count in tally.most_common()}
 
 
-def curves(budget_s: float, quick: bool) -> dict[str, list[dict[str, Any]]]:
+def curves(budget_s: float) -> dict[str, list[dict[str, Any]]]:
     """Device µs of one forward's hooks against pool size and against context. A point whose equality fails says so
     instead."""
-    pools, contexts = (POOL_SLOTS, CONTEXT_TOKENS) if not quick else (POOL_SLOTS[:3:2], CONTEXT_TOKENS[::2])
     points: dict[str, list[dict[str, Any]]] = {"pool_slots": [], "context_tokens": []}
-    for slots in pools:
+    for slots in POOL_SLOTS:
         shape = CURVE.shape
         used = shape.rows * (shape.context_tokens + shape.new_tokens) + 1
         points["pool_slots"].append({"x": slots, **_point(replace(shape, spare_slots=slots - used), budget_s)})
-    for context in contexts:
+    for context in CONTEXT_TOKENS:
         shape = Shape(1, context, spare_slots=CONTEXT_POOL_SLOTS - context - 2)
         points["context_tokens"].append({"x": context, **_point(shape, budget_s)})
     return points
@@ -136,11 +137,19 @@ def curves(budget_s: float, quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 def _point(shape: Shape, budget_s: float) -> dict[str, Any]:
     try:
-        return Step(replace(CURVE, shape=shape), torch.device("cuda")).times(budget_s)
-    except NotEqualError as error:
-        return {"refused": str(error)}
+        return _point_times(shape, budget_s)
+    except Exception as error:  # one point that fails must not cost the others
+        return {"refused": repr(error)}
     finally:
+        gc.collect()
         torch.cuda.empty_cache()
+
+
+def _point_times(shape: Shape, budget_s: float) -> dict[str, Any]:
+    whole = Step(replace(CURVE, shape=shape), torch.device("cuda"))
+    times = whole.times(budget_s)
+    whole.canary.close()
+    return times
 
 
 def memory(slots: int = 1_000_000) -> dict[str, Any]:
