@@ -17,12 +17,16 @@ from canary_core.state import RegionState, SourceShape
 
 COLUMNS = 32
 """Words of a slot in one load: 8 lanes of 16 bytes."""
+MOST_UNROLLED = 4
+"""Loads of a slot that are in flight together."""
 SLOTS = 32
 """Slots that a program takes at a time."""
 SOURCES = 1
 """Sources that one program takes, one after the other."""
 WARPS = 2
 PROGRAMS_PER_PROCESSOR = 8
+MOST_TILES = 32768
+"""Programs over a batch's tokens; CUDA allows 65,535 in that dimension of a grid."""
 
 FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
 PLAN = tl.constexpr(PLAN_WORDS)
@@ -56,7 +60,7 @@ PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.fingerprint`. One launch a source shape; may be captured."""
     for shape in state.shapes:
-        tiles = min(-(-batch.tokens // SLOTS), programs(state, PROGRAMS_PER_PROCESSOR * 64))
+        tiles = min(-(-batch.tokens // SLOTS), MOST_TILES)
         fingerprint_kernel[(_groups(shape), tiles)](
             *_arguments(state, shape), state.claims, state.plan, batch.token_ids, batch.writers, batch.tokens,
             **_constants(shape), SLOTS=SLOTS,
@@ -122,12 +126,15 @@ def _block_words(shape: SourceShape) -> int:
 
 
 def _constants(shape: SourceShape) -> dict[str, int]:
+    block = _block_words(shape)
+    blocks = -(-_words(shape) // block)
     return {
         "SOURCE_PAGE": shape.page_size,
         "CHUNKS": shape.chunks,
         "CHUNK_BYTES": shape.chunk_bytes,
         "ALIGNMENT": shape.alignment,
-        "BLOCK_WORDS": _block_words(shape),
+        "BLOCK_WORDS": block,
+        "UNROLL": max(n for n in range(1, MOST_UNROLLED + 1) if blocks % n == 0),
         "SOURCES": SOURCES,
         "num_warps": WARPS,
     }
@@ -138,7 +145,7 @@ def fingerprint_kernel(
     p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
     p_ring, ring_rows, region, p_claims, p_plan, p_tokens, p_writers, tokens,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` tokens, by groups of `SOURCES` sources."""
     step = tl.load(p_clock + CLOCK_NEXT)
@@ -163,7 +170,7 @@ def fingerprint_kernel(
                 old = tl.load(p_old, mask=present, other=0)
                 value, odd = fold(
                     p_source, tl.load(p_salts + column), p_keys, slot, present, SOURCE_PAGE, CHUNKS, CHUNK_BYTES,
-                    ALIGNMENT, BLOCK_WORDS, True,
+                    ALIGNMENT, BLOCK_WORDS, UNROLL, True,
                 )  # fmt: skip
                 there = present & (claim == (step << 32) + o_token + 1)
                 tl.store(p_old, value, mask=there)
@@ -193,7 +200,7 @@ def read_check_kernel(
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
     POOL_SLOTS: tl.constexpr, ROWS: tl.constexpr,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `READ_TILE` readable places, by groups of `SOURCES` sources."""
     o_row = tl.arange(0, ROWS)
@@ -227,7 +234,7 @@ def read_check_kernel(
         checked += compare(
             p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
             p_clock, p_ring, ring_rows, region, slot, m & (status == STATUS_OK), position, writer, PHASE_PRE,
-            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES, True,
+            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, UNROLL, SOURCES, True,
         )  # fmt: skip
     tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -237,7 +244,7 @@ def scrub_kernel(
     p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
     p_ring, ring_rows, region, p_cursors, slots,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
     count = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots)
@@ -252,7 +259,7 @@ def scrub_kernel(
         checked += compare(
             p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
             p_clock, p_ring, ring_rows, region, slot, o_slot < count, tl.full((SLOTS,), -1, tl.int64), -1, PHASE_SCRUB,
-            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, SOURCES, False,
+            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, UNROLL, SOURCES, False,
         )  # fmt: skip
     tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -262,7 +269,7 @@ def baseline_kernel(
     p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
     p_ring, ring_rows, region, slots,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
     for i in range(tl.program_id(1), (slots + SLOTS - 1) // SLOTS, tl.num_programs(1)):
@@ -273,7 +280,7 @@ def baseline_kernel(
             there = (slot < slots) & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
             value, _ = fold(
                 p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
-                BLOCK_WORDS, False,
+                BLOCK_WORDS, UNROLL, False,
             )  # fmt: skip
             tl.store(p_fingerprints + slot * sources + column, value, mask=there)
 
@@ -283,7 +290,7 @@ def compare(
     p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
     p_ring, ring_rows, region, slot, m, position, writer, phase,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, SOURCES: tl.constexpr, EAGER: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     """Compares the bytes of written slots with their fingerprints and reports BYTES; gives the bytes compared. `EAGER`
     reads bytes before it knows that the slot was written: right where nearly all are."""
@@ -298,7 +305,7 @@ def compare(
         old = tl.load(p_fingerprints + slot * sources + column, mask=present, other=0)
         value, _ = fold(
             p_source, tl.load(p_salts + column), p_keys, slot, present, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
-            BLOCK_WORDS, False,
+            BLOCK_WORDS, UNROLL, False,
         )  # fmt: skip
         there = present & ((first >> 32 & 3) == WRITTEN)
         token, _ = split_head(first)
@@ -317,7 +324,7 @@ def compare(
 def fold(
     p_source, salt, p_keys, slot, m,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, FLOATS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, FLOATS: tl.constexpr,
 ):  # fmt: skip
     """Fingerprint of each slot in one source, int64, and, with `FLOATS`, a number that isn't 0 where a float has all
     its exponent bits set."""
@@ -335,19 +342,18 @@ def fold(
     # Sums stay in their column until the end: a few lanes share a slot, so one short reduction ends each tile.
     total = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint64)
     odd = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint32)
-    word = load_words(address, first, chunk_stride, m, 0, CHUNK_BYTES, WORDS, ALIGNMENT, BLOCK_WORDS)
-    # A run-time loop: unrolled as a whole it would ask for more registers than there are. The next words are asked for
-    # before these are used, which keeps twice as much memory traffic in flight.
-    for w in range(0, WORDS, BLOCK_WORDS):
-        coming = load_words(
-            address, first, chunk_stride, m, w + BLOCK_WORDS, CHUNK_BYTES, WORDS, ALIGNMENT, BLOCK_WORDS
-        )
-        o_word = w + tl.arange(0, BLOCK_WORDS)
-        key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
-        total += word.to(tl.uint64) * key[None, :]
-        if FLOATS:
-            odd = odd | (((word & exponent) + increment) & carry)
-        word = coming
+    # A run-time loop over a few blocks at a time: their loads are in flight together, and unrolled as a whole it would
+    # ask for more registers than there are.
+    for w in range(0, WORDS, BLOCK_WORDS * UNROLL):
+        for u in tl.static_range(UNROLL):
+            o_word = w + u * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+            word = load_words(
+                address, first, chunk_stride, m, o_word, CHUNK_BYTES, WORDS, ALIGNMENT, BLOCK_WORDS, UNROLL
+            )
+            key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
+            total += word.to(tl.uint64) * key[None, :]
+            if FLOATS:
+                odd = odd | (((word & exponent) + increment) & carry)
     found = tl.zeros_like(slot).to(tl.uint32)
     if FLOATS:
         found = tl.max(odd, 1)
@@ -356,15 +362,15 @@ def fold(
 
 @triton.jit
 def load_words(
-    address, first, chunk_stride, m, w,
+    address, first, chunk_stride, m, o_word,
     CHUNK_BYTES: tl.constexpr, WORDS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Words ``w`` to ``w + BLOCK_WORDS - 1`` of each slot, which begins ``first`` bytes after ``address``; 0 beyond the
-    slot's end and where ``m`` is false. # [slots, BLOCK_WORDS]"""
+    """Words ``o_word`` of each slot, which begins ``first`` bytes after ``address``; 0 beyond the slot's end and where
+    ``m`` is false."""  # [slots, BLOCK_WORDS]
     CHUNK_WORDS: tl.constexpr = (CHUNK_BYTES + 3) // 4
-    o_word = w + tl.arange(0, BLOCK_WORDS)
-    m_word = (m & (w < WORDS))[:, None]
-    if WORDS % BLOCK_WORDS != 0:
+    m_word = m[:, None] & tl.full((1, BLOCK_WORDS), True, tl.int1)
+    if WORDS % (BLOCK_WORDS * UNROLL) != 0:
         m_word = m_word & (o_word < WORDS)[None, :]
     if ALIGNMENT >= 4:
         p_words = tl.multiple_of(tl.multiple_of(address, ALIGNMENT).to(tl.pointer_type(tl.uint32)), ALIGNMENT)
