@@ -2,7 +2,7 @@
 `BatchView`. `Writers` gives requests the small numbers under which their slots are remembered."""
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -39,6 +39,7 @@ class Writers:
         self._capacity = capacity
         self._ids: OrderedDict[str, int] = OrderedDict()
         self._names: dict[int, str] = {}
+        self._forgotten: deque[int] = deque()
         self._next = 0
 
     def id(self, request: str) -> int:
@@ -61,5 +62,11 @@ class Writers:
         return self._names.get(writer)
 
     def forget(self, request: str) -> None:
-        """The request's history no longer holds (a fork or a reused name): it gets a new id next time."""
-        self._ids.pop(request, None)
+        """The request's history no longer holds (a fork or a reused name): it gets a new id next time. What it wrote
+        under the old one keeps its name, for the last ``capacity`` of them."""
+        old = self._ids.pop(request, None)
+        if old is None:
+            return
+        self._forgotten.append(old)
+        if len(self._forgotten) > self._capacity:
+            del self._names[self._forgotten.popleft()]
