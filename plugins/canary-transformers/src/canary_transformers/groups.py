@@ -1,7 +1,7 @@
 """`Group`: layers of a cache that keep tokens alike, as one region."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Group:
     capacity: int
     first: int
     held: int
+    bound: tuple[KVSource, ...] = ()
 
     @property
     def end(self) -> int:
@@ -44,12 +45,18 @@ class Group:
 
     def sources(self, views: Sequence[LayerView]) -> tuple[KVSource, ...]:
         """K and V of each layer where they are now."""
-        mine = (view for view in views if view.layer in self.layers)
-        return tuple(
-            growing_source(tensor.detach()[:, :, : self.capacity], Part(half, view.layer), self.capacity)
-            for view in mine
+        parts = [
+            (Part(half, view.layer), tensor.detach()[:, :, : self.capacity])
+            for view in views
+            if view.layer in self.layers
             for half, tensor in (("k", view.keys), ("v", view.values))
+        ]
+        before: Sequence[KVSource | None] = self.bound if len(self.bound) == len(parts) else [None] * len(parts)
+        self.bound = tuple(
+            _moved(old, tensor) or growing_source(tensor, part, self.capacity)
+            for old, (part, tensor) in zip(before, parts, strict=True)
         )
+        return self.bound
 
     def slots(self, indices: range, rows: Tensor) -> Tensor:
         """Slots at ``indices`` of batch rows ``rows`` (int64 ``[n]``), int64 ``[n * len(indices)]``."""
@@ -88,6 +95,22 @@ def groups_of(views: Sequence[LayerView], end: int) -> list[Group]:
         layers = tuple(view.layer for view in alike)
         groups.append(Group(name, keeping, layers, alike[0].keys.shape[0], capacity, end - held, held))
     return groups
+
+
+def _moved(old: KVSource | None, tensor: Tensor) -> KVSource | None:
+    """``old`` where it is now, without another search for overlaps; None if more than the place is new."""
+    if old is None or old.tensor.dtype != tensor.dtype or tensor.stride(3) != 1:
+        return None
+    if (old.tensor.shape[:2], old.tensor.shape[3]) != (tensor.shape[:2], tensor.shape[3]):
+        return None
+    rows, heads, tokens = (stride * tensor.element_size() for stride in tensor.stride()[:3])
+    # Contents of a slot in one piece, or heads that a batch or a token apart would overlap, are looked at again.
+    if old.chunks != tensor.shape[1] or min(rows, heads, tokens) < old.chunk_bytes:
+        return None
+    return replace(
+        old, tensor=tensor, slot_stride_bytes=tokens, page_stride_bytes=rows,
+        chunk_stride_bytes=heads if old.chunks > 1 else 0, present=tensor.shape[2],
+    )  # fmt: skip
 
 
 def capacity_for(held: int) -> int:
