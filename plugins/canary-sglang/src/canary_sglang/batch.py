@@ -1,0 +1,78 @@
+"""A `ForwardBatch` as a `BatchView`: every tensor is the one that SGLang's own kernels read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import slot_table
+from canary_core.adapters import BatchAdapter
+from canary_core.batch import BatchView
+from canary_sglang import layout
+from canary_sglang.tokens import expected_tokens
+from canary_sglang.writers import RequestWriters
+
+
+class ForwardBatches(BatchAdapter[Any]):
+    """Views of the forwards of one `ModelRunner`.
+
+    Made before the forward, on its stream. A decode costs no copy and one launch (prefix length = sequence length
+    - 1, into a static buffer); an extend has its lengths on the device already, and brings the requests' own tokens
+    along in one copy.
+    """
+
+    def __init__(self, runner: Any, regions: Sequence[str], writers: RequestWriters) -> None:
+        self._entries: Tensor = runner.req_to_token_pool.req_to_token
+        self._regions = tuple(regions)
+        self._writers = writers
+        self._ones = self._entries.new_ones(self._entries.shape[0])
+        self._prefix_lens = torch.zeros_like(self._ones)
+
+    def view(self, batch: Any) -> BatchView | None:
+        """None for a forward without requests, such as a warm-up, and for modes that are not `CHECKED_MODES`."""
+        names = batch.rids
+        mode = batch.forward_mode.name
+        if not names or mode not in layout.CHECKED_MODES:
+            return None
+        expected = None
+        if mode == "DECODE":
+            prefix_lens, new_lens = self._decode_lens(batch.seq_lens)
+        else:
+            prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
+            expected = self._expected(batch, names)
+        table = slot_table(self._entries, batch.req_pool_indices, batch.out_cache_loc)
+        return BatchView(
+            prefix_lens=prefix_lens,
+            new_lens=new_lens,
+            token_ids=batch.input_ids,
+            writers=self._writers.ids(names),
+            tables=dict.fromkeys(self._regions, table),
+            positions=batch.positions,
+            expected_tokens=expected,
+        )
+
+    def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        rows = seq_lens.shape[0]
+        if rows > self._ones.shape[0] or seq_lens.dtype != self._ones.dtype:
+            # Once: the engine's type of lengths, and room for its largest batch.
+            self._ones = torch.ones(max(rows, self._ones.shape[0]), dtype=seq_lens.dtype, device=seq_lens.device)
+            self._prefix_lens = torch.zeros_like(self._ones)
+        ones, prefix_lens = self._ones[:rows], self._prefix_lens[:rows]
+        torch.sub(seq_lens, ones, out=prefix_lens)
+        return prefix_lens, ones
+
+    def _expected(self, batch: Any, names: Sequence[str]) -> Tensor | None:
+        """The tokens that an extend is about; None where the engine computes something else than its token ids say,
+        for embeddings or images."""
+        images = batch.mm_inputs is not None and any(item is not None for item in batch.mm_inputs)
+        prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        if images or batch.input_embeds is not None or prefixes is None or news is None:
+            return None
+        mixed = batch.forward_mode.name == "MIXED"
+        requests = [self._writers.request(name) for name in names]
+        for i, (request, new) in enumerate(zip(requests, news, strict=True)):
+            # Decode rows of a mixed batch were judged when they were extended.
+            if mixed and new == 1 and request is not None and len(request.output_ids):
+                requests[i] = None
+        return expected_tokens(requests, [p + n for p, n in zip(prefixes, news, strict=True)], batch.input_ids.device)

@@ -1,0 +1,107 @@
+"""What SGLang calls: five or six functions of two classes, wrapped through its own `HookRegistry`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from canary_core import plugins
+from canary_core.config import CanaryConfig
+from canary_core.events import Event
+from canary_core.watch import Watch
+from canary_sglang import layout
+from canary_sglang.session import Session, attach
+
+
+class Hooks:
+    """The hooks of this process. They stay in place for its life, since `HookRegistry` takes none back; without a
+    configuration (`stop`) they only call on.
+
+    One session per process: the target model's. Draft models have runners of their own, which are not guarded.
+    """
+
+    def __init__(self) -> None:
+        self._registered = False
+        self._config: CanaryConfig | None = None
+        self._watch: Watch | None = None
+        self._runner: Any = None
+        self.session: Session | None = None
+
+    def start(self, config: CanaryConfig) -> None:
+        """Guards the runners that are built from now on. Called before SGLang applies its hooks, i.e. from its plugin
+        loader, or before an engine is made. Raises `PluginError` if a function to hook does not exist."""
+        if not self._registered:
+            targets = layout.targets()
+            registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+            hooks = {
+                layout.ALLOCATE: (self._allocated, registry.HookType.AFTER),
+                layout.RESIZE: (self._resized, registry.HookType.AFTER),
+                layout.FORWARD: (self._forward, registry.HookType.AROUND),
+                layout.RUN_BATCH: (self._batch, registry.HookType.BEFORE),
+                layout.FLUSH: (self._flushed, registry.HookType.AFTER),
+                layout.IDLE: (self._idle, registry.HookType.AFTER),
+            }
+            for target in targets:
+                registry.HookRegistry.register(target, *hooks[target])
+            self._registered = True
+        self._config = config
+
+    def stop(self) -> None:
+        """Ends the session; the hooks only call on from now on."""
+        self._config = None
+        if self._watch is not None:
+            self._watch.alive()
+            self._watch = None
+        session, self.session, self._runner = self.session, None, None
+        if session is not None:
+            session.close()
+
+    def _allocated(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if not layout.awaits_resize(runner):
+            self._attach(runner)
+
+    def _resized(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        self._attach(runner)
+
+    def _attach(self, runner: Any) -> None:
+        if self._config is None:
+            return
+        session = attach(runner, self._config)
+        if session is not None:
+            if self.session is not None:
+                self.session.close()
+            self.session, self._runner = session, runner
+
+    def _forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        if session is None or runner is not self._runner:
+            return original(runner, *args, **kwargs)
+        if self._watch is not None:
+            self._watch.alive()
+        batch = args[0] if args else kwargs["forward_batch"]
+        return session.forward(lambda: original(runner, *args, **kwargs), batch)
+
+    def _batch(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if self._config is None:
+            return
+        batch = args[0] if args else kwargs["batch"]
+        if self._watch is None:
+            self._watch = Watch(self._config.silence_s, self._silent)
+        if self.session is not None:
+            self.session.notice(batch.reqs)
+
+    def _flushed(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if result and self.session is not None:
+            self.session.flushed()
+
+    def _idle(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if self.session is not None:
+            self.session.idle()
+
+    def _silent(self) -> None:
+        what = "no pool was attached" if self.session is None else "no forward was seen"
+        reason = f"the scheduler runs batches, but {what}; were the hooks applied? See SGLang's log"
+        plugins.emit(Event("silence", "error", {"reason": reason}))
+
+
+HOOKS = Hooks()
+"""The one of this process: the engine's classes exist once."""

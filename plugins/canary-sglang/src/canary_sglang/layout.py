@@ -1,0 +1,97 @@
+"""What we know of SGLang's insides, and how releases differ: names of functions and attributes appear here and in
+`pool` only.
+
+| what                                     | releases                                                             |
+|------------------------------------------|----------------------------------------------------------------------|
+| `ModelRunner.alloc_memory_pool`          | 0.5.14 and later; before, `init_memory_pool`                         |
+| `ModelRunner.post_capture_resize_kv_pool`| from 0.5.17: a pool may get its memory only after graphs are captured|
+| `ForwardBatch`, `Scheduler.run_batch`,   | all fields and arguments that are used: the same in 0.5.14 - 0.5.23  |
+| `on_idle`, `flush_cache`                 |                                                                      |
+| DSA's indexer                            | `index_k_with_scale_buffer`: a list, from 0.5.21 a property          |
+| `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
+"""
+
+import pkgutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from canary_core.errors import PluginError
+
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+ALLOCATE = f"{RUNNER}.alloc_memory_pool"
+RESIZE = f"{RUNNER}.post_capture_resize_kv_pool"
+FORWARD = f"{RUNNER}.forward"
+RUN_BATCH = f"{SCHEDULER}.run_batch"
+FLUSH = f"{SCHEDULER}.flush_cache"
+IDLE = f"{SCHEDULER}.on_idle"
+
+REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE)
+OPTIONAL = (RESIZE,)
+
+CHECKED_MODES = frozenset({"DECODE", "EXTEND", "MIXED"})
+"""Names of `ForwardMode`s whose reads and writes follow from the batch alone."""
+
+NO_KV_MODES = frozenset({"IDLE", "PREBUILT"})
+"""Forwards that write no KV."""
+
+
+def targets() -> Sequence[str]:
+    """Functions to hook, the required ones and those of the optional ones that exist. Imports the engine.
+
+    Raises `PluginError` naming what is missing: SGLang itself would only log a hook that can't be applied.
+    """
+    missing = [name for name in REQUIRED if not _exists(name)]
+    if missing:
+        raise PluginError(
+            f"this SGLang has no {', '.join(missing)}; install a supported release (see canary plugins) or a "
+            f"canary-sglang that supports yours"
+        )
+    return (*REQUIRED, *(name for name in OPTIONAL if _exists(name)))
+
+
+def awaits_resize(runner: Any) -> bool:
+    """Whether the pool's memory is reserved only, until `RESIZE`: touching it would crash."""
+    return bool(getattr(runner.token_to_kv_pool, "post_capture_active", False))
+
+
+def refusal(runner: Any) -> str | None:
+    """Why the runner can't be guarded without false alarms, None if it can."""
+    if runner.is_draft_worker:
+        return "a draft model's pool; speculative workers are not covered yet"
+    args = runner.server_args
+    if getattr(args, "enable_hierarchical_cache", False):
+        return "HiCache loads KV from host memory without a forward; not covered yet"
+    if getattr(args, "enable_lmcache", False):
+        return "LMCache loads KV without a forward; not covered yet"
+    if getattr(args, "enable_hisparse", False):
+        return "HiSparse moves KV between host and device without a forward; not covered yet"
+    if getattr(args, "disaggregation_mode", "null") == "decode":
+        return "a PD decode engine receives KV without a forward; not covered yet"
+    if getattr(args, "dcp_size", 1) > 1 or getattr(args, "decode_context_parallel_size", 1) > 1:
+        return "decode context parallelism spreads a sequence's slots over ranks; not covered yet"
+    if runner.model_config.is_encoder_decoder:
+        return "an encoder-decoder model keeps two sequences in one table row; not covered yet"
+    return None
+
+
+def window_tokens(runner: Any) -> int | None:
+    """How many positions a token attends to in a sliding layer, itself included. SGLang counts those before it."""
+    size = runner.sliding_window_size
+    return None if size is None or size < 0 else int(size) + 1
+
+
+def rank() -> int:
+    """Rank of this process among those that serve one model."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _exists(name: str) -> bool:
+    try:
+        return callable(pkgutil.resolve_name(name))
+    except (ImportError, AttributeError):
+        return False

@@ -1,0 +1,149 @@
+"""`Session`: one `ModelRunner` under guard, from its pool's allocation on."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from canary_core import plugins
+from canary_core.adapters import Writers
+from canary_core.batch import BatchView
+from canary_core.canary import Canary
+from canary_core.config import CanaryConfig
+from canary_core.errors import ViolationError
+from canary_core.events import Event
+from canary_core.region import Uncovered
+from canary_sglang import layout
+from canary_sglang.batch import ForwardBatches
+from canary_sglang.pool import SGLangPool, tensor_bytes
+from canary_sglang.vet import EmbeddingVet
+from canary_sglang.writers import RequestWriters
+
+IDLE_READ_S = 0.5
+"""Least time between two reads of the findings while the engine idles: it polls without a pause."""
+
+
+class Session:
+    """Brackets every forward of the target model, on the stream on which the engine issues it.
+
+    In log mode nothing of ours raises into the engine: an exception switches the session off with a ``disabled``
+    event. In raise mode a finding is raised out of `ModelRunner.forward`, which ends the engine.
+    Raises `AttachError` if the pool does not fit together, `ConfigError` if a setting can't be used.
+    """
+
+    def __init__(self, runner: Any, pool: SGLangPool, config: CanaryConfig) -> None:
+        writers = Writers()
+        regions = pool.regions()
+        # The engine may take minutes from here to its first batch, so silence is watched from there; see `hooks`.
+        rank = config.rank or layout.rank()
+        config = config.model_copy(update={"silence_s": 0.0, "rank": rank})
+        self._vet = EmbeddingVet(runner.model)
+        plugins.manager().register(self._vet)
+        self.canary = Canary(regions, config, writers=writers, uncovered=pool.uncovered())
+        self._names = [region.name for region in regions]
+        self._writers = RequestWriters(writers, regions[0].device)
+        self._batches = ForwardBatches(runner, self._names, self._writers)
+        self._unguarded: set[str] = set()
+        self._idle_read = 0.0
+
+    def notice(self, requests: Sequence[Any]) -> None:
+        """`Req` objects of the batch that will be issued next."""
+        if self.canary.enabled:
+            try:
+                self._writers.notice(requests)
+            except Exception as error:
+                self.canary.fail("canary_sglang: requests", error)
+
+    def forward(self, original: Callable[[], Any], batch: Any) -> Any:
+        """Runs one forward of the engine. Raises `ViolationError` in raise mode."""
+        if not self.canary.enabled:
+            return original()
+        view = self._view(batch)
+        if view is not None:
+            self.canary.pre_forward(view)
+        output = original()
+        if view is not None:
+            self.canary.post_forward(view)
+        else:
+            self._unguarded_forward(batch)
+        self.canary.end_step()
+        return output
+
+    def idle(self) -> None:
+        """Reports what the last forwards left behind, now and then. Raises `ViolationError` in raise mode."""
+        now = time.monotonic()
+        if self.canary.enabled and now - self._idle_read >= IDLE_READ_S:
+            self._idle_read = now
+            self.canary.end_step()
+
+    def flushed(self) -> None:
+        """The engine has emptied its cache: no slot holds anything any more."""
+        if not self.canary.enabled:
+            return
+        try:
+            for name, region in self.canary.regions.items():
+                self.canary.clear_slots(name, torch.arange(region.slots, device=region.device))
+        except Exception as error:
+            self.canary.fail("canary_sglang: flush", error)
+
+    def close(self) -> None:
+        """Drains and ends. Never raises `ViolationError`: what it finds is reported."""
+        with contextlib.suppress(ViolationError):
+            self.canary.close()
+        if plugins.manager().is_registered(self._vet):
+            plugins.manager().unregister(self._vet)
+
+    def _view(self, batch: Any) -> BatchView | None:
+        try:
+            return self._batches.view(batch)
+        except Exception as error:
+            self.canary.fail("canary_sglang: batch", error)
+            return None
+
+    def _unguarded_forward(self, batch: Any) -> None:
+        """A forward that we can't check may have written any of its slots: what was known of them holds no more."""
+        mode = batch.forward_mode.name
+        slots = batch.out_cache_loc
+        if mode in layout.NO_KV_MODES or slots is None or not batch.rids or not self.canary.enabled:
+            return
+        try:
+            if mode not in self._unguarded:
+                self._unguarded.add(mode)
+                reason = "not checked yet; slots that such forwards write are not judged"
+                self.canary.tell(Event("unguarded_forward", "warning", {"mode": mode, "reason": reason}))
+            for name, region in self.canary.regions.items():
+                own = slots if region.slot_map is None else region.slot_map[slots]
+                self.canary.forget_slots(name, own)
+        except Exception as error:
+            self.canary.fail("canary_sglang: unguarded forward", error)
+
+
+def attach(runner: Any, config: CanaryConfig) -> Session | None:
+    """A session for ``runner``, whose pool has its memory; None, with an event that says why, where it can't be
+    guarded. In raise mode that is an error where the pool or the adapter is at fault."""
+    try:
+        refusal = layout.refusal(runner)
+        if refusal is not None:
+            _tell_uncovered([Uncovered("pool", tensor_bytes(runner.token_to_kv_pool), refusal)])
+            return None
+        pool = SGLangPool(runner)
+        if not pool.regions():
+            _tell_uncovered(pool.uncovered())
+            return None
+        return Session(runner, pool, config)
+    except Exception as error:
+        if config.mode == "raise":
+            raise
+        plugins.emit(Event("disabled", "error", {"where": "attach to sglang", "error": str(error)}))
+        return None
+
+
+def _tell_uncovered(items: Sequence[Uncovered]) -> None:
+    fields = {
+        "coverage_ratio": 0.0,
+        "guarded_bytes": 0,
+        "uncovered": [{"name": item.name, "bytes": item.size_bytes, "reason": item.reason} for item in items],
+    }
+    plugins.emit(Event("coverage", "warning", fields))

@@ -1,0 +1,44 @@
+"""`RequestWriters`: writer ids of a batch's requests, on the device, without work where the batch is the one before."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from canary_core.adapters import Writers
+
+
+class RequestWriters:
+    """The same requests in the same order, as in decode, cost one comparison of lists; others one small copy from
+    pinned memory. Made when the forward is issued, on its stream, so that no later batch can overtake it."""
+
+    def __init__(self, writers: Writers, device: torch.device) -> None:
+        self._writers = writers
+        self._device = device
+        self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._names: list[str] = []
+        self._ids = torch.empty(0, dtype=torch.int32, device=device)
+
+    def notice(self, requests: Iterable[Any]) -> None:
+        """SGLang's `Req` objects of the next forward. A known name under a new object is another request: what is
+        remembered of the old one does not hold for it."""
+        for request in requests:
+            if self._requests.get(request.rid) is not request:
+                self._requests[request.rid] = request
+                self._writers.forget(request.rid)
+                self._names = []
+
+    def request(self, name: str) -> Any | None:
+        """The `Req` object of a name, if it was noticed and still exists."""
+        return self._requests.get(name)
+
+    def ids(self, names: Sequence[str]) -> Tensor:
+        """Writer ids, int32 ``[len(names)]``. Not to be written to."""
+        if names != self._names:
+            self._names = list(names)
+            ids = [self._writers.id(name) for name in names]
+            host = torch.tensor(ids, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            self._ids = host.to(self._device, non_blocking=True)
+        return self._ids

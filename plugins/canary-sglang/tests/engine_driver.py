@@ -1,0 +1,316 @@
+"""A real SGLang scheduler and model runner in this process, driven step by step: ``engine_driver.py '<options>'``.
+
+Reads one JSON command a line from stdin, ``{"do": name, ...}``, and answers each with one JSON line on stdout: what
+the method of `Engine` of that name returns, or ``{"error": ...}``. Everything else goes to stderr. SGLang keeps global
+state, so each engine needs a process of its own; the plugin comes in as it does for users, through SGLang's loader.
+"""
+
+import inspect
+import json
+import os
+import random
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from canary_core import faults, plugins
+from canary_core.events import Event
+from canary_core.hookspecs import hookimpl
+from canary_core.violation import Violation
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=256, hidden_size=64, intermediate_size=128,
+    num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+    rms_norm_eps=1e-6, rope_theta=10000.0, hidden_act="silu", bos_token_id=1, eos_token_id=2, dtype="bfloat16",
+    tie_word_embeddings=False,
+)  # fmt: skip
+COHERE2 = dict(
+    architectures=["Cohere2ForCausalLM"], model_type="cohere2", vocab_size=256, hidden_size=64, intermediate_size=128,
+    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+    sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window_pattern=2,
+    rope_theta=10000.0, layer_norm_eps=1e-5, logit_scale=1.0, hidden_act="silu", dtype="bfloat16", bos_token_id=1,
+    eos_token_id=2, pad_token_id=0, tie_word_embeddings=True, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0, 1, 0],
+)  # fmt: skip
+DEEPSEEK_V2 = dict(
+    architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", vocab_size=256, hidden_size=64,
+    intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    kv_lora_rank=256, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=32, v_head_dim=16, n_routed_experts=4,
+    n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2, moe_layer_freq=1,
+    routed_scaling_factor=1.0, norm_topk_prob=False, scoring_func="softmax", topk_method="greedy",
+    max_position_embeddings=512, rope_theta=10000.0,
+    rope_scaling=dict(
+        type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32, beta_slow=1, mscale=0.707,
+        mscale_all_dim=0.707,
+    ),
+    rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, attention_bias=False,
+    tie_word_embeddings=False,
+)  # fmt: skip
+MODELS = {"llama": LLAMA, "cohere2": COHERE2, "deepseek_v2": DEEPSEEK_V2}
+
+DEFAULTS = dict(
+    skip_tokenizer_init=True, device="cpu", attention_backend="torch_native", load_format="dummy",
+    max_total_tokens=512, max_running_requests=4, chunked_prefill_size=64, disable_overlap_schedule=True,
+    grammar_backend="none", disable_cuda_graph=True, random_seed=0, log_level="warning", mem_fraction_static=0.05,
+)  # fmt: skip
+
+
+class Collector:
+    """Keeps what a guarded engine told."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.events: list[Event] = []
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        self.violations.append(violation)
+
+    @hookimpl
+    def canary_event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class Engine:
+    """``folder``: where the model's configuration is written. ``options``: `ServerArgs`, and ``model``."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.told = Collector()
+        plugins.manager().register(self.told)
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        from sglang.srt.managers import scheduler
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.joinpath("config.json").write_text(json.dumps(MODELS[options.pop("model", "llama")]))
+        self.args = ServerArgs(**{**DEFAULTS, "model_path": str(folder), **options})
+        if hasattr(self.args, "resolve_once"):
+            self.args.resolve_once()
+        ports = PortArgs.init_new(self.args)
+        _publish(self.args)
+        wanted = inspect.signature(scheduler.Scheduler.__init__).parameters
+        ranks = ("gpu_id", "tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank", "dp_rank")
+        extra = {name: None if name == "dp_rank" else 0 for name in ranks if name in wanted}
+        self.scheduler = scheduler.Scheduler(self.args, ports, **extra)
+        self.runner = self.scheduler.tp_worker.model_runner
+        self.requests: list[Any] = []
+        self.steps = 0
+        _randomize(self.runner.model)
+
+    @property
+    def session(self) -> Any:
+        from canary_sglang.hooks import HOOKS
+
+        return HOOKS.session
+
+    def serve(self, prompts: list[list[int]], new_tokens: int, together: int = 3) -> dict[str, Any]:
+        """Serves the prompts, ``together`` at a time join every few steps; gives outputs, cached tokens, steps."""
+        first, waiting = len(self.requests), list(prompts)
+        before = self.steps
+        while True:
+            if waiting and self.steps % 4 == 0:
+                for prompt in waiting[:together]:
+                    self._submit(prompt, new_tokens)
+                waiting = waiting[together:]
+            idle = not self._step()
+            if idle and not waiting and all(r.finished() for r in self.requests[first:]):
+                break
+            if idle and waiting:
+                self.steps += 1
+            if self.steps - before > 5000:
+                raise RuntimeError("the traffic does not end")
+        served = self.requests[first:]
+        return {
+            "outputs": [list(r.output_ids) for r in served],
+            "cached": [int(r.cached_tokens) for r in served],
+            "retracted": sum(int(getattr(r, "retraction_count", 0) or 0) for r in served),
+            "steps": self.steps - before,
+        }
+
+    def findings(self) -> dict[str, Any]:
+        """What was found since the last call, after everything was waited for."""
+        session = self.session
+        if session is not None:
+            session.canary.drain()
+        found, self.told.violations = self.told.violations, []
+        return {
+            "violations": [v.fields() for v in found],
+            "stats": session.canary.stats() if session is not None else {},
+        }
+
+    def events(self) -> list[dict[str, Any]]:
+        """What was told beside findings, since the start."""
+        return [
+            {"name": e.name, "level": e.level, **json.loads(json.dumps(e.fields, default=str))}
+            for e in self.told.events
+        ]
+
+    def regions(self) -> dict[str, Any]:
+        """Guarded regions: kind, slots, window, sources."""
+        return {
+            r.name: {
+                "kind": r.kind.value,
+                "slots": r.slots,
+                "window": r.window_tokens,
+                "sources": [s.name for s in r.sources],
+            }
+            for r in self.session.canary.regions.values()
+        }
+
+    def flip(self, region: str, source: str, seed: int) -> int:
+        """Flips one bit of a slot that holds something; gives the slot."""
+        state = self.session.canary.states[region]
+        written = ((state.records[:, 1] & 3) == 1).nonzero()[:, 0].tolist()
+        rng = random.Random(seed)
+        slot = rng.choice([s for s in written if s])
+        tensor = next(s for s in state.sources if s.name == source)
+        where = torch.tensor([slot])
+        content = faults.read_bytes(tensor, where)
+        content[0, rng.randrange(tensor.slot_bytes)] ^= 1 << rng.randrange(8)
+        faults.write_bytes(tensor, where, content)
+        return int(slot)
+
+    def scrub(self, prompt: list[int]) -> None:
+        """Steps of a small request until the scrub has gone all round."""
+        states = self.session.canary.states.values()
+        for state in states:
+            state.set_scrub_slots(state.region.slots)
+        self.serve([prompt], 2)
+
+    def inject(self, text: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        """Serves with the faults of ``text``, as ``CANARY_FAULTS`` names them; gives what was injected, whether each
+        was found as what it is, and everything that was found."""
+        injector = faults.FaultInjector.parse(text, seed=1)
+        plugins.manager().register(injector)
+        try:
+            self.serve(prompts, new_tokens)
+        finally:
+            plugins.manager().unregister(injector)
+        self.scrub(prompts[0][:3])
+        self.session.canary.drain()
+        found, self.told.violations = self.told.violations, []
+        return {
+            "injections": [i.fields() for i in injector.injections],
+            "explained": [any(i.explains(v) for v in found) for i in injector.injections],
+            "violations": [v.fields() for v in found],
+        }
+
+    def flush(self) -> bool:
+        """Empties the prefix cache, as a client may ask for at any time."""
+        return bool(self.scheduler.flush_cache())
+
+    def evictable(self) -> int:
+        """Tokens that only the prefix cache holds."""
+        size = self.scheduler.tree_cache.evictable_size()
+        return int(size)
+
+    def uninstall(self) -> None:
+        """Ends the guard; the engine goes on."""
+        plugins.uninstall()
+
+    def break_us(self) -> None:
+        """Makes the next of our own calls raise."""
+
+        def broken(*args: Any) -> None:
+            raise RuntimeError("broken on purpose")
+
+        self.session._batches.view = broken
+
+    def pool(self) -> str:
+        """Class of the engine's pool."""
+        return type(self.runner.token_to_kv_pool).__name__
+
+    def _submit(self, prompt: list[int], new_tokens: int) -> None:
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        sampling.normalize(None)
+        name = f"r{len(self.requests)}"
+        values = dict(
+            rid=name, input_text="", input_ids=array("q", prompt), input_embeds=None, mm_inputs=None,
+            token_type_ids=None, sampling_params=sampling, return_logprob=False, logprob_start_len=-1,
+            top_logprobs_num=0, token_ids_logprob=None, stream=False,
+        )  # fmt: skip
+        fields = (
+            getattr(TokenizedGenerateReqInput, "__struct_fields__", ())
+            or inspect.signature(TokenizedGenerateReqInput).parameters
+        )
+        if "array" not in str(getattr(TokenizedGenerateReqInput, "__annotations__", {}).get("input_ids", "")):
+            values["input_ids"] = list(prompt)
+        known = {key: value for key, value in values.items() if key in fields}
+        self.scheduler.process_input_requests([TokenizedGenerateReqInput(**known)])
+        self.requests.append(next(r for r in self.scheduler.waiting_queue if r.rid == name))
+
+    def _step(self) -> bool:
+        """One iteration of the scheduler's plain event loop."""
+        s = self.scheduler
+        if len(inspect.signature(s.get_next_batch_to_run).parameters):
+            plan = s.get_next_batch_to_run(running_batch=s.running_batch, last_batch=s.last_batch)
+            s.running_batch = plan.running_batch
+            batch = plan.batch_to_run
+        else:
+            batch = s.get_next_batch_to_run()
+        s.cur_batch = batch
+        if batch:
+            s.process_batch_result(batch, s.run_batch(batch))
+            self.steps += 1
+        s.last_batch = batch
+        return bool(batch)
+
+
+def _publish(args: Any) -> None:
+    """Makes the arguments known to SGLang's own modules, as its processes do at their start."""
+    try:
+        from sglang.srt.runtime_context import publish
+    except ImportError:
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(args)
+        return
+    if "ranks" not in inspect.signature(publish).parameters:
+        publish(args, role="scheduler")
+        return
+    from sglang.srt.runtime_context import SpawnRanks, spawn_world_rank
+
+    world_rank = spawn_world_rank(args, tp_rank=0, pp_rank=0)
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, dp_rank=None, gpu_id=0))
+
+
+def _randomize(model: torch.nn.Module) -> None:
+    """Weights with which outputs depend on the whole prompt; SGLang's dummy weights say the same token for ever."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.15)
+            else:
+                weight.fill_(1.0 if "norm" in name else 0.0)
+
+
+def main() -> None:
+    """Serves commands until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    options = json.loads(sys.argv[1])
+    engine = Engine(Path(options.pop("folder")), options)
+    answers.write(json.dumps({"ready": True}) + "\n")
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"result": getattr(engine, command.pop("do"))(**command)}
+        except BaseException as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer, default=str) + "\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
