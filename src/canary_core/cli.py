@@ -3,7 +3,7 @@
 import json
 import runpy
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +13,10 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import canary_core
+from canary_core import demo
 from canary_core import plugins as plugin_registry
 from canary_core.config import CanaryConfig, settings
+from canary_core.demo_screen import Screen
 from canary_core.errors import CanaryError
 from canary_core.plugins import EngineInfo, Plugin
 
@@ -106,6 +108,35 @@ def run_script(
             runpy.run_path(script, run_name="__main__")
     finally:
         plugin_registry.uninstall()
+
+
+@app.command("demo")
+def demonstrate(
+    seed: Annotated[int, typer.Option(help="Seed of weights, traffic and faults.")] = 0,
+    requests: Annotated[int, typer.Option(min=8, help="Requests of clean traffic for each model.")] = 240,
+    engine: Annotated[str | None, typer.Option(help="Only this engine's; else every installed one's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each model.")] = False,
+) -> None:
+    """Guard a real engine: clean traffic without an alarm, then every fault found. Exit code 1 if not, 2 if it can't
+    run. Works whatever CANARY_PLUGINS says."""
+    console = Console(stderr=as_json)
+    try:
+        demos = [demo.Demo(e, model, seed, requests) for e in demo.engines(engine) for model in e.models]
+        reports = []
+        with Screen(console, sum(d.total for d in demos)) as screen:
+            for each in demos:
+                reports.append(replace(each, progress=screen.progress).run())
+                if as_json:
+                    typer.echo(json.dumps(reports[-1].fields()))
+                else:
+                    screen.report(reports[-1])
+    except CanaryError as error:
+        typer.echo(f"canary: {error}", err=True)
+        raise typer.Exit(2) from error
+    if not as_json:
+        screen.summary(reports)
+    if not all(r.passed for r in reports):
+        raise typer.Exit(1)
 
 
 def main() -> None:

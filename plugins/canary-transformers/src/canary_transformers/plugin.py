@@ -1,6 +1,7 @@
 """The plugin ``transformers``: what ``CANARY_PLUGINS=transformers`` turns on. Importing it imports no engine."""
 
 from canary_core.config import CanaryConfig
+from canary_core.demo import DemoEngine
 from canary_core.hookspecs import hookimpl
 from canary_core.plugins import EngineInfo
 from canary_transformers import version
@@ -30,3 +31,11 @@ def canary_uninstall() -> None:
     if _guard is not None:
         _guard.close()
         _guard = None
+
+
+@hookimpl
+def canary_demo() -> DemoEngine:
+    """Tiny models on continuous batching."""
+    from canary_transformers.demo import TransformersDemo
+
+    return TransformersDemo()

@@ -1,0 +1,371 @@
+"""``canary demo``: serves traffic on a real engine under guard, without one alarm, then breaks its KV cache on purpose.
+
+The engine comes from a plugin (`canary_demo`). What is served, what is broken, what counts as found, and what it costs
+is decided here, the same for every engine.
+"""
+
+import contextlib
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import structlog
+
+from canary_core import plugins
+from canary_core.config import CanaryConfig
+from canary_core.errors import PluginError
+from canary_core.events import Event
+from canary_core.faults import FAULTS, FaultInjector, FaultSpec, Injection
+from canary_core.hookspecs import hookimpl
+from canary_core.violation import Violation
+
+TOKENS = 256
+"""Prompts are made of token ids below this."""
+PROMPT_TOKENS = 192
+NEW_TOKENS = 16
+"""Most tokens of a prompt, and of an answer."""
+FAULT_REQUESTS = 24
+"""Requests served for each fault."""
+OVERHEAD_REQUESTS = 48
+OVERHEAD_ROUNDS = 4
+"""Times that the same requests are served without and with Canary, in turn."""
+
+Progress = Callable[[str, int], None]
+"""Told what is being done, and how many requests were finished since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests: prompts of token ids 1 to `TOKENS` - 1, many of which begin alike, and how many tokens to answer each
+    with."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, requests: int, seed: int) -> "Traffic":
+        """Seeded: two thirds of the prompts share one of four beginnings, some are repeated as a whole, and every sixth
+        is long, so that an engine has to read it in several forwards."""
+        draw = random.Random(f"traffic {seed}")
+        begins = [_tokens(draw, draw.randrange(20, 64)) for _ in range(4)]
+        prompts: list[tuple[int, ...]] = []
+        for i in range(requests):
+            own = _tokens(draw, draw.randrange(96, 128) if i % 6 == 5 else draw.randrange(1, 32))
+            begin = draw.choice(begins) if draw.random() < 0.67 else ()
+            repeats = prompts and draw.random() < 0.1
+            prompts.append(draw.choice(prompts) if repeats else (*begin, *own))
+        return cls(tuple(prompts), tuple(draw.randrange(4, NEW_TOKENS + 1) for _ in prompts))
+
+    def first(self, requests: int) -> "Traffic":
+        """The first ``requests`` of them."""
+        return Traffic(self.prompts[:requests], self.new_tokens[:requests])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One serving run: ``traffic`` on ``model`` (weights from ``seed``) under ``config``, not guarded in mode off.
+
+    ``plugins`` get the hooks of every Canary of the run. ``finished`` is called once for each answered request.
+    """
+
+    model: str
+    seed: int
+    traffic: Traffic
+    config: CanaryConfig
+    plugins: tuple[object, ...] = ()
+    finished: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What came out: for each request anything that is equal only if the answers are bit-identical; `Canary.stats`
+    (empty where not guarded); the time from the first forward to the last answer, without building and attaching."""
+
+    outputs: tuple[object, ...]
+    stats: Mapping[str, int]
+    seconds: float
+
+
+class DemoEngine(Protocol):
+    """An engine that can be demonstrated. Runs must be repeatable: the same job schedules the same batches."""
+
+    @property
+    def name(self) -> str:
+        """As its plugin is called."""
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The first one has full attention, another one a sliding window if the engine can."""
+
+    def serve(self, job: Job) -> Served:
+        """Serves all requests with a fresh cache. Everything found has been reported when it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clean:
+    """Unbroken traffic under the strictest settings. ``alarms`` are false ones, ``troubles`` error events of ours."""
+
+    forwards: int
+    slots_checked: int
+    bytes_checked: int
+    outputs_identical: bool
+    alarms: tuple[Violation, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """No alarm, no trouble, something was checked, and the engine computed what it does without us."""
+        return self.outputs_identical and self.bytes_checked > 0 and not self.alarms and not self.troubles
+
+    def fields(self) -> dict[str, object]:
+        """As in ``canary demo --json``."""
+        return {
+            "forwards": self.forwards,
+            "slots_checked": self.slots_checked,
+            "bytes_checked": self.bytes_checked,
+            "violations": len(self.alarms),
+            "outputs_identical": self.outputs_identical,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One fault and what was found. ``found`` are the findings that name this very fault, ``others`` its consequences,
+    ``early`` false alarms from before it."""
+
+    fault: str
+    injection: Injection | None
+    found: tuple[Violation, ...] = ()
+    others: tuple[Violation, ...] = ()
+    early: tuple[Violation, ...] = ()
+    reason: str | None = None
+    """Why nothing was injected."""
+
+    @property
+    def passed(self) -> bool:
+        """Injected, found, and nothing was found before."""
+        return bool(self.found) and not self.early
+
+    @property
+    def steps(self) -> int | None:
+        """Forwards from the fault to its first finding; None if it was missed."""
+        return min(v.step for v in self.found) - self.injection.step if self.injection and self.found else None
+
+    @property
+    def source(self) -> str | None:
+        """Layers and halves that the findings name; None where the fault isn't about bytes."""
+        return ", ".join(sorted({v.source for v in self.found if v.source})) or None
+
+    def fields(self) -> dict[str, object]:
+        """As in ``canary demo --json``."""
+        return {
+            "fault": self.fault,
+            "injected": int(self.injection is not None),
+            "detected": int(bool(self.found)),
+            "steps": self.steps,
+            "kinds": kinds(self.found),
+            "source": self.source,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All about one model of one engine. ``overhead_pct``: how much longer the same traffic took, default settings."""
+
+    engine: str
+    model: str
+    clean: Clean
+    trials: tuple[Trial, ...]
+    overhead_pct: float
+
+    @property
+    def passed(self) -> bool:
+        """No false alarm and no missed fault."""
+        return self.clean.passed and all(t.passed for t in self.trials)
+
+    def fields(self) -> dict[str, object]:
+        """The object that ``canary demo --json`` prints."""
+        return {
+            "engine": self.engine,
+            "model": self.model,
+            "clean": self.clean.fields(),
+            "faults": [t.fields() for t in self.trials],
+            "overhead_pct": round(self.overhead_pct, 1),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """The demo of one model. Each part can be run by itself; `steps` in all of them is the engine's forwards."""
+
+    engine: DemoEngine
+    model: str
+    seed: int = 0
+    requests: int = 240
+    progress: Progress = lambda what, finished: None
+
+    @property
+    def total(self) -> int:
+        """Requests that `run` serves in all."""
+        return 2 * self.requests + self._fault_requests * len(FAULTS) + 2 * OVERHEAD_ROUNDS * self._overhead_requests
+
+    def run(self) -> Report:
+        """Clean traffic, then every fault, then what it costs."""
+        with _unheard():
+            clean, trials = self.clean(), tuple(self.trial(f) for f in FAULTS)
+            overhead_pct, late = self.overhead()
+        clean = replace(
+            clean,
+            outputs_identical=clean.outputs_identical and late.outputs_identical,
+            alarms=clean.alarms + late.alarms,
+            troubles=clean.troubles + late.troubles,
+        )
+        return Report(self.engine.name, self.model, clean, trials, overhead_pct)
+
+    def clean(self) -> Clean:
+        """Serves without Canary, then with every byte compared that a forward reads and the whole pool after it."""
+        traffic = Traffic.of(self.requests, self.seed)
+        bare = self._serve("serving without Canary", traffic, _config(mode="off"))
+        listener = _Listener()
+        guarded = self._serve("serving under Canary", traffic, _strict(), listener)
+        return _judged(listener, guarded, bare.outputs == guarded.outputs)
+
+    def trial(self, fault: str) -> Trial:
+        """Serves until ``fault`` has happened once, at a forward of the seed's choice, and collects the findings."""
+        draw = random.Random(f"{fault} {self.seed}")
+        injector = FaultInjector([FaultSpec(fault, probability=0.5, warmup=draw.randrange(3, 10))], self.seed)
+        listener = _Listener()
+        traffic = Traffic.of(self._fault_requests, self.seed)
+        self._serve(f"injecting {fault}", traffic, _strict(), listener, injector)
+        return judge(fault, injector.injections, listener)
+
+    def overhead(self) -> tuple[float, Clean]:
+        """The median of times with Canary's default settings over that without, in per cent, and how they went."""
+        traffic = Traffic.of(self._overhead_requests, self.seed)
+        listener = _Listener()
+        times: dict[str, list[float]] = {"off": [], "log": []}
+        runs: list[Served] = []
+        for _ in range(OVERHEAD_ROUNDS):
+            for mode, seconds in times.items():
+                heard = (listener,) if mode == "log" else ()
+                runs.append(self._serve("measuring the overhead", traffic, _config(mode=mode), *heard))
+                seconds.append(runs[-1].seconds)
+        same = all(r.outputs == runs[0].outputs for r in runs)
+        ratio = statistics.median(times["log"]) / statistics.median(times["off"])
+        return 100 * (ratio - 1), _judged(listener, runs[-1], same)
+
+    @property
+    def _fault_requests(self) -> int:
+        return min(FAULT_REQUESTS, self.requests)
+
+    @property
+    def _overhead_requests(self) -> int:
+        return min(OVERHEAD_REQUESTS, self.requests)
+
+    def _serve(self, what: str, traffic: Traffic, config: CanaryConfig, *extra: object) -> Served:
+        self.progress(what, 0)
+        job = Job(self.model, self.seed, traffic, config, extra, lambda: self.progress(what, 1))
+        return self.engine.serve(job)
+
+
+def judge(fault: str, injections: Sequence[Injection], heard: "_Listener") -> Trial:
+    """What of the findings is the fault itself, what its consequences, what came too early to be either."""
+    if not injections:
+        return Trial(fault, None, early=tuple(heard.violations), reason=heard.reason)
+    (injection,) = injections
+    found = tuple(v for v in heard.violations if injection.explains(v))
+    early = tuple(v for v in heard.violations if v.step < injection.step)
+    others = tuple(v for v in heard.violations if v not in found and v not in early)
+    return Trial(fault, injection, found, others, early)
+
+
+def kinds(violations: Sequence[Violation]) -> list[str]:
+    """The kinds among ``violations`` in lower case, sorted."""
+    return sorted({v.kind.name.lower() for v in violations})
+
+
+def engines(wanted: str | None = None) -> list[DemoEngine]:
+    """What the installed plugins can demonstrate, whatever ``CANARY_PLUGINS`` says: asking for a demo allows it.
+
+    Raises `PluginError` if there is nothing, or not the engine ``wanted``, saying why.
+    """
+    offers = [p for p in plugins.installed() if "canary_demo" in p.hooks or (p.error and not p.built_in)]
+    reasons = {p.name: p.error or plugins.refusal(p) for p in offers}
+    usable = {p.name: p for p in offers if reasons[p.name] is None}
+    if wanted is not None and wanted not in usable:
+        reason = reasons.get(wanted) or f"no installed plugin demonstrates it; there are {', '.join(usable) or 'none'}"
+        raise PluginError(f"engine {wanted!r} can't be demonstrated: {reason}")
+    if not usable:
+        why = "; ".join(r for r in reasons.values() if r) or "no installed plugin offers one"
+        raise PluginError(f"there is nothing to demonstrate: {why}. Try pip install 'canary-transformers[engine]'")
+    hooks = plugins.Plugins().manager
+    for name, plugin in usable.items():
+        if wanted in (None, name):
+            hooks.register(plugin.target, name=name)
+    found: list[DemoEngine] = hooks.hook.canary_demo()
+    return found[::-1]
+
+
+class _Listener:
+    """Collects what is found, and what goes wrong with ourselves."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.troubles: list[str] = []
+        self.reason: str | None = None
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        self.violations.append(violation)
+
+    @hookimpl
+    def canary_event(self, event: Event) -> None:
+        if event.level == "error":
+            shown = {k: v for k, v in event.fields.items() if k != "traceback"}
+            self.troubles.append(f"{event.name}: {shown}")
+        if event.name == "fault_not_injected":
+            self.reason = str(event.fields["reason"])
+
+
+def _judged(listener: _Listener, served: Served, outputs_identical: bool) -> Clean:
+    stats = served.stats
+    return Clean(
+        stats.get("forwards", 0),
+        stats.get("checked_slots", 0),
+        stats.get("checked_bytes", 0),
+        outputs_identical,
+        tuple(listener.violations),
+        tuple(listener.troubles),
+    )
+
+
+def _config(**overrides: Any) -> CanaryConfig:
+    """The defaults, whatever the environment says."""
+    defaults = {name: f.default for name, f in CanaryConfig.model_fields.items()}
+    return CanaryConfig.load(**{**defaults, "stats_interval": 0, "silence_s": 0.0, **overrides})
+
+
+def _strict() -> CanaryConfig:
+    """All bytes a forward reads are compared before it, and the whole of a small pool after it."""
+    return _config(read_check=-1, scrub_budget="1GiB")
+
+
+def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(1, TOKENS) for _ in range(count))
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Drops what built-in reporting would log: findings are expected here, and told by us."""
+    configured, before = structlog.is_configured(), structlog.get_config()
+    structlog.configure(processors=[_drop])
+    try:
+        yield
+    finally:
+        structlog.configure(**before) if configured else structlog.reset_defaults()
+
+
+def _drop(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    raise structlog.DropEvent
