@@ -149,7 +149,7 @@ def guard(model: Any, **config: object) -> Guard:
     """Guards ``model`` from now on; settings as in `CanaryConfig`, an argument wins over the environment.
 
     A plain call is enough: ``canary_transformers.guard(model)``. As a context manager it ends with the block. In raise
-    mode a finding is raised where the caller waits: `generate_batch`, or the end of
+    mode a finding is raised where the caller waits: `generate`, a direct call, `generate_batch`, or the end of
     `continuous_batching_context_manager`. Raises `ConfigError` for a bad setting, `PluginError` if the installed
     Transformers is not supported.
     """
