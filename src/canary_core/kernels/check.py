@@ -33,7 +33,7 @@ from canary_core.state import RegionState
 TILE = 512
 """Slots that a program checks at a time."""
 WARPS = 4
-PROGRAMS_PER_PROCESSOR = 8
+PROGRAMS_PER_PROCESSOR = 4
 
 ANCHOR = tl.constexpr(COMMON_ANCHOR)
 CHAIN_ENTRIES = tl.constexpr(CHAINS)

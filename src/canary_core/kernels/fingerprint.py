@@ -17,14 +17,15 @@ from canary_core.state import RegionState, SourceShape
 
 COLUMNS = 32
 """Words of a slot in one load: 8 lanes of 16 bytes."""
-MOST_UNROLLED = 4
+MOST_UNROLLED = 2
 """Loads of a slot that are in flight together."""
-SLOTS = 32
-"""Slots that a program takes at a time."""
+SLOTS, WARPS = 32, 2
+"""Slots that a program takes at a time, and its warps: where slots are written, and where they are scrubbed."""
+SCRUB_SLOTS, SCRUB_WARPS = 16, 1
+READ_WARPS = 1
 SOURCES = 1
 """Sources that one program takes, one after the other."""
-WARPS = 2
-PROGRAMS_PER_PROCESSOR = 8
+PROGRAMS_PER_PROCESSOR = 16
 MOST_TILES = 32768
 """Programs over a batch's tokens; CUDA allows 65,535 in that dimension of a grid."""
 
@@ -63,7 +64,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         tiles = min(-(-batch.tokens // SLOTS), MOST_TILES)
         fingerprint_kernel[(_groups(shape), tiles)](
             *_arguments(state, shape), state.claims, state.plan, batch.token_ids, batch.writers, batch.tokens,
-            **_constants(shape), SLOTS=SLOTS,
+            **_constants(shape), SLOTS=SLOTS, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
             *_arguments(state, shape), state.cursors, batch.prefix_lens, batch.writers, batch.rows,
             *table_arguments(state, table)[:-2], state.region.slots,
             -1 if state.region.null_slot is None else state.region.null_slot,
-            **where, **_constants(shape),
+            **where, **_constants(shape), num_warps=READ_WARPS,
         )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def scrub(state: RegionState) -> None:
     for i, shape in enumerate(state.shapes):
         scrub_kernel[(_groups(shape), _tiles(state, shape))](
             *_arguments(state, shape), state.cursors, state.region.slots,
-            **_constants(shape), SLOTS=SLOTS, COUNT=i == 0,
+            **_constants(shape), SLOTS=SCRUB_SLOTS, COUNT=i == 0, num_warps=SCRUB_WARPS,
         )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def baseline(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.baseline`. One launch a source shape."""
     for shape in state.shapes:
         baseline_kernel[(_groups(shape), _tiles(state, shape))](
-            *_arguments(state, shape), state.region.slots, **_constants(shape), SLOTS=SLOTS
+            *_arguments(state, shape), state.region.slots, **_constants(shape), SLOTS=SCRUB_SLOTS, num_warps=SCRUB_WARPS
         )
 
 
@@ -136,7 +137,6 @@ def _constants(shape: SourceShape) -> dict[str, int]:
         "BLOCK_WORDS": block,
         "UNROLL": max(n for n in range(1, MOST_UNROLLED + 1) if blocks % n == 0),
         "SOURCES": SOURCES,
-        "num_warps": WARPS,
     }
 
 

@@ -22,9 +22,9 @@ from canary_core.kernels.launch import constants, expected_arguments, programs, 
 from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Kind, Phase
 from canary_core.state import RegionState
 
-TILE = 512
+TILE = 256
 """New tokens that a program records at a time."""
-WARPS = 4
+WARPS = 8
 PROGRAMS_PER_PROCESSOR = 2
 
 CHAIN_ENTRIES = tl.constexpr(CHAINS)
