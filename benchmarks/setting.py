@@ -71,7 +71,9 @@ class Traffic:
         count = self.tokens[rows].shape[0]
         lengths = partial(torch.full, (count,), dtype=torch.int32, device=device)
         write_slots = flat(self.slots[rows, first:end])
-        table = SlotTable(self.entries[rows], page_size=self.page_size, write_slots=write_slots)
+        # As engines do it: one table of all requests, and which of its rows these are.
+        index = torch.arange(rows.start, rows.stop, device=device)
+        table = SlotTable(self.entries, index, self.page_size, write_slots=write_slots)
         return BatchView(
             prefix_lens=lengths(first),
             new_lens=lengths(end - first),

@@ -73,6 +73,14 @@ def test_no_gpu_is_said_clearly(capsys):
     assert "need an NVIDIA GPU" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+def test_a_case_runs_on_the_gpu(tmp_path):
+    """A case goes through equality, graph capture and report; whether its numbers are good is not a test's business."""
+    raw = tmp_path / "raw.json"
+    assert command.main(["--quick", "--no-builtin", "--only", "check/1x131072", "--json", str(raw)]) == 0
+    assert json.loads(raw.read_text())["results"][0]["us"] > 0
+
+
 def test_a_report_renders_from_its_file(tmp_path, capsys):
     """A JSON file gives table and page on any machine; a refused op shows no speed."""
     point = {"x": 1000, "pre_us": 1.0, "post_us": 2.0, "whole_us": 3.0, "bytes": 5}
