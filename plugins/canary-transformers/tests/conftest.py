@@ -18,6 +18,7 @@ from canary_core.hookspecs import hookimpl
 
 PAGE = 8
 WINDOW = 12
+SLIDING = "sliding_attention"
 LAYERS = 4
 
 
@@ -176,7 +177,7 @@ def _new_model(kind: str) -> Any:
         "gemma3": (
             "Gemma3TextConfig",
             "Gemma3ForCausalLM",
-            {"sliding_window": WINDOW, "layer_types": ["sliding_attention" if i != 1 else "full_attention" for i in range(4)]},
+            {"sliding_window": WINDOW, "layer_types": [SLIDING, "full_attention", SLIDING, SLIDING]},
         ),
     }[kind]  # fmt: skip
     made = getattr(transformers, model)(

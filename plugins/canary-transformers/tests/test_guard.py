@@ -237,7 +237,7 @@ def test_lost_writes_that_the_embedding_explains_are_dismissed(build):
         weight[[7, 8, 9]] = kept
 
 
-def test_zero_embeddings_raise_no_alarm_in_the_engine(build, serve, guard, traffic):
+def test_zero_embeddings_raise_no_alarm_in_the_engine(build, guard, traffic, has_pool):
     """A prompt of padding tokens writes zeros over zeros in the first layer."""
     model = build("llama")
     assert not model.get_input_embeddings().weight[0].any()
@@ -248,7 +248,8 @@ def test_zero_embeddings_raise_no_alarm_in_the_engine(build, serve, guard, traff
     )
     assert len(outputs) == 2
     assert guarded.violations == []
-    assert guarded.stats()["dismissed"] > 0
+    # Where the cache isn't cleared, there were other bytes before.
+    assert guarded.stats()["dismissed"] > 0 or not has_pool
 
 
 SCRIPT = """

@@ -1,0 +1,116 @@
+"""Asynchronous batching and padded inputs, which the engine itself only does on a GPU: its own code, run on a CPU.
+
+Streams and events are replaced by ones that do nothing: on a CPU everything is done when it is issued, which is the
+order that a stream keeps. What is real is all of the host's side: batch N+1 is prepared, scheduled, preempted and freed
+before batch N is known, tokens are carried over on the device, and buffers take turns.
+"""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from canary_core.hookspecs import hookimpl
+
+MODULES = "transformers.generation.continuous_batching"
+
+
+class Instant:
+    """A stream or event on which everything has happened."""
+
+    def record_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+@pytest.fixture
+def engine_on_cpu(monkeypatch):
+    """Makes asynchronous batching run without a GPU."""
+    outputs = importlib.import_module(f"{MODULES}.input_outputs")
+    if not hasattr(outputs, "create_device_stream"):
+        pytest.skip("this release makes CUDA streams by name")
+    monkeypatch.setattr(outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
+    monkeypatch.setattr(torch.cpu, "is_available", lambda: True, raising=False)
+    monkeypatch.setattr(outputs, "create_device_stream", lambda device: Instant())
+    monkeypatch.setattr(torch, "Event", lambda *args, **kwargs: Instant())
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    """Pads tokens, rows and lists as for CUDA graphs."""
+    runner = importlib.import_module(f"{MODULES}.model_runner").ModelRunner
+    original = runner.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.pad_inputs = True
+        self.cb_config.q_padding_interval_size, self.cb_config.kv_padding_interval_size = 16, 64
+
+    monkeypatch.setattr(runner, "__init__", init)
+    monkeypatch.setattr(runner, "warmup", lambda self, model: self.run_one_warmup(model, 8, 8))
+
+
+class Unknown:
+    """Counts the tokens that are only filled in on the device."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    @hookimpl
+    def canary_pre_forward(self, canary, batch):
+        self.tokens += int((batch.token_ids == -1).sum())
+
+
+LOADS = {
+    "plain": {},
+    "samples": {"samples": 3, "requests": 4},
+    "tight": {"pages": 10, "batch_tokens": 32, "requests": 10, "new_tokens": 16},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_asynchronous_batches_raise_no_alarm(kind, load, seed, engine_on_cpu, build, serve, guard, traffic):
+    """Tokens that the host does not know yet, requests that end or are preempted while their next batch runs."""
+    shape = traffic(seed=seed, options={"use_async_batching": True}, **LOADS[load])
+    bare = serve(build(kind), shape)
+    guarded, seen = guard(build(kind), mode="raise"), Unknown()
+    guarded.register(seen)
+    assert serve(build(kind), shape) == bare
+    assert guarded.violations == []
+    assert guarded.stats()["forwards"] > 10
+    assert seen.tokens > 10
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_padded_batches_raise_no_alarm(kind, asynchronous, padded, engine_on_cpu, build, serve, guard, traffic):
+    """Padding is nobody's; a warm-up through the same function is neither judged nor recorded."""
+    shape = traffic(options={"use_async_batching": asynchronous}, pages=24, batch_tokens=32)
+    bare = serve(build(kind), shape)
+    guarded = guard(build(kind), mode="raise")
+    assert serve(build(kind), shape) == bare
+    assert guarded.violations == []
+    assert guarded.stats()["checked_slots"] > 0
+
+
+def test_a_flipped_bit_is_found_in_asynchronous_batches(engine_on_cpu, build, serve, guard, traffic, at_step):
+    """The same findings as in any other batch."""
+    guarded = guard(build("llama"))
+
+    def flip(canary, batch):
+        region = canary.regions["full_attention"]
+        source = region.sources[3]
+        source.tensor.view(torch.uint8).view(-1)[::32] ^= 1
+        return True
+
+    guarded.register(at_step(6, flip))
+    serve(build("llama"), traffic(options={"use_async_batching": True}))
+    assert {v.kind.name for v in guarded.violations} == {"BYTES"}
