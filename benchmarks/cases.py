@@ -1,11 +1,15 @@
 """The registry: what is measured, in which shapes, against which bar. Every op of `Backend` is in at least one case."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from benchmarks.layouts import LAYOUTS
+from canary_core.backends import Backend
 
 STEP = ("check", "read_check", "fingerprint", "record", "scrub")
 """Ops in the order of a step."""
+EVENTS = ("free", "alloc")
+"""Ops of the allocator's events: on the slots that a batch reads."""
+OPS = {field.name for field in fields(Backend)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Case:
     @property
     def step(self) -> tuple[str, ...]:
         """The ops of a step up to the last timed one that make sense for the case: what equality runs."""
-        if self.ops == ("baseline",):
+        if not set(self.ops) & set(STEP):
             return self.ops
         last = max(STEP.index(op) for op in self.ops)
         bytes_only = ("read_check", "fingerprint", "scrub")
@@ -149,8 +153,13 @@ CASES: dict[str, Case] = {
             for mib, sets in ((1, 128), (8, 32), (64, 8), (512, 4))
         ),
         Case(
+            "lifetime/8192", "the allocator gets 8192 slots back and hands them out again: two events", EVENTS,
+            Shape(2, 4096, sets=16),
+        ),
+        Case(
             "baseline/llama", "baseline: fingerprint a pool of 32 layers × K+V × 2048 B at attach", ("baseline",),
             Shape(16, 2048, layers=32), layout="llama", quick=True,
         ),
     )
+    if OPS.issuperset(case.ops)
 }  # fmt: skip

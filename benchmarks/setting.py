@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case
+from benchmarks.cases import EVENTS, Case
 from benchmarks.layouts import LAYOUTS
 from canary_core import BatchView, CanaryConfig, Region, SlotTable
 from canary_core.backends import Backend, torch_backend
@@ -23,12 +23,14 @@ SECTOR_BYTES = 32
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
     """One of a case's batches. ``state`` is a view of the case's state with scratch of its own (plan, heads, cursors),
-    so that one op of many batches can be launched in a row. ``rows``: its rows among all of the setting's."""
+    so that one op of many batches can be launched in a row. ``rows``: its rows among all of the setting's. ``read_slots``:
+    what it reads, for the allocator's events."""
 
     state: RegionState
     batch: BatchView
     table: SlotTable
     rows: slice
+    read_slots: Tensor
 
     def run(self, backend: Backend, op: str) -> None:
         """Launches ``op`` for this batch."""
@@ -36,8 +38,12 @@ class Forward:
 
     def on(self, state: RegionState, backend: Backend, op: str) -> None:
         """The same on another state, e.g. a copy."""
-        arguments = () if op in ("scrub", "baseline") else (self.batch, self.table)
-        getattr(backend, op)(state, *arguments)
+        if op in EVENTS:
+            getattr(backend, op)(state, self.read_slots, self.rows.start)
+        elif op in ("scrub", "baseline"):
+            getattr(backend, op)(state)
+        else:
+            getattr(backend, op)(state, self.batch, self.table)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +151,8 @@ class Setting:
                 "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.slot_bytes),
                 "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES),
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.slot_bytes),
+                "free": reads * (8 + 2 * SECTOR_BYTES),
+                "alloc": reads * (8 + 2 * SECTOR_BYTES),
                 "baseline": state.region.slots * (prints + state.slot_bytes),
             }[op]
         )
@@ -179,7 +187,8 @@ class Setting:
         view = _scratch(self.state, batch)
         view.cursors = self.state.cursors.clone()
         view.cursors[Cursor.SCRUB] = number * int(view.cursors[Cursor.SCRUB_SLOTS]) % view.region.slots
-        return Forward(view, batch, batch.tables[REGION], rows)
+        read_slots = flat(self.traffic.slots[rows, :first])
+        return Forward(view, batch, batch.tables[REGION], rows, read_slots)
 
 
 def region(case: Case, traffic: Traffic) -> Region:
