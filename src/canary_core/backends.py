@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.errors import ConfigError
 from canary_core.state import RegionState
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
+EventOp = Callable[[RegionState, Tensor, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Backend:
     fingerprint: BatchOp
     record: BatchOp
     scrub: Callable[[RegionState], None]
+    free: EventOp
+    alloc: EventOp
 
 
 def choose(name: str, device: torch.device) -> Backend:
@@ -42,19 +46,19 @@ def choose(name: str, device: torch.device) -> Backend:
 
 def torch_backend() -> Backend:
     """The vectorised reference; for pools on any device, but meant for the CPU: it allocates and reads back."""
-    from canary_core.reference import check, fingerprint, record
+    from canary_core.reference import check, fingerprint, lifetime, record
 
     return Backend(
         "torch", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
-        fingerprint.scrub,
+        fingerprint.scrub, lifetime.free, lifetime.alloc,
     )  # fmt: skip
 
 
 def triton_backend() -> Backend:
     """The kernels; on the CPU only where ``TRITON_INTERPRET=1`` was set before triton was imported."""
-    from canary_core.kernels import check, fingerprint, record
+    from canary_core.kernels import check, fingerprint, lifetime, record
 
     return Backend(
         "triton", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
-        fingerprint.scrub,
+        fingerprint.scrub, lifetime.free, lifetime.alloc,
     )  # fmt: skip

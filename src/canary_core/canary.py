@@ -10,6 +10,7 @@ from torch import Tensor
 
 from canary_core import backends, faults, plugins
 from canary_core.adapters import Writers
+from canary_core.backends import EventOp
 from canary_core.batch import BatchView
 from canary_core.budget import Pace, ScrubBudget
 from canary_core.config import CanaryConfig
@@ -17,7 +18,7 @@ from canary_core.errors import AttachError, ViolationError
 from canary_core.events import Event, Level
 from canary_core.findings import Findings
 from canary_core.mailbox import Letter, Mailbox
-from canary_core.records import POSITION, Counter, State
+from canary_core.records import POSITION, STATES, Counter, State
 from canary_core.region import KVSource, Region, Uncovered
 from canary_core.state import RegionState, Shared
 from canary_core.violation import Violation
@@ -70,6 +71,7 @@ class Canary:
         self._counters = [0] * self._shared.counters.shape[0]
         self._findings = Findings(list(self._states.values()), self._hooks, self.writers, self.config.rank)
         self._pace = Pace(ScrubBudget.parse(self.config.scrub_budget), self._baseline(device))
+        self._events: list[tuple[EventOp, RegionState, Tensor, int, torch.cuda.Event | None]] = []
         self._stalled = 0
         self._watch = Watch(self.config.silence_s, self._never_called)
         self._tell_attached()
@@ -92,12 +94,13 @@ class Canary:
         try:
             self._watch.alive()
             self.forwards += 1
+            self._flush_events()
             self._hooks.hook.canary_pre_forward(canary=self, batch=batch)
             for name, table in batch.tables.items():
                 state = self._states[name]
                 state.require_capacity(batch)
                 self._backend.check(state, batch, table)
-                if self.config.read_check and state.sources:
+                if state.reads:
                     self._backend.read_check(state, batch, table)
         except Exception as error:
             self.fail("pre_forward", error)
@@ -150,6 +153,7 @@ class Canary:
             return
         try:
             # The first read may only learn that there are rows; the second one takes them.
+            self._flush_events()
             for _ in range(2):
                 self._open(self._mailbox.collect_now())
         except Exception as error:
@@ -189,6 +193,18 @@ class Canary:
         """``slots`` hold nothing any more (a roll-back, a reset): reading one before it is written is a finding."""
         self._mark(region, slots, State.UNWRITTEN)
 
+    def free_slots(self, region: str, slots: Tensor, writer: int = -1) -> None:
+        """The engine's allocator got ``slots`` back, from request ``writer`` (-1: unknown).
+
+        Events take effect in the order in which the host issues them, before the next forward that it issues: call it
+        from any stream. Once slots of a region are freed by events, they must be handed out by `alloc_slots` too.
+        """
+        self._queue(self._backend.free if self.enabled else None, region, slots, writer)
+
+    def alloc_slots(self, region: str, slots: Tensor, writer: int = -1) -> None:
+        """The engine's allocator handed ``slots`` out to ``writer``; see `free_slots`."""
+        self._queue(self._backend.alloc if self.enabled else None, region, slots, writer)
+
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
         addresses. Sources must match the old ones in name, size and page size, else `AttachError`. Never captured."""
@@ -218,6 +234,27 @@ class Canary:
             "error",
             {"where": where, "error": repr(error), "traceback": "".join(traceback.format_exception(error))},
         )
+
+    def _queue(self, op: EventOp | None, region: str, slots: Tensor, writer: int) -> None:
+        state = self._states.get(region)
+        if op is None or state is None or slots.shape[0] == 0:
+            return
+        ready = None
+        if slots.is_cuda:
+            # The slots may be made on another stream than the forwards run on.
+            ready = torch.cuda.Event()
+            ready.record()
+        self._events.append((op, state, slots, writer, ready))
+
+    def _flush_events(self) -> None:
+        """Applies the allocator's events on the current stream: after all forwards issued so far, before the next."""
+        if not self._events or _capturing(self._shared.counters):
+            return
+        events, self._events = self._events, []
+        for op, state, slots, writer, ready in events:
+            if ready is not None:
+                ready.wait()
+            op(state, slots, writer)
 
     def _baseline(self, device: torch.device) -> float:
         """Fingerprints all slots; returns the speed in bytes a second."""
@@ -268,7 +305,7 @@ class Canary:
         if state is None or not self.enabled:
             return
         slots = slots.long()
-        state.records[slots, POSITION] = (state.records[slots, POSITION] & ~3) | int(new)
+        state.records[slots, POSITION] = state.records[slots, POSITION] // STATES * STATES + int(new)
 
     def _never_called(self) -> None:
         after = f"{self.config.silence_s:g} s"
@@ -319,6 +356,10 @@ def _require_together(regions: Sequence[Region]) -> None:
                 f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
                 f"{regions[0].device}; make one Canary a device"
             )
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -51,6 +51,11 @@ class CanaryConfig(BaseSettings):
         "batch; -1: all of them (testing; it re-reads the whole context in every forward), 0: leave it to the scrub.",
         json_schema_extra=_unit("slots per forward"),
     )
+    check_budget: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Slots per forward whose mapping is checked, rotating over the batch, so that each slot is looked "
+        "at once in (readable slots / budget) forwards; 0: all of them in every forward.",
+    )
     scrub_budget: str = Field(
         default="1%",
         description="How much the scrub may do after each forward: a share of time such as 1%, or bytes per forward "

@@ -5,7 +5,7 @@ Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int3
 | word | constant        | content                                                                    |
 |------|-----------------|----------------------------------------------------------------------------|
 | 0    | `TOKEN`         | token id                                                                   |
-| 1    | `POSITION`      | ``position * 4 + state``                                                   |
+| 1    | `POSITION`      | ``position * 8 + state``                                                   |
 | 2, 3 | `PREFIX_HASH`   | prefix hash up to and including this token, int64 little endian            |
 | 4    | `STEP_WRITTEN`  | step of the forward that wrote the slot                                    |
 | 5    | `WRITER`        | writer id of the request that wrote it                                     |
@@ -23,8 +23,11 @@ RECORD_WORDS = 8
 TOKEN, POSITION, PREFIX_HASH, STEP_WRITTEN, WRITER, STEP_FREED, FREED_BY = 0, 1, 2, 4, 5, 6, 7
 """First int32 word of each record field."""
 
-MAX_POSITION = (1 << 29) - 1
-"""Largest position a record can hold: two of its word's bits are the state, one is the sign."""
+STATES = 8
+"""Values of a record's state: the three low bits of its position word."""
+
+MAX_POSITION = (1 << 28) - 1
+"""Largest position a record can hold: three of its word's bits are the state, one is the sign."""
 
 
 class State(IntEnum):
@@ -32,9 +35,17 @@ class State(IntEnum):
 
     UNWRITTEN = 0
     WRITTEN = 1
-    FREED = 2
+    ALLOCATED = 2
+    """Handed out by the allocator and not written yet."""
     UNKNOWN = 3
     """Bytes arrived without a forward and without records; the slot is not judged until it is written again."""
+    FREED = 4
+    """A bit: given back to the allocator. The bits below it say what the slot was."""
+
+    @classmethod
+    def of(cls, word: int) -> "State":
+        """The state in a record's position word."""
+        return cls.FREED if word & cls.FREED else cls(word & (STATES - 1))
 
 
 class Kind(IntEnum):
@@ -66,6 +77,12 @@ class Kind(IntEnum):
     """Two tokens of one batch are written to the same slot."""
     NON_FINITE = 12
     """A float KV value just written is NaN or infinite."""
+    DOUBLE_FREE = 13
+    """The allocator got back a slot that was free already."""
+    DOUBLE_ALLOC = 14
+    """The allocator handed out a slot that is in use."""
+    WRITE_AFTER_FREE = 15
+    """A forward wrote a slot that was freed and not handed out again."""
 
 
 class Counter(IntEnum):
@@ -120,9 +137,21 @@ class Cursor(IntEnum):
     """First tile, in batch order, of the read check."""
     READ_TILES = 3
     """Most tiles of one read check, 0: none; set by the host."""
+    CHECK = 4
+    """First tile, in batch order, of the mapping check."""
+    CHECK_NEXT = 5
+    """The same for the next forward: written by `check`, copied to `CHECK` by `record`."""
+    CHECK_TILES = 6
+    """Most tiles of one mapping check; set by the host."""
 
 
-CURSOR_WORDS = 4
+CURSOR_WORDS = 8
+
+ALL_TILES = 1 << 40
+"""A budget that is never reached."""
+
+CHECK_TILE = 512
+"""Slots of one row that the mapping check takes or leaves together."""
 
 PLAN_WORDS = 4
 """Write plan, int64 ``[tokens, 4]``: `check` fills it, the ops after the forward use it. Word 0 is ``(status + 1) *
@@ -192,7 +221,7 @@ class Row(IntEnum):
     """Token the request expects there, -1 if unknown."""
     STORED_TOKEN = 7
     STORED_POSITION = 8
-    """The record's position word: ``position * 4 + state``."""
+    """The record's position word: ``position * 8 + state``."""
     STORED_VALUE = 9
     """Recorded prefix hash or fingerprint; for `WRITE_SLOT` the slot of the table; for `TWO_WRITERS` the winner's
     token index."""

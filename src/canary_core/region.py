@@ -19,6 +19,13 @@ class RegionKind(str, Enum):
     """Immutable after write, one slot per token."""
     WINDOW = "window"
     """As full, only the last ``window_tokens`` positions are readable."""
+    COMPRESSED = "compressed"
+    """One slot for ``tokens_per_slot`` tokens, written when its last token is. Positions of such a region count slots:
+    the group ``p`` ends with token ``(p + 1) * tokens_per_slot - 1``, and its slot is that token's slot number in the
+    table divided by ``tokens_per_slot``."""
+    STATE = "state"
+    """One slot per request, rewritten by every forward (recurrent state, rolling rings): recorded after each forward as
+    the state after its last token, compared before the next. Its table is a ring of one slot a row."""
 
 
 class Role(str, Enum):
@@ -139,7 +146,7 @@ class Region:
 
     ``slot_map`` (int32 or int64, ``[full slots + 1]``) turns the table's slots into this region's: a sliding-window
     pool beside a full one. ``null_slot`` is the padding slot, never a live token's (None: every slot is live).
-    ``window_tokens``: a token attends to itself and the ``window_tokens - 1`` before it; required for `WINDOW`.
+    ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the ``window_tokens - 1`` before it; required for `WINDOW`.
 
     Raises `AttachError` if a source does not fit, devices differ, or there are no sources.
     """
@@ -151,6 +158,7 @@ class Region:
     window_tokens: int | None = None
     slot_map: Tensor | None = field(default=None, repr=False)
     null_slot: int | None = None
+    tokens_per_slot: int = 1
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -164,6 +172,11 @@ class Region:
             )
         if self.window_tokens is not None and self.window_tokens < 1:
             raise AttachError(f"region {self.name!r}: window_tokens must be at least 1, got {self.window_tokens}")
+        if (self.kind is RegionKind.COMPRESSED) != (self.tokens_per_slot > 1):
+            raise AttachError(
+                f"region {self.name!r}: tokens_per_slot above 1 goes with kind=COMPRESSED, got kind={self.kind.value} "
+                f"and tokens_per_slot={self.tokens_per_slot}"
+            )
         if self.null_slot is not None and not 0 <= self.null_slot < self.slots:
             raise AttachError(f"region {self.name!r}: null_slot {self.null_slot} is not one of its {self.slots} slots")
         names = [s.name for s in self.sources]
@@ -184,6 +197,11 @@ class Region:
     def device(self) -> torch.device:
         """Device of the guarded bytes."""
         return self.sources[0].tensor.device
+
+    @property
+    def attention_window(self) -> int:
+        """How many positions back from the next one attention goes, that one included; 0: all."""
+        return 2 if self.kind is RegionKind.STATE else self.window_tokens or 0
 
     @property
     def slot_bytes(self) -> int:

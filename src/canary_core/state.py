@@ -12,7 +12,9 @@ from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.records import (
+    ALL_TILES,
     CHAINS,
+    CHECK_TILE,
     CLOCK_WORDS,
     COUNTERS,
     CURSOR_WORDS,
@@ -24,7 +26,7 @@ from canary_core.records import (
     ROW_WORDS,
     Cursor,
 )
-from canary_core.region import PARTIAL_BYTES, KVSource, Region, Role
+from canary_core.region import PARTIAL_BYTES, KVSource, Region, RegionKind, Role
 
 FIRST_ROWS = 256
 FIRST_TOKENS = 8192
@@ -94,8 +96,13 @@ class RegionState:
         self.shapes = source_shapes(self.sources, device)
         self._describe()
         self.scrub_slots = 0
-        read_tiles = (1 << 40) if config.read_check < 0 else -(-config.read_check // READ_TILE)
+        read_tiles = -(-config.read_check // READ_TILE)
+        if config.read_check < 0 or region.kind is RegionKind.STATE:
+            read_tiles = ALL_TILES
+        self.reads = bool(self.sources and read_tiles)
         self.cursors[Cursor.READ_TILES] = read_tiles if self.sources else 0
+        check_tiles = -(-config.check_budget // CHECK_TILE) if config.check_budget else ALL_TILES
+        self.cursors[Cursor.CHECK_TILES] = check_tiles
 
     def require_capacity(self, batch: BatchView) -> None:
         """Grows the scratch to the batch's rows and tokens. Rare: sizes double. Outgrown scratch is kept, because a

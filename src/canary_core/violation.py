@@ -88,6 +88,11 @@ _EXPLANATIONS = {
     "the slot list and the table disagree.",
     Kind.TWO_WRITERS: "two tokens of one batch are written to {where}; {reader} (position {v.position}) lost to token "
     "{v.stored_value} of the batch: the slot was handed out twice.",
+    Kind.DOUBLE_FREE: "{where} was freed although it was free since step {v.step_freed}: freed twice.",
+    Kind.DOUBLE_ALLOC: "{where} was handed out to {reader} while {writer}, who got or wrote it at step "
+    "{v.step_written}, still has it: allocated twice, or a free was lost.",
+    Kind.WRITE_AFTER_FREE: "{reader} wrote position {v.position} to {where}, which {writer} freed at step "
+    "{v.step_freed} and nobody was given since: write after free.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at position {v.position} to {where}: numerics, or "
     "poisoned padding.",
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
-from canary_core.records import POSITION, Cursor, State
+from canary_core.records import POSITION, STATES, Cursor, State
 from canary_core.region import Role
 from canary_core.state import RegionState, Shared
 
@@ -46,7 +46,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
         _rows(rng, slots, "v", 1, rng.choice([torch.float16, torch.float32, torch.float8_e5m2]), 16, device),
     ]
     sources = rng.sample(sources, rng.randint(1, len(sources)))
-    window = rng.choice([None, None, 1, 6])
+    kind = rng.choice([*RegionKind, RegionKind.FULL, RegionKind.WINDOW])
+    window = rng.choice([1, 6]) if kind is RegionKind.WINDOW else None
     page_size = rng.choice([1, 1, 4])
     slot_map = None
     if rng.random() < 0.3:
@@ -55,12 +56,13 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
         "r",
         slots,
         tuple(sources),
-        kind=RegionKind.FULL if window is None else RegionKind.WINDOW,
+        kind=kind,
+        tokens_per_slot=rng.choice([2, 4]) if kind is RegionKind.COMPRESSED else 1,
         window_tokens=window,
         slot_map=slot_map,
         null_slot=rng.choice([None, 0, 3]),
     )
-    ring = rng.choice([0, 0, 8]) if window else 0
+    ring = rng.choice([0, 0, 8]) if window else int(kind is RegionKind.STATE)
     pool_page = rng.choice([None, None, (7, 5)])
     return Scenario(region, rng, page_size, ring, pool_page, torch.device(device))
 
@@ -126,6 +128,12 @@ def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
     return out
 
 
+def events(s: Scenario) -> torch.Tensor:
+    """Slots of an allocator's event, without repeats, some of them no slots of the region."""
+    slots = s.random.sample(range(-2, s.region.slots + 3), s.random.choice([0, 1, 9]))
+    return torch.tensor(slots, dtype=s.random.choice([torch.int32, torch.int64]), device=s.device)
+
+
 def disturb(s: Scenario, state: RegionState) -> None:
     """Plants faults: flipped record words and bytes, other states, NaNs."""
     rng = s.random
@@ -133,7 +141,7 @@ def disturb(s: Scenario, state: RegionState) -> None:
         state.records[rng.randrange(s.region.slots), rng.randrange(8)] ^= 1 << rng.randrange(31)
     for _ in range(rng.choice([0, 2])):
         slot = rng.randrange(s.region.slots)
-        state.records[slot, POSITION] = (state.records[slot, POSITION] & ~3) | rng.choice(list(State))
+        state.records[slot, POSITION] = state.records[slot, POSITION] // STATES * STATES + rng.choice(list(State))
     for _ in range(rng.choice([0, 1, 4])):
         source = rng.choice(s.region.sources)
         flat = source.tensor.view(torch.uint8).view(-1)

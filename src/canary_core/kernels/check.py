@@ -11,7 +11,9 @@ import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.kernels.common import (
+    ALLOCATED,
     FREED,
+    STATE_VALUES,
     STATUS_NULL,
     STATUS_OK,
     STATUS_RANGE,
@@ -26,11 +28,11 @@ from canary_core.kernels.common import (
     split_head,
 )
 from canary_core.kernels.launch import constants, expected_arguments, programs, table_arguments, write_arguments
-from canary_core.records import CHAINS, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
+from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
 from canary_core.reference.check import COMMON_ANCHOR
 from canary_core.state import RegionState
 
-TILE = 512
+TILE = CHECK_TILE
 """Slots that a program checks at a time."""
 WARPS = 4
 PROGRAMS_PER_PROCESSOR = 4
@@ -42,6 +44,9 @@ CLOCK_STEP = tl.constexpr(int(Clock.STEP))
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
 CURSOR_SCRUB_SLOTS = tl.constexpr(int(Cursor.SCRUB_SLOTS))
+CURSOR_CHECK = tl.constexpr(int(Cursor.CHECK))
+CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
+CURSOR_CHECK_TILES = tl.constexpr(int(Cursor.CHECK_TILES))
 CURSOR_READ = tl.constexpr(int(Cursor.READ))
 CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
 COUNT_CHECKED_SLOTS = tl.constexpr(int(Counter.CHECKED_SLOTS))
@@ -81,21 +86,23 @@ def check_kernel(
     p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot, p_write_slots, write_length,
     rows, tokens, ring_rows, region,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
-    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr,
+    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (every row has
     one at least, for its head), tiles of ``token_ids`` that belong to no row."""
     o_row = tl.arange(0, ROWS)
     m_row = o_row < rows
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=m_row, other=0).to(tl.int32), 0)
-    b_new = tl.minimum(tl.maximum(tl.load(p_new + o_row, mask=m_row, other=0).to(tl.int32), 0), tokens)
+    b_raw_new = tl.minimum(tl.maximum(tl.load(p_new + o_row, mask=m_row, other=0).to(tl.int32), 0), tokens)
+    # Positions count slots, of GROUP tokens each.
+    b_prefix = b_prefix // GROUP
     b_count = b_prefix
     if WINDOW > 0:
         b_count = tl.minimum(b_prefix, WINDOW - 1)
     # Tiles to read, tiles to write and new tokens of each row share an int64, so that one scan counts all three.
     b_read_tiles = ((b_count + TILE - 1) // TILE).to(tl.int64)
-    b_write_tiles = tl.where(m_row, tl.maximum((b_new + TILE - 1) // TILE, 1), 0).to(tl.int64)
-    b_packed = b_read_tiles | (b_write_tiles << FIELD_BITS) | (b_new.to(tl.int64) << (2 * FIELD_BITS))
+    b_write_tiles = tl.where(m_row, tl.maximum((b_raw_new + TILE - 1) // TILE, 1), 0).to(tl.int64)
+    b_packed = b_read_tiles | (b_write_tiles << FIELD_BITS) | (b_raw_new.to(tl.int64) << (2 * FIELD_BITS))
     b_end = tl.cumsum(b_packed, 0)
     total = tl.max(b_end, 0)
     n_read = (total & FIELD).to(tl.int32)
@@ -104,24 +111,28 @@ def check_kernel(
     n_rest = (tokens - all_new + TILE - 1) // TILE
     b_read_end = (b_end & FIELD).to(tl.int32)
     b_write_end = ((b_end >> FIELD_BITS) & FIELD).to(tl.int32)
+    check_first = tl.load(p_cursors + CURSOR_CHECK).to(tl.int32)
+    n_check = tl.minimum(tl.load(p_cursors + CURSOR_CHECK_TILES), n_read.to(tl.int64)).to(tl.int32)
     step = tl.load(p_clock + CLOCK_STEP) + 1
 
     if tl.program_id(0) == 0:
         tl.store(p_clock + CLOCK_NEXT, step)
-        tl.atomic_add(p_counters + COUNT_CHECKED_SLOTS, tl.sum(b_count.to(tl.int64), 0))
         tl.atomic_add(p_counters + COUNT_CHECKED_FORWARDS, 1)
         scrub = tl.load(p_cursors + CURSOR_SCRUB) + tl.load(p_cursors + CURSOR_SCRUB_SLOTS)
         tl.store(p_cursors + CURSOR_SCRUB, scrub % slots)
-        n_check = tl.sum(((b_count + READ_CHECK_TILE - 1) // READ_CHECK_TILE).to(tl.int64), 0)
-        read = tl.load(p_cursors + CURSOR_READ) + tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), n_check)
-        tl.store(p_cursors + CURSOR_READ, read % tl.maximum(n_check, 1))
+        tl.store(p_cursors + CURSOR_CHECK_NEXT, (check_first + n_check) % tl.maximum(n_read, 1))
+        n_tiles = tl.sum(((b_count + READ_CHECK_TILE - 1) // READ_CHECK_TILE).to(tl.int64), 0)
+        read = tl.load(p_cursors + CURSOR_READ) + tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), n_tiles)
+        tl.store(p_cursors + CURSOR_READ, read % tl.maximum(n_tiles, 1))
 
-    for i in range(tl.program_id(0), n_read + n_write + n_rest, tl.num_programs(0)):
-        if i < n_read:
-            place = tl.sum(tl.where(b_read_end <= i, (b_read_tiles << FIELD_BITS) + 1, 0), 0)
+    checked = tl.zeros((), tl.int64)
+    for i in range(tl.program_id(0), n_check + n_write + n_rest, tl.num_programs(0)):
+        if i < n_check:
+            i_read = (check_first + i) % n_read
+            place = tl.sum(tl.where(b_read_end <= i_read, (b_read_tiles << FIELD_BITS) + 1, 0), 0)
             i_row = (place & FIELD).to(tl.int32)
-            i_tile = i - (place >> FIELD_BITS).to(tl.int32)
-            prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+            i_tile = i_read - (place >> FIELD_BITS).to(tl.int32)
+            prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0) // GROUP
             read_first = tl.zeros_like(prefix)
             if WINDOW > 0:
                 read_first = tl.maximum(prefix - (WINDOW - 1), 0)
@@ -135,33 +146,37 @@ def check_kernel(
             row_first = row_first * table_stride
             start = read_first + i_tile.to(tl.int64) * TILE
             end = tl.minimum(start + TILE, prefix)
+            checked += end - start
             j = tl.arange(0, TILE).to(tl.int64)
             position = start + j
             m = position < end
             slot, status = lookup(
                 p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
-                PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+                PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
             )  # fmt: skip
             # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
             inside = start > read_first
             prior = tl.maximum(start - 1, 0)
             prior_slot, prior_status = lookup(
                 p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, inside,
-                PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+                PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
             )  # fmt: skip
             usable = m & (status == STATUS_OK)
             prior_usable = inside & (prior_status == STATUS_OK)
             first, hash = load_head(p_records, slot, usable)
             prior_first, before = load_head(p_records, prior_slot, prior_usable)
             token, stored = split_head(first)
-            good = (stored == position * 4 + WRITTEN) & (hash != 0)
+            good = (stored == position * STATE_VALUES + WRITTEN) & (hash != 0)
             if p_expected is not None:
-                p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
-                expected = tl.load(p_token, mask=m & (position < expected_width), other=-1).to(tl.int64)
+                o_own = (position + 1) * GROUP - 1
+                p_token = p_expected + i_row.to(tl.int64) * expected_stride + o_own
+                expected = tl.load(p_token, mask=m & (o_own < expected_width), other=-1).to(tl.int64)
                 good = good & ((expected < 0) | (expected == token))
             good = good & usable
             _, prior_stored = split_head(prior_first)
-            known = (start == read_first) | (prior_usable & (prior_stored == prior * 4 + WRITTEN) & (before != 0))
+            known = (start == read_first) | (
+                prior_usable & (prior_stored == prior * STATE_VALUES + WRITTEN) & (before != 0)
+            )
             before = tl.where(start == 0, anchor, before)
 
             # With e[j] = h[j] - h[j-1] - mix[j], all of which must be 0, sum((j + linked) * e[j]) needs no h[j-1]. A
@@ -181,19 +196,21 @@ def check_kernel(
                         p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map,
                         width, extent, map_length, slots, null_slot, ring_rows, region,
                         start + first_of + tl.arange(0, JUDGED).to(tl.int64), end, prefix, read_first, i_row, row_first,
-                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, JUDGED,
+                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP, JUDGED,
                     )  # fmt: skip
 
-        elif i < n_read + n_write:
-            i_write = i - n_read
+        elif i < n_check + n_write:
+            i_write = i - n_check
             place = tl.sum(tl.where(b_write_end <= i_write, (b_packed >> FIELD_BITS << FIELD_BITS) + 1, 0), 0)
             i_row = (place & FIELD).to(tl.int32)
             i_tile = i_write - ((place >> FIELD_BITS) & FIELD).to(tl.int32)
             token_first = place >> (2 * FIELD_BITS)
-            prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
-            new = tl.maximum(tl.load(p_new + i_row).to(tl.int64), 0)
+            raw_prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+            raw_new = tl.maximum(tl.load(p_new + i_row).to(tl.int64), 0)
             # Rows whose tokens do not fit into token_ids are cut.
-            new = tl.minimum(new, tl.maximum(tokens - token_first, 0))
+            raw_new = tl.minimum(raw_new, tl.maximum(tokens - token_first, 0))
+            prefix = raw_prefix // GROUP
+            new = (raw_prefix + raw_new) // GROUP - prefix
             row_first = i_row.to(tl.int64)
             if p_rows is not None:
                 row_first = tl.load(p_rows + i_row).to(tl.int64)
@@ -205,50 +222,51 @@ def check_kernel(
                 head_position = tl.maximum(prefix - 1, 0)
                 head_slot, head_status = lookup(
                     p_table, row_first, head_position, width, extent, p_map, map_length, slots, null_slot, prefix > 0,
-                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
                 )  # fmt: skip
                 head_usable = (prefix > 0) & (head_status == STATUS_OK)
                 head_first, head = load_head(p_records, head_slot, head_usable)
                 _, head_stored = split_head(head_first)
                 writer = tl.load(p_writers + i_row).to(tl.int64)
                 chain_hash, chained = ended_at(p_chains, writer, prefix)
-                holds = head_usable & (head_stored == head_position * 4 + WRITTEN)
+                holds = head_usable & (head_stored == head_position * STATE_VALUES + WRITTEN)
                 head = tl.where(holds, head, tl.where(chained, chain_hash, 0))
                 tl.store(p_heads + i_row, tl.where(prefix == 0, anchor, head))
 
             o_new = i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-            m = o_new < new
-            stored_first = tl.zeros_like(new)
-            if STORED > 0:
-                stored_first = tl.maximum(new - STORED, 0)
+            m = o_new < raw_new
             o_token = token_first + o_new
-            m_stored = m & (o_new >= stored_first)
+            position = (raw_prefix + o_new + 1) // GROUP - 1
+            m_stored = m & ((raw_prefix + o_new + 1) % GROUP == 0)
+            if STORED > 0:
+                m_stored = m_stored & (position - prefix >= tl.maximum(new - STORED, 0))
             if p_write_slots is not None:
                 listed = o_token < write_length
                 number = tl.load(p_write_slots + o_token, mask=m_stored & listed, other=-1).to(tl.int64)
                 slot, status = resolve(
-                    number, p_map, map_length, slots, null_slot, m_stored & listed, POOL_ROWS, POOL_SLOTS
+                    number, p_map, map_length, slots, null_slot, m_stored & listed, POOL_ROWS, POOL_SLOTS, GROUP
                 )
                 slot = tl.where(listed, slot, -1)
                 status = tl.where(listed, status, STATUS_RANGE)
             else:
                 slot, status = lookup(
-                    p_table, row_first, prefix + o_new, width, extent, p_map, map_length, slots, null_slot, m_stored,
-                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
+                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
                 )  # fmt: skip
             word = ((status.to(tl.int64) + 1) << 32) | i_row.to(tl.int64)
             p_entry = p_plan + o_token * PLAN
             tl.store(p_entry, tl.where(m_stored, word, 0), mask=m)
             tl.store(p_entry + 1, tl.where(m_stored, slot, 0), mask=m)
-            tl.store(p_entry + 2, tl.where(m_stored, prefix + o_new, 0), mask=m)
+            tl.store(p_entry + 2, tl.where(m_stored, position, 0), mask=m)
             claim = (step << 32) + o_token + 1
             tl.atomic_max(p_claims + slot, claim, mask=m_stored & (status == STATUS_OK))
 
         else:
-            o_token = all_new + (i - n_read - n_write) * TILE + tl.arange(0, TILE).to(tl.int64)
+            o_token = all_new + (i - n_check - n_write) * TILE + tl.arange(0, TILE).to(tl.int64)
             m = o_token < tokens
             for word in tl.static_range(3):
                 tl.store(p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
+    tl.atomic_add(p_counters + COUNT_CHECKED_SLOTS, checked)
 
 
 @triton.jit
@@ -256,48 +274,49 @@ def judge(
     p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map, width, extent,
     map_length, slots, null_slot, ring_rows, region, position, end, prefix, read_first, i_row, row_first, writer,
     anchor, chain_hash, chained, step,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr,
     JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Judges and reports places of a suspect tile, each with the record before it."""
     m = position < end
     slot, status = lookup(
         p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
-        PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+        PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
     )  # fmt: skip
     usable = m & (status == STATUS_OK)
     first, hash = load_head(p_records, slot, usable)
     token, stored = split_head(first)
     expected = tl.full((JUDGED,), -1, tl.int64)
     if p_expected is not None:
-        p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
-        expected = tl.load(p_token, mask=m & (position < expected_width), other=-1).to(tl.int64)
+        o_own = (position + 1) * GROUP - 1
+        p_token = p_expected + i_row.to(tl.int64) * expected_stride + o_own
+        expected = tl.load(p_token, mask=m & (o_own < expected_width), other=-1).to(tl.int64)
     own = (expected < 0) | (expected == token)
 
     m_link = m & (position > read_first)
     prior = position - 1
     prior_slot, prior_status = lookup(
         p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, m_link,
-        PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+        PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
     )  # fmt: skip
     prior_usable = m_link & (prior_status == STATUS_OK)
     prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
     _, prior_stored = split_head(prior_first)
-    prior_known = prior_usable & (prior_stored == prior * 4 + WRITTEN) & (prior_hash != 0)
+    prior_known = prior_usable & (prior_stored == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
     prior_hash = tl.where(position == 0, anchor, prior_hash)
     should_be = prior_hash + mix(token, position)
     link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
     at_end = (position == prefix - 1) & chained & (hash != 0)
     end_ok = (at_end == 0) | (hash == chain_hash)
 
-    state = stored & 3
-    placed = usable & (stored == position * 4 + WRITTEN)
+    state = tl.where((stored & FREED) != 0, FREED, stored & (STATE_VALUES - 1))
+    placed = usable & (stored == position * STATE_VALUES + WRITTEN)
     kind = tl.full((JUDGED,), NOTHING, tl.int64)
     kind = tl.where(placed & own & ((link_ok & end_ok) == 0), KIND_PREFIX, kind)
     kind = tl.where(placed & (own == 0), KIND_TOKEN, kind)
     kind = tl.where(usable & (state == WRITTEN) & (placed == 0), KIND_POSITION, kind)
     kind = tl.where(usable & (state == FREED), KIND_FREED, kind)
-    kind = tl.where(usable & (state == UNWRITTEN), KIND_UNWRITTEN, kind)
+    kind = tl.where(usable & ((state == UNWRITTEN) | (state == ALLOCATED)), KIND_UNWRITTEN, kind)
     kind = tl.where(m & (status == STATUS_NULL), KIND_NULL_SLOT, kind)
     kind = tl.where(m & (status == STATUS_RANGE), KIND_SLOT_RANGE, kind)
     tl.atomic_add(p_counters + COUNT_UNKNOWN_SLOTS, tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0))

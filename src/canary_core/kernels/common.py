@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from canary_core import hashing
-from canary_core.records import ROW_WORDS, Counter, Row, State, Status
+from canary_core.records import ROW_WORDS, STATES, Counter, Row, State, Status
 
 # Kernels see globals only as constexpr.
 GOLDEN = tl.constexpr(hashing.GOLDEN)
@@ -15,6 +15,8 @@ STATUS_RANGE = tl.constexpr(int(Status.RANGE))
 STATUS_NULL = tl.constexpr(int(Status.NULL))
 UNWRITTEN = tl.constexpr(int(State.UNWRITTEN))
 WRITTEN = tl.constexpr(int(State.WRITTEN))
+ALLOCATED = tl.constexpr(int(State.ALLOCATED))
+STATE_VALUES = tl.constexpr(STATES)
 FREED = tl.constexpr(int(State.FREED))
 UNKNOWN = tl.constexpr(int(State.UNKNOWN))
 COUNT_ROWS = tl.constexpr(int(Counter.ROWS))
@@ -49,9 +51,14 @@ def mix(token, position):
 
 
 @triton.jit
-def resolve(number, p_map, map_length, slots, null_slot, m, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr):
+def resolve(
+    number, p_map, map_length, slots, null_slot, m,
+    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """`reference.plan.resolve`: slot and status of int64 slot numbers. ``null_slot`` -1: none."""
     negative = number < 0
+    if GROUP > 1:
+        number = tl.where(negative, number, number // GROUP)
     slot = number
     bad = negative & False
     if POOL_ROWS > 0:
@@ -72,19 +79,21 @@ def resolve(number, p_map, map_length, slots, null_slot, m, POOL_ROWS: tl.conste
 @triton.jit
 def lookup(
     p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`reference.plan.lookup`: slot and status of int64 positions, of the table row that begins at element
     ``row_first``."""
     column = position
+    if GROUP > 1:
+        column = (position + 1) * GROUP - 1
     if RING > 0:
-        column = position % RING
+        column = column % RING
     page = column // PAGE_SIZE
     element = row_first + page
     present = (page < width) & (element >= 0) & (element < extent)
     entry = tl.load(p_table + element, mask=m & present, other=-1).to(tl.int64)
     number = tl.where(entry >= 0, entry * PAGE_SIZE + column % PAGE_SIZE, entry)
-    slot, status = resolve(number, p_map, map_length, slots, null_slot, m & present, POOL_ROWS, POOL_SLOTS)
+    slot, status = resolve(number, p_map, map_length, slots, null_slot, m & present, POOL_ROWS, POOL_SLOTS, GROUP)
     slot = tl.where(present, slot, -1)
     status = tl.where(present, status, STATUS_RANGE)
     return slot, status
@@ -98,7 +107,7 @@ def load_head(p_records, slot, m):
 
 @triton.jit
 def split_head(first):
-    """Token and position word (``position * 4 + state``) of a record's first 8 bytes, as int64."""
+    """Token and position word (``position * 8 + state``) of a record's first 8 bytes, as int64."""
     return first.to(tl.int32).to(tl.int64), first >> 32
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.kernels.common import STATUS_OK, WRITTEN, lookup, report_record, split_head
+from canary_core.kernels.common import STATE_VALUES, STATUS_OK, WRITTEN, lookup, report_record, split_head
 from canary_core.kernels.launch import constants, programs, table_arguments
 from canary_core.records import DESCRIPTOR_WORDS, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Descriptor, Kind, Phase
 from canary_core.state import RegionState, SourceShape
@@ -198,13 +198,13 @@ def read_check_kernel(
     p_ring, ring_rows, region, p_cursors, p_prefix, p_writers, rows,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
-    POOL_SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `READ_TILE` readable places, by groups of `SOURCES` sources."""
     o_row = tl.arange(0, ROWS)
-    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
+    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0) // GROUP
     b_first = tl.zeros_like(b_prefix)
     if WINDOW > 0:
         b_first = tl.maximum(b_prefix - (WINDOW - 1), 0)
@@ -229,7 +229,7 @@ def read_check_kernel(
         m = position < prefix
         slot, status = lookup(
             p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_slot, m,
-            PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+            PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
         )  # fmt: skip
         checked += compare(
             p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
@@ -296,7 +296,7 @@ def compare(
     reads bytes before it knows that the slot was written: right where nearly all are."""
     first = tl.load(p_records + slot * 4, mask=m, other=0)
     if not EAGER:
-        m = m & ((first >> 32 & 3) == WRITTEN)
+        m = m & ((first >> 32 & (STATE_VALUES - 1)) == WRITTEN)
     compared = tl.zeros((), tl.int64)
     for i_source in range(tl.program_id(0) * SOURCES, min((tl.program_id(0) + 1) * SOURCES, n_columns)):
         column = tl.load(p_columns + i_source)
@@ -307,7 +307,7 @@ def compare(
             p_source, tl.load(p_salts + column), p_keys, slot, present, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
             BLOCK_WORDS, UNROLL, False,
         )  # fmt: skip
-        there = present & ((first >> 32 & 3) == WRITTEN)
+        there = present & ((first >> 32 & (STATE_VALUES - 1)) == WRITTEN)
         token, _ = split_head(first)
         differs = there & (value != old)
         compared += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)

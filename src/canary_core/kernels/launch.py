@@ -56,8 +56,9 @@ def constants(state: RegionState, batch: BatchView, table: SlotTable) -> dict[st
         "PAGE_SIZE": table.page_size,
         "RING": table.ring_slots,
         "STORED": table.stored_tokens,
-        "WINDOW": state.region.window_tokens or 0,
+        "WINDOW": state.region.attention_window,
         "POOL_ROWS": pool_rows,
         "POOL_SLOTS": pool_slots,
+        "GROUP": state.region.tokens_per_slot,
         "ROWS": max(1 << (batch.rows - 1).bit_length(), 1) if batch.rows else 1,
     }

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.kernels.common import (
+    FREED,
+    STATE_VALUES,
     STATUS_NULL,
     STATUS_OK,
     STATUS_RANGE,
@@ -17,9 +19,10 @@ from canary_core.kernels.common import (
     lookup,
     mix,
     report,
+    split_head,
 )
 from canary_core.kernels.launch import constants, expected_arguments, programs, table_arguments
-from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Kind, Phase
+from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
 from canary_core.state import RegionState
 
 TILE = 256
@@ -28,6 +31,8 @@ WARPS = 8
 PROGRAMS_PER_PROCESSOR = 2
 
 CHAIN_ENTRIES = tl.constexpr(CHAINS)
+CURSOR_CHECK = tl.constexpr(int(Cursor.CHECK))
+CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
 CLOCK_STEP = tl.constexpr(int(Clock.STEP))
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 COUNT_RECORDED_SLOTS = tl.constexpr(int(Counter.RECORDED_SLOTS))
@@ -35,6 +40,7 @@ KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
 KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
 KIND_WRITE_INPUT = tl.constexpr(int(Kind.WRITE_INPUT))
 KIND_WRITE_SLOT = tl.constexpr(int(Kind.WRITE_SLOT))
+KIND_WRITE_AFTER_FREE = tl.constexpr(int(Kind.WRITE_AFTER_FREE))
 KIND_TWO_WRITERS = tl.constexpr(int(Kind.TWO_WRITERS))
 PLAN = tl.constexpr(PLAN_WORDS)
 POST_FORWARD = tl.constexpr(int(Phase.POST_FORWARD))
@@ -45,7 +51,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     shape = constants(state, batch, table)
     del shape["STORED"], shape["WINDOW"]
     record_kernel[(programs(state, PROGRAMS_PER_PROCESSOR),)](
-        state.records.view(torch.int64), state.claims, state.plan, state.heads, state.chains,
+        state.records.view(torch.int64), state.claims, state.plan, state.heads, state.chains, state.cursors,
         state.shared.counters, state.shared.clock, state.shared.ring,
         batch.prefix_lens, batch.new_lens, batch.writers, batch.token_ids, batch.positions, *expected_arguments(batch),
         *table_arguments(state, table), batch.rows, batch.tokens, state.shared.ring.shape[0], state.index,
@@ -55,43 +61,51 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 @triton.jit
 def record_kernel(
-    p_records, p_claims, p_plan, p_heads, p_chains, p_counters, p_clock, p_ring,
+    p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring,
     p_prefix, p_new, p_writers, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot,
     rows, tokens, ring_rows, region,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which share the tiles of all rows' new tokens."""
     i_program = tl.program_id(0)
     o_row = tl.arange(0, ROWS)
+    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
     b_new = tl.maximum(tl.load(p_new + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
     b_token_first = tl.cumsum(b_new, 0) - b_new
     b_new = tl.minimum(b_new, tl.maximum(tokens - b_token_first, 0))
+    # Positions count slots, of GROUP tokens each.
+    b_new = (b_prefix + b_new) // GROUP - b_prefix // GROUP
     b_tiles = (b_new + TILE - 1) // TILE
     b_tile_end = tl.cumsum(b_tiles, 0)
     step = tl.load(p_clock + CLOCK_NEXT)
     if i_program == 0:
         tl.store(p_clock + CLOCK_STEP, step)
+        tl.store(p_cursors + CURSOR_CHECK, tl.load(p_cursors + CURSOR_CHECK_NEXT))
 
     for i in range(i_program, tl.sum(b_tiles, 0), tl.num_programs(0)):
         i_row = tl.sum((b_tile_end <= i).to(tl.int32), 0)
         i_tile = i - tl.max(tl.where(b_tile_end <= i, b_tile_end, 0), 0)
         new = tl.sum(tl.where(o_row == i_row, b_new, 0), 0).to(tl.int64)
         token_first = tl.sum(tl.where(o_row == i_row, b_token_first, 0), 0).to(tl.int64)
-        prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+        raw_prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+        prefix = raw_prefix // GROUP
+        token_zero = token_first - raw_prefix
         writer = tl.load(p_writers + i_row).to(tl.int64)
         head = tl.load(p_heads + i_row)
 
         b_before = tl.zeros((TILE,), tl.int64)
         for i_before in range(i_tile):
             o_before = i_before * TILE + tl.arange(0, TILE).to(tl.int64)
-            b_before += mix(tl.load(p_tokens + token_first + o_before).to(tl.int64), prefix + o_before)
+            p_token = p_tokens + token_zero + (prefix + o_before + 1) * GROUP - 1
+            b_before += mix(tl.load(p_token).to(tl.int64), prefix + o_before)
 
         o_new = i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
         m = o_new < new
-        o_token = token_first + o_new
         position = prefix + o_new
+        own = (position + 1) * GROUP - 1
+        o_token = token_zero + own
         token = tl.load(p_tokens + o_token, mask=m, other=0).to(tl.int64)
         b_mix = tl.where(m, mix(token, position), 0)
         hash = head + tl.sum(b_before, 0) + tl.cumsum(b_mix, 0)
@@ -110,17 +124,19 @@ def record_kernel(
         claim = tl.load(p_claims + slot, mask=usable, other=0)
         won = usable & (claim == (step << 32) + o_token + 1)
         p_record = p_records + slot * 4
-        tl.store(p_record, (token & 0xFFFFFFFF) | ((position * 4 + WRITTEN) << 32), mask=won)
+        freed_bit = (tl.load(p_record, mask=won, other=0) >> 32) & FREED
+        old_freed = tl.where(freed_bit != 0, tl.load(p_record + 3, mask=won, other=0), 0)
+        tl.store(p_record, (token & 0xFFFFFFFF) | ((position * STATE_VALUES + WRITTEN + freed_bit) << 32), mask=won)
         tl.store(p_record + 1, hash, mask=won)
         tl.store(p_record + 2, (step & 0xFFFFFFFF) | (writer << 32), mask=won)
-        tl.store(p_record + 3, tl.zeros_like(hash), mask=won)
+        tl.store(p_record + 3, old_freed, mask=won)
         tl.atomic_add(p_counters + COUNT_RECORDED_SLOTS, tl.sum(won.to(tl.int64), 0))
 
         expected = tl.full((TILE,), -1, tl.int64)
         if p_expected is not None:
-            p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
-            expected = tl.load(p_token, mask=planned & (position < expected_width), other=-1).to(tl.int64)
-        given = position
+            p_token = p_expected + i_row.to(tl.int64) * expected_stride + own
+            expected = tl.load(p_token, mask=planned & (own < expected_width), other=-1).to(tl.int64)
+        given = own
         if p_positions is not None:
             given = tl.load(p_positions + o_token, mask=planned, other=0).to(tl.int64)
         row_first = i_row.to(tl.int64)
@@ -128,16 +144,17 @@ def record_kernel(
             row_first = tl.load(p_rows + i_row).to(tl.int64)
         read_slot, read_status = lookup(
             p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_slot, planned,
-            PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS,
+            PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
         )  # fmt: skip
-        wrong = planned & (((expected >= 0) & (expected != token)) | (given != position))
+        wrong = planned & (((expected >= 0) & (expected != token)) | (given != own))
         elsewhere = usable & (read_status == STATUS_OK) & (read_slot != slot)
         lost = usable & (won == 0)
-        bad = (planned & (status != STATUS_OK)) | wrong | elsewhere | lost
+        freed = won & (freed_bit != 0)
+        bad = (planned & (status != STATUS_OK)) | wrong | elsewhere | lost | freed
         if tl.sum(bad.to(tl.int32), 0) > 0:
             # One token may have several findings, so each kind is reported by itself.
             none = tl.full((TILE,), -1, tl.int64)
-            for i_kind in tl.static_range(5):
+            for i_kind in tl.static_range(6):
                 if i_kind == 0:
                     kind, m_kind, value = KIND_SLOT_RANGE, planned & (status == STATUS_RANGE), none
                 elif i_kind == 1:
@@ -146,9 +163,15 @@ def record_kernel(
                     kind, m_kind, value = KIND_WRITE_INPUT, wrong, none
                 elif i_kind == 3:
                     kind, m_kind, value = KIND_WRITE_SLOT, elsewhere, read_slot
-                else:
+                elif i_kind == 4:
                     kind, m_kind, value = KIND_TWO_WRITERS, lost, (claim & 0xFFFFFFFF) - 1
+                else:
+                    kind, m_kind, value = KIND_WRITE_AFTER_FREE, freed, none
+                step_freed, freed_by = none, none
+                if i_kind == 5:
+                    step_freed, freed_by = split_head(old_freed)
                 report(
                     p_counters, p_ring, ring_rows, tl.full((TILE,), kind, tl.int64), m_kind, region, -1, slot, position,
-                    expected, token, given * 4 + WRITTEN, value, -1, writer, -1, -1, -1, step * 8 + POST_FORWARD,
+                    expected, token, (position + given - own) * STATE_VALUES + WRITTEN, value, -1, writer, freed_by, -1, step_freed,
+                    step * 8 + POST_FORWARD,
                 )  # fmt: skip

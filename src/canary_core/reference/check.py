@@ -9,9 +9,11 @@ from canary_core import hashing
 from canary_core.batch import BatchView, SlotTable
 from canary_core.records import (
     CHAINS,
+    CHECK_TILE,
     POSITION,
     PREFIX_HASH,
     READ_TILE,
+    STATES,
     STEP_FREED,
     STEP_WRITTEN,
     TOKEN,
@@ -40,6 +42,7 @@ class Seen:
     status: Tensor
     state: Tensor
     position: Tensor
+    word: Tensor
     token: Tensor
     hash: Tensor
     writer: Tensor
@@ -59,11 +62,13 @@ class Seen:
 def see(state: RegionState, slot: Tensor, status: Tensor) -> Seen:
     """Reads the records of ``slot`` where ``status`` is `Status.OK`."""
     record = state.records[torch.where(status == Status.OK, slot, 0)]
+    word = record[:, POSITION].long()
     return Seen(
         slot=slot,
         status=status,
-        state=(record[:, POSITION] & 3).long(),
-        position=(record[:, POSITION] >> 2).long(),
+        state=torch.where(word & State.FREED != 0, State.FREED, word & (STATES - 1)),
+        position=word // STATES,
+        word=word,
         token=record[:, TOKEN].long(),
         hash=record[:, PREFIX_HASH : PREFIX_HASH + 2].contiguous().view(torch.int64)[:, 0],
         writer=record[:, WRITER].long(),
@@ -83,7 +88,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     rows = plan.rows(state.region, batch, table)
     places = plan.expand(rows.read_first, rows.prefix)
     seen = see(state, *plan.lookup(state.region, table, places))
-    expected = expected_tokens(batch, places)
+    expected = expected_tokens(batch, rows, places)
     placed = seen.holds(places.position)
     own = (expected < 0) | (expected == seen.token)
     linked, link_hash = _links(batch, rows, places, seen)
@@ -91,15 +96,17 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     findings = {
         Kind.SLOT_RANGE: seen.status == Status.RANGE,
         Kind.NULL_SLOT: seen.status == Status.NULL,
-        Kind.UNWRITTEN: seen.usable & (seen.state == State.UNWRITTEN),
+        Kind.UNWRITTEN: seen.usable & ((seen.state == State.UNWRITTEN) | (seen.state == State.ALLOCATED)),
         Kind.FREED: seen.usable & (seen.state == State.FREED),
         Kind.POSITION: seen.usable & (seen.state == State.WRITTEN) & ~placed,
         Kind.TOKEN: placed & ~own,
         Kind.PREFIX: placed & own & ~(linked & ended),
     }
+    chosen_places = _chosen(state, rows, places)
     step = shared.clock[Clock.STEP] + 1
     writer = batch.writers[places.row].long()
     for kind, mask in findings.items():
+        mask = mask & chosen_places
         prefix = kind is Kind.PREFIX
         fields = {
             Row.POSITION: places.position,
@@ -109,16 +116,28 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
             **record_fields(seen),
         }
         chosen = {word: value[mask] for word, value in fields.items()}
-        about = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.PRE_FORWARD}
+        about: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.PRE_FORWARD}
         report(shared, kind, seen.slot[mask], {**chosen, **about})
 
     _note_heads(state, batch, rows, table)
     _claim(state, plan.plan_writes(state.plan, state.region, batch, table))
-    shared.counters[Counter.CHECKED_SLOTS] += len(places)
-    shared.counters[Counter.UNKNOWN_SLOTS] += (seen.usable & (seen.state == State.UNKNOWN)).sum()
+    shared.counters[Counter.CHECKED_SLOTS] += chosen_places.sum()
+    shared.counters[Counter.UNKNOWN_SLOTS] += (chosen_places & seen.usable & (seen.state == State.UNKNOWN)).sum()
     shared.counters[Counter.CHECKED_FORWARDS] += 1
     shared.clock[Clock.NEXT] = step
     _advance(state, rows)
+
+
+def _chosen(state: RegionState, rows: plan.Rows, places: plan.Places) -> Tensor:
+    """Which places are in the next ``CHECK_TILES`` tiles of the batch; moves that cursor."""
+    count = rows.prefix - rows.read_first
+    tiles = (count + CHECK_TILE - 1) // CHECK_TILE
+    total = tiles.sum().clamp(min=1)
+    tile = (tiles.cumsum(0) - tiles)[places.row] + (places.position - rows.read_first[places.row]) // CHECK_TILE
+    budget = torch.minimum(state.cursors[Cursor.CHECK_TILES], total)
+    first = state.cursors[Cursor.CHECK]
+    state.cursors[Cursor.CHECK_NEXT] = (first + budget) % total
+    return (tile - first) % total < budget
 
 
 def record_fields(seen: Seen) -> dict[Row, Tensor]:
@@ -126,7 +145,7 @@ def record_fields(seen: Seen) -> dict[Row, Tensor]:
     usable = seen.usable
     return {
         Row.STORED_TOKEN: torch.where(usable, seen.token, -1),
-        Row.STORED_POSITION: torch.where(usable, seen.position * 4 + seen.state, -1),
+        Row.STORED_POSITION: torch.where(usable, seen.word, -1),
         Row.STORED_VALUE: torch.where(usable, seen.hash, -1),
         Row.STORED_WRITER: torch.where(usable, seen.writer, -1),
         Row.STEP_WRITTEN: torch.where(usable, seen.step_written, -1),
@@ -134,13 +153,14 @@ def record_fields(seen: Seen) -> dict[Row, Tensor]:
     }
 
 
-def expected_tokens(batch: BatchView, places: plan.Places) -> Tensor:
+def expected_tokens(batch: BatchView, rows: plan.Rows, places: plan.Places) -> Tensor:
     """The request's own token at each place, -1 where the batch doesn't say."""
     table = batch.expected_tokens
     if table is None or table.numel() == 0:
         return torch.full_like(places.position, -1)
-    inside = places.position < table.shape[1]
-    token = table[places.row, torch.where(inside, places.position, 0)].long()
+    position = plan.last_token(places.position, rows.group)
+    inside = position < table.shape[1]
+    token = table[places.row, torch.where(inside, position, 0)].long()
     return torch.where(inside, token, -1)
 
 

@@ -140,7 +140,7 @@ def _report(
     stored = state.fingerprints[torch.where(seen.usable, seen.slot, 0), source]
     fields = {**record_fields(seen), Row.STORED_VALUE: stored, **about}
     chosen = {word: value[mask] for word, value in fields.items()}
-    where = {Row.REGION: state.index, Row.SOURCE: source, Row.STEP: step * 8 + phase}
+    where: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.SOURCE: source, Row.STEP: step * 8 + phase}
     report(state.shared, kind, seen.slot[mask], {**chosen, **where})
 
 

@@ -16,13 +16,25 @@ from canary_core.region import Region
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """One entry per batch row, int64 ``[rows]``: readable positions ``[read_first, prefix)``, new positions
-    ``[prefix, prefix + new)`` of which those from ``stored_first`` on are stored, and the row's first token index."""
+    ``[prefix, prefix + new)`` of which those from ``stored_first`` on are stored, and the index into ``token_ids`` that
+    the token at position 0 would have. Positions count slots: where a slot holds ``group`` tokens, its position's token
+    is the last of them."""
 
     prefix: Tensor
     new: Tensor
     read_first: Tensor
     stored_first: Tensor
-    token_first: Tensor
+    token_zero: Tensor
+    group: int
+
+    def token(self, places: "Places") -> Tensor:
+        """Index into ``token_ids`` of each place among the new ones."""
+        return self.token_zero[places.row] + last_token(places.position, self.group)
+
+    @property
+    def new_first(self) -> Tensor:
+        """How many new positions the rows before have."""
+        return self.new.cumsum(0) - self.new
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,13 +55,22 @@ def rows(region: Region, batch: BatchView, table: SlotTable) -> Rows:
     token_first = new.cumsum(0) - new
     # Rows whose tokens do not fit into token_ids are cut, never read past its end.
     new = torch.minimum(new, (batch.tokens - token_first).clamp(min=0))
+    token_zero = token_first - prefix
+    group = region.tokens_per_slot
+    new = (prefix + new) // group - prefix // group
+    prefix = prefix // group
     read_first = torch.zeros_like(prefix)
-    if region.window_tokens is not None:
-        read_first = (prefix - (region.window_tokens - 1)).clamp(min=0)
+    if region.attention_window:
+        read_first = (prefix - (region.attention_window - 1)).clamp(min=0)
     stored_first = prefix
     if table.stored_tokens:
         stored_first = prefix + (new - table.stored_tokens).clamp(min=0)
-    return Rows(prefix, new, read_first, stored_first, token_first)
+    return Rows(prefix, new, read_first, stored_first, token_zero, group)
+
+
+def last_token(position: Tensor, group: int) -> Tensor:
+    """Position of the last token of the slot at ``position``."""
+    return (position + 1) * group - 1
 
 
 def expand(first: Tensor, end: Tensor) -> Places:
@@ -64,7 +85,8 @@ def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Te
     """Slot and status of each place, as attention finds it. Where the status isn't OK, the slot is what was
     found: -1 if the table has no such entry."""
     entries = table.entries
-    column = places.position % table.ring_slots if table.ring_slots else places.position
+    column = last_token(places.position, region.tokens_per_slot)
+    column = column % table.ring_slots if table.ring_slots else column
     page, inside = column // table.page_size, column % table.page_size
     first = places.row if table.rows is None else table.rows[places.row].long()
     element = first * entries.stride(0) + page
@@ -81,6 +103,7 @@ def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Te
 def resolve(region: Region, table: SlotTable, number: Tensor) -> tuple[Tensor, Tensor]:
     """Slot and status of each slot number that the engine uses in tables and write lists, int64 ``[n]``."""
     negative = number < 0
+    number = torch.where(negative, number, number // region.tokens_per_slot)
     slot, bad = number, torch.zeros_like(negative)
     if table.pool_page is not None:
         page_rows, page_slots = table.pool_page
@@ -97,11 +120,6 @@ def resolve(region: Region, table: SlotTable, number: Tensor) -> tuple[Tensor, T
     bad |= slot >= region.slots
     status = torch.where(bad, Status.RANGE, torch.where(null, Status.NULL, Status.OK))
     return slot, status
-
-
-def token_index(rows: Rows, places: Places) -> Tensor:
-    """Index into ``token_ids`` of each place among the new ones."""
-    return rows.token_first[places.row] + places.position - rows.prefix[places.row]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +140,7 @@ def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable
     """Fills ``plan`` (`RegionState.plan`) for this forward, and gives what it holds."""
     ranges = rows(region, batch, table)
     places = expand(ranges.stored_first, ranges.prefix + ranges.new)
-    token = token_index(ranges, places)
+    token = ranges.token(places)
     slot, status = write_slots(region, table, places, token)
     plan[: batch.tokens] = 0
     plan[token, :3] = torch.stack(((status + 1) << 32 | places.row, slot, places.position), dim=1)

@@ -1,0 +1,93 @@
+"""lifetime: the kernels of `canary_core.reference.lifetime`. One launch an event; atomics make duplicates visible."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from canary_core.kernels.common import (
+    ALLOCATED,
+    FREED,
+    STATE_VALUES,
+    UNWRITTEN,
+    report,
+    split_head,
+)
+from canary_core.records import FREED_BY, POSITION, RECORD_WORDS, STEP_FREED, Clock, Kind, Phase
+from canary_core.state import RegionState
+
+TILE = 256
+WARPS = 4
+
+WORDS = tl.constexpr(RECORD_WORDS)
+WORD_POSITION = tl.constexpr(POSITION)
+WORD_STEP_FREED = tl.constexpr(STEP_FREED)
+WORD_FREED_BY = tl.constexpr(FREED_BY)
+CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
+KIND_DOUBLE_FREE = tl.constexpr(int(Kind.DOUBLE_FREE))
+KIND_DOUBLE_ALLOC = tl.constexpr(int(Kind.DOUBLE_ALLOC))
+KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
+KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
+PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
+
+
+def free(state: RegionState, slots: Tensor, writer: int) -> None:
+    """As `canary_core.reference.lifetime.free`. One launch."""
+    _launch(state, slots, writer, freeing=True)
+
+
+def alloc(state: RegionState, slots: Tensor, writer: int) -> None:
+    """As `canary_core.reference.lifetime.alloc`. One launch."""
+    _launch(state, slots, writer, freeing=False)
+
+
+def _launch(state: RegionState, slots: Tensor, writer: int, freeing: bool) -> None:
+    if slots.shape[0] == 0:
+        return
+    null = state.region.null_slot
+    lifetime_kernel[(triton.cdiv(slots.shape[0], TILE),)](
+        state.records, state.records.view(torch.int64), state.shared.counters, state.shared.clock, state.shared.ring,
+        slots, slots.shape[0], writer, state.region.slots, -1 if null is None else null, state.shared.ring.shape[0],
+        state.index, FREEING=freeing, TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def lifetime_kernel(
+    p_words, p_records, p_counters, p_clock, p_ring, p_slots, count, writer, slots, null_slot, ring_rows, region,
+    FREEING: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program for each `TILE` slots of the event."""
+    o_slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    m = o_slot < count
+    slot = tl.load(p_slots + o_slot, mask=m, other=0).to(tl.int64)
+    null = m & ((slot < 0) | ((slot == null_slot) & (null_slot >= 0)))
+    beyond = m & (slot >= slots)
+    usable = m & (null == 0) & (beyond == 0)
+    step = tl.load(p_clock + CLOCK_NEXT)
+    p_word = p_words + slot * WORDS + WORD_POSITION
+    if FREEING:
+        old = tl.atomic_or(p_word, tl.full((TILE,), FREED, tl.int32), mask=usable)
+        bad = usable & ((old & FREED) != 0)
+        fresh = usable & (bad == 0)
+        kind = tl.full((TILE,), KIND_DOUBLE_FREE, tl.int64)
+        freed = tl.load(p_records + slot * 4 + 3, mask=usable, other=0)
+        tl.store(p_words + slot * WORDS + WORD_STEP_FREED, step.to(tl.int32), mask=fresh)
+        tl.store(p_words + slot * WORDS + WORD_FREED_BY, writer, mask=fresh)
+    else:
+        old = tl.atomic_xchg(p_word, tl.full((TILE,), ALLOCATED, tl.int32), mask=usable)
+        bad = usable & ((old & FREED) == 0) & ((old & (STATE_VALUES - 1)) != UNWRITTEN)
+        kind = tl.full((TILE,), KIND_DOUBLE_ALLOC, tl.int64)
+        freed = tl.load(p_records + slot * 4 + 3, mask=usable, other=0)
+        tl.store(p_records + slot * 4 + 3, tl.zeros_like(slot), mask=usable)
+    kind = tl.where(null, KIND_NULL_SLOT, tl.where(beyond, KIND_SLOT_RANGE, kind))
+    if tl.sum((bad | null | beyond).to(tl.int32), 0) > 0:
+        token, _ = split_head(tl.load(p_records + slot * 4, mask=usable, other=-1))
+        hash = tl.load(p_records + slot * 4 + 1, mask=usable, other=-1)
+        step_written, stored_writer = split_head(tl.load(p_records + slot * 4 + 2, mask=usable, other=-1))
+        step_freed, _ = split_head(freed)
+        report(
+            p_counters, p_ring, ring_rows, kind, bad | null | beyond, region, -1, slot, -1, -1, token,
+            tl.where(usable, old.to(tl.int64), -1), hash, -1, writer, stored_writer, step_written,
+            tl.where(usable, step_freed, -1), step * 8 + PHASE_EVENT,
+        )  # fmt: skip
