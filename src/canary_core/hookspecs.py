@@ -1,6 +1,6 @@
 """The hooks: all that a plugin can do. A plugin implements any of them, marked with `hookimpl`.
 
-None of these runs inside a CUDA graph capture, except `canary_pre_forward`, `canary_post_forward` and `canary_recorded`,
+None runs inside a CUDA graph capture, except `canary_pre_forward`, `canary_post_forward` and `canary_recorded`,
 which do when the forward they belong to is captured; there they must neither read from the device nor allocate.
 """
 

@@ -146,7 +146,8 @@ class Region:
 
     ``slot_map`` (int32 or int64, ``[full slots + 1]``) turns the table's slots into this region's: a sliding-window
     pool beside a full one. ``null_slot`` is the padding slot, never a live token's (None: every slot is live).
-    ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the ``window_tokens - 1`` before it; required for `WINDOW`.
+    ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the
+    ``window_tokens - 1`` before it; required for `WINDOW`.
 
     Raises `AttachError` if a source does not fit, devices differ, or there are no sources.
     """

@@ -97,7 +97,7 @@ def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
         listed = None
         if rng.random() < 0.5:
             listed = torch.tensor(
-                [rng.choice(order + [-1, highest + 30]) for _ in range(max(len(tokens) - 1, 0))],
+                [rng.choice([*order, -1, highest + 30]) for _ in range(max(len(tokens) - 1, 0))],
                 device=device,
                 dtype=torch.int64,
             )

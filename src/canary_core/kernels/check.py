@@ -86,7 +86,8 @@ def check_kernel(
     p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot, p_write_slots, write_length,
     rows, tokens, ring_rows, region,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
-    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr,
+    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (every row has
     one at least, for its head), tiles of ``token_ids`` that belong to no row."""
@@ -196,7 +197,8 @@ def check_kernel(
                         p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map,
                         width, extent, map_length, slots, null_slot, ring_rows, region,
                         start + first_of + tl.arange(0, JUDGED).to(tl.int64), end, prefix, read_first, i_row, row_first,
-                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP, JUDGED,
+                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+                        JUDGED,
                     )  # fmt: skip
 
         elif i < n_check + n_write:

@@ -172,6 +172,6 @@ def record_kernel(
                     step_freed, freed_by = split_head(old_freed)
                 report(
                     p_counters, p_ring, ring_rows, tl.full((TILE,), kind, tl.int64), m_kind, region, -1, slot, position,
-                    expected, token, (position + given - own) * STATE_VALUES + WRITTEN, value, -1, writer, freed_by, -1, step_freed,
-                    step * 8 + POST_FORWARD,
+                    expected, token, (position + given - own) * STATE_VALUES + WRITTEN, value, -1, writer, freed_by, -1,
+                    step_freed, step * 8 + POST_FORWARD,
                 )  # fmt: skip
