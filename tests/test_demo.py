@@ -8,7 +8,7 @@ from click.testing import Result
 from support.toy import ToyEngine
 from typer.testing import CliRunner
 
-from canary_core import Canary, CanaryConfig, demo
+from canary_core import Canary, CanaryConfig, Event, demo
 from canary_core.cli import app
 from canary_core.demo import Demo, Job, Served, Traffic
 from canary_core.errors import PluginError
@@ -142,6 +142,17 @@ def test_a_fault_that_never_happened_does_not_pass(monkeypatch, one_fault):
     assert not trial.passed
     assert trial.fields()["injected"] == 0
     assert "not due" in str(trial.reason)
+
+
+def test_an_error_of_ours_fails_the_trial(monkeypatch, one_fault):
+    """A Canary that switched itself off proves nothing, even if it had found the fault before."""
+    heard = demo._Listener()
+    honest = Demo(ToyDemo(), "plain", seed=2, requests=SMALL).trial("real_kv_used")
+    heard.violations = list(honest.found)
+    heard.canary_event(Event("disabled", "error", {"where": "end_step", "error": "boom", "traceback": "..."}))
+    judged = demo.judge("real_kv_used", [honest.injection], heard)
+    assert judged.found
+    assert not judged.passed
 
 
 def test_another_finding_does_not_count_as_the_fault():

@@ -142,11 +142,13 @@ class Trial:
     early: tuple[Violation, ...] = ()
     reason: str | None = None
     """Why nothing was injected."""
+    troubles: tuple[str, ...] = ()
+    """Error events of ours."""
 
     @property
     def passed(self) -> bool:
-        """Injected, found, and nothing was found before."""
-        return bool(self.found) and not self.early
+        """Injected, found, nothing was found before, and no error of ours."""
+        return bool(self.found) and not self.early and not self.troubles
 
     @property
     def steps(self) -> int | None:
@@ -273,12 +275,12 @@ class Demo:
 def judge(fault: str, injections: Sequence[Injection], heard: "_Listener") -> Trial:
     """What of the findings is the fault itself, what its consequences, what came too early to be either."""
     if not injections:
-        return Trial(fault, None, early=tuple(heard.violations), reason=heard.reason)
+        return Trial(fault, None, (), (), tuple(heard.violations), heard.reason, tuple(heard.troubles))
     (injection,) = injections
     found = tuple(v for v in heard.violations if injection.explains(v))
     early = tuple(v for v in heard.violations if v.step < injection.step)
     others = tuple(v for v in heard.violations if v not in found and v not in early)
-    return Trial(fault, injection, found, others, early)
+    return Trial(fault, injection, found, others, early, troubles=tuple(heard.troubles))
 
 
 def kinds(violations: Sequence[Violation]) -> list[str]:

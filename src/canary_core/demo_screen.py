@@ -89,6 +89,8 @@ def _cell(trial: Trial) -> str:
     if trial.passed:
         found = ", ".join(kinds(trial.found))
         return escape(f"{found}{f' of {trial.source}' if trial.source else ''}, {_after(trial)}")
+    if trial.troubles:
+        return "[red]failed[/red]"
     if trial.early:
         return "[red]false alarm[/red]"
     return "[red]missed[/red]" if trial.injection else "[red]not injected[/red]"
@@ -97,6 +99,8 @@ def _cell(trial: Trial) -> str:
 def _told(trial: Trial) -> str:
     """What was done, and how it was found."""
     done = FAULTS[trial.fault].what
+    if trial.troubles:
+        return f"{done}: FAILED: {trial.troubles[0]}"
     if trial.injection is None:
         return f"{done}: NOT INJECTED, {trial.reason or 'it was never due'}"
     where = trial.injection

@@ -24,7 +24,7 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.errors import ConfigError
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
-from canary_core.records import POSITION, STEP_WRITTEN, Clock, Kind, State, Status
+from canary_core.records import POSITION, STATES, STEP_WRITTEN, Clock, Kind, State, Status
 from canary_core.reference import plan
 from canary_core.reference.check import Seen, expected_tokens, see
 from canary_core.region import KVSource, Role
@@ -323,7 +323,7 @@ class Scene:
     @cached_property
     def write_slots(self) -> tuple[Tensor, Tensor]:
         """Slot and status of each of `writes`."""
-        index = plan.token_index(self.rows, self.writes)
+        index = self.rows.token(self.writes)
         return plan.write_slots(self.state.region, self.table, self.writes, index)
 
     @cached_property
@@ -340,7 +340,7 @@ class Scene:
     def sound(self) -> Tensor:
         """Slots with recorded content that no fault has broken yet."""
         records = self.state.records
-        mask = (records[:, POSITION] & 3) == State.WRITTEN
+        mask = records[:, POSITION] % STATES == State.WRITTEN
         for (name, slot), step in self.hit.items():
             if name == self.name and int(records[slot, STEP_WRITTEN]) == step:
                 mask[slot] = False
@@ -439,9 +439,9 @@ def _real_kv_post_forward(scene: Scene) -> Injection | None:
 def _req_to_token(scene: Scene) -> Injection | None:
     """Only an exchange that changes what is read counts: two slots may hold the same prefix of two requests."""
     state, table = scene.state, scene.table
-    read = _elements(table, scene.reads)
+    read = _elements(table, scene.rows, scene.reads)
     inside = _inside(table, read)
-    candidates = (inside & ~torch.isin(read, _elements(table, scene.writes))).nonzero()[:, 0]
+    candidates = (inside & ~torch.isin(read, _elements(table, scene.rows, scene.writes))).nonzero()[:, 0]
     flat = _flat(table)
     for _ in range(PICKS if len(candidates) > 1 else 0):
         i, j = (int(c) for c in candidates[torch.tensor([scene.random.randrange(len(candidates)) for _ in range(2)])])
@@ -482,9 +482,10 @@ def _flat(table: SlotTable) -> Tensor:
     return entries.as_strided((extent,), (1,))
 
 
-def _elements(table: SlotTable, places: plan.Places) -> Tensor:
+def _elements(table: SlotTable, rows: plan.Rows, places: plan.Places) -> Tensor:
     """Number of each place's table element."""
-    column = places.position % table.ring_slots if table.ring_slots else places.position
+    column = plan.last_token(places.position, rows.group)
+    column = column % table.ring_slots if table.ring_slots else column
     first = places.row if table.rows is None else table.rows[places.row].long()
     return first * table.entries.stride(0) + column // table.page_size
 
@@ -509,7 +510,7 @@ def _lost_write(scene: Scene) -> Injection | None:
     if source is None:
         return None
     record = see(scene.state, slot, status)
-    token = scene.batch.token_ids[plan.token_index(scene.rows, scene.writes)].long()
+    token = scene.batch.token_ids[scene.rows.token(scene.writes)].long()
     other = (record.step_written == 0) | ((record.state == State.WRITTEN) & (record.token != token))
     lost = usable & other & _present(source, torch.where(usable, slot, 0))
     rows = scene.writes.row[lost].unique()
@@ -588,15 +589,15 @@ def _swap_pages(scene: Scene) -> Injection | None:
 def _page_slots(scene: Scene) -> int:
     """Slots of a page: the pool's own, else the table's if it counts in this region's slots."""
     region, table = scene.state.region, scene.table
-    mapped = region.slot_map is not None or table.pool_page is not None
+    mapped = region.slot_map is not None or table.pool_page is not None or region.tokens_per_slot > 1
     return max(region.sources[0].page_size, 1 if mapped else table.page_size)
 
 
 def _next_token_swap(scene: Scene) -> Injection | None:
     """Swaps two input tokens that the requests know better: without `BatchView.expected_tokens` none does."""
     batch, tokens = scene.batch, scene.batch.token_ids
-    index = plan.token_index(scene.rows, scene.writes)
-    own = expected_tokens(batch, scene.writes)
+    index = scene.rows.token(scene.writes)
+    own = expected_tokens(batch, scene.rows, scene.writes)
     known = ((own >= 0) & (own == tokens[index]) & (scene.write_slots[1] == Status.OK)).nonzero()[:, 0]
     for _ in range(PICKS if len(known) > 1 else 0):
         i, j = (int(known[n]) for n in scene.random.sample(range(len(known)), 2))
