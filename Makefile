@@ -5,6 +5,9 @@ VENV ?= .venv
 GPU_PYTHON ?= $(VENV)/bin/python
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+# SGLang for test-sglang, in an environment of its own: its pins and ours don't fit together.
+SGLANG ?= 0.5.21
+VENV_SGLANG ?= .venv-sglang-$(SGLANG)
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # Engines small enough to run in the tests and the demo.
 ENGINES := transformers
@@ -22,6 +25,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
 
+test-sglang: $(VENV_SGLANG)/.stamp
+	$(VENV_SGLANG)/bin/python -m pytest --timeout 900 $(PYTEST_FLAGS) plugins/canary-sglang/tests
+
 check: $(STAMP)
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
@@ -37,10 +43,17 @@ bench: $(filter $(STAMP),$(patsubst $(VENV)/bin/python,$(STAMP),$(GPU_PYTHON)))
 	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks $(BENCH_FLAGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV_SGLANG)
 
 $(STAMP): pyproject.toml constraints-dev.txt $(addsuffix /pyproject.toml,$(PLUGINS))
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[dev]' $(addprefix --editable ./,$(PLUGINS)) $(ENGINES)
+	touch $@
+
+$(VENV_SGLANG)/.stamp: pyproject.toml plugins/canary-sglang/pyproject.toml $(wildcard plugins/canary-sglang/tests/cpu/*)
+	PYTHON=$(PYTHON) plugins/canary-sglang/tests/cpu/setup.sh $(VENV_SGLANG) $(SGLANG)
+	$(VENV_SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-dev.txt setuptools
+	$(VENV_SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps \
+		--editable . --editable plugins/canary-sglang
 	touch $@

@@ -19,6 +19,7 @@ import torch
 from canary_core import faults, plugins
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
+from canary_core.records import POSITION, STATES, State
 from canary_core.violation import Violation
 
 LLAMA = dict(
@@ -111,18 +112,16 @@ class Engine:
         """Serves the prompts, ``together`` at a time join every few steps; gives outputs, cached tokens, steps."""
         first, waiting = len(self.requests), list(prompts)
         before = self.steps
-        while True:
-            if waiting and self.steps % 4 == 0:
+        for turn in range(5001):
+            if waiting and turn % 4 == 0:
                 for prompt in waiting[:together]:
                     self._submit(prompt, new_tokens)
                 waiting = waiting[together:]
             idle = not self._step()
             if idle and not waiting and all(r.finished() for r in self.requests[first:]):
                 break
-            if idle and waiting:
-                self.steps += 1
-            if self.steps - before > 5000:
-                raise RuntimeError("the traffic does not end")
+        else:
+            raise RuntimeError("the traffic does not end")
         served = self.requests[first:]
         return {
             "outputs": [list(r.output_ids) for r in served],
@@ -164,7 +163,7 @@ class Engine:
     def flip(self, region: str, source: str, seed: int) -> int:
         """Flips one bit of a slot that holds something; gives the slot."""
         state = self.session.canary.states[region]
-        written = ((state.records[:, 1] & 3) == 1).nonzero()[:, 0].tolist()
+        written = (state.records[:, POSITION] % STATES == State.WRITTEN).nonzero()[:, 0].tolist()
         rng = random.Random(seed)
         slot = rng.choice([s for s in written if s])
         tensor = next(s for s in state.sources if s.name == source)

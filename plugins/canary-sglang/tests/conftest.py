@@ -1,0 +1,147 @@
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DRIVER = Path(__file__).with_name("engine_driver.py")
+TRITON = {"TRITON_INTERPRET": "1"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine to test: its options, and traffic small enough for how fast it is on a CPU."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    prompts: int = 12
+    new_tokens: int = 8
+    regions: tuple[str, ...] = ("full",)
+
+
+SETUPS = {
+    "mha": Setup(),
+    "pages": Setup({"page_size": 4}, TRITON),
+    "fp8": Setup({"kv_cache_dtype": "fp8_e4m3"}),
+    "swa": Setup({"model": "cohere2", "swa_full_tokens_ratio": 1.0}, regions=("full", "swa")),
+    "mla": Setup(
+        {"model": "deepseek_v2", "attention_backend": "triton", "dtype": "float32"}, TRITON, prompts=4, new_tokens=4
+    ),
+    "pressure": Setup({"max_total_tokens": 112, "chunked_prefill_size": 32}, prompts=16, new_tokens=24),
+    "mixed": Setup({"enable_mixed_chunk": True, "chunked_prefill_size": 16}),
+    "radix_off": Setup({"disable_radix_cache": True}),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Our marker."""
+    config.addinivalue_line("markers", "without_engine: runs where SGLang is not installed, too")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run the engine are skipped where it isn't installed."""
+    if find_spec("sglang") is not None:
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("without_engine") is None:
+            item.add_marker(pytest.mark.skip(reason="sglang is not installed; make test-sglang makes a place for it"))
+
+
+class EngineProcess:
+    """An `engine_driver` process. Each of its `Engine`'s methods can be called here by name, with keywords."""
+
+    def __init__(self, setup: Setup, folder: Path, **settings: str) -> None:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
+        canary = {"CANARY_PLUGINS": "sglang", "CANARY_READ_CHECK": "-1", "CANARY_SCRUB_BUDGET": "8MiB", **settings}
+        self.setup = setup
+        self._log = folder / "engine.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(DRIVER), json.dumps({"folder": str(folder / "model"), **setup.options})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**inherited, **setup.environment, **canary, "OMP_NUM_THREADS": "1"},
+            )
+        self._answer()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
+            self._process.stdin.flush()
+            answer = self._answer()
+            if "error" in answer:
+                raise RuntimeError(f"{name}: {answer['error']}\n{self.log[-3000:]}")
+            return answer["result"]
+
+        return call
+
+    @property
+    def log(self) -> str:
+        """Everything that the process said on stderr."""
+        return self._log.read_text(errors="replace")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine's process ended with {self._process.wait(60)}\n{self.log[-6000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@pytest.fixture(scope="session", params=SETUPS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """One engine of each of `SETUPS`, guarded, shared by all tests that want it."""
+    process = EngineProcess(SETUPS[request.param], tmp_path_factory.mktemp(request.param))
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
+    """Starts an engine of one's own: ``start("mha", CANARY_MODE="raise")``."""
+    processes = []
+
+    def start_engine(name: str, **settings: str) -> EngineProcess:
+        processes.append(EngineProcess(SETUPS[name], tmp_path, **settings))
+        return processes[-1]
+
+    yield start_engine
+    for process in processes:
+        process.close()
+
+
+@pytest.fixture(scope="session")
+def traffic() -> Callable[..., list[list[int]]]:
+    """Random prompts of 1 to 70 tokens, more than half of them with a shared prefix, the first one longer than a
+    chunk; the same ones for a seed."""
+
+    def make(count: int, seed: int = 0) -> list[list[int]]:
+        r = random.Random(seed)
+        shared = [r.randrange(3, 250) for _ in range(40)]
+        long = [r.randrange(3, 250) for _ in range(70)]
+        return [long] + [
+            (shared[: r.randrange(4, 40)] if r.random() < 0.6 else [])
+            + [r.randrange(3, 250) for _ in range(r.randrange(1, 30))]
+            for _ in range(count - 1)
+        ]
+
+    return make

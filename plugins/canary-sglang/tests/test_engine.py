@@ -1,0 +1,93 @@
+"""Real SGLang on a CPU: clean traffic raises nothing and computes the same, every corruption is found as what it is."""
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+FAULTS = (
+    "req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "lost_write", "stray_write",
+    "swap_pages", "next_token_swap",
+)  # fmt: skip
+
+
+def test_clean_traffic_raises_nothing(engine, traffic):
+    """Mixed traffic with shared prefixes and chunked prefills, twice over, then other traffic: every forward is
+    checked, nothing is found, nothing is left unjudged."""
+    setup = engine.setup
+    steps = 0
+    for seed in (0, 0, 1):
+        steps += engine.serve(prompts=traffic(setup.prompts, seed), new_tokens=setup.new_tokens)["steps"]
+    found = engine.findings()
+    assert found["violations"] == []
+    stats = found["stats"]
+    assert stats["forwards"] == steps
+    assert stats["checked_forwards"] == steps * len(setup.regions)
+    assert stats["checked_slots"] > 0
+    assert stats["recorded_slots"] > 0
+    assert stats["unknown_slots"] == 0
+    assert tuple(engine.regions()) == setup.regions
+
+
+def test_all_bytes_are_covered(engine):
+    """The start-up events give what is guarded: of these pools every byte."""
+    events = {event["name"]: event for event in engine.events()}
+    assert events["coverage"]["coverage_ratio"] == 1
+    assert events["coverage"]["uncovered"] == []
+    assert events["attached"]["mode"] == "log"
+    assert "disabled" not in events
+
+
+def test_traffic_is_what_it_claims_to_be(engine, traffic, request):
+    """The setups do what they are named after: prefixes are hit, requests retracted."""
+    setup = engine.setup
+    served = engine.serve(prompts=traffic(setup.prompts, 2), new_tokens=setup.new_tokens)
+    assert engine.findings()["violations"] == []
+    name = request.node.callspec.params["engine"]
+    assert (sum(served["cached"]) > 0) == (name != "radix_off")
+    assert (served["retracted"] > 0) == (name == "pressure")
+
+
+def test_a_flipped_bit_is_found_in_every_source(engine, traffic):
+    """One bit in any layer's K, V or latent, in any region: one finding, which names slot, layer and half."""
+    engine.serve(prompts=traffic(4, 3), new_tokens=2)
+    for region, about in engine.regions().items():
+        for seed, source in enumerate(about["sources"]):
+            slot = engine.flip(region=region, source=source, seed=seed)
+            engine.scrub(prompt=[9, 8, 7])
+            found = engine.findings()["violations"]
+            half, layer = source.split(".")
+            told = [(v["kind"], v["region"], v["slot"], v["layer"], v["half"]) for v in found]
+            assert told == [("bytes", region, slot, int(layer), half)]
+    engine.flush()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found_as_what_it_is(engine, traffic, fault):
+    """The faults of the core, injected through its own syntax into each region of the real engine."""
+    setup = engine.setup
+    for region in setup.regions:
+        prompts = traffic(min(setup.prompts, 6), 4 + FAULTS.index(fault))
+        done = engine.inject(text=f"{fault}:warmup=3,region={region}", prompts=prompts, new_tokens=setup.new_tokens)
+        assert len(done["injections"]) == 1
+        assert done["explained"] == [True]
+
+
+def test_a_flush_leaves_nothing_behind(engine, traffic):
+    """After ``flush_cache`` slots are reused by other requests without a finding."""
+    setup = engine.setup
+    engine.serve(prompts=traffic(4, 5), new_tokens=setup.new_tokens)
+    assert engine.flush()
+    engine.serve(prompts=traffic(4, 6), new_tokens=setup.new_tokens)
+    assert engine.findings()["violations"] == []
+
+
+def test_outputs_are_those_of_an_unguarded_engine(engine, traffic):
+    """Canary changes nothing that the engine computes, and once uninstalled it is gone. The last test of an engine."""
+    setup = engine.setup
+    outputs = []
+    for _ in range(2):
+        engine.flush()
+        outputs.append(engine.serve(prompts=traffic(setup.prompts, 7), new_tokens=setup.new_tokens)["outputs"])
+        engine.uninstall()
+    assert outputs[0] == outputs[1]
+    assert engine.findings() == {"violations": [], "stats": {}}

@@ -1,0 +1,117 @@
+"""The frame around the guard: what happens without the engine, with the wrong one, and when things break."""
+
+import subprocess
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+from canary_sglang import layout, version
+from canary_sglang.hooks import Hooks
+from canary_sglang.plugin import start
+
+from canary_core import plugins
+from canary_core.config import CanaryConfig
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.without_engine
+def test_start_does_nothing_unless_it_is_named(monkeypatch):
+    """SGLang calls us wherever we are installed: without ``CANARY_PLUGINS`` nothing is loaded."""
+    monkeypatch.delenv("CANARY_PLUGINS", raising=False)
+    monkeypatch.setattr(plugins, "start", lambda config: pytest.fail("started"))
+    start()
+
+
+@pytest.mark.without_engine
+@pytest.mark.parametrize(
+    ("installed", "supported"), [("0.5.13", False), ("0.5.14", True), ("0.5.23", True), ("0.5.24", False)]
+)
+def test_the_version_is_checked(monkeypatch, installed, supported):
+    """The declared range is what is checked before anything is hooked."""
+    monkeypatch.setattr(metadata, "version", lambda name: installed)
+    assert version.engine().supported is supported
+
+
+@pytest.mark.without_engine
+def test_hooks_without_a_configuration_only_call_on():
+    """After ``stop`` the engine runs as if we were not there; registered hooks can't be taken back."""
+    hooks = Hooks()
+    hooks.stop()
+    assert hooks._forward(lambda runner, batch: (runner, batch), "runner", "batch") == ("runner", "batch")
+    assert hooks._batch("scheduler", SimpleNamespace(reqs=[])) is None
+    assert hooks._flushed(True, "scheduler") is None
+    assert hooks._idle(None, "scheduler") is None
+
+
+@pytest.mark.without_engine
+def test_an_engine_that_runs_without_our_hooks_is_told(monkeypatch):
+    """A scheduler that runs batches while no forward is seen is a silence event: SGLang swallows what breaks a hook."""
+    told = []
+    monkeypatch.setattr(plugins, "emit", told.append)
+    hooks = Hooks()
+    hooks._config = CanaryConfig.load(silence_s=0.01)
+    hooks._batch("scheduler", SimpleNamespace(reqs=[]))
+    hooks._watch._timer.join(10)
+    assert [(event.name, event.level) for event in told] == [("silence", "error")]
+    assert "no pool was attached" in told[0].fields["reason"]
+
+
+@pytest.mark.without_engine
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"is_draft_worker": True}, "draft"),
+        ({"enable_hierarchical_cache": True}, "HiCache"),
+        ({"disaggregation_mode": "decode"}, "PD decode"),
+        ({}, None),
+    ],
+)
+def test_engines_that_would_raise_false_alarms_are_refused(change, word):
+    """Where KV arrives without a forward, or slots mean something else, nothing is guarded and the reason is given."""
+    args = SimpleNamespace(enable_hierarchical_cache=False, disaggregation_mode="null")
+    runner = SimpleNamespace(
+        is_draft_worker=False, server_args=args, model_config=SimpleNamespace(is_encoder_decoder=False)
+    )
+    for name, value in change.items():
+        setattr(runner if hasattr(runner, name) else args, name, value)
+    refusal = layout.refusal(runner)
+    assert (refusal is None) if word is None else (word in refusal)
+
+
+def test_an_error_of_ours_never_stops_the_engine(start, traffic):
+    """In log mode a broken Canary switches itself off with an event, and the engine's outputs stay what they are."""
+    engine = start("mha")
+    before = engine.serve(prompts=traffic(4), new_tokens=4)["outputs"]
+    engine.flush()
+    engine.break_us()
+    assert engine.serve(prompts=traffic(4), new_tokens=4)["outputs"] == before
+    off = [event for event in engine.events() if event["name"] == "disabled"]
+    assert len(off) == 1
+    assert off[0]["level"] == "error"
+    assert "broken on purpose" in off[0]["error"]
+
+
+def test_raise_mode_stops_the_engine(start, traffic):
+    """The finding comes out of the engine's own forward."""
+    engine = start("mha", CANARY_MODE="raise")
+    engine.serve(prompts=traffic(4), new_tokens=4)
+    engine.flip(region="full", source="v.1", seed=0)
+    with pytest.raises(RuntimeError, match=r"ViolationError: bytes in region full.*v\.1"):
+        engine.serve(prompts=traffic(4, 9), new_tokens=4)
+
+
+def test_raise_mode_never_runs_unguarded():
+    """SGLang swallows what its plugins raise, so a guard that can't be had ends the process."""
+    code = (
+        "import canary_sglang.version as v; v.SUPPORTED = '>=99'\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "print('went on')"
+    )
+    environment = {"CANARY_PLUGINS": "sglang", "CANARY_MODE": "raise", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert "went on" not in done.stdout
+    assert "supports sglang >=99" in done.stderr

@@ -1,0 +1,58 @@
+"""SGLang as users start it: several processes, the overlap scheduler, settings from the environment only."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+SCRIPT = Path(__file__).with_name("engine_script.py")
+
+
+def serve(folder: Path, **settings: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Outputs, and Canary's events on stderr; the engine in a process group of its own, since one that is killed takes
+    its parent along."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
+    log = folder / "log"
+    with log.open("w") as out:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), str(folder / "model")],
+            stdout=out,
+            stderr=out,
+            env={**inherited, **settings, "CANARY_LOG_FORMAT": "json", "OMP_NUM_THREADS": "1"},
+            timeout=600,
+            start_new_session=True,
+            check=False,
+        )
+    lines = log.read_text(errors="replace").splitlines()
+    outputs = [json.loads(line.removeprefix("OUTPUTS ")) for line in lines if line.startswith("OUTPUTS ")]
+    assert done.returncode == 0, "\n".join(lines[-40:])
+    events = [json.loads(line[line.index("{") :]) for line in lines if '"logger": "canary"' in line]
+    return outputs[0], events
+
+
+def test_overlap_in_several_processes(tmp_path):
+    """The scheduler's process guards itself; clean traffic under the overlap scheduler raises nothing and computes
+    what it computes unguarded; a fault from the environment is found."""
+    plain, silent = serve(tmp_path)
+    assert silent == []
+    guard = {"CANARY_PLUGINS": "sglang", "CANARY_STATS_INTERVAL": "10"}
+    clean, events = serve(tmp_path, **guard)
+    names = [event["event"] for event in events]
+    assert clean == plain
+    assert names.count("attached") == 1
+    assert {"violation", "disabled", "silence"}.isdisjoint(names)
+    assert [e["checked_forwards"] > 0 for e in events if e["event"] == "stats"][-1]
+
+    _, events = serve(
+        tmp_path, **guard, CANARY_FAULTS="real_kv_unused_cache:warmup=8,source=v.1", CANARY_SCRUB_BUDGET="8MiB"
+    )
+    injected = [event for event in events if event["event"] == "fault_injected"]
+    found = [event for event in events if event["event"] == "violation"]
+    assert len(injected) == 1
+    assert [(v["kind"], v["layer"], v["half"], v["slot"]) for v in found] == [("bytes", 1, "v", injected[0]["slot"])]
