@@ -72,6 +72,9 @@ class Canary:
         self._findings = Findings(list(self._states.values()), self._hooks, self.writers, self.config.rank)
         self._pace = Pace(ScrubBudget.parse(self.config.scrub_budget), self._baseline(device))
         self._events: list[tuple[EventOp, RegionState, Tensor, int, torch.cuda.Event | None]] = []
+        self._read_interval = self.config.read_interval
+        if device.type == "cpu" or self.config.mode == "raise":
+            self._read_interval = 1
         self._stalled = 0
         self._watch = Watch(self.config.silence_s, self._never_called)
         self._tell_attached()
@@ -133,10 +136,11 @@ class Canary:
             return
         try:
             self._pace.step()
-            letter = self._mailbox.collect()
-            if letter is not None:
-                self._open(letter)
-            self._set_scrub()
+            if self.forwards % self._read_interval == 0:
+                letter = self._mailbox.collect()
+                if letter is not None:
+                    self._open(letter)
+                self._set_scrub()
             interval = self.config.stats_interval
             if interval and self.forwards % interval == 0:
                 self._tell("stats", fields=dict(self.stats()))

@@ -63,6 +63,11 @@ class CanaryConfig(BaseSettings):
         json_schema_extra=_unit("share of time, or bytes per forward"),
     )
     non_finite: bool = Field(default=True, description="Report NaN and infinity in float KV that was just written.")
+    read_interval: Annotated[int, Field(ge=1)] = Field(
+        default=4,
+        description="Forwards between two reads of the counters by the host, on a GPU in log mode: how late a finding "
+        "is told, against host time. On the CPU and in raise mode every forward is read.",
+    )
     ring_rows: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default=1024,
         description="Violation rows kept on the device until the host reads them; counts are never lost.",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +96,9 @@ class RegionState:
         self.shapes = source_shapes(self.sources, device)
         self._describe()
         self.scrub_slots = 0
+        # What the kernels' launches remember: compiled kernels, and arguments until a tensor of this region moves.
+        self.compiled: dict[Any, Any] = {}
+        self.arguments: dict[Any, Any] = {}
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind is RegionKind.STATE:
             read_tiles = ALL_TILES
@@ -108,9 +111,11 @@ class RegionState:
         """Grows the scratch to the batch's rows and tokens. Rare: sizes double. Outgrown scratch is kept, because a
         captured graph may still use it."""
         if batch.rows > self.heads.shape[0]:
+            self.arguments.clear()
             self._outgrown.append(self.heads)
             self.heads = self.heads.new_zeros(1 << (batch.rows - 1).bit_length())
         if batch.tokens > self.plan.shape[0]:
+            self.arguments.clear()
             self._outgrown.append(self.plan)
             self.plan = self.plan.new_zeros(1 << (batch.tokens - 1).bit_length(), PLAN_WORDS)
 
@@ -151,6 +156,7 @@ class RegionState:
                 f"region {self.region.name!r}: rebind needs all {len(self.sources)} sources, got {len(new)}"
             )
         self.sources = new
+        self.arguments.clear()
         self.shapes = source_shapes(new, self.records.device)
         self._describe()
 

@@ -5,7 +5,6 @@ for. A tile is first judged as a whole from two loads a slot (its record's first
 wrong or unknown is judged again slot by slot, with the record before each.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -27,7 +26,7 @@ from canary_core.kernels.common import (
     resolve,
     split_head,
 )
-from canary_core.kernels.launch import constants, expected_arguments, programs, table_arguments, write_arguments
+from canary_core.kernels.launch import batch_arguments, launch, programs, region_arguments
 from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
 from canary_core.reference.check import COMMON_ANCHOR
 from canary_core.state import RegionState
@@ -69,24 +68,20 @@ PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.check.check`. One launch; may be captured."""
-    check_kernel[(programs(state, PROGRAMS_PER_PROCESSOR),)](
-        state.records.view(torch.int64), state.claims, state.plan, state.heads, state.chains, state.cursors,
-        state.shared.counters, state.shared.clock, state.shared.ring,
-        batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, *expected_arguments(batch),
-        *table_arguments(state, table), *write_arguments(table),
-        batch.rows, batch.tokens, state.shared.ring.shape[0], state.index,
-        **constants(state, batch, table), TILE=TILE, JUDGED=min(TILE, 128), num_warps=WARPS,
-    )  # fmt: skip
+    given, constants = batch_arguments(state, batch, table)
+    tile = {"TILE": TILE, "JUDGED": min(TILE, 128), "num_warps": WARPS}
+    grid = (programs(state, PROGRAMS_PER_PROCESSOR), 1)
+    launch(state, check_kernel, grid, (region_arguments(state), given), constants | tile)
 
 
 @triton.jit
 def check_kernel(
-    p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring,
-    p_prefix, p_new, p_writers, p_anchors, p_expected, expected_width, expected_stride,
-    p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot, p_write_slots, write_length,
-    rows, tokens, ring_rows, region,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
-    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
+    POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (every row has

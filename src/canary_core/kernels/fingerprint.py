@@ -5,19 +5,25 @@ DeepSeek-V4 one per strip. The inner loop is a masked 16-byte load, a widening m
 is the limit, not arithmetic.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.kernels.common import STATE_VALUES, STATUS_OK, WRITTEN, lookup, report_record, split_head
-from canary_core.kernels.launch import constants, programs, table_arguments
+from canary_core.kernels.launch import (
+    arguments,
+    batch_arguments,
+    launch,
+    programs,
+    region_arguments,
+    source_arguments,
+)
 from canary_core.records import DESCRIPTOR_WORDS, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Descriptor, Kind, Phase
 from canary_core.state import RegionState, SourceShape
 
 COLUMNS = 32
 """Words of a slot in one load: 8 lanes of 16 bytes."""
-MOST_UNROLLED = 2
+MOST_UNROLLED = 3
 """Loads of a slot that are in flight together."""
 SLOTS, WARPS = 32, 2
 """Slots that a program takes at a time, and its warps: where slots are written, and where they are scrubbed."""
@@ -60,50 +66,37 @@ PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.fingerprint`. One launch a source shape; may be captured."""
-    for shape in state.shapes:
-        tiles = min(-(-batch.tokens // SLOTS), MOST_TILES)
-        fingerprint_kernel[(_groups(shape), tiles)](
-            *_arguments(state, shape), state.claims, state.plan, batch.token_ids, batch.writers, batch.tokens,
-            **_constants(shape), SLOTS=SLOTS, num_warps=WARPS,
-        )  # fmt: skip
+    tokens = arguments(batch.token_ids, batch.writers, batch.tokens)
+    tiles = min(-(-batch.tokens // SLOTS), MOST_TILES)
+    for shape in state.shapes if tiles else ():
+        constants = _constants(shape) | {"SLOTS": SLOTS, "num_warps": WARPS}
+        given = (region_arguments(state), source_arguments(state, shape), tokens)
+        launch(state, fingerprint_kernel, (_groups(shape), tiles), given, constants)
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.read_check`. One launch a source shape; may be captured."""
-    where = constants(state, batch, table)
-    del where["STORED"]
+    of_batch, table_constants = batch_arguments(state, batch, table)
     for shape in state.shapes:
-        read_check_kernel[(_groups(shape), _tiles(state, shape))](
-            *_arguments(state, shape), state.cursors, batch.prefix_lens, batch.writers, batch.rows,
-            *table_arguments(state, table)[:-2], state.region.slots,
-            -1 if state.region.null_slot is None else state.region.null_slot,
-            **where, **_constants(shape), num_warps=READ_WARPS,
-        )  # fmt: skip
+        given = (region_arguments(state), source_arguments(state, shape), of_batch)
+        constants = table_constants | _constants(shape) | {"num_warps": READ_WARPS}
+        launch(state, read_check_kernel, (_groups(shape), _tiles(state, shape)), given, constants)
 
 
 def scrub(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.scrub`. One launch a source shape; may be captured."""
     for i, shape in enumerate(state.shapes):
-        scrub_kernel[(_groups(shape), _tiles(state, shape))](
-            *_arguments(state, shape), state.cursors, state.region.slots,
-            **_constants(shape), SLOTS=SCRUB_SLOTS, COUNT=i == 0, num_warps=SCRUB_WARPS,
-        )  # fmt: skip
+        constants = _constants(shape) | {"SLOTS": SCRUB_SLOTS, "COUNT": int(i == 0), "num_warps": SCRUB_WARPS}
+        given = (region_arguments(state), source_arguments(state, shape))
+        launch(state, scrub_kernel, (_groups(shape), _tiles(state, shape)), given, constants)
 
 
 def baseline(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.baseline`. One launch a source shape."""
     for shape in state.shapes:
-        baseline_kernel[(_groups(shape), _tiles(state, shape))](
-            *_arguments(state, shape), state.region.slots, **_constants(shape), SLOTS=SCRUB_SLOTS, num_warps=SCRUB_WARPS
-        )
-
-
-def _arguments(state: RegionState, shape: SourceShape) -> tuple[object, ...]:
-    return (
-        state.descriptors, shape.columns, len(shape.columns), state.keys, state.salts, state.fingerprints,
-        len(state.sources), state.records.view(torch.int64), state.shared.counters, state.shared.clock,
-        state.shared.ring, state.shared.ring.shape[0], state.index,
-    )  # fmt: skip
+        constants = _constants(shape) | {"SLOTS": SCRUB_SLOTS, "num_warps": SCRUB_WARPS}
+        given = (region_arguments(state), source_arguments(state, shape))
+        launch(state, baseline_kernel, (_groups(shape), _tiles(state, shape)), given, constants)
 
 
 def _groups(shape: SourceShape) -> int:
@@ -142,10 +135,13 @@ def _constants(shape: SourceShape) -> dict[str, int]:
 
 @triton.jit
 def fingerprint_kernel(
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
-    p_ring, ring_rows, region, p_claims, p_plan, p_tokens, p_writers, tokens,
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_tokens, p_writers, tokens,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` tokens, by groups of `SOURCES` sources."""
     step = tl.load(p_clock + CLOCK_NEXT)
@@ -194,10 +190,12 @@ def fingerprint_kernel(
 
 @triton.jit
 def read_check_kernel(
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
-    p_ring, ring_rows, region, p_cursors, p_prefix, p_writers, rows,
-    p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
     POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
@@ -241,10 +239,12 @@ def read_check_kernel(
 
 @triton.jit
 def scrub_kernel(
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
-    p_ring, ring_rows, region, p_cursors, slots,
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
+    SLOTS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
     count = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots)
@@ -266,10 +266,12 @@ def scrub_kernel(
 
 @triton.jit
 def baseline_kernel(
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
-    p_ring, ring_rows, region, slots,
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
     for i in range(tl.program_id(1), (slots + SLOTS - 1) // SLOTS, tl.num_programs(1)):

@@ -1,6 +1,5 @@
 """lifetime: the kernels of `canary_core.reference.lifetime`. One launch an event; atomics make duplicates visible."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +12,7 @@ from canary_core.kernels.common import (
     report,
     split_head,
 )
+from canary_core.kernels.launch import arguments, launch, region_arguments
 from canary_core.records import FREED_BY, POSITION, RECORD_WORDS, STEP_FREED, Clock, Kind, Phase
 from canary_core.state import RegionState
 
@@ -44,17 +44,16 @@ def alloc(state: RegionState, slots: Tensor, writer: int) -> None:
 def _launch(state: RegionState, slots: Tensor, writer: int, freeing: bool) -> None:
     if slots.shape[0] == 0:
         return
-    null = state.region.null_slot
-    lifetime_kernel[(triton.cdiv(slots.shape[0], TILE),)](
-        state.records, state.records.view(torch.int64), state.shared.counters, state.shared.clock, state.shared.ring,
-        slots, slots.shape[0], writer, state.region.slots, -1 if null is None else null, state.shared.ring.shape[0],
-        state.index, FREEING=freeing, TILE=TILE, num_warps=WARPS,
-    )  # fmt: skip
+    given = (region_arguments(state), arguments(slots, slots.shape[0], writer))
+    constants = {"FREEING": int(freeing), "TILE": TILE, "num_warps": WARPS}
+    launch(state, lifetime_kernel, (triton.cdiv(slots.shape[0], TILE), 1), given, constants)
 
 
 @triton.jit
 def lifetime_kernel(
-    p_words, p_records, p_counters, p_clock, p_ring, p_slots, count, writer, slots, null_slot, ring_rows, region,
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_slots, count, writer,
     FREEING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each `TILE` slots of the event."""

@@ -4,7 +4,6 @@ The prefix hash is a sum, so a tile of new tokens needs the head of its row, the
 it adds up itself: no program waits for another) and a scan of its own.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -21,7 +20,7 @@ from canary_core.kernels.common import (
     report,
     split_head,
 )
-from canary_core.kernels.launch import constants, expected_arguments, programs, table_arguments
+from canary_core.kernels.launch import batch_arguments, launch, programs, region_arguments
 from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
 from canary_core.state import RegionState
 
@@ -48,25 +47,21 @@ POST_FORWARD = tl.constexpr(int(Phase.POST_FORWARD))
 
 def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.record.record`. One launch; may be captured."""
-    shape = constants(state, batch, table)
-    del shape["STORED"], shape["WINDOW"]
-    record_kernel[(programs(state, PROGRAMS_PER_PROCESSOR),)](
-        state.records.view(torch.int64), state.claims, state.plan, state.heads, state.chains, state.cursors,
-        state.shared.counters, state.shared.clock, state.shared.ring,
-        batch.prefix_lens, batch.new_lens, batch.writers, batch.token_ids, batch.positions, *expected_arguments(batch),
-        *table_arguments(state, table), batch.rows, batch.tokens, state.shared.ring.shape[0], state.index,
-        **shape, TILE=TILE, num_warps=WARPS,
-    )  # fmt: skip
+    given, constants = batch_arguments(state, batch, table)
+    tile = {"TILE": TILE, "num_warps": WARPS}
+    grid = (programs(state, PROGRAMS_PER_PROCESSOR), 1)
+    launch(state, record_kernel, grid, (region_arguments(state), given), constants | tile)
 
 
 @triton.jit
 def record_kernel(
-    p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring,
-    p_prefix, p_new, p_writers, p_tokens, p_positions, p_expected, expected_width, expected_stride,
-    p_table, p_rows, p_map, width, table_stride, extent, map_length, slots, null_slot,
-    rows, tokens, ring_rows, region,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
+    POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which share the tiles of all rows' new tokens."""
     i_program = tl.program_id(0)
