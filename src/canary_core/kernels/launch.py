@@ -107,8 +107,8 @@ def batch_arguments(
     state: RegionState, batch: BatchView, table: SlotTable
 ) -> tuple[Arguments, dict[str, int]]:
     """``p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
-    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens``; and the
-    compile-time constants that go with them."""
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens``, and
+    the compile-time constants that go with them."""
     last = state.arguments.get("batch")
     if last is not None and last[0] is batch and last[1] is table:
         return last[2], last[3]
