@@ -201,6 +201,33 @@ def test_a_fault_without_candidate_tries_again_and_says_so_in_the_end():
     assert at_start[1].startswith("there is no source 'k.77'; the guarded ones are k.0, k.1, k.9")
 
 
+def test_a_fault_in_a_slot_that_is_dropped_is_done_again():
+    """Content that the engine drops before another forward begins is gone with its fault: told, and tried again."""
+    run = Run("real_kv_post_forward:warmup=1,region=full", window=0)
+
+    class Dropper:
+        @hookimpl(trylast=True)
+        def canary_recorded(self, canary, batch):
+            if canary.forwards == 2:
+                canary.clear_slots("full", batch.tables["full"].write_slots)
+
+    run.manager.register(Dropper())
+    run.serve()
+    (moot,) = [e for e in run.events if e.name == "fault_moot"]
+    assert (moot.fields["step"], moot.fields["reason"]) == (2, "the slot was dropped before another forward began")
+    (injection,) = run.injector.injections
+    assert injection.step == 3
+    assert any(injection.explains(v) for v in run.violations)
+
+
+def test_a_fault_after_the_last_forward_proves_nothing():
+    """Nobody looks at it any more, so it doesn't count as injected."""
+    run = Run("real_kv_post_forward:warmup=10").serve()
+    assert run.canary.forwards == 11
+    assert run.injector.injections == []
+    assert [e.name for e in run.events if "moot" in e.name] == ["fault_moot"]
+
+
 def test_settings_switch_faults_on():
     """``CANARY_FAULTS`` reaches every Canary, through `Plugins.load` or without it, once."""
     config = CanaryConfig(faults="real_kv_used", seed=5, mode="raise", read_check=-1, silence_s=0)

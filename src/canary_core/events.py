@@ -25,6 +25,7 @@ class Event:
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
     | dismissed           | a plugin explained a finding away                                                      |
     | fault_injected      | a self-test corrupted something on purpose                                             |
+    | fault_moot          | what a fault broke was dropped before anything could read it; it is done again         |
     | fault_not_injected  | a fault was asked for and never done: no such target, no candidate, never due          |
     """
 

@@ -136,14 +136,16 @@ class FaultInjector:
     traffic give the same faults; each spec draws from a stream of its own.
 
     ``injections`` are those done so far, in order, each also told as a ``fault_injected`` event. A fault that finds
-    nothing to break tries again in the next forward; one that was never injected is told as ``fault_not_injected``
-    when the Canary is closed.
+    nothing to break tries again in the next forward; so does one whose slot the engine drops before another forward
+    begins (``fault_moot``): there is nothing left that anyone could read. One that was never injected is told as
+    ``fault_not_injected`` when the Canary is closed.
     """
 
     def __init__(self, specs: list[FaultSpec], seed: int = 0) -> None:
         self.injections: list[Injection] = []
         self._armed = [_Armed(s, random.Random(f"{seed}/{i}/{s.fault}")) for i, s in enumerate(specs)]
         self._pending: list[_Pending] = []
+        self._unseen: list[_Unseen] = []
         self._hit: dict[tuple[str, int], int] = {}
 
     @classmethod
@@ -173,6 +175,7 @@ class FaultInjector:
             return
         # Left over where a forward raised: what was spared from the write is long stale, a table entry may still stand.
         self._restore(canary, lasting=True)
+        self._forget_moot(canary, "the slot was dropped before another forward began")
         self._inject("pre_forward", canary, batch)
 
     @hookimpl
@@ -193,6 +196,7 @@ class FaultInjector:
     def canary_detached(self, canary: "Canary") -> None:
         """Tells of faults that never happened, so that a self-test without a fault isn't taken for a passed one."""
         self._restore(canary, lasting=True)
+        self._forget_moot(canary, "no other forward followed", all_of_them=True)
         for armed in self._armed:
             if armed.injected == 0 and armed.spec.probability > 0:
                 reason = (
@@ -217,10 +221,22 @@ class FaultInjector:
                 armed.done()
                 self._pending += scene.pending
                 self.injections.append(injection)
+                if moment == "recorded":
+                    self._unseen.append(_Unseen(canary, armed, injection))
                 canary.tell(Event("fault_injected", "warning", injection.fields()))
                 break
             else:
                 armed.tries += 1
+
+    def _forget_moot(self, canary: "Canary", reason: str, all_of_them: bool = False) -> None:
+        ours = [u for u in self._unseen if u.canary is canary]
+        self._unseen = [u for u in self._unseen if u.canary is not canary]
+        for unseen in ours:
+            if all_of_them or not unseen.stands():
+                self.injections.remove(unseen.injection)
+                unseen.armed.injected -= 1
+                unseen.armed.tries += 1
+                canary.tell(Event("fault_moot", "info", {"reason": reason, **unseen.injection.fields()}))
 
     def _restore(self, canary: "Canary", lasting: bool) -> None:
         ours = [p for p in self._pending if p.canary is canary]
@@ -268,6 +284,22 @@ class _Pending:
     canary: "Canary"
     restore: Callable[[], None]
     lasting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Unseen:
+    """A fault that no check has had the chance to see yet."""
+
+    canary: "Canary"
+    armed: _Armed
+    injection: Injection
+
+    def stands(self) -> bool:
+        """Whether its slots still hold what was broken."""
+        state = self.canary.states[self.injection.region]
+        records = state.records[list(self.injection.slots)]
+        written = records[:, POSITION] % STATES == State.WRITTEN
+        return bool((written & (records[:, STEP_WRITTEN] == self.injection.step)).all())
 
 
 @dataclass(eq=False)
