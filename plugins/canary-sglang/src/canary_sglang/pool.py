@@ -23,7 +23,7 @@ from canary_adapters import (
 )
 from canary_core.adapters import PoolAdapter
 from canary_core.errors import AttachError
-from canary_core.region import KVSource, Region, Role, Uncovered
+from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
 from canary_sglang import layout
 
 NULL_SLOT = 0
@@ -36,7 +36,8 @@ DSA_INDEX = (128, 4)
 
 
 class SGLangPool(PoolAdapter):
-    """The pool of one `ModelRunner`, after it was allocated. Regions are named ``full`` and ``swa``.
+    """The pool of one `ModelRunner`, after it was allocated. Regions are named ``full``, ``swa``,
+    ``c4`` and ``c128``.
 
     Pools are recognised by the exact name of their class, since a subclass may lay its tensors out in another way.
     """
@@ -64,7 +65,11 @@ class SGLangPool(PoolAdapter):
             ]
         if kind == "HybridLinearKVPool":
             layers = sorted(pool.full_attention_layer_id_mapping, key=pool.full_attention_layer_id_mapping.get)
-            return [*self._full(pool.full_kv_pool, layers), _states("mamba", getattr(pool, "mamba_pool", None))]
+            state = "state that every forward rewrites; not described yet"
+            return [
+                *self._full(pool.full_kv_pool, layers),
+                *_left_out("mamba", getattr(pool, "mamba_pool", None), state),
+            ]
         if kind == "DeepSeekV4TokenToKVPool":
             return self._deepseek_v4()
         return self._full(pool, None)
@@ -83,18 +88,28 @@ class SGLangPool(PoolAdapter):
 
     def _deepseek_v4(self) -> list[PoolAdapter]:
         pool = self._pool
-        if pool.swa_kv_pool is None:
-            return [Unguarded("unified", tensor_bytes(pool), "DeepSeek-V4's unified layout is not known to us")]
-        reason = "one slot for several tokens; the core has no regions of that kind yet"
-        state = "rewritten by every forward; the core has no regions of that kind yet"
+        if getattr(pool, "swa_kv_pool", None) is None:
+            return [Unguarded("pool", tensor_bytes(pool), "DeepSeek-V4's unified and request-window layouts")]
+        state = "rings of the compressor, rewritten in place; not described yet"
+        indexer = getattr(pool, "c4_indexer_kv_pool", None)
         return [
             *self._windowed("swa", pool.swa_kv_pool, None),
-            Unguarded("c4", tensor_bytes(pool.c4_kv_pool), reason),
-            Unguarded("c128", tensor_bytes(pool.c128_kv_pool), reason),
-            Unguarded("c4 indexer", tensor_bytes(pool.c4_indexer_kv_pool), reason),
-            Unguarded("compressor states", tensor_bytes(getattr(pool, "compress_state_pools", None)), state),
-            Unguarded("indexer states", tensor_bytes(getattr(pool, "indexer_compress_state_pools", None)), state),
+            *self._compressed("c4", 4, getattr(pool, "c4_kv_pool", None), indexer),
+            *self._compressed("c128", 128, getattr(pool, "c128_kv_pool", None), None),
+            *_left_out("compressor states", getattr(pool, "compress_state_pools", None), state),
+            *_left_out("indexer states", getattr(pool, "indexer_compress_state_pools", None), state),
         ]
+
+    def _compressed(self, name: str, ratio: int, pool: Any, indexer: Any) -> list[PoolAdapter]:
+        """A pool with one slot for ``ratio`` tokens; the indexer's keys have the same slots."""
+        if pool is None or not pool.layer_num:
+            return []
+        layers = [i for i, r in enumerate(self._pool.compression_ratios) if r == ratio]
+        try:
+            return [CompressedPool(name, ratio, _compressed_sources(pool, indexer, layers))]
+        except AttachError as error:
+            size = tensor_bytes(pool) + tensor_bytes(indexer)
+            return [Unguarded(name, size, f"{type(pool).__name__} is not as expected: {error}")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,22 @@ class Unguarded(PoolAdapter):
 
     def uncovered(self) -> Sequence[Uncovered]:
         """All of it."""
-        return (Uncovered(self.name, self.size_bytes, self.reason),) if self.size_bytes else ()
+        return (Uncovered(self.name, self.size_bytes, self.reason),)
+
+
+class CompressedPool(PoolAdapter):
+    """One region whose slots hold ``ratio`` tokens each; page 0 is padding, whose first slot no token gets."""
+
+    def __init__(self, name: str, ratio: int, sources: Sequence[KVSource]) -> None:
+        slots = min(source.tensor.shape[0] * source.page_size for source in sources)
+        self._region = Region(
+            name, slots, tuple(sources), RegionKind.COMPRESSED, null_slot=NULL_SLOT, tokens_per_slot=ratio
+        )
+        require_disjoint([self._region])
+
+    def regions(self) -> Sequence[Region]:
+        """The one."""
+        return (self._region,)
 
 
 class WholePool(PoolAdapter):
@@ -239,9 +269,33 @@ def _dsa(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
     return SourcePool(name, slots, sources, left_out)
 
 
-def _dsv4(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+def _compressed_sources(pool: Any, indexer: Any, layers: Sequence[int]) -> list[KVSource]:
+    """Packed pages of a compressed pool, and of the indexer that goes with it."""
+    _require_dsv4_slot(pool)
+    page = PackedPage(int(pool.page_size), *DSV4_PAGE)
+    sources = [
+        source
+        for i, layer in enumerate(layers)
+        for source in packed_page_source(pool.kv_buffer[i], Part("kv", layer), page)
+    ]
+    if indexer is None:
+        return sources
+    index_page = PackedPage(int(indexer.page_size), *DSA_INDEX)
+    if indexer.get_bytes_per_token() != sum(DSA_INDEX):
+        raise AttachError(f"{indexer.get_bytes_per_token()} bytes an indexer slot, known are {sum(DSA_INDEX)}")
+    for i, layer in enumerate(layers):
+        buffer = indexer.index_k_with_scale_buffer[i]
+        sources += packed_page_source(buffer, Part("index", layer, role=Role.INDEX), index_page)
+    return sources
+
+
+def _require_dsv4_slot(pool: Any) -> None:
     if pool.get_bytes_per_token() != sum(DSV4_PAGE):
-        raise AttachError(f"{pool.get_bytes_per_token()} bytes a token, known are {sum(DSV4_PAGE)}")
+        raise AttachError(f"{pool.get_bytes_per_token()} bytes a slot, known are {sum(DSV4_PAGE)}")
+
+
+def _dsv4(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    _require_dsv4_slot(pool)
     tensors = [LayerTensors(layer, {"kv": pool.kv_buffer[i]}) for i, layer in enumerate(layers)]
     return PackedPool(name, tensors, PackedPage(int(pool.page_size), *DSV4_PAGE), null_slot=NULL_SLOT)
 
@@ -278,9 +332,9 @@ def _layers_of(mapping: Mapping[int, tuple[int, bool]]) -> tuple[list[int], list
     return full, window
 
 
-def _states(name: str, pool: Any) -> PoolAdapter:
-    reason = "state that every forward rewrites; the core has no regions of that kind yet"
-    return Unguarded(name, tensor_bytes(pool), reason)
+def _left_out(name: str, pool: Any, reason: str) -> list[PoolAdapter]:
+    size = tensor_bytes(pool)
+    return [Unguarded(name, size, reason)] if size else []
 
 
 def _tensors(thing: Any, depth: int) -> Iterator[Tensor]:
