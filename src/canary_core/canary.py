@@ -2,15 +2,16 @@
 
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import pluggy
 import torch
 from torch import Tensor
 
-from canary_core import backends, faults, plugins
+from canary_core import backends, faults, plugins, twin
 from canary_core.adapters import Writers
-from canary_core.backends import EventOp
 from canary_core.batch import BatchView
 from canary_core.budget import Pace, ScrubBudget
 from canary_core.config import CanaryConfig
@@ -26,6 +27,17 @@ from canary_core.watch import Watch
 
 STALLED_READS = 100
 """Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """Something that the host issued between two forwards. ``tensors`` are what it uses, made by ``ready``;
+    ``arrival``: it changes what slots hold, not only whose they are."""
+
+    apply: Callable[[], None]
+    tensors: tuple[Tensor, ...]
+    ready: torch.cuda.Event | None
+    arrival: bool
 
 
 class Canary:
@@ -71,7 +83,8 @@ class Canary:
         self._counters = [0] * self._shared.counters.shape[0]
         self._findings = Findings(list(self._states.values()), self._hooks, self.writers, self.config.rank)
         self._pace = Pace(ScrubBudget.parse(self.config.scrub_budget), self._baseline(device))
-        self._events: list[tuple[EventOp, RegionState, Tensor, int, torch.cuda.Event | None]] = []
+        self._changes: list[_Change] = []
+        self._captured = False
         self._read_interval = self.config.read_interval
         if device.type == "cpu" or self.config.mode == "raise":
             self._read_interval = 1
@@ -97,7 +110,8 @@ class Canary:
         try:
             self._watch.alive()
             self.forwards += 1
-            self._flush_events()
+            self._captured = self._captured or _capturing(self._shared.counters)
+            self._flush_changes()
             self._hooks.hook.canary_pre_forward(canary=self, batch=batch)
             for name, table in batch.tables.items():
                 state = self._states[name]
@@ -128,7 +142,8 @@ class Canary:
             self.fail("post_forward", error)
 
     def end_step(self) -> None:
-        """Host only, never captured: starts a late read of the counters and reports what the last one brought.
+        """Host only, never captured: starts a late read of the counters and reports what the last one brought. On the
+        stream of the forwards, where these are replayed from a graph that holds our bracket.
 
         Raises `ViolationError` with the first finding in raise mode.
         """
@@ -157,7 +172,7 @@ class Canary:
             return
         try:
             # The first read may only learn that there are rows; the second one takes them.
-            self._flush_events()
+            self._flush_changes()
             for _ in range(2):
                 self._open(self._mailbox.collect_now())
         except Exception as error:
@@ -181,16 +196,50 @@ class Canary:
 
     def copy_slots(self, region: str, source: Tensor, destination: Tensor) -> None:
         """The engine copied slots ``source`` to ``destination`` (integer tensors ``[n]``, region slots): records
-        travel with the bytes. Call it when the copy was issued, on the same stream. Overlaps are read first."""
+        travel with the bytes. Call it when the copy was issued, on the same stream. Overlaps are read first; numbers
+        that are no slots are left out."""
+        state = self._states.get(region)
+        if state is not None and self.enabled:
+            self._arrive(partial(_copy_records, state, source, destination), source, destination)
+
+    def payload_layout(self, region: str) -> twin.PayloadLayout | None:
+        """What the payloads of `export_slots` mean, for `twin.check_payload`; None in off mode."""
+        state = self._states.get(region)
+        return None if state is None else twin.PayloadLayout.of(state)
+
+    def export_slots(self, region: str, slots: Tensor) -> Tensor:
+        """What is known of ``slots`` (integer tensor ``[n]``), to travel with their bytes: an int64 payload
+        ``[n, payload_layout(region).words]`` on the pool's device, ``[n, 0]`` in off mode. Call it when the bytes are
+        read, on the same stream. Any place may keep it; its rows may be cut and joined as the slots are."""
+        state = self._states.get(region)
+        if state is None:
+            return slots.new_empty((slots.shape[0], 0), dtype=torch.int64)
+        try:
+            if self.enabled:
+                if any(change.arrival for change in self._changes):
+                    self._flush_changes()
+                return twin.export_records(state, slots)
+        except Exception as error:
+            self.fail("export_slots", error)
+        return slots.new_zeros((slots.shape[0], twin.PayloadLayout.of(state).words), dtype=torch.int64)
+
+    def import_slots(self, region: str, slots: Tensor, payload: Tensor) -> None:
+        """Bytes arrived in ``slots`` (integer tensor ``[n]``, each at most once) with the ``payload`` of the slots they
+        come from: rows of `export_slots`, of this Canary or another one, here or in host memory. Slots whose row does
+        not fit are not judged until they are written again, as with `forget_slots`. Call it when the transfer was
+        issued, on the same stream; a pinned ``payload`` must stay as it is until that stream has read it."""
         state = self._states.get(region)
         if state is None or not self.enabled:
             return
-        source, destination = source.long(), destination.long()
-        state.records[destination] = state.records[source]
-        state.fingerprints[destination] = state.fingerprints[source]
+        try:
+            payload = payload.to(slots.device, non_blocking=True)
+            self._arrive(partial(twin.import_records, state, slots, payload), slots, payload)
+        except Exception as error:
+            self.fail("import_slots", error)
 
     def forget_slots(self, region: str, slots: Tensor) -> None:
-        """Bytes of ``slots`` (integer tensor ``[n]``) arrived without records: not judged until written again."""
+        """Bytes of ``slots`` (integer tensor ``[n]``) arrived without records: not judged until written again. Numbers
+        that are no slots are left out."""
         self._mark(region, slots, State.UNKNOWN)
 
     def clear_slots(self, region: str, slots: Tensor) -> None:
@@ -203,11 +252,15 @@ class Canary:
         Events take effect in the order in which the host issues them, before the next forward that it issues: call it
         from any stream. Once slots of a region are freed by events, they must be handed out by `alloc_slots` too.
         """
-        self._queue(self._backend.free if self.enabled else None, region, slots, writer)
+        state = self._states.get(region)
+        if state is not None and self.enabled and len(slots):
+            self._queue(partial(self._backend.free, state, slots, writer), (slots,))
 
     def alloc_slots(self, region: str, slots: Tensor, writer: int = -1) -> None:
         """The engine's allocator handed ``slots`` out to ``writer``; see `free_slots`."""
-        self._queue(self._backend.alloc if self.enabled else None, region, slots, writer)
+        state = self._states.get(region)
+        if state is not None and self.enabled and len(slots):
+            self._queue(partial(self._backend.alloc, state, slots, writer), (slots,))
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
@@ -239,26 +292,35 @@ class Canary:
             {"where": where, "error": repr(error), "traceback": "".join(traceback.format_exception(error))},
         )
 
-    def _queue(self, op: EventOp | None, region: str, slots: Tensor, writer: int) -> None:
-        state = self._states.get(region)
-        if op is None or state is None or slots.shape[0] == 0:
-            return
+    def _queue(self, apply: Callable[[], None], tensors: tuple[Tensor, ...], arrival: bool = False) -> None:
         ready = None
-        if slots.is_cuda:
-            # The slots may be made on another stream than the forwards run on.
+        if any(t.is_cuda for t in tensors):
+            # They may be made on another stream than the forwards run on.
             ready = torch.cuda.Event()
             ready.record()
-        self._events.append((op, state, slots, writer, ready))
+        self._changes.append(_Change(apply, tensors, ready, arrival))
 
-    def _flush_events(self) -> None:
-        """Applies the allocator's events on the current stream: after all forwards issued so far, before the next."""
-        if not self._events or _capturing(self._shared.counters):
+    def _arrive(self, apply: Callable[[], None], *tensors: Tensor) -> None:
+        """Slots get other content: now, or after the allocator's events that the host issued before and that wait for
+        the next forward; applied to a slot later, those would take it back."""
+        if self._changes and not _capturing(self._shared.counters):
+            self._queue(apply, tensors, arrival=True)
+        else:
+            apply()
+
+    def _flush_changes(self) -> None:
+        """Applies what waits on the current stream: after all forwards issued so far, before the next."""
+        if not self._changes or _capturing(self._shared.counters):
             return
-        events, self._events = self._events, []
-        for op, state, slots, writer, ready in events:
-            if ready is not None:
-                ready.wait()
-            op(state, slots, writer)
+        changes, self._changes = self._changes, []
+        for change in changes:
+            if change.ready is not None:
+                change.ready.wait()
+                for tensor in change.tensors:
+                    if tensor.is_cuda:
+                        # Made on another stream, its memory must not be handed out there before this one has read it.
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            change.apply()
 
     def _baseline(self, device: torch.device) -> float:
         """Fingerprints all slots; returns the speed in bytes a second."""
@@ -306,10 +368,8 @@ class Canary:
 
     def _mark(self, region: str, slots: Tensor, new: State) -> None:
         state = self._states.get(region)
-        if state is None or not self.enabled:
-            return
-        slots = slots.long()
-        state.records[slots, POSITION] = state.records[slots, POSITION] // STATES * STATES + int(new)
+        if state is not None and self.enabled:
+            self._arrive(partial(_mark_records, state, slots, new), slots)
 
     def _never_called(self) -> None:
         after = f"{self.config.silence_s:g} s"
@@ -360,6 +420,17 @@ def _require_together(regions: Sequence[Region]) -> None:
                 f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
                 f"{regions[0].device}; make one Canary a device"
             )
+
+
+def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> None:
+    twin.import_records(state, destination, twin.export_records(state, source))
+
+
+def _mark_records(state: RegionState, slots: Tensor, new: State) -> None:
+    if len(slots):
+        _, slot, anything = twin.entries(state, slots.long())
+        word = state.records[slot, POSITION]
+        state.records[slot, POSITION] = torch.where(anything, word // STATES * STATES + int(new), word)
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -77,7 +77,7 @@ class Mailbox:
         self._seen = total
         self._with_ring = False
         # In stream order after the copy, so rows that come in between find their place still taken, not overwritten.
-        self._shared.counters[Counter.DRAINED] = total
+        self._shared.counters[Counter.DRAINED].fill_(total)
         return Letter(counters, rows, dropped)
 
     def _host_like(self, tensor: Tensor) -> Tensor:

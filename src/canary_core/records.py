@@ -14,6 +14,16 @@ Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int3
 
 All zeros read as *unwritten*. Beside the records lie the fingerprints, int64 ``[slots, sources]``.
 
+Payload: what travels with a slot's bytes, int64 little endian ``[slots, PAYLOAD_FINGERPRINTS + sources]``:
+
+| word    | constant               | content                                                                   |
+|---------|------------------------|---------------------------------------------------------------------------|
+| 0       | `PAYLOAD_STAMP`        | ``digest * 2**32 + origin``: what the row means (31 bits), who made it (32)  |
+| 1 to 4  | `PAYLOAD_RECORD`       | the record, as above                                                      |
+| 5 to ...| `PAYLOAD_FINGERPRINTS` | one fingerprint for each source, 0 where the slot has no bytes in it      |
+
+The digest is of `PAYLOAD_VERSION` and each source's name, chunks and chunk bytes, in order. All zeros: nothing known.
+
 Violation row: `ROW_WORDS` int64, see `Row`. Counters: one int64 each, see `Counter`.
 """
 
@@ -28,6 +38,13 @@ STATES = 8
 
 MAX_POSITION = (1 << 28) - 1
 """Largest position a record can hold: three of its word's bits are the state, one is the sign."""
+
+
+PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
+"""First int64 word of each part of a payload row."""
+
+PAYLOAD_VERSION = 1
+"""Counts up when the meaning of a payload, a record or a fingerprint changes."""
 
 
 class State(IntEnum):

@@ -125,7 +125,8 @@ class RegionState:
         if self.scrub_slots and abs(slots - self.scrub_slots) * 5 <= self.scrub_slots:
             return
         self.scrub_slots = slots
-        self.cursors[Cursor.SCRUB_SLOTS] = slots
+        # Not an assignment: that copies the number from the host and waits for the device.
+        self.cursors[Cursor.SCRUB_SLOTS].fill_(slots)
 
     @property
     def slot_bytes(self) -> int:
