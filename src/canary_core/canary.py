@@ -430,6 +430,9 @@ def _mark_records(state: RegionState, slots: Tensor, new: State) -> None:
     if len(slots):
         _, slot, anything = twin.entries(state, slots.long())
         word = state.records[slot, POSITION]
+        if new is State.UNKNOWN:
+            # What the bytes were is no longer known, so the next write can't be judged to have left them as they were.
+            state.fingerprints[slot[anything]] = 0
         state.records[slot, POSITION] = torch.where(anything, word // STATES * STATES + int(new), word)
 
 

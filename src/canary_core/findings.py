@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import pluggy
 
+from canary_core import plugins
 from canary_core.adapters import Writers
 from canary_core.events import Event
-from canary_core.records import Kind, Phase, Row, State
+from canary_core.records import STATES, Kind, Phase, Row, State
 from canary_core.state import RegionState
 from canary_core.violation import Violation
 
@@ -37,16 +38,34 @@ class Findings:
             if self._repeats(violation):
                 self.repeated += 1
                 continue
-            reason = self._hooks.hook.canary_vet(violation=violation)
+            reason = self._vet(violation)
             if reason is not None:
                 self.dismissed += 1
-                fields = {"reason": reason, **violation.fields()}
-                self._hooks.hook.canary_event(event=Event("dismissed", "debug", fields))
+                plugins.emit(Event("dismissed", "debug", {"reason": reason, **violation.fields()}), self._hooks)
                 continue
             self.delivered[violation.kind] += 1
             stand.append(violation)
-            self._hooks.hook.canary_violation(violation=violation)
+            self._tell(violation)
         return stand
+
+    def _vet(self, violation: Violation) -> str | None:
+        """Why a plugin dismisses the finding. A plugin that fails to answer doesn't."""
+        try:
+            reason: str | None = self._hooks.hook.canary_vet(violation=violation)
+        except Exception as error:
+            self._complain("canary_vet", error)
+            return None
+        return reason
+
+    def _tell(self, violation: Violation) -> None:
+        """Built-in reporting hears of it first, so that no other listener that fails can silence it."""
+        try:
+            self._hooks.hook.canary_violation(violation=violation)
+        except Exception as error:
+            self._complain("canary_violation", error)
+
+    def _complain(self, where: str, error: Exception) -> None:
+        plugins.emit(Event("reporting_failed", "error", {"where": where, "error": repr(error)}), self._hooks)
 
     def decode(self, row: Sequence[int]) -> Violation:
         """One ring row as a `Violation`."""
@@ -68,8 +87,8 @@ class Findings:
             half=source.half if source else None,
             position=_known(row[Row.POSITION]),
             token=_known(row[Row.TOKEN]),
-            stored_state=State(word & 3) if stored else None,
-            stored_position=word >> 2 if stored else None,
+            stored_state=State.of(word) if stored else None,
+            stored_position=word // STATES if stored else None,
             stored_token=row[Row.STORED_TOKEN] if stored else None,
             stored_value=row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None,
             found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
