@@ -4,10 +4,21 @@ Prefix hash: ``h[p] = h[p-1] + mix(token[p], position[p])  (mod 2**64)``. A sum,
 scan; `mix` is a bijection of (position, token), so any single different token or position gives another hash.
 
 Bytes fingerprint of one slot in one source: ``salt(source) + sum(word[i] * key[i])  (mod 2**64)`` over the slot's
-32-bit little-endian words (a chunk's tail is padded with zero bytes). Keys are odd, so any change within one word is
-caught with certainty; a change of several words is missed with probability at most ``2**-32`` over the keys (two words
-that differ in their top bit only), and ``2**-63`` for differences that are odd (multilinear hashing: Carter & Wegman,
-1979; Lemire & Kaser, "Strongly universal string hashing is fast", 2014). Addition commutes, so any tiling agrees.
+32-bit little-endian words (a chunk's tail is padded with zero bytes). Addition commutes, so any tiling agrees. Keys are
+odd and depend on the word's index alone; the salt sets sources apart, so a fingerprint carried to another one doesn't
+fit there.
+
+Let ``v`` (0 to 31) be the lowest bit in which any word changed. Seen with certainty, because keys are odd:
+
+- any change within one word; more generally any change in which an odd number of words differ in bit ``v``;
+- any two flipped bits, in a slot of at most `SURE_WORDS` words a source: only where both are the same bit of their
+  words could they cancel, and only if the two keys' sum or difference were 0 modulo 2**33; a test looks at every pair.
+
+Any other change is missed with probability ``2**(v - 63)``: ``2**-63`` if a word's lowest bit changed, ``2**-48`` if
+signs of bfloat16 did (bit 15), ``2**-32`` at worst, for four words or more that differ in their top bits only. The
+probability is over the keys (multilinear hashing: Carter & Wegman, 1979; Lemire & Kaser, "Strongly universal string
+hashing is fast", 2014), and ours are fixed and public: it holds against faults, which know nothing of them, not against
+somebody who writes to the pool with a collision in mind.
 
 The finaliser is splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014).
 """
@@ -21,6 +32,8 @@ MULTIPLY_2 = 0x94D049BB133111EB
 KEY_SEED = 0x243F6A8885A308D3
 SALT_SEED = 0x13198A2E03707344
 ANCHOR_SEED = 0x0082EFA98EC4E6C9
+SURE_WORDS = 97873
+"""Keys from the first on of which no two have a sum or a difference that is 0 modulo 2**33."""
 _MASK = (1 << 64) - 1
 
 
