@@ -1,4 +1,3 @@
-# ruff: noqa: T201 -- a benchmark prints its results
 """Throughput of a real SGLang engine, random weights and CUDA graphs: off, SGLang's built-in canary, ours, in one call.
 
     python3 overhead.py                                             # Llama-8B shape, 64 x (1024 in, 256 out)

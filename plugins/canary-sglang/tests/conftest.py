@@ -24,6 +24,21 @@ class Setup:
     prompts: int = 12
     new_tokens: int = 8
     regions: tuple[str, ...] = ("full",)
+    left_out: frozenset[str] = frozenset()
+    """Names, up to a slash, of what the coverage event lists as not guarded."""
+    shared: int = 40
+    """Length of the prefix that many prompts begin with; of pages of 256 tokens only whole ones are ever cached."""
+
+    def traffic(self, seed: int, count: int = 0) -> list[list[int]]:
+        """Random prompts, ``self.prompts`` unless a smaller ``count`` is given, the same ones for a seed: more than
+        half of them with a shared prefix, the first two longer than a chunk."""
+        r = random.Random(seed)
+        prefix = [r.randrange(3, 250) for _ in range(self.shared)]
+        prompts = [[r.randrange(3, 250) for _ in range(self.shared + 30)], prefix]
+        for _ in range(min(count or self.prompts, self.prompts) - 2):
+            hit = prefix[: r.randrange(self.shared // 2, self.shared)] if r.random() < 0.6 else []
+            prompts.append(hit + [r.randrange(3, 250) for _ in range(r.randrange(1, 30))])
+        return prompts
 
 
 SETUPS = {
@@ -36,6 +51,21 @@ SETUPS = {
     ),
     "pressure": Setup({"max_total_tokens": 112, "chunked_prefill_size": 32}, prompts=16, new_tokens=24),
     "mixed": Setup({"enable_mixed_chunk": True, "chunked_prefill_size": 16}),
+    "deepseek_v4": Setup(
+        {
+            "model": "deepseek_v4",
+            "attention_backend": None,
+            "max_total_tokens": 4096,
+            "chunked_prefill_size": 256,
+            "swa_full_tokens_ratio": 0.5,
+        },
+        {**TRITON, "CANARY_BACKEND": "torch"},
+        prompts=5,
+        new_tokens=30,
+        regions=("swa", "c4", "c128"),
+        shared=600,
+        left_out=frozenset({"swa", "compressor states", "indexer states"}),
+    ),
     "radix_off": Setup({"disable_radix_cache": True}),
 }
 
@@ -127,21 +157,3 @@ def start(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
     yield start_engine
     for process in processes:
         process.close()
-
-
-@pytest.fixture(scope="session")
-def traffic() -> Callable[..., list[list[int]]]:
-    """Random prompts of 1 to 70 tokens, more than half of them with a shared prefix, the first one longer than a
-    chunk; the same ones for a seed."""
-
-    def make(count: int, seed: int = 0) -> list[list[int]]:
-        r = random.Random(seed)
-        shared = [r.randrange(3, 250) for _ in range(40)]
-        long = [r.randrange(3, 250) for _ in range(70)]
-        return [long] + [
-            (shared[: r.randrange(4, 40)] if r.random() < 0.6 else [])
-            + [r.randrange(3, 250) for _ in range(r.randrange(1, 30))]
-            for _ in range(count - 1)
-        ]
-
-    return make

@@ -49,7 +49,20 @@ DEEPSEEK_V2 = dict(
     rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, attention_bias=False,
     tie_word_embeddings=False,
 )  # fmt: skip
-MODELS = {"llama": LLAMA, "cohere2": COHERE2, "deepseek_v2": DEEPSEEK_V2}
+DEEPSEEK_V4 = dict(
+    architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", vocab_size=256, hidden_size=64,
+    intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
+    kv_lora_rank=512, q_lora_rank=32, o_lora_rank=32, o_groups=2, qk_nope_head_dim=448, qk_rope_head_dim=64,
+    v_head_dim=512, head_dim=512, index_head_dim=128, index_n_heads=4, index_topk=512, n_routed_experts=4,
+    n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, window_size=128, sliding_window=128,
+    compress_ratios=[4, 128, 4, 128], compress_rope_theta=40000, topk_method="noaux_tc", scoring_func="sqrtsoftplus",
+    norm_topk_prob=True, routed_scaling_factor=1.5, first_k_dense_replace=0, moe_layer_freq=1,
+    tie_word_embeddings=False, attention_bias=False, max_position_embeddings=4096, rope_theta=10000,
+    rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32, beta_slow=1),
+    rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, hc_mult=4,
+    hc_sinkhorn_iters=2, hc_eps=1e-6, num_hash_layers=0, swiglu_limit=10.0,
+)  # fmt: skip
+MODELS = {"llama": LLAMA, "cohere2": COHERE2, "deepseek_v2": DEEPSEEK_V2, "deepseek_v4": DEEPSEEK_V4}
 
 DEFAULTS = dict(
     skip_tokenizer_init=True, device="cpu", attention_backend="torch_native", load_format="dummy",
@@ -86,8 +99,11 @@ class Engine:
         from sglang.srt.managers import scheduler
         from sglang.srt.server_args import PortArgs, ServerArgs
 
+        model = options.pop("model", "llama")
+        if model == "deepseek_v4":
+            _fake_deepseek_v4()
         folder.mkdir(parents=True, exist_ok=True)
-        folder.joinpath("config.json").write_text(json.dumps(MODELS[options.pop("model", "llama")]))
+        folder.joinpath("config.json").write_text(json.dumps(MODELS[model]))
         self.args = ServerArgs(**{**DEFAULTS, "model_path": str(folder), **options})
         if hasattr(self.args, "resolve_once"):
             self.args.resolve_once()
@@ -260,6 +276,42 @@ class Engine:
             self.steps += 1
         s.last_batch = batch
         return bool(batch)
+
+
+def _fake_deepseek_v4() -> None:
+    """DeepSeek-V4's forward needs a GPU; its pools, allocator, prefix cache and scheduler don't. So the forward is
+    replaced, below `ModelRunner.forward`, by one that writes bytes that depend on token and position to where the real
+    one does: the window's page, and the compressed pages and the indexer's wherever a group is complete."""
+    torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
+
+    def write(buffers: list[Any], slots: Any, content: Any, strips: tuple[int, int, int]) -> None:
+        page_size, data, scale = strips
+        page, inside = (slots // page_size)[:, None], (slots % page_size)[:, None]
+        for layer, buffer in enumerate(buffers):
+            row = (((content[:, None] + layer) * (2 * torch.arange(data) + 1) >> 3) & 255).to(torch.uint8)
+            buffer[page, inside * data + torch.arange(data)] = row
+            buffer[page, page_size * data + inside * scale + torch.arange(scale)] = row[:, :scale]
+
+    def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        pool, slots = self.token_to_kv_pool, batch.out_cache_loc.long()
+        content = (batch.input_ids.long() + self.model_config.vocab_size * batch.positions.long()) * 8
+        write(pool.swa_kv_pool.kv_buffer, pool.translate_loc_from_full_to_swa(slots), content, (256, 576, 8))
+        for ratio, page_size, sub in ((4, 64, pool.c4_kv_pool), (128, 2, pool.c128_kv_pool)):
+            whole = (slots + 1) % ratio == 0
+            write(sub.kv_buffer, slots[whole] // ratio, content[whole], (page_size, 576, 8))
+            if ratio == 4:
+                index = pool.c4_indexer_kv_pool.index_k_with_scale_buffer
+                write(index, slots[whole] // ratio, content[whole], (page_size, 128, 4))
+        rows = torch.arange(batch.batch_size)
+        last = batch.extend_seq_lens.cumsum(0) - 1 if batch.forward_mode.is_extend() else rows
+        vocabulary = self.model_config.vocab_size
+        logits = torch.zeros(batch.batch_size, vocabulary)
+        logits[rows, (batch.input_ids[last.long()].long() * 5 + 3) % vocabulary] = 1
+        return ModelRunnerOutput(logits_output=LogitsProcessorOutput(next_token_logits=logits), can_run_graph=False)
+
+    ModelRunner._forward_raw = forward
 
 
 def _publish(args: Any) -> None:

@@ -10,13 +10,13 @@ FAULTS = (
 )  # fmt: skip
 
 
-def test_clean_traffic_raises_nothing(engine, traffic):
+def test_clean_traffic_raises_nothing(engine):
     """Mixed traffic with shared prefixes and chunked prefills, twice over, then other traffic: every forward is
     checked, nothing is found, nothing is left unjudged."""
     setup = engine.setup
     steps = 0
     for seed in (0, 0, 1):
-        steps += engine.serve(prompts=traffic(setup.prompts, seed), new_tokens=setup.new_tokens)["steps"]
+        steps += engine.serve(prompts=setup.traffic(seed), new_tokens=setup.new_tokens)["steps"]
     found = engine.findings()
     assert found["violations"] == []
     stats = found["stats"]
@@ -28,28 +28,30 @@ def test_clean_traffic_raises_nothing(engine, traffic):
     assert tuple(engine.regions()) == setup.regions
 
 
-def test_all_bytes_are_covered(engine):
-    """The start-up events give what is guarded: of these pools every byte."""
+def test_coverage_is_told_at_start(engine):
+    """The start-up events give what is guarded: of most pools every byte, else what is left out and why."""
     events = {event["name"]: event for event in engine.events()}
-    assert events["coverage"]["coverage_ratio"] == 1
-    assert events["coverage"]["uncovered"] == []
+    coverage = events["coverage"]
+    assert {item["name"].partition("/")[0] for item in coverage["uncovered"]} == engine.setup.left_out
+    assert all(item["bytes"] and item["reason"] for item in coverage["uncovered"])
+    assert (coverage["coverage_ratio"] == 1) == (not engine.setup.left_out)
     assert events["attached"]["mode"] == "log"
     assert "disabled" not in events
 
 
-def test_traffic_is_what_it_claims_to_be(engine, traffic, request):
+def test_traffic_is_what_it_claims_to_be(engine, request):
     """The setups do what they are named after: prefixes are hit, requests retracted."""
     setup = engine.setup
-    served = engine.serve(prompts=traffic(setup.prompts, 2), new_tokens=setup.new_tokens)
+    served = engine.serve(prompts=setup.traffic(2), new_tokens=setup.new_tokens)
     assert engine.findings()["violations"] == []
     name = request.node.callspec.params["engine"]
     assert (sum(served["cached"]) > 0) == (name != "radix_off")
     assert (served["retracted"] > 0) == (name == "pressure")
 
 
-def test_a_flipped_bit_is_found_in_every_source(engine, traffic):
+def test_a_flipped_bit_is_found_in_every_source(engine):
     """One bit in any layer's K, V or latent, in any region: one finding, which names slot, layer and half."""
-    engine.serve(prompts=traffic(4, 3), new_tokens=2)
+    engine.serve(prompts=engine.setup.traffic(3, 4), new_tokens=2)
     for region, about in engine.regions().items():
         for seed, source in enumerate(about["sources"]):
             slot = engine.flip(region=region, source=source, seed=seed)
@@ -62,32 +64,32 @@ def test_a_flipped_bit_is_found_in_every_source(engine, traffic):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_found_as_what_it_is(engine, traffic, fault):
+def test_every_fault_is_found_as_what_it_is(engine, fault):
     """The faults of the core, injected through its own syntax into each region of the real engine."""
     setup = engine.setup
     for region in setup.regions:
-        prompts = traffic(min(setup.prompts, 6), 4 + FAULTS.index(fault))
+        prompts = setup.traffic(4 + FAULTS.index(fault), 6)
         done = engine.inject(text=f"{fault}:warmup=3,region={region}", prompts=prompts, new_tokens=setup.new_tokens)
         assert len(done["injections"]) == 1
         assert done["explained"] == [True]
 
 
-def test_a_flush_leaves_nothing_behind(engine, traffic):
+def test_a_flush_leaves_nothing_behind(engine):
     """After ``flush_cache`` slots are reused by other requests without a finding."""
     setup = engine.setup
-    engine.serve(prompts=traffic(4, 5), new_tokens=setup.new_tokens)
+    engine.serve(prompts=setup.traffic(5, 4), new_tokens=setup.new_tokens)
     assert engine.flush()
-    engine.serve(prompts=traffic(4, 6), new_tokens=setup.new_tokens)
+    engine.serve(prompts=setup.traffic(6, 4), new_tokens=setup.new_tokens)
     assert engine.findings()["violations"] == []
 
 
-def test_outputs_are_those_of_an_unguarded_engine(engine, traffic):
+def test_outputs_are_those_of_an_unguarded_engine(engine):
     """Canary changes nothing that the engine computes, and once uninstalled it is gone. The last test of an engine."""
     setup = engine.setup
     outputs = []
     for _ in range(2):
         engine.flush()
-        outputs.append(engine.serve(prompts=traffic(setup.prompts, 7), new_tokens=setup.new_tokens)["outputs"])
+        outputs.append(engine.serve(prompts=setup.traffic(7), new_tokens=setup.new_tokens)["outputs"])
         engine.uninstall()
     assert outputs[0] == outputs[1]
     assert engine.findings() == {"violations": [], "stats": {}}

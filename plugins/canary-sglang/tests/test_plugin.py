@@ -80,26 +80,26 @@ def test_engines_that_would_raise_false_alarms_are_refused(change, word):
     assert (refusal is None) if word is None else (word in refusal)
 
 
-def test_an_error_of_ours_never_stops_the_engine(start, traffic):
+def test_an_error_of_ours_never_stops_the_engine(start):
     """In log mode a broken Canary switches itself off with an event, and the engine's outputs stay what they are."""
     engine = start("mha")
-    before = engine.serve(prompts=traffic(4), new_tokens=4)["outputs"]
+    before = engine.serve(prompts=engine.setup.traffic(0, 4), new_tokens=4)["outputs"]
     engine.flush()
     engine.break_us()
-    assert engine.serve(prompts=traffic(4), new_tokens=4)["outputs"] == before
+    assert engine.serve(prompts=engine.setup.traffic(0, 4), new_tokens=4)["outputs"] == before
     off = [event for event in engine.events() if event["name"] == "disabled"]
     assert len(off) == 1
     assert off[0]["level"] == "error"
     assert "broken on purpose" in off[0]["error"]
 
 
-def test_raise_mode_stops_the_engine(start, traffic):
+def test_raise_mode_stops_the_engine(start):
     """The finding comes out of the engine's own forward."""
     engine = start("mha", CANARY_MODE="raise")
-    engine.serve(prompts=traffic(4), new_tokens=4)
+    engine.serve(prompts=engine.setup.traffic(0, 4), new_tokens=4)
     engine.flip(region="full", source="v.1", seed=0)
     with pytest.raises(RuntimeError, match=r"ViolationError: bytes in region full.*v\.1"):
-        engine.serve(prompts=traffic(4, 9), new_tokens=4)
+        engine.serve(prompts=engine.setup.traffic(9, 4), new_tokens=4)
 
 
 def test_raise_mode_never_runs_unguarded():
