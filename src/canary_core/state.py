@@ -96,8 +96,7 @@ class RegionState:
         self.shapes = source_shapes(self.sources, device)
         self._describe()
         self.scrub_slots = 0
-        # What the kernels' launches remember: compiled kernels, and arguments until a tensor of this region moves.
-        self.compiled: dict[Any, Any] = {}
+        # What the kernels' launches remember, until a tensor of this region moves.
         self.arguments: dict[Any, Any] = {}
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind is RegionKind.STATE:
@@ -118,6 +117,12 @@ class RegionState:
             self.arguments.clear()
             self._outgrown.append(self.plan)
             self.plan = self.plan.new_zeros(1 << (batch.tokens - 1).bit_length(), PLAN_WORDS)
+
+    def __copy__(self) -> "RegionState":
+        """The same tensors, to be replaced one by one: launches must not remember the original's."""
+        other = RegionState.__new__(RegionState)
+        other.__dict__.update(self.__dict__, arguments={})
+        return other
 
     def set_scrub_slots(self, slots: int) -> None:
         """How many slots the next scrubs pass, at least one. Small changes are left out: each is a tiny copy."""
@@ -156,9 +161,10 @@ class RegionState:
             raise AttachError(
                 f"region {self.region.name!r}: rebind needs all {len(self.sources)} sources, got {len(new)}"
             )
+        if [_shape(s) for s in new] != [_shape(s) for s in self.sources]:
+            self.arguments.clear()
+            self.shapes = source_shapes(new, self.records.device)
         self.sources = new
-        self.arguments.clear()
-        self.shapes = source_shapes(new, self.records.device)
         self._describe()
 
     def _describe(self) -> None:
@@ -182,11 +188,15 @@ def source_shapes(sources: Sequence[KVSource], device: torch.device) -> tuple[So
     """The sources by shape, in order of first appearance."""
     columns: dict[tuple[int, int, int, int], list[int]] = {}
     for index, s in enumerate(sources):
-        columns.setdefault((s.page_size, s.chunks, s.chunk_bytes, s.alignment), []).append(index)
+        columns.setdefault(_shape(s), []).append(index)
     return tuple(
         SourceShape(*shape, torch.tensor(indices, dtype=torch.int32, device=device))
         for shape, indices in columns.items()
     )
+
+
+def _shape(source: KVSource) -> tuple[int, int, int, int]:
+    return source.page_size, source.chunks, source.chunk_bytes, source.alignment
 
 
 def guarded_sources(sources: Sequence[KVSource], share: str) -> tuple[KVSource, ...]:

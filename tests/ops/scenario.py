@@ -167,7 +167,6 @@ def write(s: Scenario) -> None:
 def twin(state: RegionState) -> RegionState:
     """A copy with device memory of its own, on the same guarded bytes."""
     other = copy.copy(state)
-    other.compiled, other.arguments = {}, {}
     other.shared = Shared(*(t.clone() for t in (state.shared.counters, state.shared.clock, state.shared.ring)))
     for name in ("records", "fingerprints", "claims", "heads", "plan", "chains", "cursors"):
         setattr(other, name, getattr(state, name).clone())

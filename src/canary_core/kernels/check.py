@@ -26,7 +26,7 @@ from canary_core.kernels.common import (
     resolve,
     split_head,
 )
-from canary_core.kernels.launch import batch_arguments, launch, programs, region_arguments
+from canary_core.kernels.launch import Launcher, batch_arguments, programs, region_arguments
 from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
 from canary_core.reference.check import COMMON_ANCHOR
 from canary_core.state import RegionState
@@ -69,9 +69,12 @@ PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.check.check`. One launch; may be captured."""
     given, constants = batch_arguments(state, batch, table)
-    tile = {"TILE": TILE, "JUDGED": min(TILE, 128), "num_warps": WARPS}
-    grid = (programs(state, PROGRAMS_PER_PROCESSOR), 1)
-    launch(state, check_kernel, grid, (region_arguments(state), given), constants | tile)
+    launcher = state.arguments.get(("check", constants))
+    if launcher is None:
+        tile = {"TILE": TILE, "JUDGED": min(TILE, 128), "num_warps": WARPS}
+        launcher = Launcher(check_kernel, state, (region_arguments(state),), constants._asdict() | tile)
+        state.arguments["check", constants] = launcher
+    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 
 @triton.jit

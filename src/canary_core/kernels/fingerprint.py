@@ -5,15 +5,18 @@ DeepSeek-V4 one per strip. The inner loop is a masked 16-byte load, a widening m
 is the limit, not arithmetic.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.kernels.common import STATE_VALUES, STATUS_OK, WRITTEN, lookup, report_record, split_head
 from canary_core.kernels.launch import (
+    Launcher,
+    TableConstants,
     arguments,
     batch_arguments,
-    launch,
     programs,
     region_arguments,
     source_arguments,
@@ -66,37 +69,51 @@ PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.fingerprint`. One launch a source shape; may be captured."""
-    tokens = arguments(batch.token_ids, batch.writers, batch.tokens)
     tiles = min(-(-batch.tokens // SLOTS), MOST_TILES)
-    for shape in state.shapes if tiles else ():
-        constants = _constants(shape) | {"SLOTS": SLOTS, "num_warps": WARPS}
-        given = (region_arguments(state), source_arguments(state, shape), tokens)
-        launch(state, fingerprint_kernel, (_groups(shape), tiles), given, constants)
+    if tiles == 0:
+        return
+    given = arguments(batch.token_ids, batch.writers, batch.tokens)
+    for shape, launcher in _launchers(state, fingerprint_kernel, {"SLOTS": SLOTS, "num_warps": WARPS}):
+        launcher((_groups(shape), tiles), given)
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.read_check`. One launch a source shape; may be captured."""
-    of_batch, table_constants = batch_arguments(state, batch, table)
-    for shape in state.shapes:
-        given = (region_arguments(state), source_arguments(state, shape), of_batch)
-        constants = table_constants | _constants(shape) | {"num_warps": READ_WARPS}
-        launch(state, read_check_kernel, (_groups(shape), _tiles(state, shape)), given, constants)
+    given, constants = batch_arguments(state, batch, table)
+    for shape, launcher in _launchers(state, read_check_kernel, {"num_warps": READ_WARPS}, constants):
+        launcher((_groups(shape), _tiles(state, shape)), given)
 
 
 def scrub(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.scrub`. One launch a source shape; may be captured."""
-    for i, shape in enumerate(state.shapes):
-        constants = _constants(shape) | {"SLOTS": SCRUB_SLOTS, "COUNT": int(i == 0), "num_warps": SCRUB_WARPS}
-        given = (region_arguments(state), source_arguments(state, shape))
-        launch(state, scrub_kernel, (_groups(shape), _tiles(state, shape)), given, constants)
+    for shape, launcher in _launchers(state, scrub_kernel, {"SLOTS": SCRUB_SLOTS, "num_warps": SCRUB_WARPS}):
+        launcher((_groups(shape), _tiles(state, shape)))
 
 
 def baseline(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.baseline`. One launch a source shape."""
-    for shape in state.shapes:
-        constants = _constants(shape) | {"SLOTS": SCRUB_SLOTS, "num_warps": SCRUB_WARPS}
-        given = (region_arguments(state), source_arguments(state, shape))
-        launch(state, baseline_kernel, (_groups(shape), _tiles(state, shape)), given, constants)
+    for shape, launcher in _launchers(state, baseline_kernel, {"SLOTS": SCRUB_SLOTS, "num_warps": SCRUB_WARPS}):
+        launcher((_groups(shape), _tiles(state, shape)))
+
+
+def _launchers(
+    state: RegionState, kernel: Any, tile: dict[str, int], table: TableConstants | None = None
+) -> list[tuple[SourceShape, Launcher]]:
+    """One launcher for each source shape of the region."""
+    known: list[tuple[SourceShape, Launcher]] | None = state.arguments.get((kernel, table))
+    if known is None:
+        first = table._asdict() if table else {}
+        known = state.arguments[kernel, table] = [
+            (
+                shape,
+                Launcher(
+                    kernel, state, (region_arguments(state), source_arguments(state, shape)),
+                    first | _constants(shape) | tile,
+                ),
+            )
+            for shape in state.shapes
+        ]  # fmt: skip
+    return known
 
 
 def _groups(shape: SourceShape) -> int:
@@ -244,12 +261,14 @@ def scrub_kernel(
     p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
     SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
-    SLOTS: tl.constexpr, COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
     count = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots)
     begin = tl.load(p_cursors + CURSOR_SCRUB)
-    if COUNT and (tl.program_id(1) == 0) & (tl.program_id(0) == 0):
+    # Sources of other shapes have a launch of their own; each slot counts once.
+    first_source = tl.load(p_columns) == 0
+    if first_source & (tl.program_id(1) == 0) & (tl.program_id(0) == 0):
         tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, count)
     checked = tl.zeros((), tl.int64)
     for i in range(tl.program_id(1), ((count + SLOTS - 1) // SLOTS).to(tl.int32), tl.num_programs(1)):

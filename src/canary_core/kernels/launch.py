@@ -7,7 +7,7 @@ and a batch's once a forward, and a kernel that was compiled for their like is l
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,9 @@ class Arguments:
     kind: int
 
 
+NO_ARGUMENTS = Arguments((), (), -1)
+
+
 def arguments(*objects: Tensor | int | None) -> Arguments:
     """Looks at each of ``objects`` the way Triton specialises on it: type, alignment to 16, equality to 1."""
     raw: list[int | None] = []
@@ -53,29 +56,38 @@ def arguments(*objects: Tensor | int | None) -> Arguments:
     return Arguments(objects, tuple(raw), _kinds.setdefault(tuple(seen), len(_kinds)))
 
 
-def launch(
-    state: RegionState,
-    kernel: Any,
-    grid: tuple[int, int],
-    given: tuple[Arguments, ...],
-    constants: dict[str, int],
-) -> None:
-    """Launches ``kernel[grid](*given, **constants)`` on the current stream. ``constants`` are in the order of the
-    kernel's parameters, then ``num_warps``. Never reads back, never allocates."""
-    values = tuple(constants.values())
-    key = (kernel, values, *[a.kind for a in given])
-    compiled = state.compiled.get(key)
-    if compiled is None:
-        compiled = kernel[grid](*[o for a in given for o in a.objects], **constants)
-        # The interpreter gives None.
-        if _DIRECT and compiled is not None:
-            state.compiled[key] = compiled
-        return
-    raw = [value for a in given for value in a.raw]
-    stream = triton.runtime.driver.active.get_current_stream(state.records.device.index)
-    compiled.run(
-        *grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *raw, *values[:-1]
-    )  # fmt: skip
+class Launcher:
+    """One kernel for one region, with all that stays the same from forward to forward: its first arguments and its
+    compile-time constants, in the order of the kernel's parameters; the last constant is ``num_warps``."""
+
+    __slots__ = ("_compiled", "_constants", "_device", "_fixed", "_kernel", "_raw", "_values")
+
+    def __init__(
+        self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, int]
+    ) -> None:
+        self._kernel = kernel
+        self._fixed = tuple(value for part in fixed for value in part.objects)
+        self._raw = tuple(value for part in fixed for value in part.raw)
+        self._constants = constants
+        self._values = tuple(constants.values())[:-1]
+        self._device = state.records.device.index
+        self._compiled: dict[int, Any] = {}
+
+    def __call__(self, grid: tuple[int, int], given: Arguments = NO_ARGUMENTS) -> None:
+        """Launches on the current stream with ``given`` after the fixed arguments. Never reads back, never allocates
+        device memory; compiles when it meets arguments of a new kind."""
+        compiled = self._compiled.get(given.kind)
+        if compiled is None:
+            compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants)
+            # The interpreter gives None.
+            if _DIRECT and compiled is not None:
+                self._compiled[given.kind] = compiled
+            return
+        stream = triton.runtime.driver.active.get_current_stream(self._device)
+        compiled.run(
+            grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *self._raw, *given.raw, *self._values,
+        )  # fmt: skip
 
 
 def region_arguments(state: RegionState) -> Arguments:
@@ -103,12 +115,23 @@ def source_arguments(state: RegionState, shape: SourceShape) -> Arguments:
     return known
 
 
-def batch_arguments(
-    state: RegionState, batch: BatchView, table: SlotTable
-) -> tuple[Arguments, dict[str, int]]:
+class TableConstants(NamedTuple):
+    """Compile-time constants of a batch: what is fixed for an engine, and its rows rounded up to a power of two."""
+
+    PAGE_SIZE: int
+    RING: int
+    STORED: int
+    WINDOW: int
+    POOL_ROWS: int
+    POOL_SLOTS: int
+    GROUP: int
+    ROWS: int
+
+
+def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableConstants]:
     """``p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens``, and
-    the compile-time constants that go with them."""
+    the compile-time constants that go with them. Looked at once a forward."""
     last = state.arguments.get("batch")
     if last is not None and last[0] is batch and last[1] is table:
         return last[2], last[3]
@@ -116,32 +139,22 @@ def batch_arguments(
     stride = entries.stride(0)
     if expected is not None and expected.numel() == 0:
         expected = None
+    rows, tokens = batch.rows, batch.tokens
     found = arguments(
         batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, batch.token_ids, batch.positions,
         expected, 0 if expected is None else expected.shape[1], 0 if expected is None else expected.stride(0),
         entries, table.rows, slot_map, entries.shape[1], stride,
         (entries.shape[0] - 1) * stride + entries.shape[1] if entries.numel() else 0,
-        0 if slot_map is None else slot_map.shape[0], writes, 0 if writes is None else writes.shape[0],
-        batch.rows, batch.tokens,
+        0 if slot_map is None else slot_map.shape[0], writes, 0 if writes is None else writes.shape[0], rows, tokens,
     )  # fmt: skip
-    constants = _table_constants(state, batch, table)
+    pool_rows, pool_slots = table.pool_page or (0, 0)
+    region = state.region
+    constants = TableConstants(
+        table.page_size, table.ring_slots, table.stored_tokens, region.attention_window, pool_rows, pool_slots,
+        region.tokens_per_slot, 1 << (rows - 1).bit_length() if rows else 1,
+    )  # fmt: skip
     state.arguments["batch"] = (batch, table, found, constants)
     return found, constants
-
-
-def _table_constants(state: RegionState, batch: BatchView, table: SlotTable) -> dict[str, int]:
-    """Compile-time constants: what is fixed for an engine, and the batch's rows rounded up to a power of two."""
-    pool_rows, pool_slots = table.pool_page or (0, 0)
-    return {
-        "PAGE_SIZE": table.page_size,
-        "RING": table.ring_slots,
-        "STORED": table.stored_tokens,
-        "WINDOW": state.region.attention_window,
-        "POOL_ROWS": pool_rows,
-        "POOL_SLOTS": pool_slots,
-        "GROUP": state.region.tokens_per_slot,
-        "ROWS": 1 << (batch.rows - 1).bit_length() if batch.rows else 1,
-    }
 
 
 @cache

@@ -12,7 +12,7 @@ from canary_core.kernels.common import (
     report,
     split_head,
 )
-from canary_core.kernels.launch import arguments, launch, region_arguments
+from canary_core.kernels.launch import Launcher, arguments, region_arguments
 from canary_core.records import FREED_BY, POSITION, RECORD_WORDS, STEP_FREED, Clock, Kind, Phase
 from canary_core.state import RegionState
 
@@ -44,9 +44,12 @@ def alloc(state: RegionState, slots: Tensor, writer: int) -> None:
 def _launch(state: RegionState, slots: Tensor, writer: int, freeing: bool) -> None:
     if slots.shape[0] == 0:
         return
-    given = (region_arguments(state), arguments(slots, slots.shape[0], writer))
-    constants = {"FREEING": int(freeing), "TILE": TILE, "num_warps": WARPS}
-    launch(state, lifetime_kernel, (triton.cdiv(slots.shape[0], TILE), 1), given, constants)
+    launcher = state.arguments.get(("lifetime", freeing))
+    if launcher is None:
+        constants = {"FREEING": int(freeing), "TILE": TILE, "num_warps": WARPS}
+        launcher = Launcher(lifetime_kernel, state, (region_arguments(state),), constants)
+        state.arguments["lifetime", freeing] = launcher
+    launcher((triton.cdiv(slots.shape[0], TILE), 1), arguments(slots, slots.shape[0], writer))
 
 
 @triton.jit

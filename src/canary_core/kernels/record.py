@@ -20,7 +20,7 @@ from canary_core.kernels.common import (
     report,
     split_head,
 )
-from canary_core.kernels.launch import batch_arguments, launch, programs, region_arguments
+from canary_core.kernels.launch import Launcher, batch_arguments, programs, region_arguments
 from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
 from canary_core.state import RegionState
 
@@ -48,9 +48,12 @@ POST_FORWARD = tl.constexpr(int(Phase.POST_FORWARD))
 def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.record.record`. One launch; may be captured."""
     given, constants = batch_arguments(state, batch, table)
-    tile = {"TILE": TILE, "num_warps": WARPS}
-    grid = (programs(state, PROGRAMS_PER_PROCESSOR), 1)
-    launch(state, record_kernel, grid, (region_arguments(state), given), constants | tile)
+    launcher = state.arguments.get(("record", constants))
+    if launcher is None:
+        tile = {"TILE": TILE, "num_warps": WARPS}
+        launcher = Launcher(record_kernel, state, (region_arguments(state),), constants._asdict() | tile)
+        state.arguments["record", constants] = launcher
+    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 
 @triton.jit
