@@ -83,6 +83,8 @@ class Canary:
         self._counters = [0] * self._shared.counters.shape[0]
         self._findings = Findings(list(self._states.values()), self._hooks, self.writers, self.config.rank)
         self._pace = Pace(ScrubBudget.parse(self.config.scrub_budget), self._baseline(device))
+        # A graph may be captured before the first step ends, and a scrub that it lacks would be lacking for good.
+        self._set_scrub()
         self._changes: list[_Change] = []
         self._captured = False
         self._read_interval = self.config.read_interval

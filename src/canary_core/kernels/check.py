@@ -26,7 +26,7 @@ from canary_core.kernels.common import (
     resolve,
     split_head,
 )
-from canary_core.kernels.launch import Launcher, batch_arguments, programs, region_arguments
+from canary_core.kernels.launch import Launcher, batch_arguments, programs, region_arguments, register_limit
 from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
 from canary_core.reference.check import COMMON_ANCHOR
 from canary_core.state import RegionState
@@ -34,7 +34,8 @@ from canary_core.state import RegionState
 TILE = CHECK_TILE
 """Slots that a program checks at a time."""
 WARPS = 4
-PROGRAMS_PER_PROCESSOR = 4
+REGISTERS = 80
+PROGRAMS_PER_PROCESSOR = 6
 
 ANCHOR = tl.constexpr(COMMON_ANCHOR)
 CHAIN_ENTRIES = tl.constexpr(CHAINS)
@@ -71,8 +72,9 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     given, constants = batch_arguments(state, batch, table)
     launcher = state.arguments.get(("check", constants))
     if launcher is None:
-        tile = {"TILE": TILE, "JUDGED": min(TILE, 128), "num_warps": WARPS}
-        launcher = Launcher(check_kernel, state, (region_arguments(state),), constants._asdict() | tile)
+        tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
+        options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
+        launcher = Launcher(check_kernel, state, (region_arguments(state),), constants._asdict() | tile, **options)
         state.arguments["check", constants] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 

@@ -14,7 +14,6 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.kernels.common import STATE_VALUES, STATUS_OK, WRITTEN, lookup, report_record, split_head
 from canary_core.kernels.launch import (
     Launcher,
-    TableConstants,
     arguments,
     batch_arguments,
     programs,
@@ -73,46 +72,42 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     if tiles == 0:
         return
     given = arguments(batch.token_ids, batch.writers, batch.tokens)
-    for shape, launcher in _launchers(state, fingerprint_kernel, {"SLOTS": SLOTS, "num_warps": WARPS}):
+    for shape, launcher in _launchers(state, fingerprint_kernel, WARPS, {"SLOTS": SLOTS}):
         launcher((_groups(shape), tiles), given)
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.read_check`. One launch a source shape; may be captured."""
     given, constants = batch_arguments(state, batch, table)
-    for shape, launcher in _launchers(state, read_check_kernel, {"num_warps": READ_WARPS}, constants):
+    for shape, launcher in _launchers(state, read_check_kernel, READ_WARPS, constants._asdict()):
         launcher((_groups(shape), _tiles(state, shape)), given)
 
 
 def scrub(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.scrub`. One launch a source shape; may be captured."""
-    for shape, launcher in _launchers(state, scrub_kernel, {"SLOTS": SCRUB_SLOTS, "num_warps": SCRUB_WARPS}):
+    for shape, launcher in _launchers(state, scrub_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
         launcher((_groups(shape), _tiles(state, shape)))
 
 
 def baseline(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.baseline`. One launch a source shape."""
-    for shape, launcher in _launchers(state, baseline_kernel, {"SLOTS": SCRUB_SLOTS, "num_warps": SCRUB_WARPS}):
+    for shape, launcher in _launchers(state, baseline_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
         launcher((_groups(shape), _tiles(state, shape)))
 
 
 def _launchers(
-    state: RegionState, kernel: Any, tile: dict[str, int], table: TableConstants | None = None
+    state: RegionState, kernel: Any, warps: int, constants: dict[str, int]
 ) -> list[tuple[SourceShape, Launcher]]:
-    """One launcher for each source shape of the region."""
-    known: list[tuple[SourceShape, Launcher]] | None = state.arguments.get((kernel, table))
+    """One launcher for each source shape of the region. ``constants`` besides the shape's: a table's come before those
+    in the kernel's parameters, a tile's after them."""
+    key = (kernel, *constants.values())
+    known: list[tuple[SourceShape, Launcher]] | None = state.arguments.get(key)
     if known is None:
-        first = table._asdict() if table else {}
-        known = state.arguments[kernel, table] = [
-            (
-                shape,
-                Launcher(
-                    kernel, state, (region_arguments(state), source_arguments(state, shape)),
-                    first | _constants(shape) | tile,
-                ),
-            )
-            for shape in state.shapes
-        ]  # fmt: skip
+        known = state.arguments[key] = []
+        for shape in state.shapes:
+            fixed = (region_arguments(state), source_arguments(state, shape))
+            every = _constants(shape) | constants if "SLOTS" in constants else constants | _constants(shape)
+            known.append((shape, Launcher(kernel, state, fixed, every, num_warps=warps)))
     return known
 
 

@@ -57,19 +57,19 @@ def arguments(*objects: Tensor | int | None) -> Arguments:
 
 
 class Launcher:
-    """One kernel for one region, with all that stays the same from forward to forward: its first arguments and its
-    compile-time constants, in the order of the kernel's parameters; the last constant is ``num_warps``."""
+    """One kernel for one region, with all that stays the same from forward to forward: its first arguments, its
+    compile-time constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``."""
 
-    __slots__ = ("_compiled", "_constants", "_device", "_fixed", "_kernel", "_raw", "_values")
+    __slots__ = ("_compiled", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw")
 
     def __init__(
-        self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, int]
+        self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, int], **options: int
     ) -> None:
         self._kernel = kernel
         self._fixed = tuple(value for part in fixed for value in part.objects)
         self._raw = tuple(value for part in fixed for value in part.raw)
         self._constants = constants
-        self._values = tuple(constants.values())[:-1]
+        self._options = options
         self._device = state.records.device.index
         self._compiled: dict[int, Any] = {}
 
@@ -78,7 +78,7 @@ class Launcher:
         device memory; compiles when it meets arguments of a new kind."""
         compiled = self._compiled.get(given.kind)
         if compiled is None:
-            compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants)
+            compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
             if _DIRECT and compiled is not None:
                 self._compiled[given.kind] = compiled
@@ -86,7 +86,7 @@ class Launcher:
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         compiled.run(
             grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *self._raw, *given.raw, *self._values,
+            *self._raw, *given.raw, *self._constants.values(),
         )  # fmt: skip
 
 
@@ -161,6 +161,13 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def register_limit(state: RegionState, registers: int) -> dict[str, int]:
+    """Triton's option to give a kernel that waits for memory no more than ``registers`` a thread, so that more of it is
+    resident; only NVIDIA's back end has it."""
+    nvidia = state.records.device.type == "cuda" and torch.version.hip is None
+    return {"maxnreg": registers} if nvidia else {}
 
 
 def programs(state: RegionState, per_processor: int) -> int:

@@ -46,8 +46,8 @@ def _launch(state: RegionState, slots: Tensor, writer: int, freeing: bool) -> No
         return
     launcher = state.arguments.get(("lifetime", freeing))
     if launcher is None:
-        constants = {"FREEING": int(freeing), "TILE": TILE, "num_warps": WARPS}
-        launcher = Launcher(lifetime_kernel, state, (region_arguments(state),), constants)
+        constants = {"FREEING": int(freeing), "TILE": TILE}
+        launcher = Launcher(lifetime_kernel, state, (region_arguments(state),), constants, num_warps=WARPS)
         state.arguments["lifetime", freeing] = launcher
     launcher((triton.cdiv(slots.shape[0], TILE), 1), arguments(slots, slots.shape[0], writer))
 

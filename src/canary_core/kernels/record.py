@@ -50,8 +50,8 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     given, constants = batch_arguments(state, batch, table)
     launcher = state.arguments.get(("record", constants))
     if launcher is None:
-        tile = {"TILE": TILE, "num_warps": WARPS}
-        launcher = Launcher(record_kernel, state, (region_arguments(state),), constants._asdict() | tile)
+        every = constants._asdict() | {"TILE": TILE}
+        launcher = Launcher(record_kernel, state, (region_arguments(state),), every, num_warps=WARPS)
         state.arguments["record", constants] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
