@@ -93,7 +93,11 @@ CASES: dict[str, Case] = {
     for case in (
         Case(
             "check/256x4096", "pre-forward check of 256 requests × 4096 tokens, planning included", ("check",),
-            Shape(256, 4096, sets=4), bar=Bar(25), peer=("plan", "verify"), quick=True,
+            Shape(256, 4096), bar=Bar(25), peer=("plan", "verify"), quick=True,
+        ),
+        Case(
+            "check/256x4096-of-4M", "the same, the slots spread over a pool of four times as many", ("check",),
+            Shape(256, 4096, sets=4), peer=("plan", "verify"),
         ),
         Case(
             "check/1x131072", "pre-forward check of 1 request × 131,072 tokens, planning included", ("check",),

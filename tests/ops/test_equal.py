@@ -58,11 +58,10 @@ def test_kernels_equal_reference(seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("first", range(0, 400, 50))
-def test_kernels_equal_reference_on_the_gpu(first):
-    """The same on a GPU, compiled, over fixed seeds."""
-    for seed in range(first, first + 50):
-        run(seed, "cuda")
+@pytest.mark.parametrize("seed", range(12))
+def test_kernels_equal_reference_on_the_gpu(seed):
+    """The same on a GPU, compiled. Few seeds: nearly every one of them is a layout of its own to compile for."""
+    run(seed, "cuda")
 
 
 def test_kernels_equal_reference_whatever_is_found():
