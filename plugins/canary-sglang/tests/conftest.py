@@ -5,11 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 DRIVER = Path(__file__).with_name("engine_driver.py")
 TRITON = {"TRITON_INTERPRET": "1"}
@@ -24,6 +26,8 @@ class Setup:
     prompts: int = 12
     new_tokens: int = 8
     regions: tuple[str, ...] = ("full",)
+    since: str = "0"
+    """First SGLang that starts this setup on a CPU."""
     left_out: frozenset[str] = frozenset()
     """Names, up to a slash, of what the coverage event lists as not guarded."""
     shared: int = 40
@@ -59,11 +63,12 @@ SETUPS = {
             "chunked_prefill_size": 256,
             "swa_full_tokens_ratio": 0.5,
         },
-        {**TRITON, "CANARY_BACKEND": "torch"},
+        {**TRITON, "CANARY_BACKEND": "torch", "CANARY_SCRUB_BUDGET": "64MiB"},
         prompts=5,
         new_tokens=30,
         regions=("swa", "c4", "c128"),
         shared=600,
+        since="0.5.21",
         left_out=frozenset({"swa", "compressor states", "indexer states"}),
     ),
     "radix_off": Setup({"disable_radix_cache": True}),
@@ -100,7 +105,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**inherited, **setup.environment, **canary, "OMP_NUM_THREADS": "1"},
+                env={**inherited, **canary, **setup.environment, "OMP_NUM_THREADS": "1"},
             )
         self._answer()
 
@@ -140,7 +145,10 @@ class EngineProcess:
 @pytest.fixture(scope="session", params=SETUPS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """One engine of each of `SETUPS`, guarded, shared by all tests that want it."""
-    process = EngineProcess(SETUPS[request.param], tmp_path_factory.mktemp(request.param))
+    setup, installed = SETUPS[request.param], version("sglang")
+    if Version(installed) < Version(setup.since):
+        pytest.skip(f"starts on a CPU from SGLang {setup.since} on, this is {installed}")
+    process = EngineProcess(setup, tmp_path_factory.mktemp(request.param))
     yield process
     process.close()
 

@@ -19,7 +19,7 @@ import torch
 from canary_core import faults, plugins
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
-from canary_core.records import POSITION, STATES, State
+from canary_core.records import POSITION, STATES, STEP_WRITTEN, State
 from canary_core.violation import Violation
 
 LLAMA = dict(
@@ -198,7 +198,7 @@ class Engine:
 
     def inject(self, text: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         """Serves with the faults of ``text``, as ``CANARY_FAULTS`` names them; gives what was injected, whether each
-        was found as what it is, and everything that was found."""
+        was found as what it is, whether all its slots were written again since, and everything that was found."""
         injector = faults.FaultInjector.parse(text, seed=1)
         plugins.manager().register(injector)
         try:
@@ -207,10 +207,15 @@ class Engine:
             plugins.manager().unregister(injector)
         self.scrub(prompts[0][:3])
         self.session.canary.drain()
+        states = self.session.canary.states
         found, self.told.violations = self.told.violations, []
         return {
             "injections": [i.fields() for i in injector.injections],
             "explained": [any(i.explains(v) for v in found) for i in injector.injections],
+            "rewritten": [
+                all(int(states[i.region].records[slot, STEP_WRITTEN]) > i.step for slot in i.slots)
+                for i in injector.injections
+            ],
             "violations": [v.fields() for v in found],
         }
 
@@ -274,6 +279,8 @@ class Engine:
         if batch:
             s.process_batch_result(batch, s.run_batch(batch))
             self.steps += 1
+        else:
+            s.on_idle()
         s.last_batch = batch
         return bool(batch)
 

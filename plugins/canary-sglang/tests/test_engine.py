@@ -65,12 +65,18 @@ def test_a_flipped_bit_is_found_in_every_source(engine):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found_as_what_it_is(engine, fault):
-    """The faults of the core, injected through its own syntax into each region of the real engine."""
+    """The faults of the core, injected through its own syntax into each region of the real engine. Bytes of a slot that
+    is freed and written again before anybody looks are nobody's; then the fault is injected once more."""
     setup = engine.setup
     for region in setup.regions:
-        prompts = setup.traffic(4 + FAULTS.index(fault), 6)
-        done = engine.inject(text=f"{fault}:warmup=3,region={region}", prompts=prompts, new_tokens=setup.new_tokens)
-        assert len(done["injections"]) == 1
+        for attempt in range(3):
+            prompts = setup.traffic(4 + FAULTS.index(fault) + 10 * attempt, 6)
+            text = f"{fault}:warmup=3,region={region}"
+            done = engine.inject(text=text, prompts=prompts, new_tokens=setup.new_tokens)
+            assert len(done["injections"]) == 1
+            assert done["explained"] == [True] or done["rewritten"] == [True]
+            if done["explained"] == [True]:
+                break
         assert done["explained"] == [True]
 
 
