@@ -65,3 +65,14 @@ class Pace:
         if self._budget.share is None:
             return self._budget.step_bytes
         return int(self._budget.share * self._step_s * self._bytes_per_s)
+
+    def achieved(self, step_bytes: int, pool_bytes: int) -> dict[str, float]:
+        """What a scrub of ``step_bytes`` a step comes to: ``scrub_share`` of the time (at the speed measured at
+        attach), and ``scrub_period_s``, how long one round of ``pool_bytes`` takes. Empty until a step's length is
+        known."""
+        if not (step_bytes and self._step_s and self._bytes_per_s):
+            return {}
+        return {
+            "scrub_share": step_bytes / self._bytes_per_s / self._step_s,
+            "scrub_period_s": pool_bytes / step_bytes * self._step_s,
+        }

@@ -106,8 +106,19 @@ def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
         elif len(tokens) >= 2:
             tokens, positions = tokens[:spare], positions[:spare]
         kind = rng.choice([torch.int32, torch.int64])
+        entries, rows_of = table, index
+        if s.random.random() < 0.3:
+            # One list of slots, with the rows' first elements.
+            entries = table.as_strided((1, table.numel()), (1, 1))
+            rows_of = (torch.arange(rows, device=device) if index is None else index) * width - rng.choice([0, 0, 2])
         slot_table = SlotTable(
-            table, index, s.page_size, s.ring_slots, listed, 0 if s.ring_slots else rng.choice([0, 0, 5]), s.pool_page
+            entries,
+            rows_of,
+            s.page_size,
+            s.ring_slots,
+            listed,
+            0 if s.ring_slots else rng.choice([0, 0, 5]),
+            s.pool_page,
         )
         expected = torch.tensor([row[: width - 2] for row in own], dtype=torch.int32, device=device)
         expected[torch.rand(expected.shape, device=device) < 0.1] = -1

@@ -143,7 +143,7 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
     found = arguments(
         batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, batch.token_ids, batch.positions,
         expected, 0 if expected is None else expected.shape[1], 0 if expected is None else expected.stride(0),
-        entries, table.rows, slot_map, entries.shape[1], stride,
+        entries, table.rows, slot_map, table.width, stride,
         (entries.shape[0] - 1) * stride + entries.shape[1] if entries.numel() else 0,
         0 if slot_map is None else slot_map.shape[0], writes, 0 if writes is None else writes.shape[0], rows, tokens,
     )  # fmt: skip
