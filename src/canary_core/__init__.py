@@ -10,6 +10,7 @@ from canary_core.hookspecs import hookimpl
 from canary_core.plugins import EngineInfo
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
+from canary_core.twin import PayloadCheck, PayloadLayout, check_payload, fingerprint_bytes
 from canary_core.violation import Violation
 
 __version__ = "0.1.0"
@@ -26,6 +27,8 @@ __all__ = [
     "Event",
     "KVSource",
     "Kind",
+    "PayloadCheck",
+    "PayloadLayout",
     "Phase",
     "PluginError",
     "PoolAdapter",
@@ -39,5 +42,7 @@ __all__ = [
     "ViolationError",
     "Writers",
     "__version__",
+    "check_payload",
+    "fingerprint_bytes",
     "hookimpl",
 ]

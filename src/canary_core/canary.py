@@ -90,6 +90,9 @@ class Canary:
         self._read_interval = self.config.read_interval
         if device.type == "cpu" or self.config.mode == "raise":
             self._read_interval = 1
+        self._steps = 0
+        self._ended = 0
+        self._opened = 0
         self._stalled = 0
         self._watch = Watch(self.config.silence_s, self._never_called)
         self._tell_attached()
@@ -153,13 +156,20 @@ class Canary:
             return
         try:
             self._pace.step()
-            if self.forwards % self._read_interval == 0:
+            if self._captured:
+                # No host code of ours runs before a replay.
+                self._flush_changes()
+            self._steps += 1
+            # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
+            idle = self._steps > 1 and self.forwards == self._ended and not self._captured
+            self._ended = self.forwards
+            if idle or self._steps % self._read_interval == 0:
                 letter = self._mailbox.collect()
                 if letter is not None:
                     self._open(letter)
                 self._set_scrub()
             interval = self.config.stats_interval
-            if interval and self.forwards % interval == 0:
+            if interval and not idle and self._steps % interval == 0:
                 self._tell("stats", fields=dict(self.stats()))
         except Exception as error:
             self.fail("end_step", error)
@@ -338,7 +348,9 @@ class Canary:
 
     def _open(self, letter: Letter) -> None:
         moved = letter.counters[Counter.CHECKED_FORWARDS] != self._counters[Counter.CHECKED_FORWARDS]
-        self._stalled = 0 if moved else self._stalled + 1
+        # Between two forwards of an engine that idles there is nothing to check.
+        self._stalled = 0 if moved else self._stalled + (self.forwards != self._opened)
+        self._opened = self.forwards
         if self._stalled == STALLED_READS:
             self._tell(
                 "silence", "error", {"reason": "forwards run but no check does; were they captured without Canary?"}
@@ -434,7 +446,7 @@ def _mark_records(state: RegionState, slots: Tensor, new: State) -> None:
         word = state.records[slot, POSITION]
         if new is State.UNKNOWN:
             # What the bytes were is no longer known, so the next write can't be judged to have left them as they were.
-            state.fingerprints[slot[anything]] = 0
+            state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
         state.records[slot, POSITION] = torch.where(anything, word // STATES * STATES + int(new), word)
 
 

@@ -1,0 +1,440 @@
+"""Canary's bracket in a CUDA graph, around attention as engines run it: no false alarm, every fault found, no
+allocation and no wait for the device. What needs no graph runs on the CPU as well, eagerly."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from gpu.engine import LAYERS, SLOTS, WIDTH, Request, Run, Size, Step, no_waiting, warm_up
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from canary_core import BatchView, Kind, SlotTable
+
+pytestmark = [pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+
+MODES = {
+    "cpu": ("cpu", False),
+    "gpu_eager": ("cuda", False),
+    "gpu_graph": ("cuda", True),
+}
+ANYWHERE = [m if m == "cpu" else pytest.param(m, marks=pytest.mark.gpu) for m in MODES]
+ON_GPU = [pytest.param(m, marks=pytest.mark.gpu) for m in MODES if m != "cpu"]
+PLACES = [(layer, half) for layer in range(LAYERS) for half in range(2)]
+
+
+@pytest.mark.parametrize("mode", ANYWHERE)
+def test_clean_traffic_has_no_findings(mode):
+    """A thousand forwards of changing batches: requests come and go, prefixes are shared, slots are used again. Each
+    slot that is read was checked, each that was written recorded, the whole pool scrubbed every time."""
+    steps = 60 if mode == "cpu" else 1000
+    run = Run(*MODES[mode])
+    started = run.canary.stats()["scrubbed_slots"]
+    run.clean(steps)
+    stats = run.canary.stats()
+    assert run.traffic.submitted > steps / 20
+    assert stats["checked_slots"] == run.checked > 0
+    assert stats["recorded_slots"] == run.recorded > 0
+    assert stats["scrubbed_slots"] - started >= steps * SLOTS
+    assert stats["unknown_slots"] == 0
+
+
+@pytest.mark.parametrize("mode", ON_GPU)
+def test_the_engine_computes_the_same_under_guard(mode):
+    """Every byte of the pools but the padding slot's is that of the same engine without Canary."""
+    guarded, bare = Run(*MODES[mode]), Run(*MODES[mode], guard=False)
+    guarded.clean(200)
+    for _ in range(200):
+        step = bare.traffic.next()
+        bare.stage(step)
+        bare.graph.replay() if bare.graph else bare.issue()
+        bare.traffic.commit(step)
+    for layer, half in PLACES:
+        assert torch.equal(guarded.model.pools[layer][half][1:], bare.model.pools[layer][half][1:])
+
+
+@dataclass
+class Fault:
+    """One way in which a step goes wrong. ``findings`` are the (kind, slot, source) that must come, ``kinds`` those
+    that may; ``undo`` makes the engine sound again, None where it can't be."""
+
+    findings: set[tuple[Kind, int, str | None]]
+    kinds: set[Kind] = field(default_factory=set)
+    undo: Callable[[], None] | None = None
+
+
+Inject = Callable[[Run, Step], Fault]
+
+
+def reader(step: Step) -> Request:
+    """A request that reads at least 3 slots in this step and goes on after it."""
+    return next(r for r, n in zip(step.rows, step.new, strict=True) if r and r.cached >= 3 and fits(r, n))
+
+
+def fits(r: Request, new: int) -> bool:
+    """Whether the request has tokens left for two more steps."""
+    return r.cached + new + 2 <= len(r.tokens)
+
+
+def ready(step: Step) -> bool:
+    """Whether every fault finds its place in the step: a reader, and new tokens of two requests at least."""
+    rows = [(r, n) for r, n in zip(step.rows, step.new, strict=True) if r]
+    return sum(n > 0 for _, n in rows) >= 2 and any(r.cached >= 3 and fits(r, n) for r, n in rows)
+
+
+def name(layer: int, half: int) -> str:
+    """What findings call the source."""
+    return f"{'kv'[half]}.{layer}"
+
+
+def written(step: Step) -> list[int]:
+    """Slots that the step writes, in batch order."""
+    return [r.slots[p] for r, p in step.live]
+
+
+def table_entry(to: Callable[[Request], int], kind: Kind) -> Inject:
+    """The entry of position 1 points elsewhere."""
+
+    def inject(run: Run, step: Step) -> Fault:
+        r = reader(step)
+        entry, old = run.model.table[r.table_row, 1], r.slots[1]
+        entry.fill_(to(r))
+        # The link from the wrong slot to the next one may be broken as well.
+        return Fault({(kind, to(r), None)}, {Kind.PREFIX}, lambda: entry.fill_(old))
+
+    return inject
+
+
+def foreign_slot(run: Run, step: Step) -> Fault:
+    """The entry of position 1 is another request's slot of the same position, with another token."""
+    r = reader(step)
+    others = [o for o in (*run.traffic.running, *run.traffic.finished) if o.cached > 1 and o.tokens[1] != r.tokens[1]]
+    entry, foreign = run.model.table[r.table_row, 1], others[0].slots[1]
+    entry.fill_(foreign)
+    return Fault({(Kind.TOKEN, foreign, None)}, {Kind.PREFIX}, lambda: entry.fill_(r.slots[1]))
+
+
+def flipped_bit(layer: int, half: int) -> Inject:
+    """A bit flips between two replays, in a slot that is only read."""
+
+    def inject(run: Run, step: Step) -> Fault:
+        slot = reader(step).slots[2]
+        row = run.model.pools[layer][half].view(torch.int16)[slot]
+        row[5] ^= 64
+
+        def undo() -> None:
+            row[5] ^= 64
+
+        return Fault({(Kind.BYTES, slot, name(layer, half))}, undo=undo)
+
+    return inject
+
+
+def stray_write(layer: int, half: int) -> Inject:
+    """The forward itself writes where it should not."""
+
+    def inject(run: Run, step: Step) -> Fault:
+        m, slot = run.model, reader(step).slots[0]
+        m.stray_slot.fill_(slot)
+        m.stray_mask[layer, half] = 0x0101
+
+        def undo() -> None:
+            m.stray_mask.zero_()
+            m.pools[layer][half].view(torch.int16)[slot] ^= 0x0101
+
+        return Fault({(Kind.BYTES, slot, name(layer, half))}, undo=undo)
+
+    return inject
+
+
+def lost_write(layer: int, half: int) -> Inject:
+    """The forward stores what was there before."""
+
+    def inject(run: Run, step: Step) -> Fault:
+        lost = run.model.lost[layer, half]
+        lost.fill_(True)
+        findings = {(Kind.LOST_WRITE, slot, name(layer, half)) for slot in written(step)}
+        return Fault(findings, undo=lambda: lost.fill_(False))
+
+    return inject
+
+
+def not_a_number(layer: int, half: int) -> Inject:
+    """The forward stores NaN; what is computed from it, in layers above, is NaN too."""
+
+    def inject(run: Run, step: Step) -> Fault:
+        run.model.nan[layer, half] = True
+        return Fault({(Kind.NON_FINITE, slot, name(layer, half)) for slot in written(step)})
+
+    return inject
+
+
+def swapped_tokens(run: Run, step: Step) -> Fault:
+    """Two requests' tokens trade places in the input."""
+    (first, second), ids = two_tokens(step), run.model.token_ids
+    ids[[first, second]] = ids[[second, first]]
+    slots = written(step)
+    return Fault({(Kind.WRITE_INPUT, slots[first], None), (Kind.WRITE_INPUT, slots[second], None)})
+
+
+def two_writers(run: Run, step: Step) -> Fault:
+    """One slot is handed out for two tokens: the one with the lower index loses, and the other one will be read from
+    where it was not written."""
+    first, second = two_tokens(step)
+    slot = written(step)[first]
+    run.model.write_slots[second] = slot
+    return Fault({(Kind.TWO_WRITERS, slot, None), (Kind.WRITE_SLOT, slot, None)})
+
+
+def null_slot(run: Run, step: Step) -> Fault:
+    """A live token is written to the padding slot."""
+    run.model.write_slots[two_tokens(step)[1]] = 0
+    return Fault({(Kind.NULL_SLOT, 0, None)})
+
+
+def freed_slot(run: Run, step: Step) -> Fault:
+    """A slot is given back while its request goes on."""
+    slot = reader(step).slots[1]
+    run.canary.free_slots("full", torch.tensor([slot], device=run.device))
+    return Fault({(Kind.FREED, slot, None)})
+
+
+def freed_twice(run: Run, step: Step) -> Fault:
+    """A slot that nobody uses is given back twice."""
+    slots = torch.tensor([run.traffic.free[-1]], device=run.device)
+    run.canary.free_slots("full", slots)
+    run.canary.free_slots("full", slots)
+    return Fault({(Kind.DOUBLE_FREE, int(slots), None)})
+
+
+def two_tokens(step: Step) -> tuple[int, int]:
+    """Indices of two new tokens, of different requests."""
+    live = step.live
+    return 0, next(i for i, (r, _) in enumerate(live) if r is not live[0][0])
+
+
+FAULTS: dict[str, Inject] = {
+    "table_entry": table_entry(lambda r: r.slots[2], Kind.POSITION),
+    "table_beyond": table_entry(lambda r: SLOTS + 5, Kind.SLOT_RANGE),
+    "table_null": table_entry(lambda r: 0, Kind.NULL_SLOT),
+    "foreign_slot": foreign_slot,
+    "swapped_tokens": swapped_tokens,
+    "two_writers": two_writers,
+    "null_slot": null_slot,
+    "freed_slot": freed_slot,
+    "freed_twice": freed_twice,
+    **{f"flipped_bit_{name(*p)}": flipped_bit(*p) for p in PLACES},
+    **{f"stray_write_{name(*p)}": stray_write(*p) for p in PLACES},
+    **{f"lost_write_{name(*p)}": lost_write(*p) for p in PLACES},
+    **{f"not_a_number_{name(*p)}": not_a_number(*p) for p in PLACES},
+}
+
+
+@pytest.mark.parametrize("mode", ANYWHERE)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found(fault, mode):
+    """Between replays and inside of them: what went wrong, in which slot, and for bytes in which layer and half. Where
+    it is put right again, nothing more is found."""
+    run = Run(*MODES[mode])
+    run.clean(12)
+    step = prepare(run)
+    broken = FAULTS[fault](run, step)
+    run.issue()
+    if fault == "freed_slot" and run.graph:
+        # No host code of ours runs before a replay, so events take effect after the next one.
+        follow(run, step)
+    found = run.found()
+    assert broken.findings <= {(v.kind, v.slot, v.source) for v in found}
+    assert {v.kind for v in found} <= {kind for kind, *_ in broken.findings} | broken.kinds
+    assert {v.region for v in found} == {"full"}
+    if broken.undo:
+        broken.undo()
+        run.traffic.commit(step)
+        run.clean(10)
+
+
+def prepare(run: Run) -> Step:
+    """Goes on until a step has a place for every fault; stages it."""
+    for _ in range(50):
+        step = run.traffic.next()
+        run.stage(step)
+        if ready(step):
+            return step
+        run.issue()
+        run.traffic.commit(step)
+    raise AssertionError("no step with a reader and two writers in 50; check the traffic")
+
+
+def follow(run: Run, step: Step) -> None:
+    """The step after ``step``."""
+    run.traffic.commit(step)
+    after = run.traffic.next()
+    run.stage(after)
+    run.issue()
+
+
+@pytest.mark.parametrize("mode", ON_GPU)
+def test_nothing_is_allocated_and_nothing_waits(mode):
+    """500 steps, whose reads of the counters arrive in between: torch's allocator isn't asked once, and no call of ours
+    waits for the device. Nor where something is found and the ring is read."""
+    run = Run(*MODES[mode])
+    run.clean(100)
+    run.audit = True
+    run.clean(500)
+    assert run.allocated == 0
+    step = prepare(run)
+    broken = flipped_bit(0, 1)(run, step)
+    run.issue()
+    broken.undo()
+    run.traffic.commit(step)
+    torch.cuda.synchronize()
+    # The host learns of it when its next read of the counters has arrived, and reads the ring in the one after that.
+    for _ in range(4 * run.canary.config.read_interval):
+        step = run.traffic.next()
+        run.stage(step)
+        run.issue()
+        run.traffic.commit(step)
+        torch.cuda.synchronize()
+    assert [v.kind for v in run.violations] == [Kind.BYTES]
+    assert run.allocated == 0
+    assert run.canary.enabled
+
+
+@pytest.mark.gpu
+def test_arrivals_and_events_never_wait():
+    """Copies, exports, imports from the host, marks, allocator's events: issued and applied without a wait."""
+    run = Run("cuda")
+    run.clean(20)
+    state = run.canary.states["full"]
+    old, new = torch.arange(1, 9, device="cuda"), torch.arange(20, 28, device="cuda")
+    parked = run.canary.export_slots("full", old).cpu().pin_memory()
+    view = idle_view(Size())
+
+    def arrive() -> None:
+        run.canary.copy_slots("full", old, new)
+        run.canary.export_slots("full", old)
+        run.canary.import_slots("full", new, parked)
+        run.canary.forget_slots("full", new)
+        run.canary.clear_slots("full", new)
+        run.canary.free_slots("full", old)
+        run.canary.alloc_slots("full", old)
+        run.canary.import_slots("full", old, parked)
+        run.canary.pre_forward(view)
+
+    arrive()
+    with no_waiting():
+        arrive()
+    torch.cuda.synchronize()
+    assert torch.equal(state.records[old].cpu().view(torch.int64), parked[:, 1:5])
+    assert run.canary.enabled
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ON_GPU)
+def test_the_profiler_sees_four_kernels_and_no_wait(mode, tmp_path):
+    """Of one forward with all of a pool's layers: check, fingerprint, record and scrub. Nothing in our calls waits for
+    a stream, an event or the device."""
+    run, steps = Run(*MODES[mode]), 20
+    run.clean(30)
+    run._ours = within_a_window
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step = run.traffic.next()
+            run.stage(step)
+            run.issue()
+            run.traffic.commit(step)
+        torch.cuda.synchronize()
+    seen.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e.get("ph") == "X"]
+    windows = [
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == WINDOW and e.get("cat") == "user_annotation"
+    ]
+    assert len(windows) == steps * (2 if run.graph else 3)
+    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    ours = [e for e in calls if any(first <= e["ts"] <= last for first, last in windows)]
+    assert [e["name"] for e in ours if "ynchronize" in e["name"]] == []
+    assert [e["name"] for e in ours if "Malloc" in e["name"] or "Free" in e["name"]] == []
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    assert kernels, "the profiler saw no kernel: is CUPTI there?"
+    if run.graph:
+        launched = [e for e in kernels if e["name"].split("(")[0] in KERNELS]
+    else:
+        launches = {e["args"].get("correlation") for e in ours if "aunch" in e["name"]}
+        launched = [e for e in kernels if e["args"].get("correlation") in launches or e["name"] in KERNELS]
+    assert {e["name"] for e in launched} == KERNELS
+    assert len(launched) == 4 * steps
+
+
+WINDOW = "canary's own call"
+KERNELS = {"check_kernel", "fingerprint_kernel", "record_kernel", "scrub_kernel"}
+
+
+def within_a_window(call: Callable[..., None], *arguments: object) -> None:
+    """Calls it under a name that the profiler notes."""
+    with record_function(WINDOW):
+        call(*arguments)
+
+
+BIG = Size(rows=300, tokens=9000)
+"""More than Canary's scratch has room for at first."""
+
+
+def idle_view(size: Size) -> BatchView:
+    """A forward of that capacity that reads and writes nothing."""
+    i32 = dict(dtype=torch.int32, device="cuda")
+    rows, tokens = torch.zeros(size.rows, **i32), torch.zeros(size.tokens, **i32)
+    table = SlotTable(torch.zeros(size.rows, WIDTH, **i32))
+    return BatchView(rows, rows, tokens, rows - 1, {"full": table})
+
+
+@pytest.mark.gpu
+def test_scratch_that_grows_inside_a_capture_works():
+    """Captured without an eager run, a larger batch than ever before: the scratch then belongs to the graph, and both
+    replays and eager forwards go on with it."""
+    # Kernels are compiled, libraries loaded: what is left to a capture is Canary's own memory.
+    compiled = Run("cuda", size=BIG)
+    compiled.stage(Step([None] * BIG.rows, [0] * BIG.rows))
+    warm_up(compiled.bracket)
+    run = Run("cuda", graph=True, size=BIG, warm=False)
+    assert run.canary.states["full"].plan.shape[0] >= BIG.tokens
+    run.clean(50)
+    for i in range(30):
+        step = run.traffic.next()
+        run.stage(step)
+        run.issue(eager=i % 3 == 0)
+        run.traffic.commit(step)
+    assert run.found() == []
+    step = prepare(run)
+    broken = flipped_bit(1, 0)(run, step)
+    run.issue()
+    assert broken.findings == {(v.kind, v.slot, v.source) for v in run.found()}
+
+
+@pytest.mark.gpu
+def test_a_graph_survives_scratch_that_grows_after_it():
+    """Its launches keep the scratch they were captured with."""
+    run = Run("cuda", graph=True)
+    run.clean(20)
+    view = idle_view(BIG)
+    run.canary.pre_forward(view)
+    run.canary.post_forward(view)
+    assert run.canary.states["full"].plan.shape[0] >= BIG.tokens
+    run.clean(50)
+    step = prepare(run)
+    broken = table_entry(lambda r: r.slots[2], Kind.POSITION)(run, step)
+    run.issue()
+    assert broken.findings <= {(v.kind, v.slot, v.source) for v in run.found()}
+
+
+@pytest.mark.gpu
+def test_events_take_effect_between_replays():
+    """Where all forwards are replays, what the allocator tells is applied at the end of each step, never piled up."""
+    run = Run("cuda", graph=True)
+    slots = torch.tensor([SLOTS - 1], device="cuda")
+    for _ in range(20):
+        run.canary.alloc_slots("full", slots)
+        run.canary.free_slots("full", slots)
+        run.clean(1)
+    assert run.found() == []
+    assert run.canary._changes == []
