@@ -414,9 +414,7 @@ class GuardedCache:
             if len(mine) == len(group.layers):
                 canary.rebind(group.name, group.sources(mine))
 
-    def _batch(
-        self, prefix: int, forward: Forward, tables: dict[str, SlotTable], device: torch.device
-    ) -> BatchView:
+    def _batch(self, prefix: int, forward: Forward, tables: dict[str, SlotTable], device: torch.device) -> BatchView:
         rows, end = forward.rows, prefix + forward.new
         if forward.tokens is None:
             tokens = torch.full((rows * forward.new,), UNKNOWN, dtype=torch.int64, device=device)
