@@ -170,7 +170,7 @@ class Canary:
                 self._set_scrub()
             interval = self.config.stats_interval
             if interval and not idle and self._steps % interval == 0:
-                self._tell("stats", fields=dict(self.stats()))
+                self._tell("stats", fields={**self.stats(), **self.scrub_stats()})
         except Exception as error:
             self.fail("end_step", error)
         self._raise_first()
@@ -291,6 +291,17 @@ class Canary:
         found = sum(self._findings.delivered.values())
         late = {"repeated": self._findings.repeated, "dismissed": self._findings.dismissed}
         return {"violations": found, "forwards": self.forwards, **named, **late, **kinds}
+
+    def scrub_stats(self) -> dict[str, float]:
+        """What the scrub comes to: ``scrub_coverage``, how often it went round all pools; ``scrub_share`` of the time,
+        and ``scrub_period_s``, how long a round takes. The last two once the length of a step is known."""
+        slots = sum(r.slots for r in self._regions.values())
+        if not self._states:
+            return {}
+        coverage = self._counters[Counter.SCRUBBED_SLOTS] / slots
+        step_bytes = sum(s.scrub_slots * s.slot_bytes for s in self._states.values())
+        pool_bytes = sum(s.region.slots * s.slot_bytes for s in self._states.values())
+        return {"scrub_coverage": coverage, **self._pace.achieved(step_bytes, pool_bytes)}
 
     def fail(self, where: str, error: Exception) -> None:
         """An exception of ours: off for good and loudly in log mode, so that the engine goes on; raised in raise mode.
