@@ -27,6 +27,7 @@ class Event:
     | fault_injected      | a self-test corrupted something on purpose                                             |
     | fault_moot          | what a fault broke was dropped before anything could read it; it is done again         |
     | fault_not_injected  | a fault was asked for and never done: no such target, no candidate, never due          |
+    | unguarded_forward   | an engine ran a kind of forward that its plugin can't check; its slots are not judged  |
     """
 
     name: str

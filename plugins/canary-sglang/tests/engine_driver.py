@@ -189,6 +189,18 @@ class Engine:
         faults.write_bytes(tensor, where, content)
         return int(slot)
 
+    def flip_and_scrub(self, region: str, source: str, seed: int) -> int:
+        """Flips a bit and serves until the scrub has gone all round; gives the slot. One that was free and is written
+        again by then shows nothing, so another one is taken."""
+        records = self.session.canary.states[region].records
+        for attempt in range(20):
+            before = records[:, STEP_WRITTEN].clone()
+            slot = self.flip(region, source, seed + 100 * attempt)
+            self.scrub([9, 8, 7])
+            if records[slot, STEP_WRITTEN] == before[slot]:
+                return slot
+        raise RuntimeError("no slot stays as it is")
+
     def scrub(self, prompt: list[int]) -> None:
         """Steps of a small request until the scrub has gone all round."""
         states = self.session.canary.states.values()

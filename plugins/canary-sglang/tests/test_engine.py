@@ -54,8 +54,7 @@ def test_a_flipped_bit_is_found_in_every_source(engine):
     engine.serve(prompts=engine.setup.traffic(3, 4), new_tokens=2)
     for region, about in engine.regions().items():
         for seed, source in enumerate(about["sources"]):
-            slot = engine.flip(region=region, source=source, seed=seed)
-            engine.scrub(prompt=[9, 8, 7])
+            slot = engine.flip_and_scrub(region=region, source=source, seed=seed)
             found = engine.findings()["violations"]
             half, layer = source.split(".")
             told = [(v["kind"], v["region"], v["slot"], v["layer"], v["half"]) for v in found]
