@@ -78,9 +78,7 @@ class Traffic:
     def next(self) -> Step:
         """Plans a forward and hands out its slots."""
         for request in [r for r in self.running if r.cached == len(r.tokens)]:
-            self.running.remove(request)
-            self.finished.append(request)
-            self.table_rows.append(request.table_row)
+            self._end(request)
         most = min(self.size.rows, 6)
         while len(self.running) < most and self.random.random() < 0.5:
             self._admit()
@@ -93,6 +91,10 @@ class Traffic:
             for _ in range(n):
                 request.slots.append(self._take())
             rows.append((request, n))
+        if rows and not any(n for _, n in rows):
+            # All slots belong to running requests: the last one gives way, or none would ever go on.
+            self._end(self.running[-1])
+            return self.next()
         rows += [(None, 0)] * (self.size.rows - len(rows))
         self.random.shuffle(rows)
         return Step([r for r, _ in rows], [n for _, n in rows])
@@ -102,6 +104,11 @@ class Traffic:
         for request, n in zip(step.rows, step.new, strict=True):
             if request:
                 request.cached += n
+
+    def _end(self, request: Request) -> None:
+        self.running.remove(request)
+        self.finished.append(request)
+        self.table_rows.append(request.table_row)
 
     def _admit(self) -> None:
         length = self.random.randint(3, WIDTH)

@@ -48,16 +48,15 @@ class Guarded:
         self.canary.end_step()
         self.canary.drain()
 
-    @property
     def sources(self):
         return self.canary.states["full"].sources
 
     def park(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """The bytes of slots, as a host tier keeps them."""
-        return {s.name: read_bytes(s, slots).cpu() for s in self.sources}
+        return {s.name: read_bytes(s, slots).cpu() for s in self.sources()}
 
     def load(self, slots: torch.Tensor, parked: dict[str, torch.Tensor]) -> None:
-        for source in self.sources:
+        for source in self.sources():
             write_bytes(source, slots, parked[source.name].to(slots.device))
 
 

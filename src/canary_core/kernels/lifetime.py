@@ -52,7 +52,7 @@ def _launch(state: RegionState, slots: Tensor, writer: int, freeing: bool) -> No
     launcher((triton.cdiv(slots.shape[0], TILE), 1), arguments(slots, slots.shape[0], writer))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "writer"])
 def lifetime_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
