@@ -95,7 +95,14 @@ class EngineProcess:
 
     def __init__(self, setup: Setup, folder: Path, **settings: str) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
-        canary = {"CANARY_PLUGINS": "sglang", "CANARY_READ_CHECK": "-1", "CANARY_SCRUB_BUDGET": "8MiB", **settings}
+        # All bytes are looked at around every forward, and what stays broken leaves room in the ring for what is new.
+        canary = {
+            "CANARY_PLUGINS": "sglang",
+            "CANARY_READ_CHECK": "-1",
+            "CANARY_SCRUB_BUDGET": "8MiB",
+            "CANARY_RING_ROWS": "65536",
+            **settings,
+        }
         self.setup = setup
         self._log = folder / "engine.log"
         with self._log.open("w") as log:
