@@ -171,9 +171,10 @@ def draw(report: Report, path: Path) -> None:
         for key, label in (("pre_us", "pre_forward"), ("post_us", "post_forward"), ("whole_us", "both")):
             axis.plot([p["x"] for p in good], [p[key] for p in good], marker="o", label=label)
         axis.set_xscale("log")
-        axis.set_ylim(bottom=0)
         axis.set_xlabel(name.replace("_", " "))
         axis.grid(alpha=0.3)
+    # Once both have their points: set earlier, it would fix the shared axis to what one of them needs.
+    axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("device time of a forward's hooks, µs")
     axes[0].legend()
     figure.suptitle(f"Canary on one {report['machine']['gpu']}, scrub of 16 MiB a forward")
