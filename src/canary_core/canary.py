@@ -25,6 +25,9 @@ from canary_core.state import RegionState, Shared
 from canary_core.violation import Violation
 from canary_core.watch import Watch
 
+MOST_ROWS = 65536
+"""Requests of one forward; kernels work out each program's share from all their lengths at once."""
+
 STALLED_READS = 100
 """Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
 
@@ -118,6 +121,7 @@ class Canary:
             self._captured = self._captured or _capturing(self._shared.counters)
             self._flush_changes()
             self._hooks.hook.canary_pre_forward(canary=self, batch=batch)
+            self._require_place(batch)
             for name, table in batch.tables.items():
                 state = self._states[name]
                 state.require_capacity(batch)
@@ -344,6 +348,18 @@ class Canary:
                         # Made on another stream, its memory must not be handed out there before this one has read it.
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
             change.apply()
+
+    def _require_place(self, batch: BatchView) -> None:
+        """Raises `AttachError` for a batch of another device (a kernel would read foreign addresses) or an unknown
+        region."""
+        device = self._shared.counters.device
+        if batch.device != device:
+            raise AttachError(f"the batch is on {batch.device}, the pool on {device}; build the BatchView there")
+        if batch.rows > MOST_ROWS:
+            raise AttachError(f"a batch may have {MOST_ROWS} rows, got {batch.rows}; split it")
+        if not batch.tables.keys() <= self._states.keys():
+            unknown = sorted(batch.tables.keys() - self._states.keys())
+            raise AttachError(f"the batch has tables of unknown regions {unknown}; there are {sorted(self._states)}")
 
     def _baseline(self, device: torch.device) -> float:
         """Fingerprints all slots; returns the speed in bytes a second."""

@@ -29,9 +29,9 @@ class Event:
     | fault_not_injected  | a fault was asked for and never done: no such target, no candidate, never due          |
     | unguarded_forward   | an engine ran a kind of forward that its plugin can't check; its slots are not judged  |
     | adopted             | a cache that held tokens already was taken over; they are not judged until rewritten   |
-    | cache_changed       | an engine's cache is no longer the one that was attached; it is attached anew          |
+    | cache_changed       | a cache was changed by something else than its own methods                             |
     | cache_layers_disagree | layers of one cache hold different lengths: which                                    |
-    | cache_released      | an engine let go of a cache; its Canary was closed                                     |
+    | cache_released      | a cache can't be followed any more, and why                                            |
     """
 
     name: str

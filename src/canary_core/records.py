@@ -172,7 +172,9 @@ CHECK_TILE = 512
 
 PLAN_WORDS = 4
 """Write plan, int64 ``[tokens, 4]``: `check` fills it, the ops after the forward use it. Word 0 is ``(status + 1) *
-2**32 + row`` (see `Status`), 0 where nothing is stored; word 1 the slot, word 2 the position, word 3 is unused."""
+2**32 + row`` (see `Status`), 0 where nothing is stored; word 1 the slot, word 2 the position, word 3 the
+slot that the table has for it, -1 where that is none or where the engine has no list of its own. `record` must not look
+it up: an engine that schedules ahead may rewrite its tables while the forward runs."""
 
 
 class Status(IntEnum):

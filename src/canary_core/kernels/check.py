@@ -26,7 +26,7 @@ from canary_core.kernels.common import (
     resolve,
     split_head,
 )
-from canary_core.kernels.launch import Launcher, batch_arguments, programs, region_arguments, register_limit
+from canary_core.kernels.launch import VARYING, Launcher, batch_arguments, programs, region_arguments, register_limit
 from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
 from canary_core.reference.check import COMMON_ANCHOR
 from canary_core.state import RegionState
@@ -79,7 +79,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
@@ -250,7 +250,13 @@ def check_kernel(
                 )
                 slot = tl.where(listed, slot, -1)
                 status = tl.where(listed, status, STATUS_RANGE)
+                found, found_status = lookup(
+                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
+                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+                )  # fmt: skip
+                table_slot = tl.where(found_status == STATUS_OK, found, -1)
             else:
+                table_slot = tl.full((TILE,), -1, tl.int64)
                 slot, status = lookup(
                     p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
                     PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
@@ -260,13 +266,14 @@ def check_kernel(
             tl.store(p_entry, tl.where(m_stored, word, 0), mask=m)
             tl.store(p_entry + 1, tl.where(m_stored, slot, 0), mask=m)
             tl.store(p_entry + 2, tl.where(m_stored, position, 0), mask=m)
+            tl.store(p_entry + 3, tl.where(m_stored, table_slot, 0), mask=m)
             claim = (step << 32) + o_token + 1
             tl.atomic_max(p_claims + slot, claim, mask=m_stored & (status == STATUS_OK))
 
         else:
             o_token = all_new + (i - n_check - n_write) * TILE + tl.arange(0, TILE).to(tl.int64)
             m = o_token < tokens
-            for word in tl.static_range(3):
+            for word in tl.static_range(PLAN):
                 tl.store(p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
     tl.atomic_add(p_counters + COUNT_CHECKED_SLOTS, checked)
 

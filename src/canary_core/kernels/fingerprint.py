@@ -13,6 +13,7 @@ import triton.language as tl
 from canary_core.batch import BatchView, SlotTable
 from canary_core.kernels.common import STATE_VALUES, STATUS_OK, WRITTEN, lookup, report_record, split_head
 from canary_core.kernels.launch import (
+    VARYING,
     Launcher,
     arguments,
     batch_arguments,
@@ -145,7 +146,7 @@ def _constants(shape: SourceShape) -> dict[str, int]:
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def fingerprint_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
@@ -200,7 +201,7 @@ def fingerprint_kernel(
     tl.atomic_add(p_counters + COUNT_RECORDED_BYTES, recorded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def read_check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,

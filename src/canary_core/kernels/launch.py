@@ -22,6 +22,13 @@ INTERPRETED_PROGRAMS = 3
 _DIRECT = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
 """Since Triton 3.3 a compiled kernel takes all of its function's arguments, constants included."""
 
+VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "expected_width")
+"""Parameters that differ from batch to batch and that no address is made of: nothing is compiled anew for a 1 or a
+multiple of 16 among them."""
+
+ROW_STEPS = (16, 64, 256, 1024, 4096, 16384, 65536)
+"""Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
+
 _kinds: dict[tuple[Any, ...], int] = {}
 
 
@@ -116,7 +123,8 @@ def source_arguments(state: RegionState, shape: SourceShape) -> Arguments:
 
 
 class TableConstants(NamedTuple):
-    """Compile-time constants of a batch: what is fixed for an engine, and its rows rounded up to a power of two."""
+    """Compile-time constants of a batch: what is fixed for an engine, and its rows rounded up to one of
+    `ROW_STEPS`."""
 
     PAGE_SIZE: int
     RING: int
@@ -151,7 +159,7 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
     region = state.region
     constants = TableConstants(
         table.page_size, table.ring_slots, table.stored_tokens, region.attention_window, pool_rows, pool_slots,
-        region.tokens_per_slot, 1 << (rows - 1).bit_length() if rows else 1,
+        region.tokens_per_slot, next(step for step in ROW_STEPS if rows <= step),
     )  # fmt: skip
     state.arguments["batch"] = (batch, table, found, constants)
     return found, constants

@@ -15,12 +15,11 @@ from canary_core.kernels.common import (
     STATUS_OK,
     STATUS_RANGE,
     WRITTEN,
-    lookup,
     mix,
     report,
     split_head,
 )
-from canary_core.kernels.launch import Launcher, batch_arguments, programs, region_arguments
+from canary_core.kernels.launch import VARYING, Launcher, batch_arguments, programs, region_arguments
 from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
 from canary_core.state import RegionState
 
@@ -56,7 +55,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def record_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
@@ -137,15 +136,9 @@ def record_kernel(
         given = own
         if p_positions is not None:
             given = tl.load(p_positions + o_token, mask=planned, other=0).to(tl.int64)
-        row_first = i_row.to(tl.int64)
-        if p_rows is not None:
-            row_first = tl.load(p_rows + i_row).to(tl.int64)
-        read_slot, read_status = lookup(
-            p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_slot, planned,
-            PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
-        )  # fmt: skip
+        table_slot = tl.load(p_plan + o_token * PLAN + 3, mask=planned, other=-1)
         wrong = planned & (((expected >= 0) & (expected != token)) | (given != own))
-        elsewhere = usable & (read_status == STATUS_OK) & (read_slot != slot)
+        elsewhere = usable & (table_slot >= 0) & (table_slot != slot)
         lost = usable & (won == 0)
         freed = won & (freed_bit != 0)
         bad = (planned & (status != STATUS_OK)) | wrong | elsewhere | lost | freed
@@ -160,7 +153,7 @@ def record_kernel(
                 elif i_kind == 2:
                     kind, m_kind, value = KIND_WRITE_INPUT, wrong, none
                 elif i_kind == 3:
-                    kind, m_kind, value = KIND_WRITE_SLOT, elsewhere, read_slot
+                    kind, m_kind, value = KIND_WRITE_SLOT, elsewhere, table_slot
                 elif i_kind == 4:
                     kind, m_kind, value = KIND_TWO_WRITERS, lost, (claim & 0xFFFFFFFF) - 1
                 else:

@@ -124,16 +124,18 @@ def resolve(region: Region, table: SlotTable, number: Tensor) -> tuple[Tensor, T
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writes:
-    """The stored new tokens of a forward, int64 ``[n]``: index into ``token_ids``, row, position, slot, `Status`."""
+    """The stored new tokens of a forward, int64 ``[n]``: index into ``token_ids``, row, position, slot, `Status`, and
+    the table's slot (see `records.PLAN_WORDS`)."""
 
     token: Tensor
     row: Tensor
     position: Tensor
     slot: Tensor
     status: Tensor
+    table_slot: Tensor
 
     def __getitem__(self, mask: Tensor) -> "Writes":
-        return Writes(self.token[mask], self.row[mask], self.position[mask], self.slot[mask], self.status[mask])
+        return Writes(*(getattr(self, field)[mask] for field in self.__slots__))
 
 
 def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable) -> Writes:
@@ -143,15 +145,19 @@ def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable
     token = ranges.token(places)
     slot, status = write_slots(region, table, places, token)
     plan[: batch.tokens] = 0
-    plan[token, :3] = torch.stack(((status + 1) << 32 | places.row, slot, places.position), dim=1)
-    return Writes(token, places.row, places.position, slot, status)
+    table_slot = torch.full_like(slot, -1)
+    if table.write_slots is not None:
+        found, usable = lookup(region, table, places)
+        table_slot = torch.where(usable == Status.OK, found, -1)
+    plan[token] = torch.stack(((status + 1) << 32 | places.row, slot, places.position, table_slot), dim=1)
+    return Writes(token, places.row, places.position, slot, status, table_slot)
 
 
 def planned_writes(plan: Tensor, batch: BatchView) -> Writes:
     """What `plan_writes` planned."""
     token = plan[: batch.tokens, 0].nonzero()[:, 0]
-    word, slot, position, _ = plan[token].unbind(1)
-    return Writes(token, word & 0xFFFFFFFF, position, slot, (word >> 32) - 1)
+    word, slot, position, table_slot = plan[token].unbind(1)
+    return Writes(token, word & 0xFFFFFFFF, position, slot, (word >> 32) - 1, table_slot)
 
 
 def write_slots(region: Region, table: SlotTable, places: Places, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,6 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     expected = expected_tokens(batch, rows, places)
     own = plan.last_token(places.position, rows.group)
     position = own if batch.positions is None else batch.positions[writes.token].long()
-    read_slot, read_status = plan.lookup(state.region, table, places)
     claim = state.claims[torch.where(usable, writes.slot, 0)]
     old = state.records[torch.where(winner, writes.slot, 0)]
     freed = winner & (old[:, POSITION] & State.FREED != 0)
@@ -61,11 +60,11 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         Kind.SLOT_RANGE: writes.status == Status.RANGE,
         Kind.NULL_SLOT: writes.status == Status.NULL,
         Kind.WRITE_INPUT: ((expected >= 0) & (expected != token)) | (position != own),
-        Kind.WRITE_SLOT: usable & (read_status == Status.OK) & (read_slot != writes.slot),
+        Kind.WRITE_SLOT: usable & (writes.table_slot >= 0) & (writes.table_slot != writes.slot),
         Kind.TWO_WRITERS: usable & ~winner,
         Kind.WRITE_AFTER_FREE: freed,
     }
-    other_value = {Kind.WRITE_SLOT: read_slot, Kind.TWO_WRITERS: (claim & 0xFFFFFFFF) - 1}
+    other_value = {Kind.WRITE_SLOT: writes.table_slot, Kind.TWO_WRITERS: (claim & 0xFFFFFFFF) - 1}
     fields = {
         Row.POSITION: places.position,
         Row.TOKEN: expected,
