@@ -35,7 +35,7 @@ check: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/test_imports.py
 
 test-gpu: $(filter $(STAMP),$(patsubst $(VENV)/bin/python,$(STAMP),$(GPU_PYTHON)))
-	PYTHONPATH=$(subst $(space),:,$(strip src $(wildcard plugins/*/src))) \
+	PYTHONPATH=$(subst $(space),:,$(strip src $(wildcard plugins/*/src))):$$PYTHONPATH \
 		$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
 
 # Says what is missing where there is no GPU. BENCH_FLAGS="--quick --no-builtin", "--list", "--json raw.json", ...
