@@ -107,6 +107,8 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     writer = batch.writers[places.row].long()
     for kind, mask in findings.items():
         mask = mask & chosen_places
+        if not bool(mask.any()):
+            continue
         prefix = kind is Kind.PREFIX
         fields = {
             Row.POSITION: places.position,

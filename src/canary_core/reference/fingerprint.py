@@ -73,7 +73,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         }
         for kind, mask in findings.items():
             _report(state, seen, s, (kind, mask, Phase.POST_FORWARD), {**about, Row.FOUND_VALUE: value})
-        state.fingerprints[slot[there], s] = value[there]
+        state.fingerprints[slot, s] = torch.where(there, value, old)
         state.shared.counters[Counter.UNSURE] += (same & ~other).sum()
         state.shared.counters[Counter.RECORDED_BYTES] += there.sum() * source.slot_bytes
 

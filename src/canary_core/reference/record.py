@@ -73,6 +73,8 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         Row.WRITER: batch.writers[writes.row].long(),
     }
     for kind, mask in findings.items():
+        if not bool(mask.any()):
+            continue
         chosen: dict[Row, Tensor | int] = {word: value[mask] for word, value in fields.items()}
         if kind in other_value:
             chosen[Row.STORED_VALUE] = other_value[kind][mask]
