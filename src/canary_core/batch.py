@@ -22,7 +22,8 @@ class SlotTable:
     entries: int32 or int64 ``[table rows, width]``. rows: int32 or int64 ``[batch rows]``, None for row ``r`` = ``r``;
     with a ragged list it may be negative as long as the elements that are read are not.
     write_slots: int32 or int64 ``[tokens]``, where the forward stores its new tokens, if the engine has that list;
-    None derives it from the table.
+    None derives it from the table. It is compared with what the table says of these positions before the forward, as
+    far as the table reaches.
     stored_tokens: a forward stores at most its last ``stored_tokens`` new tokens of a row (a ring); 0: all of them.
     pool_page: ``(rows, slots)`` where entries and write slots number a pool's rows of which each page of ``rows`` rows
     has only ``slots`` that are this region's (pages of several layers in one tensor); row ``n`` is then slot

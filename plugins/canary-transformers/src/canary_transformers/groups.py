@@ -74,8 +74,9 @@ class Group:
             return SlotTable(entries)
         position = torch.arange(end, width, device=device) - write_first
         row = torch.arange(self.rows, device=device) * self.capacity
+        # Rows move during the forward, so where the new tokens will be read from, this table doesn't say.
         return SlotTable(
-            entries, write_slots=(row[:, None] + position).flatten(), stored_tokens=min(width - write_first, new)
+            entries[:, :end], write_slots=(row[:, None] + position).flatten(), stored_tokens=min(width - write_first, new)
         )
 
 
