@@ -76,7 +76,9 @@ class Group:
         row = torch.arange(self.rows, device=device) * self.capacity
         # Rows move during the forward, so where the new tokens will be read from, this table doesn't say.
         return SlotTable(
-            entries[:, :end], write_slots=(row[:, None] + position).flatten(), stored_tokens=min(width - write_first, new)
+            entries[:, :end],
+            write_slots=(row[:, None] + position).flatten(),
+            stored_tokens=min(width - write_first, new),
         )
 
 
