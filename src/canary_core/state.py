@@ -96,7 +96,7 @@ class RegionState:
         self.shapes = source_shapes(self.sources, device)
         self._describe()
         self.scrub_slots = 0
-        # What the kernels' launches remember, until a tensor of this region moves.
+        # What the back ends remember, until a tensor of this region moves.
         self.arguments: dict[Any, Any] = {}
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind is RegionKind.STATE:

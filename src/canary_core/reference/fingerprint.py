@@ -1,5 +1,7 @@
 """fingerprint: the bytes of slots. Written ones are fingerprinted and judged, recorded ones are compared."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,29 +25,90 @@ from canary_core.reference.ring import report
 from canary_core.region import KVSource
 from canary_core.state import RegionState
 
-BASELINE_SLOTS = 4096
-"""Slots that `baseline` takes at a time, to bound its scratch memory."""
+MOST_WORDS = 1 << 22
+"""Words looked at together, to bound scratch memory."""
 
 
-def slot_words(source: KVSource, slots: Tensor) -> Tensor:
-    """The 32-bit words of ``slots`` (int64 ``[n]``), zero-extended: int64 ``[n, source.slot_words]``. A chunk's last
-    word is padded with zero bytes."""
-    storage = source.tensor.untyped_storage()
-    start = source.tensor.data_ptr() - storage.data_ptr() + source.offset_bytes
-    page, inside = slots // source.page_size, slots % source.page_size
-    first = start + page * source.page_stride_bytes + inside * source.slot_stride_bytes
-    chunk = torch.arange(source.chunks, device=slots.device) * source.chunk_stride_bytes
-    first = first[:, None] + chunk  # [n, chunks]
-    width = source.words_per_chunk
-    if source.alignment >= 4:
-        flat = torch.empty(0, dtype=torch.int32, device=slots.device).set_(storage, 0, (storage.nbytes() // 4,), (1,))
-        index = (first // 4)[:, :, None] + torch.arange(width, device=slots.device)
-        return flat[index].long().view(len(slots), source.slot_words) & 0xFFFFFFFF
-    bytes_ = torch.empty(0, dtype=torch.uint8, device=slots.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    offset = torch.arange(width * 4, device=slots.device)
-    there = offset < source.chunk_bytes
-    byte = bytes_[first[:, :, None] + torch.where(there, offset, 0)].long() * there
-    return (byte.view(len(slots), source.slot_words, 4) << torch.tensor([0, 8, 16, 24], device=slots.device)).sum(2)
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """Sources that lie in one storage and differ in their start only: they are folded together.
+
+    columns, starts: int64 ``[g]``, their indices among the region's sources and their first bytes in the storage.
+    """
+
+    like: KVSource
+    columns: Tensor
+    starts: Tensor
+
+    def present(self, slots: Tensor) -> Tensor:
+        """Which of ``slots`` have bytes."""
+        present = self.like.page_size if self.like.present is None else self.like.present
+        return slots % self.like.page_size < present
+
+    def words(self, slots: Tensor) -> Tensor:
+        """The 32-bit words of ``slots`` (int64 ``[n]``), zero-extended: int64 ``[g, n, slot_words]``. A chunk's last
+        word is padded with zero bytes."""
+        source, device = self.like, slots.device
+        storage = source.tensor.untyped_storage()
+        inside = slots % source.page_size * source.slot_stride_bytes
+        first = slots // source.page_size * source.page_stride_bytes + inside
+        chunk = torch.arange(source.chunks, device=device) * source.chunk_stride_bytes
+        first = self.starts[:, None, None] + first[:, None] + chunk  # [g, n, chunks]
+        width, shape = source.words_per_chunk, (len(self.starts), len(slots), source.slot_words)
+        if source.alignment >= 4:
+            flat = torch.empty(0, dtype=torch.int32, device=device).set_(storage, 0, (storage.nbytes() // 4,), (1,))
+            index = (first // 4)[..., None] + torch.arange(width, device=device)
+            return flat[index].long().view(shape) & 0xFFFFFFFF
+        bytes_ = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+        offset = torch.arange(width * 4, device=device)
+        there = offset < source.chunk_bytes
+        byte = bytes_[first[..., None] + torch.where(there, offset, 0)].long() * there
+        return (byte.view(*shape, 4) << torch.tensor([0, 8, 16, 24], device=device)).sum(3)
+
+    def fold(self, state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Fingerprint of each slot in each source, ``salt + sum(word * key)``, int64 ``[g, n]``; and whether one of its
+        floats has all its exponent bits set, bool ``[g, n]``."""
+        salts = state.salts[self.columns][:, None]
+        descriptors = state.descriptors[self.columns][:, None, None]
+        exponent, increment, carry = (descriptors[..., d] for d in Descriptor if d >= Descriptor.EXPONENT)
+        keys = state.keys[: self.like.slot_words]
+        values, odd = [], []
+        for piece in slots.split(max(MOST_WORDS // (len(self.starts) * self.like.slot_words), 1)):
+            words = self.words(piece)
+            values.append(salts + (words * keys).sum(2))
+            odd.append((((words & exponent) + increment) & carry).any(2))
+        return torch.cat(values, 1), torch.cat(odd, 1)
+
+
+def stacks(state: RegionState) -> tuple[Stack, ...]:
+    """The region's sources by what they have in common; worked out anew when the region was bound to other tensors."""
+    known = state.arguments.get("stacks")
+    if known is not None and known[0] is state.sources:
+        return known[1]  # type: ignore[no-any-return]
+    alike: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    for column, s in enumerate(state.sources):
+        storage = s.tensor.untyped_storage()
+        geometry = (
+            s.page_size,
+            s.page_stride_bytes,
+            s.slot_stride_bytes,
+            s.chunks,
+            s.chunk_stride_bytes,
+            s.chunk_bytes,
+        )
+        key = (storage.data_ptr(), *geometry, s.present, s.alignment >= 4)
+        alike.setdefault(key, []).append((column, s.address - storage.data_ptr()))
+    device = state.records.device
+    found = tuple(
+        Stack(
+            state.sources[members[0][0]],
+            torch.tensor([column for column, _ in members], device=device),
+            torch.tensor([start for _, start in members], device=device),
+        )
+        for members in alike.values()
+    )
+    state.arguments["stacks"] = (state.sources, found)
+    return found
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -61,21 +124,19 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     slot, token = writes.slot, batch.token_ids[writes.token].long()
     other = (seen.step_written == 0) | (seen.token != token)
     about = {Row.POSITION: writes.position, Row.TOKEN: token, Row.WRITER: batch.writers[writes.row].long()}
-    for s, source in enumerate(state.sources):
-        there = _present(source, slot)
-        words = slot_words(source, torch.where(there, slot, 0))
-        value = _fold(state, s, words)
-        old = state.fingerprints[slot, s]
-        same = there & (value == old) & bool(state.descriptors[s, Descriptor.SURE])
-        findings = {
-            Kind.LOST_WRITE: same & other,
-            Kind.NON_FINITE: there & ~(same & other) & _non_finite(state, s, words),
-        }
+    sure = state.descriptors[:, Descriptor.SURE] != 0
+    for stack in stacks(state):
+        there = stack.present(slot)
+        value, odd = stack.fold(state, torch.where(there, slot, 0))
+        old = state.fingerprints[slot[:, None], stack.columns].T
+        same = there & (value == old) & sure[stack.columns, None]
+        lost = same & other
+        findings = {Kind.LOST_WRITE: lost, Kind.NON_FINITE: there & ~lost & odd}
         for kind, mask in findings.items():
-            _report(state, seen, s, (kind, mask, Phase.POST_FORWARD), {**about, Row.FOUND_VALUE: value})
-        state.fingerprints[slot, s] = torch.where(there, value, old)
+            _report(state, seen, (stack, kind, Phase.POST_FORWARD), mask, {**about, Row.FOUND_VALUE: value})
+        state.fingerprints[slot[:, None], stack.columns] = torch.where(there, value, old).T
         state.shared.counters[Counter.UNSURE] += (same & ~other).sum()
-        state.shared.counters[Counter.RECORDED_BYTES] += there.sum() * source.slot_bytes
+        state.shared.counters[Counter.RECORDED_BYTES] += there.sum() * len(stack.columns) * stack.like.slot_bytes
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -109,51 +170,44 @@ def scrub(state: RegionState) -> None:
 
 def baseline(state: RegionState) -> None:
     """At attach: fingerprints every slot as it is, so that even a slot's first write can be seen to be lost."""
-    for first in range(0, state.region.slots, BASELINE_SLOTS):
-        end = min(first + BASELINE_SLOTS, state.region.slots)
-        slot = torch.arange(first, end, device=state.records.device)
-        for s, source in enumerate(state.sources):
-            there = _present(source, slot)
-            value = _fold(state, s, slot_words(source, slot[there]))
-            state.fingerprints[slot[there], s] = value
+    every = torch.arange(state.region.slots, device=state.records.device)
+    for stack in stacks(state):
+        slot = every[stack.present(every)]
+        value, _ = stack.fold(state, slot)
+        state.fingerprints[slot[:, None], stack.columns] = value.T
 
 
 def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor]) -> None:
     written = seen.usable & (seen.state == State.WRITTEN)
-    for s, source in enumerate(state.sources):
-        compared = written & _present(source, seen.slot)
-        slot = torch.where(compared, seen.slot, 0)
-        value = torch.zeros_like(slot)
-        value[compared] = _fold(state, s, slot_words(source, slot[compared]))
-        differs = compared & (value != state.fingerprints[slot, s])
-        _report(state, seen, s, (Kind.BYTES, differs, phase), {Row.TOKEN: seen.token, **about, Row.FOUND_VALUE: value})
-        state.shared.counters[Counter.CHECKED_BYTES] += compared.sum() * source.slot_bytes
+    for stack in stacks(state):
+        compared = written & stack.present(seen.slot)
+        slot = seen.slot[compared]
+        value, _ = stack.fold(state, slot)
+        differs = value != state.fingerprints[slot[:, None], stack.columns].T
+        state.shared.counters[Counter.CHECKED_BYTES] += compared.sum() * len(stack.columns) * stack.like.slot_bytes
+        if bool(differs.any()):
+            # Back to the shape of what was seen, for the report.
+            mask = torch.zeros(len(stack.columns), len(compared), dtype=torch.bool, device=slot.device)
+            found = torch.zeros_like(mask, dtype=torch.int64)
+            mask[:, compared], found[:, compared] = differs, value
+            fields = {Row.TOKEN: seen.token, **about, Row.FOUND_VALUE: found}
+            _report(state, seen, (stack, Kind.BYTES, phase), mask, fields)
 
 
 def _report(
-    state: RegionState, seen: Seen, source: int, what: tuple[Kind, Tensor, Phase], about: dict[Row, Tensor]
+    state: RegionState, seen: Seen, what: tuple[Stack, Kind, Phase], masks: Tensor, about: dict[Row, Tensor]
 ) -> None:
-    kind, mask, phase = what
-    if not bool(mask.any()):
+    """One finding for each of ``masks`` ``[g, n]``; fields of ``about`` are ``[n]``, or ``[g, n]`` where the sources
+    differ in them."""
+    if not bool(masks.any()):
         return
+    stack, kind, phase = what
     step = state.shared.clock[Clock.NEXT]
-    stored = state.fingerprints[torch.where(seen.usable, seen.slot, 0), source]
-    fields = {**record_fields(seen), Row.STORED_VALUE: stored, **about}
-    chosen = {word: value[mask] for word, value in fields.items()}
-    where: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.SOURCE: source, Row.STEP: step * 8 + phase}
-    report(state.shared, kind, seen.slot[mask], {**chosen, **where})
-
-
-def _present(source: KVSource, slot: Tensor) -> Tensor:
-    present = source.page_size if source.present is None else source.present
-    return slot % source.page_size < present
-
-
-def _fold(state: RegionState, source: int, words: Tensor) -> Tensor:
-    """``salt + sum(word * key)`` of each row of ``words``."""
-    return state.salts[source] + (words * state.keys[: words.shape[1]]).sum(1)
-
-
-def _non_finite(state: RegionState, source: int, words: Tensor) -> Tensor:
-    exponent, increment, carry = (state.descriptors[source, d] for d in Descriptor if d >= Descriptor.EXPONENT)
-    return (((words & exponent) + increment) & carry).any(1)
+    for i, source in enumerate(stack.columns.tolist()):
+        mask = masks[i]
+        stored = state.fingerprints[torch.where(seen.usable, seen.slot, 0), source]
+        own = {word: value[i] if value.dim() == 2 else value for word, value in about.items()}
+        fields = {**record_fields(seen), Row.STORED_VALUE: stored, **own}
+        chosen = {word: value[mask] for word, value in fields.items()}
+        where: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.SOURCE: source, Row.STEP: step * 8 + phase}
+        report(state.shared, kind, seen.slot[mask], {**chosen, **where})
