@@ -82,6 +82,7 @@ class Canary:
         self._backend = backends.choose(self.config.backend, device)
         self._shared = Shared.allocate(self.config, device)
         self._states = {r.name: RegionState(r, i, self._shared, self.config) for i, r in enumerate(regions)}
+        self._scrubbed_bytes = sum(s.pool_bytes for s in self._states.values())
         self._mailbox = Mailbox(self._shared)
         self._counters = [0] * self._shared.counters.shape[0]
         self._findings = Findings(list(self._states.values()), self._hooks, self.writers, self.config.rank)
@@ -304,8 +305,7 @@ class Canary:
             return {}
         coverage = self._counters[Counter.SCRUBBED_SLOTS] / slots
         step_bytes = sum(s.scrub_slots * s.slot_bytes for s in self._states.values())
-        pool_bytes = sum(s.region.slots * s.slot_bytes for s in self._states.values())
-        return {"scrub_coverage": coverage, **self._pace.achieved(step_bytes, pool_bytes)}
+        return {"scrub_coverage": coverage, **self._pace.achieved(step_bytes, self._scrubbed_bytes)}
 
     def fail(self, where: str, error: Exception) -> None:
         """An exception of ours: off for good and loudly in log mode, so that the engine goes on; raised in raise mode.
@@ -363,15 +363,14 @@ class Canary:
 
     def _baseline(self, device: torch.device) -> float:
         """Fingerprints all slots; returns the speed in bytes a second."""
-        total = sum(s.region.slots * s.slot_bytes for s in self._states.values())
-        if not total:
+        if not self._scrubbed_bytes:
             return 0.0
         _synchronize(device)
         started = time.perf_counter()
         for state in self._states.values():
             self._backend.baseline(state)
         _synchronize(device)
-        return total / max(time.perf_counter() - started, 1e-9)
+        return self._scrubbed_bytes / max(time.perf_counter() - started, 1e-9)
 
     def _open(self, letter: Letter) -> None:
         moved = letter.counters[Counter.CHECKED_FORWARDS] != self._counters[Counter.CHECKED_FORWARDS]
@@ -400,11 +399,7 @@ class Canary:
         for state in self._states.values():
             if not state.slot_bytes:
                 continue
-            share = (
-                state.region.slots
-                * state.slot_bytes
-                / sum(s.region.slots * s.slot_bytes for s in self._states.values())
-            )
+            share = state.pool_bytes / self._scrubbed_bytes
             state.set_scrub_slots(int(self._pace.step_bytes * share / state.slot_bytes))
 
     def _mark(self, region: str, slots: Tensor, new: State) -> None:

@@ -34,10 +34,7 @@ TOKEN, POSITION, PREFIX_HASH, STEP_WRITTEN, WRITER, STEP_FREED, FREED_BY = 0, 1,
 """First int32 word of each record field."""
 
 STATES = 8
-"""Values of a record's state: the three low bits of its position word."""
-
-MAX_POSITION = (1 << 28) - 1
-"""Largest position a record can hold: three of its word's bits are the state, one is the sign."""
+"""Values of a record's state: the three low bits of its position word. With the sign that leaves 28 for positions."""
 
 
 PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5

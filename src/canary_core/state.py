@@ -139,6 +139,11 @@ class RegionState:
         return sum(s.slot_bytes for s in self.sources)
 
     @property
+    def pool_bytes(self) -> int:
+        """Fingerprinted bytes of all slots: what one round of the scrub reads."""
+        return self.region.slots * self.slot_bytes
+
+    @property
     def memory_bytes(self) -> int:
         """Device memory of ours for this region."""
         tensors = (
