@@ -106,3 +106,20 @@ def test_a_raising_plugin_switches_the_canary_off_not_the_engine(engine, logs):
     (event,) = (e for e in logs if e["event"] == "disabled")
     assert event["log_level"] == "error"
     assert "no such field" in event["error"]
+
+
+def test_events_name_the_model(engine):
+    """Where the settings name a model, each event of its canary does; else none has that field."""
+    told = []
+
+    class Listener:
+        @hookimpl
+        def canary_event(self, event):
+            told.append(event.fields.get("model"))
+
+    for name, expected in (("draft", {"draft"}), ("", {None})):
+        hooks = Plugins()
+        hooks.manager.register(Listener())
+        Canary([engine.region()], CanaryConfig.load(model=name), hooks=hooks.manager)
+        assert set(told) == expected
+        told.clear()

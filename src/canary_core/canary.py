@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pluggy
@@ -208,7 +208,10 @@ class Canary:
             self.enabled = False
 
     def tell(self, event: Event) -> None:
-        """Hands ``event`` to every plugin; a broken one never stops the engine."""
+        """Hands ``event`` to every plugin; a broken one never stops the engine. Where the settings name the model, so
+        does the event."""
+        if self.config.model:
+            event = replace(event, fields={"model": self.config.model, **event.fields})
         plugins.emit(event, self._hooks)
 
     def copy_slots(self, region: str, source: Tensor, destination: Tensor) -> None:

@@ -83,6 +83,10 @@ class CanaryConfig(BaseSettings):
         json_schema_extra=_unit("seconds"),
     )
     rank: Annotated[int, Field(ge=0)] = Field(default=0, description="Rank of this process, shown in findings.")
+    model: str = Field(
+        default="",
+        description="Name told with each event; a plugin whose engine runs several models names the draft models.",
+    )
     faults: str = Field(
         default="",
         description="Deliberate corruptions for self-tests, e.g. 'real_kv_used:probability=0.01,warmup=50;lost_write'. "

@@ -80,6 +80,45 @@ def test_engines_that_would_raise_false_alarms_are_refused(change, word):
     assert (refusal is None) if word is None else (word in refusal)
 
 
+@pytest.mark.without_engine
+def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
+    """A draft model's session stands beside the target's and hears of requests, flushes and idling as that does; a new
+    target in the same process ends all of them."""
+    told = []
+
+    class FakeSession:
+        def __init__(self, runner, config, requests):
+            self.runner, self.model = runner, layout.draft_name(runner)
+            self.requests = requests or object()
+
+        def __getattr__(self, name):
+            return lambda *args: told.append((self.model, name))
+
+    monkeypatch.setattr("canary_sglang.hooks.attach", FakeSession)
+    hooks = Hooks()
+    hooks._config = CanaryConfig.load(silence_s=0)
+    target, draft, later = (SimpleNamespace(is_draft_worker=d, draft_model_idx=i) for d, i in ((0, 0), (1, 0), (1, 2)))
+    for runner in (target, draft, later):
+        hooks._attach(runner)
+    assert [session.model for session in hooks.sessions] == [None, "draft", "draft2"]
+    assert hooks.session.runner is target
+    assert len({session.requests for session in hooks.sessions}) == 1
+    hooks._batch("scheduler", SimpleNamespace(reqs=[]))
+    hooks._flushed(True, "scheduler")
+    hooks._idle(None, "scheduler")
+    hooks._forward(None, draft, "batch")
+    assert told == [(s, call) for call in ("notice", "flushed", "idle") for s in (None, "draft", "draft2")] + [
+        ("draft", "forward")
+    ]
+    del told[:]
+    hooks._attach(SimpleNamespace(is_draft_worker=False))
+    assert told == [(None, "close"), ("draft", "close"), ("draft2", "close")]
+    assert [session.model for session in hooks.sessions] == [None]
+    hooks.stop()
+    assert hooks.session is None
+    assert hooks.sessions == ()
+
+
 def test_an_error_of_ours_never_stops_the_engine(start):
     """In log mode a broken Canary switches itself off with an event, and the engine's outputs stay what they are."""
     engine = start("mha")

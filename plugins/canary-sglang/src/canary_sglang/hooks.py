@@ -1,7 +1,7 @@
 """What SGLang calls: five or six functions of two classes, wrapped through its own `HookRegistry`."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from canary_core import plugins
@@ -16,15 +16,25 @@ class Hooks:
     """The hooks of this process. They stay in place for its life, since `HookRegistry` takes none back; without a
     configuration (`stop`) they only call on.
 
-    One session per process: the target model's. Draft models have runners of their own, which are not guarded.
+    One session for each guarded model of the process: ``session`` is that of the model that is served, ``sessions``
+    has those of its draft models, too.
     """
 
     def __init__(self) -> None:
         self._registered = False
         self._config: CanaryConfig | None = None
         self._watch: Watch | None = None
-        self._runner: Any = None
-        self.session: Session | None = None
+        self._by_runner: dict[int, Session] = {}
+
+    @property
+    def session(self) -> Session | None:
+        """Of the model that is served."""
+        return next((session for session in self._by_runner.values() if session.model is None), None)
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """All, in the order in which their pools were allocated."""
+        return tuple(self._by_runner.values())
 
     def start(self, config: CanaryConfig) -> None:
         """Guards the runners that are built from now on. Called before SGLang applies its hooks, i.e. from its plugin
@@ -51,9 +61,7 @@ class Hooks:
         if self._watch is not None:
             self._watch.alive()
             self._watch = None
-        session, self.session, self._runner = self.session, None, None
-        if session is not None:
-            session.close()
+        self._close(self.sessions)
 
     def _allocated(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         if not layout.awaits_resize(runner):
@@ -65,15 +73,22 @@ class Hooks:
     def _attach(self, runner: Any) -> None:
         if self._config is None:
             return
-        session = attach(runner, self._config)
+        model = layout.draft_name(runner)
+        # Another engine in this process: the old one's models are gone, or this one of them.
+        self._close([s for s in self.sessions if model is None or s.model == model])
+        others = self.sessions
+        session = attach(runner, self._config, others[0].requests if others else None)
         if session is not None:
-            if self.session is not None:
-                self.session.close()
-            self.session, self._runner = session, runner
+            self._by_runner[id(runner)] = session
+
+    def _close(self, sessions: Iterable[Session]) -> None:
+        for session in sessions:
+            del self._by_runner[id(session.runner)]
+            session.close()
 
     def _forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-        session = self.session
-        if session is None or runner is not self._runner:
+        session = self._by_runner.get(id(runner))
+        if session is None:
             return original(runner, *args, **kwargs)
         if self._watch is not None:
             self._watch.alive()
@@ -86,19 +101,20 @@ class Hooks:
         batch = args[0] if args else kwargs["batch"]
         if self._watch is None:
             self._watch = Watch(self._config.silence_s, self._silent)
-        if self.session is not None:
-            self.session.notice(batch.reqs)
+        for session in self.sessions:
+            session.notice(batch.reqs)
 
     def _flushed(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        if result and self.session is not None:
-            self.session.flushed()
+        if result:
+            for session in self.sessions:
+                session.flushed()
 
     def _idle(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        if self.session is not None:
-            self.session.idle()
+        for session in self.sessions:
+            session.idle()
 
     def _silent(self) -> None:
-        what = "no pool was attached" if self.session is None else "no forward was seen"
+        what = "no pool was attached" if not self._by_runner else "no forward was seen"
         reason = f"the scheduler runs batches, but {what}; were the hooks applied? See SGLang's log"
         plugins.emit(Event("silence", "error", {"reason": reason}))
 

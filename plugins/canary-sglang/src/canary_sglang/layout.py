@@ -58,6 +58,15 @@ def awaits_resize(runner: Any) -> bool:
     return bool(getattr(runner.token_to_kv_pool, "post_capture_active", False))
 
 
+def draft_name(runner: Any) -> str | None:
+    """What a draft model is called in findings and events, None for the model that is served. Multi-layer drafts have
+    a runner for each layer."""
+    if not runner.is_draft_worker:
+        return None
+    index = getattr(runner, "draft_model_idx", None)
+    return f"draft{index}" if index else "draft"
+
+
 def refusal(runner: Any) -> str | None:
     """Why the runner can't be guarded without false alarms, None if it can."""
     if runner.is_draft_worker:

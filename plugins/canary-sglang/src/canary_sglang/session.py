@@ -3,7 +3,8 @@
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,7 +15,7 @@ from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import ViolationError
 from canary_core.events import Event
-from canary_core.region import Uncovered
+from canary_core.region import Region, Uncovered
 from canary_sglang import layout
 from canary_sglang.batch import ForwardBatches
 from canary_sglang.pool import SGLangPool, tensor_bytes
@@ -26,25 +27,31 @@ IDLE_READ_S = 0.5
 
 
 class Session:
-    """Brackets every forward of the target model, on the stream on which the engine issues it.
+    """Brackets every forward of one model, on the stream on which the engine issues it. ``model`` is None for the one
+    that is served; of others (draft models) it is the name with which their regions and events begin.
 
+    ``requests``: those of another session of this process, whose forwards are about the same requests.
     In log mode nothing of ours raises into the engine: an exception switches the session off with a ``disabled``
     event. In raise mode a finding is raised out of `ModelRunner.forward`, which ends the engine.
     Raises `AttachError` if the pool does not fit together, `ConfigError` if a setting can't be used.
     """
 
-    def __init__(self, runner: Any, pool: SGLangPool, config: CanaryConfig) -> None:
-        writers = Writers()
-        regions = pool.regions()
+    def __init__(
+        self, runner: Any, pool: SGLangPool, config: CanaryConfig, requests: RequestWriters | None = None
+    ) -> None:
+        self.runner = runner
+        self.model = layout.draft_name(runner)
+        regions = [_named(self.model, region) for region in pool.regions()]
+        uncovered = [_named(self.model, item) for item in pool.uncovered()]
+        self.requests = requests or RequestWriters(Writers(), regions[0].device)
         # The engine may take minutes from here to its first batch, so silence is watched from there; see `hooks`.
         rank = config.rank or layout.rank()
-        config = config.model_copy(update={"silence_s": 0.0, "rank": rank})
-        self._vet = EmbeddingVet(runner.model)
+        config = config.model_copy(update={"silence_s": 0.0, "rank": rank, "model": self.model or config.model})
+        names = [region.name for region in regions]
+        self._vet = EmbeddingVet(runner.model, names)
         plugins.manager().register(self._vet)
-        self.canary = Canary(regions, config, writers=writers, uncovered=pool.uncovered())
-        self._names = [region.name for region in regions]
-        self._writers = RequestWriters(writers, regions[0].device)
-        self._batches = ForwardBatches(runner, self._names, self._writers)
+        self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
+        self._batches = ForwardBatches(runner, names, self.requests)
         self._unguarded: set[str] = set()
         self._idle_read = 0.0
 
@@ -52,7 +59,7 @@ class Session:
         """`Req` objects of the batch that will be issued next."""
         if self.canary.enabled:
             try:
-                self._writers.notice(requests)
+                self.requests.notice(requests)
             except Exception as error:
                 self.canary.fail("canary_sglang: requests", error)
 
@@ -120,19 +127,20 @@ class Session:
             self.canary.fail("canary_sglang: unguarded forward", error)
 
 
-def attach(runner: Any, config: CanaryConfig) -> Session | None:
+def attach(runner: Any, config: CanaryConfig, requests: RequestWriters | None = None) -> Session | None:
     """A session for ``runner``, whose pool has its memory; None, with an event that says why, where it can't be
-    guarded. In raise mode that is an error where the pool or the adapter is at fault."""
+    guarded. In raise mode that is an error where the pool or the adapter is at fault. ``requests``: see `Session`."""
     try:
+        model = layout.draft_name(runner)
         refusal = layout.refusal(runner)
         if refusal is not None:
-            _tell_uncovered([Uncovered("pool", tensor_bytes(runner.token_to_kv_pool), refusal)])
+            _tell_uncovered(model, [Uncovered("pool", tensor_bytes(runner.token_to_kv_pool), refusal)])
             return None
         pool = SGLangPool(runner)
         if not pool.regions():
-            _tell_uncovered(pool.uncovered())
+            _tell_uncovered(model, pool.uncovered())
             return None
-        return Session(runner, pool, config)
+        return Session(runner, pool, config, requests)
     except Exception as error:
         if config.mode == "raise":
             raise
@@ -140,10 +148,19 @@ def attach(runner: Any, config: CanaryConfig) -> Session | None:
         return None
 
 
-def _tell_uncovered(items: Sequence[Uncovered]) -> None:
+def _tell_uncovered(model: str | None, items: Sequence[Uncovered]) -> None:
+    named = [_named(model, item) for item in items]
     fields = {
         "coverage_ratio": 0.0,
         "guarded_bytes": 0,
-        "uncovered": [{"name": item.name, "bytes": item.size_bytes, "reason": item.reason} for item in items],
+        "uncovered": [{"name": item.name, "bytes": item.size_bytes, "reason": item.reason} for item in named],
     }
-    plugins.emit(Event("coverage", "warning", fields))
+    plugins.emit(Event("coverage", "warning", fields if model is None else {"model": model, **fields}))
+
+
+Item = TypeVar("Item", Region, Uncovered)
+
+
+def _named(model: str | None, item: Item) -> Item:
+    """With the model before its name, so that no two sessions of a process have regions of one name."""
+    return item if model is None else replace(item, name=f"{model}/{item.name}")

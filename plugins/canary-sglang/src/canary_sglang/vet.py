@@ -1,5 +1,6 @@
 """Which findings the model itself explains."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,16 +16,17 @@ class EmbeddingVet:
 
     Then a correct store leaves the bytes as they were: two rows of the embedding are bit-identical, or the new token's
     is all zero (padding of the vocabulary). Reads the device, but only after a finding. Tokens whose row is on another
-    tensor-parallel rank are not dismissed.
+    tensor-parallel rank are not dismissed. Only about ``regions``, those of ``model``.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, regions: Collection[str]) -> None:
         self._model = model
+        self._regions = frozenset(regions)
 
     @hookimpl
     def canary_vet(self, violation: Violation) -> str | None:
         """The reason, where there is one."""
-        if violation.kind is not Kind.LOST_WRITE or violation.token is None:
+        if violation.kind is not Kind.LOST_WRITE or violation.token is None or violation.region not in self._regions:
             return None
         new = self._row(violation.token)
         old = None if violation.stored_token is None else self._row(violation.stored_token)

@@ -15,7 +15,7 @@ class RequestWriters:
     pinned memory. Made when the forward is issued, on its stream, so that no later batch can overtake it."""
 
     def __init__(self, writers: Writers, device: torch.device) -> None:
-        self._writers = writers
+        self.writers = writers
         self._device = device
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._names: list[str] = []
@@ -27,7 +27,7 @@ class RequestWriters:
         for request in requests:
             if self._requests.get(request.rid) is not request:
                 self._requests[request.rid] = request
-                self._writers.forget(request.rid)
+                self.writers.forget(request.rid)
                 self._names = []
 
     def request(self, name: str) -> Any | None:
@@ -38,7 +38,7 @@ class RequestWriters:
         """Writer ids, int32 ``[len(names)]``. Not to be written to."""
         if names != self._names:
             self._names = list(names)
-            ids = [self._writers.id(name) for name in names]
+            ids = [self.writers.id(name) for name in names]
             host = torch.tensor(ids, dtype=torch.int32, pin_memory=self._device.type == "cuda")
             self._ids = host.to(self._device, non_blocking=True)
         return self._ids
