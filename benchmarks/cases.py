@@ -155,6 +155,10 @@ CASES: dict[str, Case] = {
             for mib, sets in ((1, 128), (8, 32), (64, 8), (512, 4))
         ),
         Case(
+            "verify/8192", "compare 8192 slots that just arrived, 32 layers × K+V × 2048 B", ("verify",),
+            Shape(2, 4096, sets=4, layers=32), layout="llama",
+        ),
+        Case(
             "lifetime/8192", "the allocator gets 8192 slots back and hands them out again: two events", EVENTS,
             Shape(2, 4096, sets=16),
         ),

@@ -24,7 +24,7 @@ SECTOR_BYTES = 32
 class Forward:
     """One of a case's batches. ``state`` is a view of the case's state with scratch of its own (plan, heads, cursors),
     so that one op of many batches can be launched in a row. ``rows``: its rows among all of the setting's.
-    ``read_slots``: what it reads, for the allocator's events."""
+    ``read_slots``: what it reads, for events."""
 
     state: RegionState
     batch: BatchView
@@ -40,6 +40,8 @@ class Forward:
         """The same on another state, e.g. a copy."""
         if op in EVENTS:
             getattr(backend, op)(state, self.read_slots, self.rows.start)
+        elif op == "verify":
+            backend.verify(state, self.read_slots)
         elif op in ("scrub", "baseline"):
             getattr(backend, op)(state)
         else:
@@ -151,6 +153,7 @@ class Setting:
                 "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.slot_bytes),
                 "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES),
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.slot_bytes),
+                "verify": reads * (8 + SECTOR_BYTES + prints + state.slot_bytes),
                 "free": reads * (8 + 2 * SECTOR_BYTES),
                 "alloc": reads * (8 + 2 * SECTOR_BYTES),
                 "baseline": state.region.slots * (prints + state.slot_bytes),

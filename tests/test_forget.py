@@ -3,7 +3,8 @@
 import torch
 from support.toy import ToyEngine
 
-from canary_core import Canary, CanaryConfig
+from canary_core import Canary, CanaryConfig, Kind, State, Violation, hookimpl
+from canary_core.records import POSITION, STATES, Phase
 
 
 def test_a_forgotten_slot_is_not_judged_by_what_it_held_at_attach():
@@ -27,3 +28,57 @@ def test_a_forgotten_slot_is_not_judged_by_what_it_held_at_attach():
     canary.drain()
     assert canary.stats()["violations"] == 0
     assert canary.stats()["recorded_slots"] == 3
+
+
+def test_expected_slots_are_not_judged_while_events_wait():
+    """Slots whose bytes will arrive from elsewhere are left alone at once, even before the events that wait; a slot
+    that was freed stays so."""
+    engine = ToyEngine()
+    engine.submit("a", [5, 6, 7])
+    config = CanaryConfig.load(read_check=-1, scrub_budget="1MiB", mode="log")
+    canary = Canary([engine.region()], config, writers=engine.writers)
+    batch = engine.batch()
+    canary.pre_forward(batch)
+    engine.forward(batch)
+    canary.post_forward(batch)
+    states = canary.states["full"].records[:, POSITION] % STATES
+    assert states[1:4].tolist() == [State.WRITTEN] * 3
+    canary.free_slots("full", torch.tensor([1]))
+    canary.check_slots("full", torch.tensor([1, 2, 3]))
+    canary.drain()
+    canary.free_slots("full", torch.tensor([2]))
+    canary.expect_slots("full", torch.tensor([1, 2, 99]))
+    states = canary.states["full"].records[:, POSITION] % STATES
+    assert states[1:4].tolist() == [State.UNKNOWN | State.FREED, State.UNKNOWN, State.WRITTEN]
+    for layer in engine.k:
+        layer[1:3] += 1
+    canary.check_slots("full", torch.tensor([1, 2, 3, -1, 99]))
+    canary.drain()
+    assert canary.stats()["violations"] == 0
+
+
+def test_slots_are_checked_on_demand():
+    """`check_slots` finds the layer and half of a changed slot at once, and looks at no other."""
+    engine = ToyEngine()
+    engine.submit("a", [5, 6, 7])
+    canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="0", mode="log"), writers=engine.writers)
+    batch = engine.batch()
+    canary.pre_forward(batch)
+    engine.forward(batch)
+    canary.post_forward(batch)
+    found: list[Violation] = []
+
+    class Collector:
+        @hookimpl
+        def canary_violation(self, violation):
+            found.append(violation)
+
+    canary._hooks.register(Collector(), name="collector")
+    try:
+        engine.v[1].view(-1)[engine.v[1][0].numel() * 2] += 1
+        engine.k[0].view(-1)[engine.k[0][0].numel() * 3] += 1
+        canary.check_slots("full", torch.tensor([1, 2]))
+        canary.drain()
+    finally:
+        canary._hooks.unregister(name="collector")
+    assert [(v.kind, v.slot, v.layer, v.half, v.phase) for v in found] == [(Kind.BYTES, 2, 1, "v", Phase.EVENT)]

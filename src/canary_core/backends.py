@@ -16,7 +16,7 @@ EventOp = Callable[[RegionState, Tensor, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The ops in the order in which a step runs them; `baseline` runs once, at attach."""
+    """The ops in the order in which a step runs them; `baseline` runs once, at attach, `verify` where bytes arrive."""
 
     name: str
     baseline: Callable[[RegionState], None]
@@ -27,6 +27,7 @@ class Backend:
     scrub: Callable[[RegionState], None]
     free: EventOp
     alloc: EventOp
+    verify: Callable[[RegionState, Tensor], None]
 
 
 def choose(name: str, device: torch.device) -> Backend:
@@ -50,7 +51,7 @@ def torch_backend() -> Backend:
 
     return Backend(
         "torch", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
-        fingerprint.scrub, lifetime.free, lifetime.alloc,
+        fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify,
     )  # fmt: skip
 
 
@@ -60,5 +61,5 @@ def triton_backend() -> Backend:
 
     return Backend(
         "triton", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
-        fingerprint.scrub, lifetime.free, lifetime.alloc,
+        fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify,
     )  # fmt: skip

@@ -243,19 +243,48 @@ class Canary:
             self.fail("export_slots", error)
         return slots.new_zeros((slots.shape[0], twin.PayloadLayout.of(state).words), dtype=torch.int64)
 
-    def import_slots(self, region: str, slots: Tensor, payload: Tensor) -> None:
+    def import_slots(self, region: str, slots: Tensor, payload: Tensor, writer: int = -1) -> None:
         """Bytes arrived in ``slots`` (integer tensor ``[n]``, each at most once) with the ``payload`` of the slots they
         come from: rows of `export_slots`, of this Canary or another one, here or in host memory. Slots whose row does
         not fit are not judged until they are written again, as with `forget_slots`. Call it when the transfer was
-        issued, on the same stream; a pinned ``payload`` must stay as it is until that stream has read it."""
+        issued, on the same stream; a pinned ``payload`` must stay as it is until that stream has read it. ``writer``:
+        who is named as the writer of slots that another Canary exported (-1: nobody)."""
         state = self._states.get(region)
         if state is None or not self.enabled:
             return
         try:
             payload = payload.to(slots.device, non_blocking=True)
-            self._arrive(partial(twin.import_records, state, slots, payload), slots, payload)
+            self._arrive(partial(twin.import_records, state, slots, payload, writer), slots, payload)
         except Exception as error:
             self.fail("import_slots", error)
+
+    def expect_slots(self, region: str, slots: Tensor) -> None:
+        """Bytes of ``slots`` (integer tensor ``[n]``) will arrive by another way than a forward: not judged any more.
+
+        Unlike the other events it does not wait for those issued before, but takes effect on the current stream at
+        once, whatever is in flight on others; the transfer must begin after it. `forget_slots` or `import_slots` must
+        follow, in the order of events.
+        """
+        state = self._states.get(region)
+        if state is not None and self.enabled:
+            try:
+                _mark_records(state, slots, State.UNKNOWN, keep=int(State.FREED))
+            except Exception as error:
+                self.fail("expect_slots", error)
+
+    def check_slots(self, region: str, slots: Tensor) -> None:
+        """Compares the bytes of ``slots`` (integer tensor ``[n]``) with their records, on the current stream: right
+        after they arrived with records, where the scrub would come by only later. Numbers that are no slots are left
+        out. Never captured."""
+        state = self._states.get(region)
+        if state is None or not self.enabled or not state.sources:
+            return
+        try:
+            if any(change.arrival for change in self._changes):
+                self._flush_changes()
+            self._backend.verify(state, slots)
+        except Exception as error:
+            self.fail("check_slots", error)
 
     def forget_slots(self, region: str, slots: Tensor) -> None:
         """Bytes of ``slots`` (integer tensor ``[n]``) arrived without records: not judged until written again. Numbers
@@ -465,14 +494,17 @@ def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> No
     twin.import_records(state, destination, twin.export_records(state, source))
 
 
-def _mark_records(state: RegionState, slots: Tensor, new: State) -> None:
+def _mark_records(state: RegionState, slots: Tensor, new: State, keep: int = 0) -> None:
+    """``keep``: bits of the old state that stay."""
     if len(slots):
         _, slot, anything = twin.entries(state, slots.long())
         word = state.records[slot, POSITION]
+        marked = word // STATES * STATES + (word & keep) + int(new)
+        # The state first: a scrub in flight looks at it once more before it reports.
+        state.records[slot, POSITION] = torch.where(anything, marked, word)
         if new is State.UNKNOWN:
             # What the bytes were is no longer known, so the next write can't be judged to have left them as they were.
             state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
-        state.records[slot, POSITION] = torch.where(anything, word // STATES * STATES + int(new), word)
 
 
 def _capturing(tensor: Tensor) -> bool:

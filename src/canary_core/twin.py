@@ -220,12 +220,13 @@ def export_records(state: "RegionState", slots: Tensor) -> Tensor:
     return payload * inside[:, None]
 
 
-def import_records(state: "RegionState", slots: Tensor, payload: Tensor) -> None:
+def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer: int = -1) -> None:
     """``slots`` (integer ``[n]``, each at most once) hold what ``payload`` (``[n, layout.words]``, on the region's
     device) was exported with. Numbers that are no slots are left out. Never waits for the device.
 
     A slot becomes *unknown* where the payload is of another layout or lacks the fingerprint of bytes that the slot has.
-    Who wrote it, and when, is kept only from the same Canary. Freed or not is the slot's own, not the payload's.
+    Who wrote it, and when, is kept only from the same Canary; else it is ``writer``, now. Freed or not is the slot's
+    own, not the payload's.
     """
     layout = PayloadLayout.of(state)
     slots = slots.long()
@@ -245,7 +246,7 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor) -> None
     freed = old[:, POSITION] & int(State.FREED)
     new = torch.where(known[:, None], new, 0)
     new[:, POSITION] = new[:, POSITION] // STATES * STATES + content + freed
-    new[:, WRITER] = torch.where(own, new[:, WRITER], -1)
+    new[:, WRITER] = torch.where(own, new[:, WRITER], writer)
     # 0 would say that nothing was ever written.
     new[:, STEP_WRITTEN] = torch.where(own, new[:, STEP_WRITTEN], state.shared.clock[Clock.NEXT].clamp(min=1).int())
     for word in (STEP_FREED, FREED_BY):

@@ -37,6 +37,7 @@ def run_kernels(seed: int, device: str) -> None:
         backend.fingerprint(state, batch, table)
         backend.record(state, batch, table)
         backend.scrub(state)
+        backend.verify(state, events(s))
         backend.free(state, events(s), 3)
         backend.alloc(state, events(s), -1)
     slots = torch.tensor([-1, 0, s.region.slots - 1, s.region.slots, 1 << 40], device=device)

@@ -12,7 +12,7 @@ from canary_core.kernels import record as record_kernels
 from canary_core.records import ALL_TILES, Cursor, Kind
 from canary_core.reference import check as check_reference
 
-OPS = ("check", "read_check", "fingerprint", "record", "scrub", "free", "alloc")
+OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", "free", "alloc")
 """In the order of a step."""
 
 
@@ -41,6 +41,8 @@ def run(seed: int, device: str) -> set[int]:
             arguments = (batch, table)
             if op == "scrub":
                 arguments = ()
+            elif op == "verify":
+                arguments = (events(s),)
             elif op in ("free", "alloc"):
                 arguments = (events(s), s.random.randint(-1, 5))
             getattr(reference, op)(state, *arguments)

@@ -194,6 +194,8 @@ def test_another_canary_takes_records_but_not_names():
     state = receiver.canary.states["full"]
     assert state.records[new, WRITER].tolist() == [-1] * 12
     assert state.records[new, STEP_WRITTEN].tolist() == [1] * 12
+    receiver.canary.import_slots("full", new, payload, writer=7)
+    assert state.records[new, WRITER].tolist() == [7] * 12
     assert sender.canary.states["full"].records[old, WRITER].min() >= 0
 
 

@@ -1,4 +1,4 @@
-"""fingerprint, read_check, scrub, baseline: the kernels of `canary_core.reference.fingerprint`.
+"""fingerprint, read_check, scrub, verify, baseline: the kernels of `canary_core.reference.fingerprint`.
 
 Each program takes a tile of slots through a few sources. Sources alike in shape share a launch, so Llama needs one and
 DeepSeek-V4 one per strip. The inner loop is a masked 16-byte load, a widening multiply and an add per 4 bytes: memory
@@ -9,6 +9,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.kernels.common import STATE_VALUES, STATUS_OK, WRITTEN, lookup, report_record, split_head
@@ -65,6 +66,7 @@ KIND_NON_FINITE = tl.constexpr(int(Kind.NON_FINITE))
 PHASE_PRE = tl.constexpr(int(Phase.PRE_FORWARD))
 PHASE_POST = tl.constexpr(int(Phase.POST_FORWARD))
 PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
+PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -88,6 +90,16 @@ def scrub(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.scrub`. One launch a source shape; may be captured."""
     for shape, launcher in _launchers(state, scrub_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
         launcher((_groups(shape), _tiles(state, shape)))
+
+
+def verify(state: RegionState, slots: Tensor) -> None:
+    """As `canary_core.reference.fingerprint.verify`. One launch a source shape."""
+    if slots.shape[0] == 0:
+        return
+    given = arguments(slots, slots.shape[0])
+    tiles = -(-slots.shape[0] // SCRUB_SLOTS)
+    for shape, launcher in _launchers(state, verify_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
+        launcher((_groups(shape), min(tiles, _tiles(state, shape))), given)
 
 
 def baseline(state: RegionState) -> None:
@@ -279,6 +291,30 @@ def scrub_kernel(
     tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
 
+@triton.jit(do_not_specialize=["count"])
+def verify_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_slots, count,
+    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `SLOTS` of the listed slots, by groups of `SOURCES` sources."""
+    checked = tl.zeros((), tl.int64)
+    for i in range(tl.program_id(1), (count + SLOTS - 1) // SLOTS, tl.num_programs(1)):
+        o_slot = i * SLOTS + tl.arange(0, SLOTS)
+        slot = tl.load(p_slots + o_slot, mask=o_slot < count, other=-1).to(tl.int64)
+        m = (slot >= 0) & (slot < slots)
+        checked += compare(
+            p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
+            p_clock, p_ring, ring_rows, region, slot, m, tl.full((SLOTS,), -1, tl.int64), -1, PHASE_EVENT,
+            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, UNROLL, SOURCES, False,
+        )  # fmt: skip
+    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
+
+
 @triton.jit
 def baseline_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
@@ -329,6 +365,8 @@ def compare(
         differs = there & (value != old)
         compared += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)
         if tl.sum(differs.to(tl.int32), 0) > 0:
+            # Another stream may have announced meanwhile that bytes arrive there (`Canary.expect_slots`).
+            differs = differs & (tl.load(p_records + slot * 4, mask=differs, other=0, volatile=True) == first)
             step = tl.load(p_clock + CLOCK_NEXT)
             report_record(
                 p_counters, p_ring, ring_rows, tl.full(slot.shape, KIND_BYTES, tl.int64), differs, region, column, slot,

@@ -168,6 +168,16 @@ def scrub(state: RegionState) -> None:
     state.shared.counters[Counter.SCRUBBED_SLOTS] += count
 
 
+def verify(state: RegionState, slots: Tensor) -> None:
+    """Between forwards: compares the bytes of ``slots`` (integer ``[n]``). Reports BYTES. Numbers that are no slots are
+    left out."""
+    slot = slots.long()
+    outside = (slot < 0) | (slot >= state.region.slots)
+    nobody = torch.full_like(slot, -1)
+    seen = see(state, slot, torch.where(outside, int(Status.RANGE), int(Status.OK)))
+    _compare(state, seen, Phase.EVENT, {Row.POSITION: nobody, Row.WRITER: nobody})
+
+
 def baseline(state: RegionState) -> None:
     """At attach: fingerprints every slot as it is, so that even a slot's first write can be seen to be lost."""
     every = torch.arange(state.region.slots, device=state.records.device)
