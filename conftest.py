@@ -10,6 +10,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """GPU machines may have pytest without its plugins; then ``timeout`` is a marker that does nothing."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): most time for a test, where pytest-timeout is installed")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked ``gpu`` where there is none."""
     if torch.cuda.is_available():

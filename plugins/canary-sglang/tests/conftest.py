@@ -3,6 +3,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -32,6 +33,8 @@ class Setup:
     """Names, up to a slash, of what the coverage event lists as not guarded."""
     shared: int = 40
     """Length of the prefix that many prompts begin with; of pages of 256 tokens only whole ones are ever cached."""
+    patience_s: float = 900
+    """Most time for one answer of the engine's process, its start included; then it is ended."""
 
     def traffic(self, seed: int, count: int = 0) -> list[list[int]]:
         """Random prompts, ``self.prompts`` unless a smaller ``count`` is given, the same ones for a seed: more than
@@ -142,7 +145,11 @@ class EngineProcess:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        # A process that hangs would take the whole run with it.
+        watch = threading.Timer(self.setup.patience_s, self._process.kill)
+        watch.start()
         line = self._process.stdout.readline()
+        watch.cancel()
         if not line:
             raise RuntimeError(f"the engine's process ended with {self._process.wait(60)}\n{self.log[-6000:]}")
         answer: dict[str, Any] = json.loads(line)
@@ -158,6 +165,20 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     process = EngineProcess(setup, tmp_path_factory.mktemp(request.param))
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineProcess]]:
+    """Starts an engine from the fields of a `Setup`: ``launch({"options": {...}}, CANARY_MODE="log")``."""
+    processes = []
+
+    def launch_engine(fields: dict[str, Any], **settings: str) -> EngineProcess:
+        processes.append(EngineProcess(Setup(**fields), tmp_path_factory.mktemp("engine"), **settings))
+        return processes[-1]
+
+    yield launch_engine
+    for process in processes:
+        process.close()
 
 
 @pytest.fixture

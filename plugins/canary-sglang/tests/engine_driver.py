@@ -5,16 +5,20 @@ the method of `Engine` of that name returns, or ``{"error": ...}``. Everything e
 state, so each engine needs a process of its own; the plugin comes in as it does for users, through SGLang's loader.
 """
 
+import contextlib
 import inspect
 import json
 import os
 import random
 import sys
 from array import array
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_models import GPU_DEFAULTS, GPU_MODELS
 
 from canary_core import faults, plugins
 from canary_core.events import Event
@@ -62,13 +66,28 @@ DEEPSEEK_V4 = dict(
     rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, hc_mult=4,
     hc_sinkhorn_iters=2, hc_eps=1e-6, num_hash_layers=0, swiglu_limit=10.0,
 )  # fmt: skip
-MODELS = {"llama": LLAMA, "cohere2": COHERE2, "deepseek_v2": DEEPSEEK_V2, "deepseek_v4": DEEPSEEK_V4}
+MODELS = {"llama": LLAMA, "cohere2": COHERE2, "deepseek_v2": DEEPSEEK_V2, "deepseek_v4": DEEPSEEK_V4, **GPU_MODELS}
 
 DEFAULTS = dict(
     skip_tokenizer_init=True, device="cpu", attention_backend="torch_native", load_format="dummy",
     max_total_tokens=512, max_running_requests=4, chunked_prefill_size=64, disable_overlap_schedule=True,
     grammar_backend="none", disable_cuda_graph=True, random_seed=0, log_level="warning", mem_fraction_static=0.05,
 )  # fmt: skip
+
+
+WAITS = frozenset(
+    f"cuda{call}"
+    for call in (
+        "StreamSynchronize",
+        "DeviceSynchronize",
+        "EventSynchronize",
+        "Malloc",
+        "MallocAsync",
+        "Free",
+        "Memcpy",
+    )
+)
+"""Functions of the CUDA runtime that wait for the device, or may."""
 
 
 class Collector:
@@ -88,7 +107,8 @@ class Collector:
 
 
 class Engine:
-    """``folder``: where the model's configuration is written. ``options``: `ServerArgs`, and ``model``."""
+    """``folder``: where the models' configurations are written. ``options``: `ServerArgs`; ``model`` and, to speculate
+    with, ``draft_model``: names of `MODELS`. With ``device="cuda"`` the rest is as in `GPU_DEFAULTS`."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self.told = Collector()
@@ -102,9 +122,11 @@ class Engine:
         model = options.pop("model", "llama")
         if model == "deepseek_v4":
             _fake_deepseek_v4()
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.joinpath("config.json").write_text(json.dumps(MODELS[model]))
-        self.args = ServerArgs(**{**DEFAULTS, "model_path": str(folder), **options})
+        options["model_path"] = _write_model(folder, model)
+        if "draft_model" in options:
+            options["speculative_draft_model_path"] = _write_model(folder / "draft", options.pop("draft_model"))
+        defaults = GPU_DEFAULTS if options.get("device") == "cuda" else DEFAULTS
+        self.args = ServerArgs(**{**defaults, **options})
         if hasattr(self.args, "resolve_once"):
             self.args.resolve_once()
         ports = PortArgs.init_new(self.args)
@@ -116,7 +138,19 @@ class Engine:
         self.runner = self.scheduler.tp_worker.model_runner
         self.requests: list[Any] = []
         self.steps = 0
+        self.graphed: Counter[str] = Counter()
         _randomize(self.runner.model)
+        _let_agree(self.runner.model, _draft_model(self.scheduler))
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[None]:
+        """What SGLang's event loops run in: a stream of their own, and no gradients."""
+        from sglang.srt.utils import DynamicGradMode
+
+        module = torch.get_device_module(self.args.device)
+        self.scheduler.schedule_stream = module.Stream(priority=0)
+        with DynamicGradMode(), module.StreamContext(self.scheduler.schedule_stream):
+            yield
 
     @property
     def session(self) -> Any:
@@ -125,9 +159,11 @@ class Engine:
         return HOOKS.session
 
     def serve(self, prompts: list[list[int]], new_tokens: int, together: int = 3) -> dict[str, Any]:
-        """Serves the prompts, ``together`` at a time join every few steps; gives outputs, cached tokens, steps."""
+        """Serves the prompts, ``together`` at a time join every few steps; gives outputs, cached tokens, steps, and how
+        many of each forward mode were replayed from a CUDA graph."""
         first, waiting = len(self.requests), list(prompts)
         before = self.steps
+        self.graphed.clear()
         for turn in range(5001):
             if waiting and turn % 4 == 0:
                 for prompt in waiting[:together]:
@@ -144,6 +180,7 @@ class Engine:
             "cached": [int(r.cached_tokens) for r in served],
             "retracted": sum(int(getattr(r, "retraction_count", 0) or 0) for r in served),
             "steps": self.steps - before,
+            "graphed": dict(self.graphed),
         }
 
     def findings(self) -> dict[str, Any]:
@@ -183,7 +220,7 @@ class Engine:
         rng = random.Random(seed)
         slot = rng.choice([s for s in written if s])
         tensor = next(s for s in state.sources if s.name == source)
-        where = torch.tensor([slot])
+        where = torch.tensor([slot], device=state.records.device)
         content = faults.read_bytes(tensor, where)
         content[0, rng.randrange(tensor.slot_bytes)] ^= 1 << rng.randrange(8)
         faults.write_bytes(tensor, where, content)
@@ -240,6 +277,21 @@ class Engine:
         size = self.scheduler.tree_cache.evictable_size()
         return int(size)
 
+    def waits(self, prompts: list[list[int]], new_tokens: int, guarded: bool) -> dict[str, int]:
+        """Serves the prompts from an empty cache; gives how often the host waited for the device or allocated its
+        memory, by function of the CUDA runtime. Without the guard, where it is ``guarded`` no more, only meanwhile."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self.flush()
+        canary = self.session.canary
+        canary.enabled = guarded
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            self.serve(prompts, new_tokens)
+        canary.enabled = True
+        # Nothing is known of what was written without us.
+        self.flush()
+        return {e.key: e.count for e in trace.key_averages() if e.key in WAITS}
+
     def uninstall(self) -> None:
         """Ends the guard; the engine goes on."""
         plugins.uninstall()
@@ -289,7 +341,10 @@ class Engine:
             batch = s.get_next_batch_to_run()
         s.cur_batch = batch
         if batch:
-            s.process_batch_result(batch, s.run_batch(batch))
+            mode = batch.forward_mode.name
+            result = s.run_batch(batch)
+            self.graphed[mode] += bool(getattr(result, "can_run_cuda_graph", False))
+            s.process_batch_result(batch, result)
             self.steps += 1
         else:
             s.on_idle()
@@ -351,11 +406,48 @@ def _publish(args: Any) -> None:
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, dp_rank=None, gpu_id=0))
 
 
+def _write_model(folder: Path, model: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.joinpath("config.json").write_text(json.dumps(MODELS[model]))
+    return str(folder)
+
+
+def _draft_model(scheduler: Any) -> torch.nn.Module | None:
+    """The model that speculates, if there is one; workers wrap each other."""
+    worker = getattr(scheduler, "draft_worker", None)
+    for _ in range(3):
+        runner = getattr(worker, "draft_runner", None) or getattr(worker, "draft_model_runner", None)
+        if runner is not None:
+            model: torch.nn.Module = runner.model
+            return model
+        worker = getattr(worker, "draft_worker", None)
+    return None
+
+
+def _let_agree(target: torch.nn.Module, draft: torch.nn.Module | None) -> None:
+    """Makes what both models say depend mostly on the last token, and on that alike: so some proposals are accepted and
+    some are not. Random models never agree."""
+    if draft is None:
+        return
+    with torch.no_grad():
+        for name, weight in [*target.named_parameters(), *draft.named_parameters()]:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.normal_(0, 1e-4)
+            elif name.endswith("model.fc.weight"):
+                weight.zero_()
+                weight[:, : weight.shape[0]].fill_diagonal_(1.0)
+
+
 def _randomize(model: torch.nn.Module) -> None:
-    """Weights with which outputs depend on the whole prompt; SGLang's dummy weights say the same token for ever."""
+    """Weights with which outputs depend on the whole prompt; SGLang's dummy weights say the same token for ever. They
+    are changed in place, so graphs that were captured before see them. Of a quantised model only the embeddings: other
+    weights have scales and were rearranged for their kernels."""
     torch.manual_seed(0)
+    quantised = getattr(model, "quant_config", None) is not None
     with torch.no_grad():
         for name, weight in model.named_parameters():
+            if quantised and not any(part in name for part in ("embed_tokens", "lm_head")):
+                continue
             if weight.dim() > 1:
                 weight.normal_(0, 0.15)
             else:
@@ -369,16 +461,17 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     engine = Engine(Path(options.pop("folder")), options)
     answers.write(json.dumps({"ready": True}) + "\n")
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer = {"result": getattr(engine, command.pop("do"))(**command)}
-        except BaseException as error:
-            import traceback
+    with engine.loop():
+        for line in sys.stdin:
+            command = json.loads(line)
+            try:
+                answer = {"result": getattr(engine, command.pop("do"))(**command)}
+            except BaseException as error:
+                import traceback
 
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer, default=str) + "\n")
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            answers.write(json.dumps(answer, default=str) + "\n")
     os._exit(0)
 
 

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).with_name("engine_script.py")
 
 
-def serve(folder: Path, **settings: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
+def serve(folder: Path, device: str = "cpu", **settings: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Outputs, and Canary's events on stderr; the engine in a process group of its own, since one that is killed takes
     its parent along."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
     log = folder / "log"
     with log.open("w") as out:
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(folder / "model")],
+            [sys.executable, str(SCRIPT), str(folder / "model"), device],
             stdout=out,
             stderr=out,
             env={**inherited, **settings, "CANARY_LOG_FORMAT": "json", "OMP_NUM_THREADS": "1"},
@@ -56,3 +56,20 @@ def test_overlap_in_several_processes(tmp_path):
     found = [event for event in events if event["event"] == "violation"]
     assert len(injected) == 1
     assert [(v["kind"], v["layer"], v["half"], v["slot"]) for v in found] == [("bytes", 1, "v", injected[0]["slot"])]
+
+
+@pytest.mark.gpu
+def test_overlap_with_cuda_graphs(tmp_path):
+    """The same on a GPU, where the host runs ahead of replayed graphs: the first thirty forwards are clean and compute
+    what they do unguarded; then a fault from the environment is found."""
+    plain, silent = serve(tmp_path, "cuda")
+    assert silent == []
+    guard = {"CANARY_PLUGINS": "sglang", "CANARY_STATS_INTERVAL": "10", "CANARY_SCRUB_BUDGET": "64MiB"}
+    outputs, events = serve(tmp_path, "cuda", **guard, CANARY_FAULTS="real_kv_unused_cache:warmup=30,source=v.3")
+    names = [event["event"] for event in events]
+    injected = [event for event in events if event["event"] == "fault_injected"]
+    found = [event for event in events if event["event"] == "violation"]
+    assert {"disabled", "silence"}.isdisjoint(names)
+    assert outputs[:10] == plain[:10]
+    assert len(injected) == 1
+    assert [(v["kind"], v["layer"], v["half"], v["slot"]) for v in found] == [("bytes", 3, "v", injected[0]["slot"])]
