@@ -158,6 +158,13 @@ class Engine:
 
         return HOOKS.session
 
+    @property
+    def canaries(self) -> list[Any]:
+        """Those of all models, the draft model's included."""
+        from canary_sglang.hooks import HOOKS
+
+        return [session.canary for session in HOOKS.sessions]
+
     def serve(self, prompts: list[list[int]], new_tokens: int, together: int = 3) -> dict[str, Any]:
         """Serves the prompts, ``together`` at a time join every few steps; gives outputs, cached tokens, steps, and how
         many of each forward mode were replayed from a CUDA graph."""
@@ -186,8 +193,8 @@ class Engine:
     def findings(self) -> dict[str, Any]:
         """What was found since the last call, after everything was waited for."""
         session = self.session
-        if session is not None:
-            session.canary.drain()
+        for canary in self.canaries:
+            canary.drain()
         found, self.told.violations = self.told.violations, []
         return {
             "violations": [v.fields() for v in found],
@@ -283,11 +290,12 @@ class Engine:
         from torch.profiler import ProfilerActivity, profile
 
         self.flush()
-        canary = self.session.canary
-        canary.enabled = guarded
+        for canary in self.canaries:
+            canary.enabled = guarded
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             self.serve(prompts, new_tokens)
-        canary.enabled = True
+        for canary in self.canaries:
+            canary.enabled = True
         # Nothing is known of what was written without us.
         self.flush()
         return {e.key: e.count for e in trace.key_averages() if e.key in WAITS}
