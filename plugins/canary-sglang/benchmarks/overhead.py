@@ -1,158 +1,204 @@
-"""Throughput of a real SGLang engine, random weights and CUDA graphs: off, SGLang's built-in canary, ours, in one call.
+"""What a KV canary costs a real SGLang engine: none, SGLang's own, ours; random weights, CUDA graphs, one call.
 
-    python3 overhead.py                                             # Llama-8B shape, 64 x (1024 in, 256 out)
-    python3 overhead.py --batch 1 --prompt-tokens 8000 --new-tokens 16 --chunked-prefill-size 8192   # one long prompt
-    python3 overhead.py --configs off,ours --layers 2 --tiny        # a quick check that everything runs
+    python3 overhead.py --out overhead.jsonl              # all four engines, both workloads
+    python3 overhead.py --configs ours --arms off,on,on@0.2%,on@0    # how much of it is the scrub
+    python3 overhead.py --small --device cpu --configs ours,off      # a check that the script runs
 
-One engine at a time, each in a process of its own (engine start 25-45 s). Prints a line ``RESULT {json}`` a repetition
-and ``SUMMARY {json}`` lines at the end: medians, and the share lost against ``off``. ``--rounds`` goes through the
-configurations several times, so that drift of the machine falls on all of them. What the engines say goes to
-``--log-folder``, since children of a killed engine keep pipes open; Canary's own events are counted from there.
+Two workloads: 64 requests of 1024 tokens that give 256 each, and one prompt of 8000 tokens alone. One engine at a time,
+each in processes of its own. In the engine ``ours`` Canary is switched off and on between repetitions, which serve the
+same prompts in turns (`overhead_switch`), so drift of the machine and differences between engines fall out: its loss is
+that of pairs. The other engines are compared with ``off`` by their medians.
+
+Time on an H200 that has run an engine before: start 25-45 s an engine; a repetition of the first workload 5.4 s, of the
+second 0.25 s (0.42 s under SGLang's canary with bytes). ``ours`` takes 45 + 15 to warm up + 8 pairs of the first, 86 +
+30 pairs of the second, 20 = 166 s; each other engine 45 + 8 + 5 x 5.4 + 18 x 0.3 = 86 s: 7 minutes in all.
+``--budget-s`` ends it before a limit; what was measured by then is reported.
+
+Results go to ``--out``, a JSON object a line; the last thing printed is a table. Engines talk into ``--log-folder``,
+since children of a killed engine keep pipes open.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
-import statistics
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-CONFIGS = {
-    "off": {},
-    "builtin": {"kv_canary": "log", "kv_canary_real_data": "none"},
-    "builtin-all": {"kv_canary": "log", "kv_canary_real_data": "all"},
-    "ours": {},
-    "ours-bytes-off": {},
-    "ours-scrub-off": {},
-}
-ENVIRONMENT = {
-    "ours": {"CANARY_PLUGINS": "sglang"},
-    "ours-bytes-off": {"CANARY_PLUGINS": "sglang", "CANARY_BYTES": "off"},
-    "ours-scrub-off": {"CANARY_PLUGINS": "sglang", "CANARY_SCRUB_BUDGET": "0"},
-}
+import report
+from workloads import CONFIGS, OFF, ON, SMALL, WORKLOADS, Workload, model_config, server_args
+
+HERE = Path(__file__).parent
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", default="off,builtin,builtin-all,ours", help=f"of {', '.join(CONFIGS)}")
-    parser.add_argument("--rounds", type=int, default=1, help="engines a configuration")
-    parser.add_argument("--reps", type=int, default=3, help="repetitions an engine")
-    parser.add_argument("--batch", type=int, default=64, help="requests at once")
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--chunked-prefill-size", type=int, default=None)
-    parser.add_argument("--attention-backend", default="triton")
-    parser.add_argument("--mem-fraction", type=float, default=0.6)
-    parser.add_argument("--tiny", action="store_true", help="a model of a few MB instead of Llama-8B's shape")
-    parser.add_argument("--device", default="cuda", help="cpu: for a check that the script runs, without graphs")
-    parser.add_argument("--timeout-s", type=int, default=400, help="most seconds an engine may take")
+    parser.add_argument("--configs", default=",".join(CONFIGS), help=f"of {', '.join(CONFIGS)}")
+    parser.add_argument("--arms", default=f"{OFF},{ON}", help="of engine ours: off, on, on@<scrub budget>")
+    parser.add_argument("--workloads", default="batch,prompt")
+    parser.add_argument(
+        "--pairs", type=int, default=8, help="turns of the engine ours through its arms, first workload"
+    )
+    parser.add_argument("--reps", type=int, default=5, help="repetitions of the other engines, first workload")
+    parser.add_argument("--prompt-factor", type=float, default=3.75, help="times as many of the second, short workload")
+    parser.add_argument("--small", action="store_true", help="a tiny model and little traffic")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--budget-s", type=int, default=560, help="most seconds in all")
+    parser.add_argument("--out", type=Path, default=Path("overhead.jsonl"))
     parser.add_argument("--log-folder", type=Path, default=Path("/tmp/canary-overhead"))
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def model_config(args: argparse.Namespace) -> dict[str, object]:
-    """Llama-8B's shape, or one that a CPU can serve."""
-    sizes = dict(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        vocab_size=128256,
-    )  # fmt: skip
-    tiny = dict(
-        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=512
-    )  # fmt: skip
-    return dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=args.layers,
-        max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu",
-        tie_word_embeddings=False, torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2,
-        **(tiny if args.tiny else sizes),
-    )  # fmt: skip
+class Served:
+    """A running engine, and its switch where it has one."""
+
+    def __init__(self, config: str, args: argparse.Namespace) -> None:
+        import sglang
+
+        model = args.log_folder / ("model-tiny" if args.small else "model-8b")
+        model.mkdir(parents=True, exist_ok=True)
+        model.joinpath("config.json").write_text(json.dumps(model_config(args.small)))
+        self._vocabulary = 500 if args.small else 100_000
+        options = server_args(args.device == "cpu") | CONFIGS[config].options
+        self._engine = sglang.Engine(model_path=str(model), **options)
+        switch = os.environ.get("OVERHEAD_SWITCH")
+        self._switch = Path(switch) if switch else None
+
+    def turn(self, arm: str) -> None:
+        """Switches, and empties the cache in either case."""
+        if self._switch is not None:
+            (self._switch / "arm").write_text(arm)
+            os.kill(int((self._switch / "pid").read_text()), signal.SIGUSR2)
+            deadline = time.time() + 20
+            while not (self._switch / "applied").exists() or (self._switch / "applied").read_text() != arm:
+                if time.time() > deadline:
+                    raise RuntimeError(f"the engine did not switch to {arm}; is overhead_switch loaded?")
+                time.sleep(0.002)
+        # Refused while the last request is being cleaned up.
+        for _ in range(100):
+            if getattr(self._engine.flush_cache(), "success", True):
+                return
+            time.sleep(0.02)
+        raise RuntimeError("the cache can't be flushed")
+
+    def generate_s(self, workload: Workload, new_tokens: int, seed: int) -> float:
+        """Seconds that the workload takes, with prompts that belong to the seed."""
+        rng = random.Random(seed)
+        prompts = [
+            [rng.randrange(10, self._vocabulary) for _ in range(workload.prompt_tokens)] for _ in range(workload.batch)
+        ]
+        sampling = dict(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
+        started = time.perf_counter()
+        self._engine.generate(input_ids=prompts, sampling_params=sampling)
+        return time.perf_counter() - started
+
+    def measure(self, workload: Workload, arm: str, turn: int) -> dict[str, Any]:
+        """One repetition from an empty cache: all prompts with one new token each, then with all of them."""
+        self.turn(arm)
+        prefill_s = self.generate_s(workload, 1, 1000 + 2 * turn)
+        result = {
+            "workload": workload.name, "label": str(workload), "arm": arm, "turn": turn,
+            "prefill_s": round(prefill_s, 6),
+            "prefill_tokens_s": round(workload.batch * workload.prompt_tokens / prefill_s, 2),
+        }  # fmt: skip
+        if workload.new_tokens > 1:
+            total_s = self.generate_s(workload, workload.new_tokens, 1001 + 2 * turn)
+            decoded = workload.batch * (workload.new_tokens - 1)
+            result |= {
+                "total_s": round(total_s, 6), "decode_tokens_s": round(decoded / max(total_s - prefill_s, 1e-9), 2)
+            }  # fmt: skip
+        return result
+
+    def close(self) -> None:
+        """Ends the engine's processes."""
+        self._engine.shutdown()
 
 
 def serve(args: argparse.Namespace) -> None:
     """One engine of configuration ``args.child``: prints its RESULT lines."""
-    import sglang
-
-    config = model_config(args)
-    folder = args.log_folder / f"model-{config['hidden_size']}-{args.layers}"
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.joinpath("config.json").write_text(json.dumps(config))
-    options = dict(CONFIGS[args.child])
-    if args.chunked_prefill_size is not None:
-        options["chunked_prefill_size"] = args.chunked_prefill_size
-    if args.device == "cpu":
-        options |= dict(device="cpu", disable_cuda_graph=True, max_total_tokens=4096, mem_fraction_static=0.05)
-    else:
-        options |= dict(
-            mem_fraction_static=args.mem_fraction, cuda_graph_max_bs_decode=128, cuda_graph_backend_prefill="disabled"
-        )
     started = time.time()
-    engine = sglang.Engine(
-        model_path=str(folder), load_format="dummy", skip_tokenizer_init=True, grammar_backend="none",
-        sampling_backend="pytorch", attention_backend=args.attention_backend, log_level="error", random_seed=1,
-        **options,
-    )  # fmt: skip
-    start_s = time.time() - started
-
-    def generate(batch: int, prompt: int, new: int, seed: int) -> float:
-        rng = random.Random(seed)
-        most = 500 if args.tiny else 100_000
-        ids = [[rng.randrange(10, most) for _ in range(prompt)] for _ in range(batch)]
-        start = time.time()
-        engine.generate(input_ids=ids, sampling_params=dict(max_new_tokens=new, temperature=0, ignore_eos=True))
-        return time.time() - start
-
-    # Twice, as kernels of every batch size on the way are compiled by the first one.
-    for seed in (1, 2):
-        generate(args.batch, args.prompt_tokens, min(16, args.new_tokens), seed)
-    for rep in range(args.reps):
-        prefill_s = generate(args.batch, args.prompt_tokens, 1, 100 + rep)
-        total_s = generate(args.batch, args.prompt_tokens, args.new_tokens, 200 + rep)
-        result = {
-            "config": args.child,
-            "rep": rep,
-            "prefill_s": round(prefill_s, 5),
-            "prefill_tokens_s": round(args.batch * args.prompt_tokens / prefill_s, 1),
-            "decode_tokens_s": round(args.batch * (args.new_tokens - 1) / (total_s - prefill_s), 1),
-            "start_s": round(start_s, 1),
-        }
-        print("RESULT " + json.dumps(result), flush=True)
-    engine.shutdown()
+    engine = Served(args.child, args)
+    print("RESULT " + json.dumps({"config": args.child, "start_s": round(time.time() - started, 1)}), flush=True)
+    arms = args.arms.split(",") if args.child == "ours" else [OFF]
+    turns = args.pairs if args.child == "ours" else args.reps
+    workloads = [w for w in (SMALL if args.small else WORKLOADS) if w.name in args.workloads.split(",")]
+    # Kernels are compiled for batch sizes on the way, so each workload runs whole, and once more.
+    for arm in arms:
+        for workload in workloads:
+            for new_tokens in (workload.new_tokens, 1):
+                engine.turn(arm)
+                engine.generate_s(workload, new_tokens, 1)
+    for workload in workloads:
+        for turn in range(turns if workload.new_tokens > 1 else int(turns * args.prompt_factor)):
+            # To and fro, so that a drift falls on all arms alike.
+            for arm in arms if turn % 2 == 0 else arms[::-1]:
+                print("RESULT " + json.dumps({"config": args.child, **engine.measure(workload, arm, turn)}), flush=True)
+    engine.close()
 
 
-def run(config: str, log: Path, timeout_s: int) -> list[dict[str, float]]:
-    """One engine in a process of its own; its results, also of one that had to be ended."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_")}
-    environment |= {"CANARY_LOG_FORMAT": "json", "CANARY_STATS_INTERVAL": "200", **ENVIRONMENT.get(config, {})}
+def install_switch(folder: Path) -> dict[str, str]:
+    """Makes `overhead_switch` known as a plugin to processes with the environment that this gives."""
+    info = folder / "overhead_switch-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: overhead_switch\nVersion: 0\n")
+    info.joinpath("entry_points.txt").write_text("[canary]\noverhead_switch = overhead_switch\n")
+    for name in ("pid", "arm", "applied"):
+        (folder / name).unlink(missing_ok=True)
+    path = [str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]
+    return {"OVERHEAD_SWITCH": str(folder), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def run(config: str, args: argparse.Namespace, limit_s: float) -> list[dict[str, Any]]:
+    """One engine in processes of its own; its results, also of one that had to be ended."""
+    log = args.log_folder / f"{config}.log"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") or config == "ours"}
+    environment |= {"CANARY_LOG_FORMAT": "json", "CANARY_STATS_INTERVAL": "200"} if config == "ours" else {}
+    environment |= CONFIGS[config].environment
+    if config == "ours":
+        environment |= install_switch(args.log_folder / "switch")
+    started = time.time()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--child", config], stdout=out, stderr=out, env=environment
-        )
+            [sys.executable, __file__, *sys.argv[1:], "--child", config],
+            stdout=out, stderr=out, env=environment, start_new_session=True,
+        )  # fmt: skip
         try:
-            process.wait(timeout_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            print(f"{config}: ended after {timeout_s} s; see {log}", flush=True)
-    lines = log.read_text(errors="replace").splitlines()
-    return [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("RESULT ")]
+            code = None
+        # What is left of its process group, whoever ended the engine.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    text = log.read_text(errors="replace")
+    results = [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("RESULT ")]
+    print(f"{config}: {len(results)} results in {time.time() - started:.0f} s, exit code {code}", flush=True)
+    if code != 0:
+        print(f"the end of {log}:\n{text[-3000:]}", flush=True)
+    if config == "ours":
+        results.append({"config": config, **canary_events(text)})
+    return results
 
 
-def canary_events(log: Path) -> dict[str, object]:
+def canary_events(log: str) -> dict[str, Any]:
     """Canary's events of one engine: how many of each name, and the last counters."""
     names: Counter[str] = Counter()
-    stats: dict[str, object] = {}
-    for line in log.read_text(errors="replace").splitlines():
-        if not line.startswith("{") or '"logger": "canary"' not in line:
+    stats: dict[str, Any] = {}
+    for line in log.splitlines():
+        if '"logger": "canary"' not in line or "{" not in line:
             continue
-        event = json.loads(line)
+        event = json.loads(line[line.index("{") :])
         names[event["event"]] += 1
         if event["event"] == "stats":
-            stats = {k: v for k, v in event.items() if isinstance(v, int)}
+            stats = {k: v for k, v in event.items() if isinstance(v, (int, float))}
     return {"events": dict(names), "stats": stats}
 
 
@@ -167,28 +213,13 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"unknown configurations {unknown}; known are {', '.join(CONFIGS)}")
     args.log_folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, list[dict[str, float]]] = {c: [] for c in configs}
-    for number in range(args.rounds):
-        for config in configs:
-            log = args.log_folder / f"{config}-{number}.log"
-            done = run(config, log, args.timeout_s)
-            results[config] += done
-            for result in done:
-                print("RESULT " + json.dumps({**result, "round": number}), flush=True)
-            if not done:
-                print(f"{config}: no result; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}", flush=True)
-            if config.startswith("ours"):
-                print("CANARY " + json.dumps({"config": config, "round": number, **canary_events(log)}), flush=True)
+    deadline = time.time() + args.budget_s
+    results: list[dict[str, Any]] = []
     for config in configs:
-        summary: dict[str, object] = {"config": config, "repetitions": len(results[config])}
-        for key in ("prefill_tokens_s", "decode_tokens_s"):
-            if not results[config]:
-                continue
-            summary[key] = middle = statistics.median(r[key] for r in results[config])
-            if results.get("off"):
-                off = statistics.median(r[key] for r in results["off"])
-                summary[f"{key}_lost_percent"] = round(100 * (1 - middle / off), 2)
-        print("SUMMARY " + json.dumps(summary), flush=True)
+        # An engine that hangs leaves time for the others.
+        results += run(config, args, min(max(deadline - time.time(), 1), 330))
+        args.out.write_text("".join(json.dumps(result) + "\n" for result in results))
+    print(report.overhead(results), flush=True)
 
 
 if __name__ == "__main__":

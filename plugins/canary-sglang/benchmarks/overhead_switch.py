@@ -1,0 +1,46 @@
+"""A plugin of Canary's for the benchmark: switches it off and on in a running engine, so that both are measured in one.
+
+The scheduler's process, once guarded, writes its number to ``pid`` in the folder ``OVERHEAD_SWITCH``; on `SIGNAL` it
+does what the file ``arm`` there says and writes that to ``applied``: ``off``; ``on``; ``on@0.2%``, with this budget for
+the scrub. To be sent while the engine idles; after it the prefix cache must be flushed, which tells Canary to forget
+what it has not seen.
+"""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from canary_core import hookimpl
+from canary_core.budget import ScrubBudget
+
+SIGNAL = signal.SIGUSR2
+_canaries: list[tuple[Any, ScrubBudget]] = []
+
+
+@hookimpl
+def canary_attached(canary: Any) -> None:
+    """From here on the engine listens."""
+    folder = Path(os.environ["OVERHEAD_SWITCH"])
+    _canaries.append((canary, canary._pace._budget))
+
+    def switch(number: int, frame: Any) -> None:
+        arm = (folder / "arm").read_text()
+        name, _, budget = arm.partition("@")
+        for guard, own in _canaries:
+            guard._pace._budget = ScrubBudget.parse(budget) if budget else own
+            if guard._pace.off:
+                for state in guard.states.values():
+                    state.scrub_slots = 0
+            guard.enabled = name == "on"
+        _write(folder / "applied", arm)
+
+    signal.signal(SIGNAL, switch)
+    _write(folder / "pid", str(os.getpid()))
+
+
+def _write(file: Path, text: str) -> None:
+    """Whoever reads the file sees all of the text."""
+    draft = file.with_suffix(".new")
+    draft.write_text(text)
+    draft.rename(file)
