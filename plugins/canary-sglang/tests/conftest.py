@@ -36,6 +36,11 @@ class Setup:
     patience_s: float = 900
     """Most time for one answer of the engine's process, its start included; then it is ended."""
 
+    @property
+    def served(self) -> tuple[str, ...]:
+        """The regions of the model that is served; those of others begin with their name."""
+        return tuple(name for name in self.regions if "/" not in name)
+
     def traffic(self, seed: int, count: int = 0) -> list[list[int]]:
         """Random prompts, ``self.prompts`` unless a smaller ``count`` is given, the same ones for a seed: more than
         half of them with a shared prefix, the first two longer than a chunk."""
@@ -47,6 +52,29 @@ class Setup:
             prompts.append(hit + [r.randrange(3, 250) for _ in range(r.randrange(1, 30))])
         return prompts
 
+
+def speculative(options: dict[str, Any] | None = None, **fields: Any) -> Setup:
+    """EAGLE with a draft model of one layer, three steps and no branches, unless ``options`` say otherwise."""
+    eagle = {
+        "draft_model": "llama_draft",
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+        "attention_backend": "triton",
+        "dtype": "float32",
+    }
+    known: dict[str, Any] = {"prompts": 4, "new_tokens": 6, "regions": ("full", "draft/full"), **fields}
+    return Setup({**eagle, **(options or {})}, {**TRITON, "TORCHDYNAMO_DISABLE": "1"}, **known)
+
+
+SPECULATIVE = {
+    "eagle": speculative(),
+    "eagle_tree": speculative({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}),
+    "eagle_pressure": speculative({"max_total_tokens": 144, "chunked_prefill_size": 32}, new_tokens=24),
+    "standalone": speculative({"speculative_algorithm": "STANDALONE", "draft_model": "llama"}),
+}
+"""Ways to speculate, for `test_speculation`."""
 
 SETUPS = {
     "mha": Setup(),
@@ -187,7 +215,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
     processes = []
 
     def start_engine(name: str, **settings: str) -> EngineProcess:
-        processes.append(EngineProcess(SETUPS[name], tmp_path, **settings))
+        processes.append(EngineProcess({**SETUPS, **SPECULATIVE}[name], tmp_path, **settings))
         return processes[-1]
 
     yield start_engine

@@ -66,7 +66,15 @@ DEEPSEEK_V4 = dict(
     rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, hc_mult=4,
     hc_sinkhorn_iters=2, hc_eps=1e-6, num_hash_layers=0, swiglu_limit=10.0,
 )  # fmt: skip
-MODELS = {"llama": LLAMA, "cohere2": COHERE2, "deepseek_v2": DEEPSEEK_V2, "deepseek_v4": DEEPSEEK_V4, **GPU_MODELS}
+LLAMA_DRAFT = dict(LLAMA, architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1)
+MODELS = {
+    "llama": LLAMA,
+    "llama_draft": LLAMA_DRAFT,
+    "cohere2": COHERE2,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v4": DEEPSEEK_V4,
+    **GPU_MODELS,
+}
 
 DEFAULTS = dict(
     skip_tokenizer_init=True, device="cpu", attention_backend="torch_native", load_format="dummy",
@@ -126,6 +134,8 @@ class Engine:
         if "draft_model" in options:
             options["speculative_draft_model_path"] = _write_model(folder / "draft", options.pop("draft_model"))
         defaults = GPU_DEFAULTS if options.get("device") == "cuda" else DEFAULTS
+        if "speculative_algorithm" in options and defaults is DEFAULTS:
+            _speculate_on_a_cpu()
         self.args = ServerArgs(**{**defaults, **options})
         if hasattr(self.args, "resolve_once"):
             self.args.resolve_once()
@@ -165,6 +175,11 @@ class Engine:
 
         return [session.canary for session in HOOKS.sessions]
 
+    @property
+    def states(self) -> dict[str, Any]:
+        """Canary's memory of all regions, a draft model's included."""
+        return {name: state for canary in self.canaries for name, state in canary.states.items()}
+
     def serve(self, prompts: list[list[int]], new_tokens: int, together: int = 3) -> dict[str, Any]:
         """Serves the prompts, ``together`` at a time join every few steps; gives outputs, cached tokens, steps, and how
         many of each forward mode were replayed from a CUDA graph."""
@@ -188,6 +203,7 @@ class Engine:
             "retracted": sum(int(getattr(r, "retraction_count", 0) or 0) for r in served),
             "steps": self.steps - before,
             "graphed": dict(self.graphed),
+            "verifies": sum(r.spec_verify_ct for r in served),
         }
 
     def findings(self) -> dict[str, Any]:
@@ -199,6 +215,7 @@ class Engine:
         return {
             "violations": [v.fields() for v in found],
             "stats": session.canary.stats() if session is not None else {},
+            "drafts": {c.config.model: c.stats() for c in self.canaries if c.config.model},
         }
 
     def events(self) -> list[dict[str, Any]]:
@@ -217,12 +234,13 @@ class Engine:
                 "window": r.window_tokens,
                 "sources": [s.name for s in r.sources],
             }
-            for r in self.session.canary.regions.values()
+            for canary in self.canaries
+            for r in canary.regions.values()
         }
 
     def flip(self, region: str, source: str, seed: int) -> int:
         """Flips one bit of a slot that holds something; gives the slot."""
-        state = self.session.canary.states[region]
+        state = self.states[region]
         written = (state.records[:, POSITION] % STATES == State.WRITTEN).nonzero()[:, 0].tolist()
         rng = random.Random(seed)
         slot = rng.choice([s for s in written if s])
@@ -236,7 +254,7 @@ class Engine:
     def flip_and_scrub(self, region: str, source: str, seed: int) -> int:
         """Flips a bit and serves until the scrub has gone all round; gives the slot. One that was free and is written
         again by then shows nothing, so another one is taken."""
-        records = self.session.canary.states[region].records
+        records = self.states[region].records
         for attempt in range(20):
             before = records[:, STEP_WRITTEN].clone()
             slot = self.flip(region, source, seed + 100 * attempt)
@@ -247,8 +265,7 @@ class Engine:
 
     def scrub(self, prompt: list[int]) -> None:
         """Steps of a small request until the scrub has gone all round."""
-        states = self.session.canary.states.values()
-        for state in states:
+        for state in self.states.values():
             state.set_scrub_slots(state.region.slots)
         self.serve([prompt], 2)
 
@@ -262,8 +279,9 @@ class Engine:
         finally:
             plugins.manager().unregister(injector)
         self.scrub(prompts[0][:3])
-        self.session.canary.drain()
-        states = self.session.canary.states
+        for canary in self.canaries:
+            canary.drain()
+        states = self.states
         found, self.told.violations = self.told.violations, []
         return {
             "injections": [i.fields() for i in injector.injections],
@@ -430,6 +448,15 @@ def _draft_model(scheduler: Any) -> torch.nn.Module | None:
             return model
         worker = getattr(worker, "draft_worker", None)
     return None
+
+
+def _speculate_on_a_cpu() -> None:
+    """SGLang's tree kernels for a CPU are in a package that isn't on PyPI for one; those in Triton, which it has for
+    another device, run in the interpreter."""
+    from sglang.kernels.ops.speculative import cache_locs
+    from sglang.srt.speculative import eagle_utils
+
+    eagle_utils._is_xpu = cache_locs._is_xpu = True
 
 
 def _let_agree(target: torch.nn.Module, draft: torch.nn.Module | None) -> None:

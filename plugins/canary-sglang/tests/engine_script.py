@@ -1,6 +1,7 @@
 """``sglang.Engine`` with its processes and the overlap scheduler, as a user starts it: prints outputs as JSON.
 
-``engine_script.py FOLDER [cuda]``: with ``cuda`` a larger model on a GPU, with CUDA graphs.
+``engine_script.py FOLDER [cuda | OPTIONS]``: with ``cuda`` a larger model on a GPU, with CUDA graphs; ``OPTIONS`` are
+more `ServerArgs` as JSON.
 """
 
 import json
@@ -33,9 +34,11 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    config, options = (GPU_MODELS["gpu_llama"], GPU_DEFAULTS) if "cuda" in sys.argv[2:] else on_cpu()
+    wanted = sys.argv[2] if len(sys.argv) > 2 else "{}"
+    config, options = (GPU_MODELS["gpu_llama"], GPU_DEFAULTS) if wanted == "cuda" else on_cpu()
+    more = {} if wanted == "cuda" else json.loads(wanted)
     folder.joinpath("config.json").write_text(json.dumps(config))
-    engine = sglang.Engine(model_path=str(folder), **{**options, "disable_overlap_schedule": False})
+    engine = sglang.Engine(model_path=str(folder), **{**options, "disable_overlap_schedule": False, **more})
     r = random.Random(0)
     shared = [r.randrange(3, 250) for _ in range(30)]
     outputs = []

@@ -21,7 +21,7 @@ def test_clean_traffic_raises_nothing(engine):
     assert found["violations"] == []
     stats = found["stats"]
     assert stats["forwards"] == steps
-    assert stats["checked_forwards"] == steps * len(setup.regions)
+    assert stats["checked_forwards"] == steps * len(setup.served)
     assert stats["checked_slots"] > 0
     assert stats["recorded_slots"] > 0
     assert stats["unknown_slots"] == 0
@@ -97,4 +97,4 @@ def test_outputs_are_those_of_an_unguarded_engine(engine):
         outputs.append(engine.serve(prompts=setup.traffic(7), new_tokens=setup.new_tokens)["outputs"])
         engine.uninstall()
     assert outputs[0] == outputs[1]
-    assert engine.findings() == {"violations": [], "stats": {}}
+    assert engine.findings() == {"violations": [], "stats": {}, "drafts": {}}

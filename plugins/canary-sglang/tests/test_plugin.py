@@ -62,7 +62,8 @@ def test_an_engine_that_runs_without_our_hooks_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"is_draft_worker": True}, "draft"),
+        ({"is_draft_worker": True, "speculative_algorithm": "DFLASH"}, "DFLASH"),
+        ({"is_draft_worker": True, "enable_multi_layer_eagle": True}, "multi-layer"),
         ({"enable_hierarchical_cache": True}, "HiCache"),
         ({"disaggregation_mode": "decode"}, "PD decode"),
         ({}, None),
@@ -70,7 +71,7 @@ def test_an_engine_that_runs_without_our_hooks_is_told(monkeypatch):
 )
 def test_engines_that_would_raise_false_alarms_are_refused(change, word):
     """Where KV arrives without a forward, or slots mean something else, nothing is guarded and the reason is given."""
-    args = SimpleNamespace(enable_hierarchical_cache=False, disaggregation_mode="null")
+    args = SimpleNamespace(enable_hierarchical_cache=False, disaggregation_mode="null", speculative_algorithm="EAGLE")
     runner = SimpleNamespace(
         is_draft_worker=False, server_args=args, model_config=SimpleNamespace(is_encoder_decoder=False)
     )

@@ -13,21 +13,41 @@ from canary_sglang import layout
 from canary_sglang.tokens import expected_tokens
 from canary_sglang.writers import RequestWriters
 
+FIRST_ROWS = 256
+"""Rows of static buffers before a batch asks for more."""
+
+
+class UniformLens:
+    """Lengths that are alike in all rows, as static tensors: no launch once the engine's largest batch was seen."""
+
+    def __init__(self) -> None:
+        self._filled: dict[int, Tensor] = {}
+
+    def of(self, value: int, like: Tensor) -> Tensor:
+        """``value`` for each entry of ``like``, in its type. Not to be written to."""
+        known = self._filled.get(value)
+        if known is None or known.shape[0] < like.shape[0] or known.dtype != like.dtype:
+            rows = max(like.shape[0], FIRST_ROWS)
+            known = self._filled[value] = torch.full((rows,), value, dtype=like.dtype, device=like.device)
+        return known[: like.shape[0]]
+
 
 class ForwardBatches(BatchAdapter[Any]):
     """Views of the forwards of one `ModelRunner`.
 
     Made before the forward, on its stream. A decode costs no copy and one launch (prefix length = sequence length
-    - 1, into a static buffer); an extend has its lengths on the device already, and brings the requests' own tokens
-    along in one copy.
+    - 1, into a static buffer); a verify of drafted tokens none; an extend has its lengths on the device already, and
+    brings the requests' own tokens along in one copy.
     """
 
     def __init__(self, runner: Any, regions: Sequence[str], writers: RequestWriters) -> None:
         self._entries: Tensor = runner.req_to_token_pool.req_to_token
         self._regions = tuple(regions)
         self._writers = writers
-        self._ones = self._entries.new_ones(self._entries.shape[0])
-        self._prefix_lens = torch.zeros_like(self._ones)
+        self._uniform = UniformLens()
+        self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
+        # A draft model's slot at position p holds the token at p + 1.
+        self._ahead = int(layout.draft_name(runner) is not None)
 
     def view(self, batch: Any) -> BatchView | None:
         """None for a forward without requests, such as a warm-up, and for modes that are not `CHECKED_MODES`."""
@@ -35,30 +55,37 @@ class ForwardBatches(BatchAdapter[Any]):
         mode = batch.forward_mode.name
         if not names or mode not in layout.CHECKED_MODES:
             return None
-        expected = None
+        expected, positions, slots = None, batch.positions, batch.out_cache_loc
         if mode == "DECODE":
             prefix_lens, new_lens = self._decode_lens(batch.seq_lens)
+        elif mode == "TARGET_VERIFY":
+            drafted = layout.verified_tokens(batch)
+            if drafted is None:
+                return None
+            prefix_lens, new_lens = batch.seq_lens, self._uniform.of(drafted, batch.seq_lens)
+            if not drafted:
+                # Of a tree only the reads are sure: its slots are marked unknown after the forward.
+                positions = slots = None
         else:
             prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
             expected = self._expected(batch, names)
-        table = slot_table(self._entries, batch.req_pool_indices, batch.out_cache_loc)
+        table = slot_table(self._entries, batch.req_pool_indices, slots)
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
             token_ids=batch.input_ids,
             writers=self._writers.ids(names),
             tables=dict.fromkeys(self._regions, table),
-            positions=batch.positions,
+            positions=positions,
             expected_tokens=expected,
         )
 
     def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         rows = seq_lens.shape[0]
-        if rows > self._ones.shape[0] or seq_lens.dtype != self._ones.dtype:
+        if rows > self._prefix_lens.shape[0] or seq_lens.dtype != self._prefix_lens.dtype:
             # Once: the engine's type of lengths, and room for its largest batch.
-            self._ones = torch.ones(max(rows, self._ones.shape[0]), dtype=seq_lens.dtype, device=seq_lens.device)
-            self._prefix_lens = torch.zeros_like(self._ones)
-        ones, prefix_lens = self._ones[:rows], self._prefix_lens[:rows]
+            self._prefix_lens = torch.zeros(max(rows, FIRST_ROWS), dtype=seq_lens.dtype, device=seq_lens.device)
+        ones, prefix_lens = self._uniform.of(1, seq_lens), self._prefix_lens[:rows]
         torch.sub(seq_lens, ones, out=prefix_lens)
         return prefix_lens, ones
 
@@ -75,4 +102,6 @@ class ForwardBatches(BatchAdapter[Any]):
             # Decode rows of a mixed batch were judged when they were extended.
             if mixed and new == 1 and request is not None and len(request.output_ids):
                 requests[i] = None
-        return expected_tokens(requests, [p + n for p, n in zip(prefixes, news, strict=True)], batch.input_ids.device)
+        ends = [prefix + new + self._ahead for prefix, new in zip(prefixes, news, strict=True)]
+        tokens = expected_tokens(requests, ends, batch.input_ids.device)
+        return tokens if tokens is None else tokens[:, self._ahead :]

@@ -9,6 +9,7 @@ from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.watch import Watch
 from canary_sglang import layout
+from canary_sglang.draft_hooks import DraftHooks
 from canary_sglang.session import Session, attach
 
 
@@ -25,6 +26,7 @@ class Hooks:
         self._config: CanaryConfig | None = None
         self._watch: Watch | None = None
         self._by_runner: dict[int, Session] = {}
+        self._drafts = DraftHooks(lambda runner: self._by_runner.get(id(runner)))
 
     @property
     def session(self) -> Session | None:
@@ -80,6 +82,8 @@ class Hooks:
         session = attach(runner, self._config, others[0].requests if others else None)
         if session is not None:
             self._by_runner[id(runner)] = session
+            if model is not None:
+                self._drafts.register()
 
     def _close(self, sessions: Iterable[Session]) -> None:
         for session in sessions:

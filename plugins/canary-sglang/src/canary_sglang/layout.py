@@ -11,6 +11,7 @@
 | `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
 """
 
+import os
 import pkgutil
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,12 @@ IDLE = f"{SCHEDULER}.on_idle"
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE)
 OPTIONAL = (RESIZE,)
 
-CHECKED_MODES = frozenset({"DECODE", "EXTEND", "MIXED"})
+DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+DRAFT_STEPS = f"{DRAFT_WORKER}.draft"
+DRAFT_EXTEND = f"{DRAFT_WORKER}._draft_extend_for_decode"
+VERIFY = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify"
+
+CHECKED_MODES = frozenset({"DECODE", "EXTEND", "MIXED", "TARGET_VERIFY"})
 """Names of `ForwardMode`s whose reads and writes follow from the batch alone."""
 
 NO_KV_MODES = frozenset({"IDLE", "PREBUILT"})
@@ -67,11 +73,43 @@ def draft_name(runner: Any) -> str | None:
     return f"draft{index}" if index else "draft"
 
 
+def draft_refusal(runner: Any) -> str | None:
+    """Why a draft model's pool can't be guarded without false alarms, None if it can: `DRAFT_WORKER` runs it, and what
+    that writes is known."""
+    args = runner.server_args
+    algorithm = str(args.speculative_algorithm)
+    if algorithm.upper() not in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):
+        return f"a draft model of {algorithm}; not covered yet"
+    if getattr(args, "enable_multi_layer_eagle", False):
+        return "draft models of multi-layer EAGLE write each other's positions ahead; not covered yet"
+    if os.environ.get("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "").lower() in ("1", "true", "yes"):
+        return "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND leaves verified tokens out of the draft model's pool"
+    missing = [name for name in (DRAFT_STEPS, DRAFT_EXTEND, VERIFY) if not _exists(name)]
+    return f"this SGLang has no {', '.join(missing)}" if missing else None
+
+
+def is_tree(batch: Any) -> bool:
+    """Whether a `ForwardBatch` verifies a tree, whose tokens share positions."""
+    return bool(batch.forward_mode.name == "TARGET_VERIFY" and verified_tokens(batch) == 0)
+
+
+def verified_tokens(batch: Any) -> int | None:
+    """How many drafted tokens a ``TARGET_VERIFY`` writes for each request, as a chain; 0 for a tree, whose tokens share
+    positions; None where that isn't known."""
+    drafted = batch.spec_info
+    if type(drafted).__name__ != "EagleVerifyInput":
+        return None
+    if drafted.topk > 1 and drafted.draft_token_num > 1:
+        return 0
+    return int(drafted.draft_token_num)
+
+
 def refusal(runner: Any) -> str | None:
     """Why the runner can't be guarded without false alarms, None if it can."""
-    if runner.is_draft_worker:
-        return "a draft model's pool; speculative workers are not covered yet"
     args = runner.server_args
+    reason = draft_refusal(runner) if runner.is_draft_worker else None
+    if reason is not None:
+        return reason
     if getattr(args, "enable_hierarchical_cache", False):
         return "HiCache loads KV from host memory without a forward; not covered yet"
     if getattr(args, "enable_lmcache", False):
@@ -84,6 +122,8 @@ def refusal(runner: Any) -> str | None:
         return "decode context parallelism spreads a sequence's slots over ranks; not covered yet"
     if runner.model_config.is_encoder_decoder:
         return "an encoder-decoder model keeps two sequences in one table row; not covered yet"
+    if _encoder_only(runner):
+        return "encoder-only attention needs no KV, so some back ends store none in the slots that are handed out"
     return None
 
 
@@ -97,6 +137,12 @@ def rank() -> int:
     """Rank of this process among those that serve one model."""
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _encoder_only(runner: Any) -> bool:
+    model = getattr(runner, "model", None)
+    kinds = (getattr(module, "attn_type", None) for module in (model.modules() if model is not None else ()))
+    return any(getattr(kind, "name", None) == "ENCODER_ONLY" for kind in kinds)
 
 
 def _exists(name: str) -> bool:

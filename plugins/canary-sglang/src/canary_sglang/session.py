@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from canary_core import plugins
 from canary_core.adapters import Writers
@@ -18,12 +19,17 @@ from canary_core.events import Event
 from canary_core.region import Region, Uncovered
 from canary_sglang import layout
 from canary_sglang.batch import ForwardBatches
+from canary_sglang.draft import DraftBatches
 from canary_sglang.pool import SGLangPool, tensor_bytes
 from canary_sglang.vet import EmbeddingVet
 from canary_sglang.writers import RequestWriters
 
 IDLE_READ_S = 0.5
 """Least time between two reads of the findings while the engine idles: it polls without a pause."""
+
+
+Item = TypeVar("Item", Region, Uncovered)
+Result = TypeVar("Result")
 
 
 class Session:
@@ -51,32 +57,73 @@ class Session:
         self._vet = EmbeddingVet(runner.model, names)
         plugins.manager().register(self._vet)
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
+        self.drafts = DraftBatches(runner, names, self.requests)
         self._batches = ForwardBatches(runner, names, self.requests)
+        self._inside = False
         self._unguarded: set[str] = set()
         self._idle_read = 0.0
 
     def notice(self, requests: Sequence[Any]) -> None:
         """`Req` objects of the batch that will be issued next."""
         if self.canary.enabled:
-            try:
-                self.requests.notice(requests)
-            except Exception as error:
-                self.canary.fail("canary_sglang: requests", error)
+            self.guarded("requests", lambda: self.requests.notice(requests))
 
     def forward(self, original: Callable[[], Any], batch: Any) -> Any:
         """Runs one forward of the engine. Raises `ViolationError` in raise mode."""
-        if not self.canary.enabled:
+        # Without names it is the engine's own warm-up, or within the capture of a graph, where the host may do nothing.
+        if not self.canary.enabled or self._inside or batch.rids is None:
             return original()
-        view = self._view(batch)
+        view = self.guarded("batch", lambda: self._batches.view(batch))
         if view is not None:
             self.canary.pre_forward(view)
         output = original()
-        if view is not None:
-            self.canary.post_forward(view)
-        else:
+        if view is None:
             self._unguarded_forward(batch)
+        else:
+            if layout.is_tree(batch):
+                self.guarded("tree", lambda: self.forget(batch.out_cache_loc))
+            self.canary.post_forward(view)
         self.canary.end_step()
         return output
+
+    def around(
+        self,
+        original: Callable[[], Any],
+        view: Callable[[], BatchView],
+        settle: Callable[[BatchView, Any], None] | None = None,
+    ) -> Any:
+        """Runs what is one forward to us, whatever the engine makes of it: several ones, or none. ``settle`` gets the
+        view and the output before anything is recorded. Raises `ViolationError` in raise mode."""
+        if not self.canary.enabled:
+            return original()
+        seen = self.guarded("batch", view)
+        if seen is None:
+            return original()
+        self.canary.pre_forward(seen)
+        self._inside = True
+        try:
+            output = original()
+        finally:
+            self._inside = False
+        if settle is not None:
+            self.guarded("settle", lambda: settle(seen, output))
+        self.canary.post_forward(seen)
+        self.canary.end_step()
+        return output
+
+    def forget(self, slots: Tensor) -> None:
+        """Nothing is known any more of these slots of the engine's tables."""
+        for name, region in self.canary.regions.items():
+            own = slots if region.slot_map is None else region.slot_map[slots]
+            self.canary.forget_slots(name, own)
+
+    def guarded(self, what: str, work: Callable[[], Result]) -> Result | None:
+        """Work of ours; None if it failed, which disables the session in log mode."""
+        try:
+            return work()
+        except Exception as error:
+            self.canary.fail(f"canary_sglang: {what}", error)
+            return None
 
     def idle(self) -> None:
         """Reports what the last forwards left behind, now and then. Raises `ViolationError` in raise mode."""
@@ -89,11 +136,7 @@ class Session:
         """The engine has emptied its cache: no slot holds anything any more."""
         if not self.canary.enabled:
             return
-        try:
-            for name, region in self.canary.regions.items():
-                self.canary.clear_slots(name, torch.arange(region.slots, device=region.device))
-        except Exception as error:
-            self.canary.fail("canary_sglang: flush", error)
+        self.guarded("flush", self._clear)
 
     def close(self) -> None:
         """Drains and ends. Never raises `ViolationError`: what it finds is reported."""
@@ -102,12 +145,9 @@ class Session:
         if plugins.manager().is_registered(self._vet):
             plugins.manager().unregister(self._vet)
 
-    def _view(self, batch: Any) -> BatchView | None:
-        try:
-            return self._batches.view(batch)
-        except Exception as error:
-            self.canary.fail("canary_sglang: batch", error)
-            return None
+    def _clear(self) -> None:
+        for name, region in self.canary.regions.items():
+            self.canary.clear_slots(name, torch.arange(region.slots, device=region.device))
 
     def _unguarded_forward(self, batch: Any) -> None:
         """A forward that we can't check may have written any of its slots: what was known of them holds no more."""
@@ -115,16 +155,11 @@ class Session:
         slots = batch.out_cache_loc
         if mode in layout.NO_KV_MODES or slots is None or not batch.rids or not self.canary.enabled:
             return
-        try:
-            if mode not in self._unguarded:
-                self._unguarded.add(mode)
-                reason = "not checked yet; slots that such forwards write are not judged"
-                self.canary.tell(Event("unguarded_forward", "warning", {"mode": mode, "reason": reason}))
-            for name, region in self.canary.regions.items():
-                own = slots if region.slot_map is None else region.slot_map[slots]
-                self.canary.forget_slots(name, own)
-        except Exception as error:
-            self.canary.fail("canary_sglang: unguarded forward", error)
+        if mode not in self._unguarded:
+            self._unguarded.add(mode)
+            reason = "not checked yet; slots that such forwards write are not judged"
+            self.canary.tell(Event("unguarded_forward", "warning", {"mode": mode, "reason": reason}))
+        self.guarded("unguarded forward", lambda: self.forget(slots))
 
 
 def attach(runner: Any, config: CanaryConfig, requests: RequestWriters | None = None) -> Session | None:
@@ -156,9 +191,6 @@ def _tell_uncovered(model: str | None, items: Sequence[Uncovered]) -> None:
         "uncovered": [{"name": item.name, "bytes": item.size_bytes, "reason": item.reason} for item in named],
     }
     plugins.emit(Event("coverage", "warning", fields if model is None else {"model": model, **fields}))
-
-
-Item = TypeVar("Item", Region, Uncovered)
 
 
 def _named(model: str | None, item: Item) -> Item:

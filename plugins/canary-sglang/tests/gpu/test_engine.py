@@ -42,7 +42,8 @@ SETUPS = {
             "speculative_num_steps": 3,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": 4,
-        }
+        },
+        regions=("full", "draft/full"),
     ),
     "dsv4": setup(
         {"model": "gpu_deepseek_v4", "attention_backend": None, "max_total_tokens": 20480},
@@ -96,10 +97,12 @@ def test_clean_traffic_raises_nothing(engine, name, record_property):
     assert stats["recorded_slots"] > 0
     assert graphed >= SETUPS[name][1]
     assert set(engine.setup.regions) <= set(engine.regions())
-    if name != "eagle":
-        assert stats["forwards"] == steps
-        assert stats["checked_forwards"] == steps * len(engine.regions())
-        assert stats["unknown_slots"] == 0
+    assert stats["forwards"] == steps
+    assert stats["checked_forwards"] == steps * sum("/" not in region for region in engine.regions())
+    assert stats["unknown_slots"] == 0
+    for draft in found["drafts"].values():
+        assert draft["checked_slots"] > 0
+        assert draft["unknown_slots"] == 0
 
 
 def test_what_is_guarded_is_told_at_start(engine, record_property):
@@ -184,4 +187,4 @@ def test_outputs_are_those_of_an_unguarded_engine(engine):
         engine.uninstall()
     assert outputs[0] == outputs[1]
     assert len({tuple(o) for o in outputs[0][0]}) > 1
-    assert engine.findings() == {"violations": [], "stats": {}}
+    assert engine.findings() == {"violations": [], "stats": {}, "drafts": {}}

@@ -1,0 +1,108 @@
+"""Real speculative decoding on a CPU: what the target accepts, rejects and moves raises nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from canary_sglang import layout
+from canary_sglang.draft import DraftBatches
+from canary_sglang.writers import RequestWriters
+
+from canary_core.adapters import Writers
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle_tree", "eagle_pressure", "standalone"])
+def test_clean_speculation_raises_nothing(start, name):
+    """Prefix hits, accepted and rejected tokens, trees whose accepted path is moved, retraction: no finding, and no
+    slot that is read is unknown, in the target's pool and in the draft's."""
+    engine = start(name)
+    traffic, served = engine.setup, []
+    for seed in (0, 0):
+        served.append(engine.serve(prompts=traffic.traffic(seed), new_tokens=traffic.new_tokens))
+    found = engine.findings()
+    assert found["violations"] == []
+    assert set(engine.regions()) == set(traffic.regions)
+    for stats in (found["stats"], found["drafts"]["draft"]):
+        assert stats["checked_slots"] > 0
+        assert stats["recorded_slots"] > 0
+        assert stats["unknown_slots"] == 0
+    assert {"disabled", "unguarded_forward"}.isdisjoint(event["name"] for event in engine.events())
+    assert sum(served[1]["cached"]) > 0
+    assert (sum(turn["retracted"] for turn in served) > 0) == (name == "eagle_pressure")
+    verifies = sum(turn["verifies"] for turn in served)
+    decoded = sum(len(output) - 1 for turn in served for output in turn["outputs"])
+    assert verifies < decoded
+    assert decoded < verifies * traffic.options["speculative_num_draft_tokens"]
+
+
+class EagleVerifyInput(SimpleNamespace):
+    """As SGLang calls it."""
+
+
+@pytest.mark.without_engine
+@pytest.mark.parametrize(
+    ("drafted", "tokens"),
+    [
+        (EagleVerifyInput(topk=1, draft_token_num=4), 4),
+        (EagleVerifyInput(topk=2, draft_token_num=5), 0),
+        (EagleVerifyInput(topk=2, draft_token_num=1), 1),
+        (SimpleNamespace(topk=1, draft_token_num=4), None),
+    ],
+)
+def test_only_chains_have_a_place_for_each_token(drafted, tokens):
+    """A tree's tokens share positions; what another algorithm verifies is not known."""
+    assert layout.verified_tokens(SimpleNamespace(spec_info=drafted)) == tokens
+
+
+@pytest.fixture
+def drafts():
+    """Two requests with rows 1 and 2 of a table whose entry at position ``p`` of row ``r`` is ``100 * r + p``."""
+    entries = torch.arange(3)[:, None] * 100 + torch.arange(40)
+    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=entries))
+    batch = SimpleNamespace(
+        seq_lens=torch.tensor([5, 8]),
+        req_pool_indices=torch.tensor([1, 2]),
+        out_cache_loc=None,
+        reqs=[SimpleNamespace(rid="a"), SimpleNamespace(rid="b")],
+    )
+    return DraftBatches(runner, ["draft/full"], RequestWriters(Writers(), entries.device)), batch
+
+
+@pytest.mark.without_engine
+@pytest.mark.parametrize(("page", "ends"), [(1, (11, 14)), (4, (12, 16))])
+def test_all_that_a_trees_branches_may_write_is_forgotten(drafts, page, ends):
+    """Behind the prefix: every slot of a branch, or all its pages (one of four slots each, which begins with a copy of
+    the prefix's last ones); nothing of the requests beside it."""
+    batches, batch = drafts
+    worker = SimpleNamespace(draft_runner=SimpleNamespace(page_size=page), speculative_num_steps=3, topk=2)
+    slots = batches.branch_slots(batch, worker)
+    known = {100 * row + p for row, begin, end in ((1, 5, ends[0]), (2, 8, ends[1])) for p in range(begin, end)}
+    assert set(slots[slots > 0].tolist()) == known
+
+
+@pytest.mark.without_engine
+def test_an_accepted_path_is_recorded_at_the_front(drafts):
+    """Root and accepted tokens are recorded from the prefix on; the slots of the rest are forgotten."""
+    batches, batch = drafts
+    result = SimpleNamespace(
+        next_token_ids=torch.tensor([21, 22, 0, 0, 31, 0, 0, 0], dtype=torch.int32), accept_lens=torch.tensor([2, 1])
+    )
+    view = batches.accepted(batch, torch.tensor([20, 30]), result)
+    assert view.token_ids.tolist() == [20, 21, 22, 0, 30, 31, 0, 0]
+    assert view.prefix_lens.tolist() == [5, 8]
+    assert view.new_lens.tolist() == [4, 4]
+    slots = batches.rejected_slots(batch, result)
+    assert slots[slots > 0].tolist() == [107, 108, 209, 210, 211]
+
+
+@pytest.mark.without_engine
+def test_guesses_are_known_after_the_steps(drafts):
+    """Three steps write two guesses a request: the first is what the last extend proposed, the last proposal is never
+    read by the draft model itself."""
+    batches, batch = drafts
+    view = batches.steps(batch, 2)
+    batches.guessed(view, SimpleNamespace(draft_token=torch.tensor([20, 1, 2, 3, 30, 4, 5, 6])))
+    assert view.token_ids.tolist() == [1, 2, 4, 5]
+    assert view.new_lens.tolist() == [2, 2]
