@@ -56,6 +56,25 @@ def test_only_chains_have_a_place_for_each_token(drafted, tokens):
     assert layout.verified_tokens(SimpleNamespace(spec_info=drafted)) == tokens
 
 
+@pytest.mark.without_engine
+@pytest.mark.parametrize(
+    ("mode", "speculates", "checked"),
+    [
+        ("MIXED", False, True),
+        ("MIXED", True, False),
+        ("EXTEND", True, True),
+        ("TARGET_VERIFY", True, True),
+        ("DLLM_EXTEND", False, False),
+        ("SPLIT_PREFILL", False, False),
+    ],
+)
+def test_what_does_not_follow_from_a_batch_is_not_judged(mode, speculates, checked):
+    """Passes over a few layers or over tokens that change, and mixed batches whose requests speculate."""
+    algorithm = SimpleNamespace(is_none=lambda: not speculates)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(name=mode), spec_algorithm=algorithm)
+    assert layout.is_checked(batch) is checked
+
+
 @pytest.fixture
 def drafts():
     """Two requests with rows 1 and 2 of a table whose entry at position ``p`` of row ``r`` is ``100 * r + p``."""

@@ -50,10 +50,10 @@ class ForwardBatches(BatchAdapter[Any]):
         self._ahead = int(layout.draft_name(runner) is not None)
 
     def view(self, batch: Any) -> BatchView | None:
-        """None for a forward without requests, such as a warm-up, and for modes that are not `CHECKED_MODES`."""
+        """None for a forward without requests, such as a warm-up, and for those that are not `layout.is_checked`."""
         names = batch.rids
         mode = batch.forward_mode.name
-        if not names or mode not in layout.CHECKED_MODES:
+        if not names or not layout.is_checked(batch):
             return None
         expected, positions, slots = None, batch.positions, batch.out_cache_loc
         if mode == "DECODE":

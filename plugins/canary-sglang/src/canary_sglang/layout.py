@@ -88,6 +88,15 @@ def draft_refusal(runner: Any) -> str | None:
     return f"this SGLang has no {', '.join(missing)}" if missing else None
 
 
+def is_checked(batch: Any) -> bool:
+    """Whether what a `ForwardBatch` reads and writes follows from it: its mode is one of `CHECKED_MODES`, and it does
+    not mix extends with requests that speculate, whose lengths the overlap scheduler sets later than the host's copy.
+    """
+    mode = batch.forward_mode.name
+    algorithm = getattr(batch, "spec_algorithm", None)
+    return mode in CHECKED_MODES and not (mode == "MIXED" and algorithm is not None and not algorithm.is_none())
+
+
 def is_tree(batch: Any) -> bool:
     """Whether a `ForwardBatch` verifies a tree, whose tokens share positions."""
     return bool(batch.forward_mode.name == "TARGET_VERIFY" and verified_tokens(batch) == 0)
