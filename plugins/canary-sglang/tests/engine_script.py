@@ -1,7 +1,7 @@
 """``sglang.Engine`` with its processes and the overlap scheduler, as a user starts it: prints outputs as JSON.
 
-``engine_script.py FOLDER [cuda | OPTIONS]``: with ``cuda`` a larger model on a GPU, with CUDA graphs; ``OPTIONS`` are
-more `ServerArgs` as JSON.
+``engine_script.py FOLDER [cpu | cuda | OPTIONS]``: with ``cuda`` a larger model on a GPU, with CUDA graphs; ``OPTIONS``
+are more `ServerArgs` on a CPU, as a JSON object.
 """
 
 import json
@@ -34,9 +34,9 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = sys.argv[2] if len(sys.argv) > 2 else "{}"
+    wanted = sys.argv[2] if len(sys.argv) > 2 else "cpu"
     config, options = (GPU_MODELS["gpu_llama"], GPU_DEFAULTS) if wanted == "cuda" else on_cpu()
-    more = {} if wanted == "cuda" else json.loads(wanted)
+    more = json.loads(wanted) if wanted.startswith("{") else {}
     folder.joinpath("config.json").write_text(json.dumps(config))
     engine = sglang.Engine(model_path=str(folder), **{**options, "disable_overlap_schedule": False, **more})
     r = random.Random(0)
