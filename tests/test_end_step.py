@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from support.toy import ToyEngine
 
-from canary_core import Canary, CanaryConfig, Event, Kind, Violation, hookimpl
+from canary_core import Canary, CanaryConfig, Event, Kind, Violation, budget, hookimpl
 from canary_core.plugins import Plugins
 
 
@@ -67,6 +67,24 @@ def test_an_idle_engine_is_not_called_silent():
     for _ in range(500):
         g.canary.end_step()
     assert [e.name for e in g.events[told:]] == []
+
+
+def test_an_idle_time_is_no_long_step(monkeypatch):
+    """A share of the time is one of the forwards' time: after a pause the scrub does no more than before it."""
+    now = [0.0]
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
+    g = Guarded()
+    g.engine.submit("a", list(range(5, 45)))
+    scrubbed = []
+    for step in range(12):
+        if step == 6:
+            for _ in range(20):
+                now[0] += 0.5
+                g.canary.end_step()
+        now[0] += 0.01
+        g.step()
+        scrubbed.append(g.canary._pace.step_bytes)
+    assert max(scrubbed[2:]) - min(scrubbed[2:]) <= 1
 
 
 def test_the_first_forward_is_scrubbed():

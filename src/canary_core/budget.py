@@ -59,6 +59,10 @@ class Pace:
             self._step_s = took if self._step_s == 0.0 else (1 - self.WEIGHT) * self._step_s + self.WEIGHT * took
         self._last = now
 
+    def pause(self) -> None:
+        """The engine idles: the time until the next step is none."""
+        self._last = None
+
     @property
     def step_bytes(self) -> int:
         """Bytes the next scrub may read."""

@@ -160,7 +160,6 @@ class Canary:
         if not self.enabled:
             return
         try:
-            self._pace.step()
             if self._captured:
                 # No host code of ours runs before a replay.
                 self._flush_changes()
@@ -168,6 +167,10 @@ class Canary:
             # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
             idle = self._steps > 1 and self.forwards == self._ended and not self._captured
             self._ended = self.forwards
+            if idle:
+                self._pace.pause()
+            else:
+                self._pace.step()
             if idle or self._steps % self._read_interval == 0:
                 letter = self._mailbox.collect()
                 if letter is not None:
@@ -397,10 +400,13 @@ class Canary:
         """Fingerprints all slots; returns the speed in bytes a second."""
         if not self._scrubbed_bytes:
             return 0.0
-        _synchronize(device)
-        started = time.perf_counter()
-        for state in self._states.values():
-            self._backend.baseline(state)
+        started = 0.0
+        # The first round on a GPU compiles; its time says nothing of the scrub's.
+        for _ in range(1 if device.type == "cpu" else 2):
+            _synchronize(device)
+            started = time.perf_counter()
+            for state in self._states.values():
+                self._backend.baseline(state)
         _synchronize(device)
         return self._scrubbed_bytes / max(time.perf_counter() - started, 1e-9)
 
