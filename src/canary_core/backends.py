@@ -28,6 +28,8 @@ class Backend:
     free: EventOp
     alloc: EventOp
     verify: Callable[[RegionState, Tensor], None]
+    row_steps: tuple[int, ...] = ()
+    """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
 
 
 def choose(name: str, device: torch.device) -> Backend:
@@ -57,9 +59,9 @@ def torch_backend() -> Backend:
 
 def triton_backend() -> Backend:
     """The kernels; on the CPU only where ``TRITON_INTERPRET=1`` was set before triton was imported."""
-    from canary_core.kernels import check, fingerprint, lifetime, record
+    from canary_core.kernels import check, fingerprint, launch, lifetime, record
 
     return Backend(
         "triton", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
-        fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify,
+        fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify, launch.ROW_STEPS,
     )  # fmt: skip

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from canary_core import backends, faults, plugins, twin
 from canary_core.adapters import Writers
-from canary_core.batch import BatchView
+from canary_core.batch import BatchView, SlotTable
 from canary_core.budget import Pace, ScrubBudget
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, ViolationError
 from canary_core.events import Event, Level
 from canary_core.findings import Findings
 from canary_core.mailbox import Letter, Mailbox
-from canary_core.records import POSITION, STATES, Counter, State
+from canary_core.records import POSITION, STATES, Counter, Cursor, State
 from canary_core.region import KVSource, Region, Uncovered
 from canary_core.state import RegionState, Shared
 from canary_core.violation import Violation
@@ -111,6 +111,28 @@ class Canary:
     def states(self) -> dict[str, RegionState]:
         """Canary's own device memory by region, for tests, faults and tools; empty in off mode."""
         return self._states
+
+    def warm_up(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> None:
+        """Compiles what forwards of up to ``most_rows`` rows need, so that no request waits for it. ``batches(rows)``:
+        one view of each sort that the engine will issue, alike in dtypes, strides and what it leaves out, with that
+        many rows of padding. Launches every op and leaves no trace: slots, counters, cursors and the step stay what
+        they are. Never captured."""
+        if not self.enabled:
+            return
+        try:
+            if any(_capturing(s.cursors) for s in self._states.values()):
+                raise AttachError("warm_up can't be captured in a graph; call it when the engine starts")
+            kept = [self._shared.counters, self._shared.clock, *(s.cursors for s in self._states.values())]
+            copies = [tensor.clone() for tensor in kept]
+            for rows in _row_counts(self._backend.row_steps, most_rows):
+                for batch in batches(rows):
+                    self._require_place(batch)
+                    for name, table in batch.tables.items():
+                        self._launch_all(self._states[name], batch, table)
+            for tensor, copy in zip(kept, copies, strict=True):
+                tensor.copy_(copy)
+        except Exception as error:
+            self.fail("warm_up", error)
 
     def pre_forward(self, batch: BatchView) -> None:
         """Checks every slot the forward will read. May be captured in a graph."""
@@ -354,6 +376,22 @@ class Canary:
             {"where": where, "error": repr(error), "traceback": "".join(traceback.format_exception(error))},
         )
 
+    def _launch_all(self, state: RegionState, batch: BatchView, table: SlotTable) -> None:
+        state.require_capacity(batch)
+        state.cursors[Cursor.SCRUB_SLOTS].fill_(0)
+        self._backend.check(state, batch, table)
+        if state.reads:
+            self._backend.read_check(state, batch, table)
+        if state.sources:
+            self._backend.fingerprint(state, batch, table)
+        self._backend.record(state, batch, table)
+        if state.sources:
+            self._backend.scrub(state)
+        none = torch.empty(0, dtype=torch.int64, device=batch.device)
+        self._backend.verify(state, none)
+        self._backend.free(state, none, -1)
+        self._backend.alloc(state, none, -1)
+
     def _queue(self, apply: Callable[[], None], tensors: tuple[Tensor, ...], arrival: bool = False) -> None:
         ready = None
         if any(t.is_cuda for t in tensors):
@@ -494,6 +532,12 @@ def _require_together(regions: Sequence[Region]) -> None:
                 f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
                 f"{regions[0].device}; make one Canary a device"
             )
+
+
+def _row_counts(steps: Sequence[int], most: int) -> list[int]:
+    """The largest batch of each step that is not beyond ``most`` rows."""
+    below = [step for step in steps if step < most]
+    return [*below, most] if steps and most > 0 else []
 
 
 def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> None:

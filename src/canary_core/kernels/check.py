@@ -26,7 +26,15 @@ from canary_core.kernels.common import (
     resolve,
     split_head,
 )
-from canary_core.kernels.launch import VARYING, Launcher, batch_arguments, programs, region_arguments, register_limit
+from canary_core.kernels.launch import (
+    VARYING,
+    Launcher,
+    batch_arguments,
+    jit,
+    programs,
+    region_arguments,
+    register_limit,
+)
 from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
 from canary_core.reference.check import COMMON_ANCHOR
 from canary_core.state import RegionState
@@ -79,7 +87,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(*VARYING)
 def check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,

@@ -18,6 +18,7 @@ from canary_core.kernels.launch import (
     Launcher,
     arguments,
     batch_arguments,
+    jit,
     programs,
     region_arguments,
     source_arguments,
@@ -94,10 +95,8 @@ def scrub(state: RegionState) -> None:
 
 def verify(state: RegionState, slots: Tensor) -> None:
     """As `canary_core.reference.fingerprint.verify`. One launch a source shape."""
-    if slots.shape[0] == 0:
-        return
     given = arguments(slots, slots.shape[0])
-    tiles = -(-slots.shape[0] // SCRUB_SLOTS)
+    tiles = max(-(-slots.shape[0] // SCRUB_SLOTS), 1)
     for shape, launcher in _launchers(state, verify_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
         launcher((_groups(shape), min(tiles, _tiles(state, shape))), given)
 
@@ -158,7 +157,7 @@ def _constants(shape: SourceShape) -> dict[str, int]:
     }
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit("tokens")
 def fingerprint_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
@@ -213,7 +212,7 @@ def fingerprint_kernel(
     tl.atomic_add(p_counters + COUNT_RECORDED_BYTES, recorded)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(*VARYING)
 def read_check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
@@ -291,7 +290,7 @@ def scrub_kernel(
     tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit("count")
 def verify_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,

@@ -5,6 +5,8 @@ for kernels with as many as ours. Here arguments are looked at once for as long 
 and a batch's once a forward, and a kernel that was compiled for their like is launched directly.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,10 +28,23 @@ VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "e
 """Parameters that differ from batch to batch and that no address is made of: nothing is compiled anew for a 1 or a
 multiple of 16 among them."""
 
+UNALIGNED = ("p_slots", "p_write_slots")
+"""Parameters that engines cut out of larger tensors, wherever those begin: nothing is compiled anew for that."""
+
+SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.jit).parameters
+
 ROW_STEPS = (16, 64, 256, 1024, 4096, 16384, 65536)
 """Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
 
 _kinds: dict[tuple[Any, ...], int] = {}
+
+
+def jit(*varying: str) -> Callable[[Any], Any]:
+    """`triton.jit` for kernels that are compiled as seldom as can be: nothing about the parameters ``varying`` is built
+    into them, nor how `UNALIGNED` ones are aligned, where this Triton can leave that out."""
+    options = {"do_not_specialize_on_alignment": UNALIGNED} if SPECIALISED_LESS else {}
+    decorate: Callable[[Any], Any] = triton.jit(do_not_specialize=varying, **options)
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)

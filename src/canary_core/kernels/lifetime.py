@@ -12,7 +12,7 @@ from canary_core.kernels.common import (
     report,
     split_head,
 )
-from canary_core.kernels.launch import Launcher, arguments, region_arguments
+from canary_core.kernels.launch import Launcher, arguments, jit, region_arguments
 from canary_core.records import FREED_BY, POSITION, RECORD_WORDS, STEP_FREED, Clock, Kind, Phase
 from canary_core.state import RegionState
 
@@ -42,17 +42,15 @@ def alloc(state: RegionState, slots: Tensor, writer: int) -> None:
 
 
 def _launch(state: RegionState, slots: Tensor, writer: int, freeing: bool) -> None:
-    if slots.shape[0] == 0:
-        return
     launcher = state.arguments.get(("lifetime", freeing))
     if launcher is None:
         constants = {"FREEING": int(freeing), "TILE": TILE}
         launcher = Launcher(lifetime_kernel, state, (region_arguments(state),), constants, num_warps=WARPS)
         state.arguments["lifetime", freeing] = launcher
-    launcher((triton.cdiv(slots.shape[0], TILE), 1), arguments(slots, slots.shape[0], writer))
+    launcher((max(triton.cdiv(slots.shape[0], TILE), 1), 1), arguments(slots, slots.shape[0], writer))
 
 
-@triton.jit(do_not_specialize=["count", "writer"])
+@jit("count", "writer")
 def lifetime_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,

@@ -4,7 +4,6 @@ The prefix hash is a sum, so a tile of new tokens needs the head of its row, the
 it adds up itself: no program waits for another) and a scan of its own.
 """
 
-import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
@@ -19,7 +18,7 @@ from canary_core.kernels.common import (
     report,
     split_head,
 )
-from canary_core.kernels.launch import VARYING, Launcher, batch_arguments, programs, region_arguments
+from canary_core.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
 from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
 from canary_core.state import RegionState
 
@@ -55,7 +54,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(*VARYING)
 def record_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,

@@ -1,0 +1,99 @@
+"""`Canary.warm_up`: what forwards need is compiled before the first of them, and nothing else has changed."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.toy import ToyEngine
+
+from canary_core import BatchView, Canary, CanaryConfig, SlotTable
+from canary_core.kernels import check, fingerprint, lifetime, record
+from canary_core.plugins import Plugins
+
+KERNELS = (
+    check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel, fingerprint.read_check_kernel,
+    fingerprint.scrub_kernel, fingerprint.verify_kernel, lifetime.lifetime_kernel,
+)  # fmt: skip
+
+
+class Guarded:
+    """A toy engine under a Canary with every check on, and padding as its batches look."""
+
+    def __init__(self, device: str = "cpu", backend: str = "triton") -> None:
+        self.engine = ToyEngine(slots=512, device=device, window=8)
+        config = CanaryConfig(mode="log", silence_s=0, read_check=-1, backend=backend)
+        self.canary = Canary(self.engine.regions(), config, hooks=Plugins().manager, writers=self.engine.writers)
+
+    def padding(self, rows: int) -> Iterator[BatchView]:
+        none = torch.zeros(rows, dtype=torch.int32, device=self.engine.device)
+        table = SlotTable(self.engine.table, write_slots=none.long())
+        expected = none.new_full((rows, 20), -1)
+        names = [region.name for region in self.engine.regions()]
+        yield BatchView(none, none, none, none, dict.fromkeys(names, table), expected_tokens=expected)
+
+    def step(self) -> None:
+        batch = self.engine.batch(chunk=3)
+        self.canary.pre_forward(batch)
+        self.engine.forward(batch)
+        self.canary.post_forward(batch)
+        self.canary.end_step()
+
+    def memory(self) -> list[torch.Tensor]:
+        """All that Canary remembers from one forward to the next."""
+        states = self.canary.states.values()
+        shared = next(iter(states)).shared
+        own = [[s.records, s.fingerprints, s.claims, s.chains, s.cursors] for s in states]
+        return [
+            t.clone() for t in (shared.counters, shared.clock, shared.ring, *(t for tensors in own for t in tensors))
+        ]
+
+
+def compiled() -> int:
+    """Kernels that Triton has compiled in this process."""
+    return sum(len(cache[0]) for kernel in KERNELS for cache in kernel.device_caches.values())
+
+
+def test_a_warm_up_leaves_no_trace():
+    """Neither of slots nor of counters, cursors or the step; the traffic around it is clean."""
+    g = Guarded()
+    g.engine.submit("a", list(range(5, 25)))
+    g.step()
+    before = g.memory()
+    g.canary.warm_up(g.padding, most_rows=20)
+    assert all(torch.equal(old, new) for old, new in zip(before, g.memory(), strict=True))
+    for _ in range(5):
+        g.step()
+    g.canary.drain()
+    stats = g.canary.stats()
+    assert stats["violations"] == 0
+    assert stats["checked_forwards"] == 6 * len(g.canary.regions)
+
+
+def test_batches_of_each_step_are_warmed_up():
+    """Up to the largest batch, which need not be as large as the step it belongs to."""
+    g = Guarded()
+    asked = []
+    g.canary.warm_up(lambda rows: asked.append(rows) or (), most_rows=100)
+    assert asked == [16, 64, 100]
+
+
+def test_nothing_is_warmed_up_where_nothing_is_compiled():
+    """The torch back end needs none of it."""
+    Guarded(backend="torch").canary.warm_up(lambda rows: pytest.fail("asked for batches"), most_rows=100)
+
+
+@pytest.mark.gpu
+def test_after_a_warm_up_nothing_is_compiled_while_serving():
+    """Whatever the forwards' sizes, and wherever the lists of slots begin that the engine hands in."""
+    g = Guarded("cuda")
+    g.canary.warm_up(g.padding, most_rows=16)
+    before = compiled()
+    assert before > 0
+    for i in range(12):
+        g.engine.submit(f"r{i}", list(range(5, 25)))
+        g.step()
+        slots = torch.arange(400, 440, device="cuda")[i:]
+        g.canary.alloc_slots("full", slots)
+        g.canary.free_slots("full", slots)
+    g.canary.drain()
+    assert compiled() == before
