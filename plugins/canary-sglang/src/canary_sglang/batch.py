@@ -1,6 +1,6 @@
 """A `ForwardBatch` as a `BatchView`: every tensor is the one that SGLang's own kernels read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from canary_adapters import slot_table
 from canary_core.adapters import BatchAdapter
 from canary_core.batch import BatchView
 from canary_sglang import layout
-from canary_sglang.tokens import expected_tokens
+from canary_sglang.tokens import TABLE_STEP, UNKNOWN, expected_tokens
 from canary_sglang.writers import RequestWriters
 
 FIRST_ROWS = 256
@@ -79,6 +79,23 @@ class ForwardBatches(BatchAdapter[Any]):
             positions=positions,
             expected_tokens=expected,
         )
+
+    def padding(self, rows: int) -> Iterator[BatchView]:
+        """A decode and an extend of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+        numbers = self._entries.new_zeros(rows, dtype=torch.int64)
+        lengths = self._entries.new_zeros(rows, dtype=torch.int32)
+        known = lengths.new_full((rows, TABLE_STEP), UNKNOWN)
+        table = slot_table(self._entries, numbers, numbers)
+        for lens, expected in ((numbers, None), (lengths, known)):
+            yield BatchView(
+                prefix_lens=lens,
+                new_lens=lens,
+                token_ids=numbers,
+                writers=lengths,
+                tables=dict.fromkeys(self._regions, table),
+                positions=numbers,
+                expected_tokens=expected,
+            )
 
     def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         rows = seq_lens.shape[0]

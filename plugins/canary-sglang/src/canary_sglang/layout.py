@@ -142,6 +142,11 @@ def window_tokens(runner: Any) -> int | None:
     return None if size is None or size < 0 else int(size) + 1
 
 
+def most_rows(runner: Any) -> int:
+    """How many requests a forward can have: the rows of the table but the one for padding."""
+    return int(runner.req_to_token_pool.req_to_token.shape[0]) - 1
+
+
 def rank() -> int:
     """Rank of this process among those that serve one model."""
     distributed = torch.distributed

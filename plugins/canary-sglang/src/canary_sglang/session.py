@@ -24,6 +24,9 @@ from canary_sglang.pool import SGLangPool, tensor_bytes
 from canary_sglang.vet import EmbeddingVet
 from canary_sglang.writers import RequestWriters
 
+MOST_WARM_ROWS = 256
+"""Requests of a forward up to which nothing is left to compile when the first one comes."""
+
 IDLE_READ_S = 0.5
 """Least time between two reads of the findings while the engine idles: it polls without a pause."""
 
@@ -60,6 +63,7 @@ class Session:
         self.drafts = DraftBatches(runner, names, self.requests)
         self._batches = ForwardBatches(runner, names, self.requests)
         self._inside = False
+        self.canary.warm_up(self._batches.padding, min(MOST_WARM_ROWS, layout.most_rows(runner)))
         self._unguarded: set[str] = set()
         self._idle_read = 0.0
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -1
+TABLE_STEP = 16
+"""Tables are as wide as a multiple of this, so that kernels needn't be compiled for others."""
 MOST_TOKENS = 1 << 22
 """Most entries of one table; positions beyond what fits are not judged."""
 
@@ -16,7 +18,7 @@ def expected_tokens(requests: Sequence[Any | None], ends: Sequence[int], device:
     None if nothing is known. One copy to the device, which the host does not wait for."""
     if all(request is None for request in requests):
         return None
-    width = min(max(ends), MOST_TOKENS // len(requests))
+    width = -(-min(max(ends), MOST_TOKENS // len(requests)) // TABLE_STEP) * TABLE_STEP
     table = torch.full((len(requests), width), UNKNOWN, dtype=torch.int32, pin_memory=device.type == "cuda")
     for row, request, end in zip(table, requests, ends, strict=True):
         if request is None:
