@@ -28,7 +28,7 @@ VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "e
 """Parameters that differ from batch to batch and that no address is made of: nothing is compiled anew for a 1 or a
 multiple of 16 among them."""
 
-UNALIGNED = ("p_slots", "p_write_slots")
+UNALIGNED = ("p_slots", "p_write_slots", "p_expected")
 """Parameters that engines cut out of larger tensors, wherever those begin: nothing is compiled anew for that."""
 
 SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.jit).parameters
