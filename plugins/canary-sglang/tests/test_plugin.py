@@ -6,12 +6,15 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
+import torch
 from canary_sglang import layout, version
 from canary_sglang.hooks import Hooks
 from canary_sglang.plugin import start
+from canary_sglang.vet import EmbeddingVet
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
+from canary_core.records import Kind
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -118,6 +121,35 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     hooks.stop()
     assert hooks.session is None
     assert hooks.sessions == ()
+
+
+class VocabParallelEmbedding(torch.nn.Module):
+    """As SGLang's: rows 0 to 3 of 8 on this rank. Rows 1 and 2 are alike, row 3 is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [3.0, 4.0], [0.0, 0.0]]))
+        self.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=4)
+
+
+@pytest.mark.without_engine
+@pytest.mark.parametrize(
+    ("region", "new", "old", "dismissed"),
+    [
+        ("full", 0, 1, False),
+        ("full", 1, 2, True),
+        ("full", 3, 0, True),
+        ("full", 0, 5, True),
+        ("full", 5, 0, True),
+        ("draft/full", 1, 2, False),
+    ],
+)
+def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old, dismissed):
+    """Rows that are alike or all zero leave the bytes as they were; of rows on another rank nobody knows. Only of the
+    model's own regions."""
+    vet = EmbeddingVet(torch.nn.Sequential(VocabParallelEmbedding()), ["full"])
+    finding = SimpleNamespace(kind=Kind.LOST_WRITE, region=region, token=new, stored_token=old)
+    assert (vet.canary_vet(finding) is not None) is dismissed
 
 
 def test_an_error_of_ours_never_stops_the_engine(start):

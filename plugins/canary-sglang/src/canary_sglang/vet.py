@@ -15,8 +15,8 @@ class EmbeddingVet:
     """Dismisses a `LOST_WRITE` where the old and the new token enter the model as the very same numbers.
 
     Then a correct store leaves the bytes as they were: two rows of the embedding are bit-identical, or the new token's
-    is all zero (padding of the vocabulary). Reads the device, but only after a finding. Tokens whose row is on another
-    tensor-parallel rank are not dismissed. Only about ``regions``, those of ``model``.
+    is all zero (padding of the vocabulary). Reads the device, but only after a finding. Where a row is on another
+    tensor-parallel rank nobody knows, so that is dismissed, too. Only about ``regions``, those of ``model``.
     """
 
     def __init__(self, model: Any, regions: Collection[str]) -> None:
@@ -29,6 +29,8 @@ class EmbeddingVet:
         if violation.kind is not Kind.LOST_WRITE or violation.token is None or violation.region not in self._regions:
             return None
         new = self._row(violation.token)
+        if self._elsewhere(violation.token) or self._elsewhere(violation.stored_token):
+            return f"rows of tokens {violation.token} and {violation.stored_token} are not both on this rank"
         old = None if violation.stored_token is None else self._row(violation.stored_token)
         if new is None:
             return None
@@ -38,14 +40,22 @@ class EmbeddingVet:
             return f"tokens {violation.token} and {violation.stored_token} have the same embedding"
         return None
 
+    def _elsewhere(self, token: int | None) -> bool:
+        shard = getattr(self._embedding(), "shard_indices", None)
+        if shard is None or token is None:
+            return False
+        return not shard.org_vocab_start_index <= token < shard.org_vocab_end_index
+
     def _row(self, token: int) -> Tensor | None:
-        embeddings = (m for m in self._model.modules() if type(m).__name__ == "VocabParallelEmbedding")
-        embedding = next(embeddings, None)
+        embedding = self._embedding()
         weight = getattr(embedding, "weight", None)
         if not isinstance(weight, Tensor):
             return None
         row = token - int(getattr(getattr(embedding, "shard_indices", None), "org_vocab_start_index", 0))
         return weight[row].detach() if 0 <= row < weight.shape[0] else None
+
+    def _embedding(self) -> Any:
+        return next((m for m in self._model.modules() if type(m).__name__ == "VocabParallelEmbedding"), None)
 
 
 def _bits(row: Tensor) -> Tensor:
