@@ -125,3 +125,17 @@ def test_guesses_are_known_after_the_steps(drafts):
     batches.guessed(view, SimpleNamespace(draft_token=torch.tensor([20, 1, 2, 3, 30, 4, 5, 6])))
     assert view.token_ids.tolist() == [1, 2, 4, 5]
     assert view.new_lens.tolist() == [2, 2]
+
+
+@pytest.mark.without_engine
+def test_what_is_compiled_at_start_is_what_the_draft_model_runs(drafts):
+    """Padding views leave out what real ones leave out, in the same types."""
+    batches, batch = drafts
+    batch.out_cache_loc = torch.zeros(8, dtype=torch.int64)
+    steps, extend = batches.steps(batch, 2), batches.extend(batch, torch.zeros(8, dtype=torch.int32))
+    for real, padding in zip((steps, extend), batches.padding(2), strict=True):
+        assert padding.token_ids.dtype == real.token_ids.dtype
+        assert padding.new_lens.dtype == real.new_lens.dtype
+        assert padding.positions is real.positions is None
+        tables = [view.tables["draft/full"] for view in (real, padding)]
+        assert len({table.write_slots is None for table in tables}) == 1

@@ -8,7 +8,7 @@ request's slots, beyond the prefix that anybody reads, until the next iteration 
 A draft pool's slot at position ``p`` holds the token at ``p + 1``, with the hidden state at ``p``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,14 @@ class DraftBatches:
         slots = batch.out_cache_loc
         same = slots is not None and slots.shape == tokens.shape
         return self._view(batch, tokens, tokens.shape[0] // batch.seq_lens.shape[0], slots if same else None)
+
+    def padding(self, rows: int) -> Iterator[BatchView]:
+        """Steps and an extend of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+        numbers = self._entries.new_zeros(rows, dtype=torch.int64)
+        writers = self._entries.new_zeros(rows, dtype=torch.int32)
+        for tokens, slots in ((numbers, None), (writers, numbers)):
+            table = slot_table(self._entries, numbers, slots)
+            yield BatchView(numbers, numbers, tokens, writers, dict.fromkeys(self._regions, table))
 
     def accepted(self, batch: Any, roots: Tensor, result: Any) -> BatchView:
         """What a tree's accepted path became once it was moved to the front of each request's slots; the tokens beyond

@@ -63,7 +63,10 @@ class Session:
         self.drafts = DraftBatches(runner, names, self.requests)
         self._batches = ForwardBatches(runner, names, self.requests)
         self._inside = False
-        self.canary.warm_up(self._batches.padding, min(MOST_WARM_ROWS, layout.most_rows(runner)))
+        warm_rows = min(MOST_WARM_ROWS, layout.most_rows(runner))
+        self.canary.warm_up(self._batches.padding, warm_rows)
+        if self.model is not None:
+            self.canary.warm_up(self.drafts.padding, warm_rows)
         self._unguarded: set[str] = set()
         self._idle_read = 0.0
 
