@@ -303,13 +303,15 @@ class Engine:
         return int(size)
 
     def waits(self, prompts: list[list[int]], new_tokens: int, guarded: bool) -> dict[str, int]:
-        """Serves the prompts from an empty cache; gives how often the host waited for the device or allocated its
-        memory, by function of the CUDA runtime. Without the guard, where it is ``guarded`` no more, only meanwhile."""
+        """Serves the prompts twice from an empty cache; gives how often the host waited for the device or allocated its
+        memory the second time, by function of the CUDA runtime. ``guarded``: False takes the guard away meanwhile."""
         from torch.profiler import ProfilerActivity, profile
 
         self.flush()
         for canary in self.canaries:
             canary.enabled = guarded
+        # A flush gives the device's memory back, so the first round allocates it again.
+        self.serve(prompts, new_tokens)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             self.serve(prompts, new_tokens)
         for canary in self.canaries:

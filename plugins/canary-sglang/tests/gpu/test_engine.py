@@ -15,7 +15,7 @@ FAULTS = (
 )  # fmt: skip
 
 GUARD = {"CANARY_SCRUB_BUDGET": "64MiB"}
-COMMON = {"prompts": 12, "new_tokens": 32, "shared": 300, "patience_s": 280}
+COMMON = {"prompts": 12, "new_tokens": 32, "shared": 300, "patience_s": 400}
 
 
 def setup(options=None, graphed=("DECODE",), regions=("full",), **fields):
@@ -32,7 +32,7 @@ SETUPS = {
     "llama_piecewise": setup({**PREFILL_GRAPHS, "cuda_graph_backend_prefill": "tc_piecewise"}, ("DECODE", "EXTEND")),
     "llama_pages_fp8": setup({"model": "gpu_llama", "page_size": 16, "kv_cache_dtype": "fp8_e4m3"}),
     "llama_pressure": setup({"model": "gpu_llama", "max_total_tokens": 1100, "chunked_prefill_size": 128}),
-    "swa": setup({"model": "gpu_cohere2"}, regions=("full", "swa")),
+    "window": setup({"model": "gpu_cohere2"}, regions=("full", "swa")),
     "mla": setup({"model": "gpu_deepseek_v2"}),
     "eagle": setup(
         {
@@ -52,7 +52,7 @@ SETUPS = {
         prompts=6,
         new_tokens=140,
         shared=600,
-        patience_s=420,
+        patience_s=500,
     ),
 }
 NEEDS = {"dsv4": "tilelang"}
