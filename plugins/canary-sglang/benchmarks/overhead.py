@@ -9,9 +9,9 @@ each in processes of its own. In the engine ``ours`` Canary is switched off and 
 same prompts in turns (`overhead_switch`), so drift of the machine and differences between engines fall out: its loss is
 that of pairs. The other engines are compared with ``off`` by their medians.
 
-Time on an H200 that has run an engine before: start 25-45 s an engine; a repetition of the first workload 5.4 s, of the
-second 0.25 s (0.42 s under SGLang's canary with bytes). ``ours`` takes 45 + 15 to warm up + 8 pairs of the first, 86 +
-30 pairs of the second, 20 = 166 s; each other engine 45 + 8 + 5 x 5.4 + 18 x 0.3 = 86 s: 7 minutes in all.
+Time on an H200 that has run an engine before: start 25-45 s an engine; a turn of the first workload 1.5 (not measured)
++ 1.5 + 3.9 s, of the second 4 x 0.25 s (0.42 s under SGLang's canary with bytes). ``ours`` takes 45 + 12 to warm up +
+8 turns x 2 arms x 7.9 = 183 s, each other engine 45 + 8 + 4 x 7.9 = 85 s: 7.3 minutes in all; a third arm adds 70 s.
 ``--budget-s`` ends it before a limit; what was measured by then is reported.
 
 Results go to ``--out``, a JSON object a line; the last thing printed is a table. Engines talk into ``--log-folder``,
@@ -20,6 +20,7 @@ since children of a killed engine keep pipes open.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,6 @@ def arguments() -> argparse.Namespace:
         "--pairs", type=int, default=8, help="turns of the engine ours through its arms, first workload"
     )
     parser.add_argument("--reps", type=int, default=5, help="repetitions of the other engines, first workload")
-    parser.add_argument("--prompt-factor", type=float, default=3.75, help="times as many of the second, short workload")
     parser.add_argument("--small", action="store_true", help="a tiny model and little traffic")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=int, default=560, help="most seconds in all")
@@ -100,22 +101,24 @@ class Served:
         self._engine.generate(input_ids=prompts, sampling_params=sampling)
         return time.perf_counter() - started
 
-    def measure(self, workload: Workload, arm: str, turn: int) -> dict[str, Any]:
-        """One repetition from an empty cache: all prompts with one new token each, then with all of them."""
+    def measure(self, workload: Workload, arm: str, turn: int) -> Iterator[dict[str, Any]]:
+        """Repetitions from an empty cache, after one that isn't measured: a flush gives the device's memory back. Each
+        is all prompts with one new token each, then others with all of them."""
         self.turn(arm)
-        prefill_s = self.generate_s(workload, 1, 1000 + 2 * turn)
-        result = {
-            "workload": workload.name, "label": str(workload), "arm": arm, "turn": turn,
-            "prefill_s": round(prefill_s, 6),
-            "prefill_tokens_s": round(workload.batch * workload.prompt_tokens / prefill_s, 2),
-        }  # fmt: skip
-        if workload.new_tokens > 1:
-            total_s = self.generate_s(workload, workload.new_tokens, 1001 + 2 * turn)
-            decoded = workload.batch * (workload.new_tokens - 1)
-            result |= {
-                "total_s": round(total_s, 6), "decode_tokens_s": round(decoded / max(total_s - prefill_s, 1e-9), 2)
+        self.generate_s(workload, 1, 10_000 + turn)
+        for repeat in range(workload.repeats):
+            number = turn * workload.repeats + repeat
+            prefill_s = self.generate_s(workload, 1, 20_000 + number)
+            result = {
+                "workload": workload.name, "label": str(workload), "arm": arm, "turn": number,
+                "prefill_s": round(prefill_s, 6),
+                "prefill_tokens_s": round(workload.batch * workload.prompt_tokens / prefill_s, 2),
             }  # fmt: skip
-        return result
+            if workload.new_tokens > 1:
+                total_s = self.generate_s(workload, workload.new_tokens, 30_000 + number)
+                rate = workload.batch * (workload.new_tokens - 1) / max(total_s - prefill_s, 1e-9)
+                result |= {"total_s": round(total_s, 6), "decode_tokens_s": round(rate, 2)}
+            yield result
 
     def close(self) -> None:
         """Ends the engine's processes."""
@@ -136,11 +139,11 @@ def serve(args: argparse.Namespace) -> None:
             for new_tokens in (workload.new_tokens, 1):
                 engine.turn(arm)
                 engine.generate_s(workload, new_tokens, 1)
-    for workload in workloads:
-        for turn in range(turns if workload.new_tokens > 1 else int(turns * args.prompt_factor)):
-            # To and fro, so that a drift falls on all arms alike.
-            for arm in arms if turn % 2 == 0 else arms[::-1]:
-                print("RESULT " + json.dumps({"config": args.child, **engine.measure(workload, arm, turn)}), flush=True)
+    for turn, workload in itertools.product(range(turns), workloads):
+        # To and fro, so that a drift falls on all arms alike.
+        for arm in arms if turn % 2 == 0 else arms[::-1]:
+            for result in engine.measure(workload, arm, turn):
+                print("RESULT " + json.dumps({"config": args.child, **result}), flush=True)
     engine.close()
 
 

@@ -6,12 +6,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """``batch`` requests of ``prompt_tokens`` random tokens at once, all new, that give ``new_tokens`` each."""
+    """``batch`` requests of ``prompt_tokens`` random tokens at once, all new, that give ``new_tokens`` each; measured
+    ``repeats`` times in a row."""
 
     name: str
     batch: int
     prompt_tokens: int
     new_tokens: int
+    repeats: int
 
     def __str__(self) -> str:
         return f"{self.batch} x ({self.prompt_tokens} in, {self.new_tokens} out)"
@@ -26,8 +28,8 @@ class Config:
     title: str
 
 
-WORKLOADS = (Workload("batch", 64, 1024, 256), Workload("prompt", 1, 8000, 1))
-SMALL = (Workload("batch", 3, 48, 8), Workload("prompt", 1, 150, 1))
+WORKLOADS = (Workload("batch", 64, 1024, 256, 1), Workload("prompt", 1, 8000, 1, 3))
+SMALL = (Workload("batch", 3, 48, 8, 1), Workload("prompt", 1, 150, 1, 3))
 """For a CPU, to see that everything runs."""
 
 CONFIGS = {
