@@ -46,8 +46,9 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
 GPU_DEFAULTS: dict[str, Any] = dict(
     device="cuda", load_format="dummy", skip_tokenizer_init=True, attention_backend="triton",
     sampling_backend="pytorch", grammar_backend="none", cuda_graph_max_bs_decode=8,
-    cuda_graph_backend_prefill="disabled", log_level="warning", random_seed=1, mem_fraction_static=0.2,
+    cuda_graph_backend_prefill="disabled", log_level="warning", random_seed=1, mem_fraction_static=0.5,
     max_total_tokens=8192, max_running_requests=8, chunked_prefill_size=256, disable_custom_all_reduce=True,
     disable_overlap_schedule=True,
 )  # fmt: skip
-"""`ServerArgs` of an engine on a GPU: CUDA graphs for decoding, small pools."""
+"""`ServerArgs` of an engine on a GPU: CUDA graphs for decoding, small pools. Several such engines may share a GPU: the
+share of its memory is only what an engine may see taken while it starts."""
