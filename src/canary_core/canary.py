@@ -73,6 +73,7 @@ class Canary:
         self._regions = {r.name: r for r in regions}
         self._states: dict[str, RegionState] = {}
         self._first: Violation | None = None
+        self._counts: dict[str, int] = {}
         self._closed = False
         _require_together(regions)
         if not self.enabled:
@@ -232,6 +233,30 @@ class Canary:
                 self._hooks.hook.canary_detached(canary=self)
             self.enabled = False
 
+    def decode(self, row: Sequence[int]) -> Violation:
+        """A row as the ring has them (see `Row`), with the names of its region, source and requests."""
+        return self._findings.decode(row)
+
+    def report(self, violations: Sequence[Violation]) -> int:
+        """Findings of a check that ran on the host: reported like those of the device; gives how many are new. In
+        raise mode the next `end_step` raises."""
+        if not self.enabled:
+            return 0
+        found = self._findings.take(violations)
+        if found and self._first is None:
+            self._first = found[0]
+        return len(found)
+
+    def settle(self) -> None:
+        """Lets events that wait for the next forward take effect now, on the current stream, which must be the
+        forwards'. Never captured."""
+        if self.enabled:
+            self._flush_changes()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Adds to a counter of a plugin's own, which `stats` gives as ``name``."""
+        self._counts[name] = self._counts.get(name, 0) + number
+
     def tell(self, event: Event) -> None:
         """Hands ``event`` to every plugin; a broken one never stops the engine. Where the settings name the model, so
         does the event."""
@@ -345,14 +370,14 @@ class Canary:
 
     def stats(self) -> dict[str, int]:
         """The counters as of the last host read, by lower-case name of `Counter`; what was reported by name of `Kind`,
-        and ``violations``, their sum."""
+        ``violations``, their sum, and what plugins `count`."""
         if not self._states:
             return {"violations": 0, "forwards": 0}
         named = {c.name.lower(): self._counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
         kinds = {k.name.lower(): n for k, n in self._findings.delivered.items() if n}
         found = sum(self._findings.delivered.values())
         late = {"repeated": self._findings.repeated, "dismissed": self._findings.dismissed}
-        return {"violations": found, "forwards": self.forwards, **named, **late, **kinds}
+        return {"violations": found, "forwards": self.forwards, **named, **late, **kinds, **self._counts}
 
     def scrub_stats(self) -> dict[str, float]:
         """What the scrub comes to: ``scrub_coverage``, how often it went round all pools; ``scrub_share`` of the time,

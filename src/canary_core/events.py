@@ -28,6 +28,9 @@ class Event:
     | fault_moot          | what a fault broke was dropped before anything could read it; it is done again         |
     | fault_not_injected  | a fault was asked for and never done: no such target, no candidate, never due          |
     | unguarded_forward   | an engine ran a kind of forward that its plugin can't check; its slots are not judged  |
+    | sweep               | a sweep of the prefix cache is done and its results are read: nodes, slots, findings   |
+    | sweep_unavailable   | a sweep was asked for and there is no prefix cache, or none that is known              |
+    | window_divergence   | how far a sliding window's slots are from those of the full pool, and what it evicted  |
     | adopted             | a cache that held tokens already was taken over; they are not judged until rewritten   |
     | cache_changed       | a cache was changed by something else than its own methods                             |
     | cache_layers_disagree | layers of one cache hold different lengths: which                                    |

@@ -32,9 +32,12 @@ class Findings:
 
     def deliver(self, rows: Sequence[Sequence[int]]) -> list[Violation]:
         """The findings of ``rows`` (see `Row`) that are new and stand, each after its hooks were called."""
+        return self.take([self.decode(row) for row in rows])
+
+    def take(self, violations: Sequence[Violation]) -> list[Violation]:
+        """As `deliver`, for findings that are decoded already."""
         stand = []
-        for row in rows:
-            violation = self.decode(row)
+        for violation in violations:
             if self._repeats(violation):
                 self.repeated += 1
                 continue
@@ -103,7 +106,9 @@ class Findings:
         """Whether this was reported before. A fault that persists is found by every check; one that comes back after
         the slot was written again, or with other bytes, is new."""
         key: tuple[object, ...] = (v.kind, v.region, v.slot, v.source, v.step_written, v.found_value)
-        if v.kind is not Kind.BYTES:
+        if v.kind is Kind.CACHE_STRUCTURE:
+            key = (*key, v.rule, v.node, v.detail)
+        elif v.kind is not Kind.BYTES:
             key = (*key, v.position, v.request)
         if key in self._known:
             self._known.move_to_end(key)

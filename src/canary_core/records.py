@@ -97,35 +97,37 @@ class Kind(IntEnum):
     """The allocator handed out a slot that is in use."""
     WRITE_AFTER_FREE = 15
     """A forward wrote a slot that was freed and not handed out again."""
+    CACHE_STRUCTURE = 16
+    """The prefix cache contradicts itself, its allocator or its window map."""
 
 
 class Counter(IntEnum):
     """Index into the device's int64 counters. Indices below `FIRST` are the per-kind violation counts."""
 
-    FIRST = 16
-    ROWS = 16
+    FIRST = 24
+    ROWS = 24
     """Violation rows ever reserved in the ring (written or dropped)."""
-    DRAINED = 17
+    DRAINED = 25
     """Rows the host has taken; set by the host. A row is kept while ``ROWS - DRAINED < ring rows``."""
-    CHECKED_SLOTS = 18
+    CHECKED_SLOTS = 26
     """Slots whose mapping was checked."""
-    CHECKED_BYTES = 19
+    CHECKED_BYTES = 27
     """Bytes whose fingerprint was compared, by read checks and scrub."""
-    RECORDED_SLOTS = 20
+    RECORDED_SLOTS = 28
     """Slots recorded after a forward."""
-    RECORDED_BYTES = 21
+    RECORDED_BYTES = 29
     """Bytes fingerprinted after a forward."""
-    UNKNOWN_SLOTS = 22
+    UNKNOWN_SLOTS = 30
     """Slots skipped by a check because their bytes arrived without records."""
-    UNSURE = 23
+    UNSURE = 31
     """Suspicions that are not certain, e.g. bytes unchanged by a write of the same token; never reported."""
-    CHECKED_FORWARDS = 24
+    CHECKED_FORWARDS = 32
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
-    SCRUBBED_SLOTS = 25
+    SCRUBBED_SLOTS = 33
     """Slots passed by the scrub, written or not: divided by the region's slots, how often it went round."""
 
 
-COUNTERS = 32
+COUNTERS = 40
 """Length of the counter tensor."""
 
 

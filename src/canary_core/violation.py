@@ -7,14 +7,15 @@ from canary_core.records import Kind, Phase, State
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One finding. Unknown fields are None. ``step`` is the forward, counted from 1, whose check found it."""
+    """One finding. Unknown fields are None. ``step`` is the forward, counted from 1, whose check found it. ``node`` is
+    the engine's number of a prefix cache's node; ``rule`` names what its structure breaks, ``detail`` says how."""
 
     kind: Kind
     region: str
     phase: Phase
     step: int
-    slot: int
-    page: int
+    slot: int | None = None
+    page: int | None = None
     source: str | None = None
     layer: int | None = None
     half: str | None = None
@@ -30,6 +31,9 @@ class Violation:
     step_written: int | None = None
     step_freed: int | None = None
     rank: int = 0
+    node: int | None = None
+    rule: str | None = None
+    detail: str | None = None
 
     def fields(self) -> dict[str, object]:
         """The known fields as plain values, for an event or JSON; hashes as hexadecimal text."""
@@ -50,13 +54,22 @@ class Violation:
         """What happened and what usually causes it."""
         return _EXPLANATIONS[self.kind].format(
             where=self._where(),
-            reader=self.request or "a request",
+            reader=self._reader(),
+            node=self._node(),
             writer=self.stored_request or "an unknown request",
             v=self,
         )
 
     def __str__(self) -> str:
         return f"{self.kind.name.lower()} in region {self.region}, step {self.step}: {self.explanation}"
+
+    def _reader(self) -> str:
+        if self.phase is Phase.SWEEP:
+            return f"a hit on {self._node()}"
+        return self.request or "a request"
+
+    def _node(self) -> str:
+        return "the prefix cache" if self.node is None else f"node {self.node} of the prefix cache"
 
     def _where(self) -> str:
         source = f" of {self.source}" if self.source else ""
@@ -93,6 +106,7 @@ _EXPLANATIONS = {
     "{v.step_written}, still has it: allocated twice, or a free was lost.",
     Kind.WRITE_AFTER_FREE: "{reader} wrote position {v.position} to {where}, which {writer} freed at step "
     "{v.step_freed} and nobody was given since: write after free.",
+    Kind.CACHE_STRUCTURE: "{node} is broken: {v.detail}.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at position {v.position} to {where}: numerics, or "
     "poisoned padding.",
 }
