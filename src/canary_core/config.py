@@ -62,6 +62,18 @@ class CanaryConfig(BaseSettings):
         "such as 64MiB; 0 turns it off.",
         json_schema_extra=_unit("share of time, or bytes per forward"),
     )
+    sweep_interval: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Forwards between two sweeps of the engine's prefix cache: every node's slots against what was "
+        "recorded, and the cache's own structure; 0: none.",
+        json_schema_extra=_unit("forwards"),
+    )
+    divergence_interval: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Forwards between two window_divergence events, for engines that map a sliding window's slots from "
+        "those of the full pool; 0: none.",
+        json_schema_extra=_unit("forwards"),
+    )
     non_finite: bool = Field(default=True, description="Report NaN and infinity in float KV that was just written.")
     read_interval: Annotated[int, Field(ge=1)] = Field(
         default=4,

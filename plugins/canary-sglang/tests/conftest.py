@@ -199,11 +199,14 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineProcess]]:
-    """Starts an engine from the fields of a `Setup`: ``launch({"options": {...}}, CANARY_MODE="log")``."""
+    """Starts an engine from the fields of a `Setup`: ``launch({"options": {...}}, CANARY_MODE="log")``, or from a setup
+    of `SETUPS` by its name, with some of its fields added to."""
     processes = []
 
-    def launch_engine(fields: dict[str, Any], **settings: str) -> EngineProcess:
-        processes.append(EngineProcess(Setup(**fields), tmp_path_factory.mktemp("engine"), **settings))
+    def launch_engine(fields: dict[str, Any], like: str = "", **settings: str) -> EngineProcess:
+        known = vars(SETUPS[like]) if like else {}
+        merged = {k: {**known[k], **v} if isinstance(v, dict) and k in known else v for k, v in fields.items()}
+        processes.append(EngineProcess(Setup(**{**known, **merged}), tmp_path_factory.mktemp("engine"), **settings))
         return processes[-1]
 
     yield launch_engine

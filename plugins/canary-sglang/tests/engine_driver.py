@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cache_faults
 import torch
 from gpu_models import GPU_DEFAULTS, GPU_MODELS
 
@@ -130,6 +131,7 @@ class Engine:
         model = options.pop("model", "llama")
         if model == "deepseek_v4":
             _fake_deepseek_v4()
+        cache_faults.use_swa_radix_cache(options)
         options["model_path"] = _write_model(folder, model)
         if "draft_model" in options:
             options["speculative_draft_model_path"] = _write_model(folder / "draft", options.pop("draft_model"))
@@ -292,6 +294,14 @@ class Engine:
             ],
             "violations": [v.fields() for v in found],
         }
+
+    def sweep(self) -> dict[str, Any]:
+        """One sweep of the idle engine's prefix cache, to its end; what it told."""
+        return cache_faults.sweep(self)
+
+    def break_cache(self, how: str, which: str = "any") -> dict[str, Any]:
+        """Corrupts the prefix cache as `cache_faults` knows how to, sweeps, repairs it again; gives what was found."""
+        return cache_faults.break_cache(self, how, which)
 
     def flush(self) -> bool:
         """Empties the prefix cache, as a client may ask for at any time."""

@@ -107,6 +107,8 @@ class Hooks:
             self._watch = Watch(self._config.silence_s, self._silent)
         for session in self.sessions:
             session.notice(batch.reqs)
+        if self.session is not None:
+            self.session.sweep.before_batch(scheduler)
 
     def _flushed(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if result:
@@ -114,6 +116,8 @@ class Hooks:
                 session.flushed()
 
     def _idle(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if self.session is not None:
+            self.session.sweep.idle(scheduler)
         for session in self.sessions:
             session.idle()
 

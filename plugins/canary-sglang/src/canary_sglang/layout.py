@@ -1,5 +1,5 @@
-"""What we know of SGLang's insides, and how releases differ: names of functions and attributes appear here and in
-`pool` only.
+"""What we know of SGLang's insides, and how releases differ: names of functions and attributes appear here, in
+`pool` and in `tree` only.
 
 | what                                     | releases                                                             |
 |------------------------------------------|----------------------------------------------------------------------|

@@ -19,8 +19,10 @@ from canary_core.events import Event
 from canary_core.region import Region, Uncovered
 from canary_sglang import layout
 from canary_sglang.batch import ForwardBatches
+from canary_sglang.divergence import WindowDivergence
 from canary_sglang.draft import DraftBatches
 from canary_sglang.pool import SGLangPool, tensor_bytes
+from canary_sglang.sweep import PrefixSweep
 from canary_sglang.vet import EmbeddingVet
 from canary_sglang.writers import RequestWriters
 
@@ -62,6 +64,8 @@ class Session:
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
         self.drafts = DraftBatches(runner, names, self.requests)
         self._batches = ForwardBatches(runner, names, self.requests)
+        self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size))
+        self._divergence = WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token)
         self._inside = False
         warm_rows = min(MOST_WARM_ROWS, layout.most_rows(runner))
         self.canary.warm_up(self._batches.padding, warm_rows)
@@ -80,8 +84,10 @@ class Session:
         # Without names it is the engine's own warm-up, or within the capture of a graph, where the host may do nothing.
         if not self.canary.enabled or self._inside or batch.rids is None:
             return original()
+        self.sweep.issue()
         view = self.guarded("batch", lambda: self._batches.view(batch))
         if view is not None:
+            self._divergence.before_forward(batch, view)
             self.canary.pre_forward(view)
         output = original()
         if view is None:
@@ -103,6 +109,7 @@ class Session:
         view and the output before anything is recorded. Raises `ViolationError` in raise mode."""
         if not self.canary.enabled:
             return original()
+        self.sweep.issue()
         seen = self.guarded("batch", view)
         if seen is None:
             return original()
@@ -147,6 +154,10 @@ class Session:
 
     def close(self) -> None:
         """Drains and ends. Never raises `ViolationError`: what it finds is reported."""
+        with contextlib.suppress(ViolationError):
+            self.canary.drain()
+        self.sweep.finish()
+        self._divergence.finish()
         with contextlib.suppress(ViolationError):
             self.canary.close()
         if plugins.manager().is_registered(self._vet):

@@ -25,14 +25,14 @@ def expected_tokens(requests: Sequence[Any | None], ends: Sequence[int], device:
             continue
         prompt = request.origin_input_ids
         known = min(len(prompt), end, width)
-        row[:known] = _as_tensor(prompt)[:known]
+        row[:known] = as_tensor(prompt)[:known]
         output = request.output_ids[: min(end, width) - known] if known == len(prompt) else ()
         if len(output):
-            row[known : known + len(output)] = _as_tensor(output)
+            row[known : known + len(output)] = as_tensor(output)
     return table.to(device, non_blocking=True)
 
 
-def _as_tensor(tokens: Any) -> Tensor:
+def as_tensor(tokens: Any) -> Tensor:
     """Without a copy where SGLang keeps them as an array."""
     if getattr(tokens, "typecode", None) == "q":
         return torch.frombuffer(tokens, dtype=torch.int64) if len(tokens) else torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,110 @@
+"""`WindowDivergence`: how a sliding window's slots lie beside those of the full pool, now and then, as an event."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core.batch import BatchView
+from canary_core.canary import Canary
+from canary_core.events import Event
+from canary_core.region import Region, RegionKind
+
+MOST_ENTRIES = 1 << 20
+"""Entries of the request table that are looked at together; more of them are taken in turns."""
+
+FIELDS = ("full_entries", "window_entries", "live_entries", "diverged", "out_of_window", "evicted_inside")
+"""What is counted; see `WindowDivergence`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    """Counts on their way to the host."""
+
+    region: str
+    step: int
+    counts: Tensor
+    ready: torch.cuda.Event | None
+
+
+class WindowDivergence:
+    """Counts, on the device, every ``CANARY_DIVERGENCE_INTERVAL`` forwards, over the requests of that forward:
+
+    | field          | what                                                                                      |
+    |----------------|-------------------------------------------------------------------------------------------|
+    | full_entries   | entries whose mapping the check of a full pool looks at before this forward               |
+    | window_entries | entries that the check of the window looks at                                             |
+    | live_entries   | entries of the requests' tables, the new tokens' included                                 |
+    | diverged       | live entries that have a slot of the window with another number than that of the full pool|
+    | out_of_window  | live entries without a slot of the window: it has passed                                  |
+    | evicted_inside | of these, entries that the forward still reads: a bug, which the check reports as well    |
+
+    Read back some forwards later, without waiting. In log mode nothing is raised.
+    """
+
+    def __init__(self, canary: Canary, entries: Tensor) -> None:
+        self._canary = canary
+        self._entries = entries
+        self._interval = canary.config.divergence_interval
+        self._forwards = 0
+        self._samples: list[_Sample] = []
+        windows = [r for r in canary.regions.values() if r.kind is RegionKind.WINDOW and r.slot_map is not None]
+        self._windows = windows if self._interval and canary.enabled else []
+
+    def before_forward(self, batch: Any, view: BatchView) -> None:
+        """Called before a forward that is checked, on its stream."""
+        if not self._windows or not self._canary.enabled:
+            return
+        try:
+            self.finish()
+            self._forwards += 1
+            if self._forwards % self._interval == 0:
+                self._samples += [self._sample(region, batch, view) for region in self._windows]
+        except Exception as error:
+            self._canary.fail("canary_sglang: window divergence", error)
+
+    def finish(self) -> None:
+        """Tells what has arrived."""
+        while self._samples and (self._samples[0].ready is None or self._samples[0].ready.query()):
+            sample = self._samples.pop(0)
+            fields: dict[str, object] = dict(zip(FIELDS, sample.counts.tolist(), strict=True))
+            level = "error" if fields["evicted_inside"] else "info"
+            told = {"region": sample.region, "step": sample.step, **fields}
+            self._canary.tell(Event("window_divergence", level, told))
+            self._canary.count("divergence_reports")
+
+    def _sample(self, region: Region, batch: Any, view: BatchView) -> _Sample:
+        prefix, new = view.prefix_lens.long(), view.new_lens.long()
+        width = self._entries.shape[1]
+        if getattr(batch, "seq_lens_cpu", None) is not None:
+            # What is being verified comes on top of them.
+            width = min(width, max(batch.seq_lens_cpu.tolist(), default=0) + view.tokens)
+        rows = max(MOST_ENTRIES // max(width, 1), 1)
+        counts = torch.zeros(len(FIELDS), dtype=torch.int64, device=prefix.device)
+        for first in range(0, view.rows, rows):
+            part = slice(first, first + rows)
+            table = self._entries[batch.req_pool_indices[part].long(), :width]
+            counts += _count(region, table, prefix[part], new[part])
+        if not counts.is_cuda:
+            return _Sample(region.name, self._canary.forwards + 1, counts, None)
+        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        host.copy_(counts, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return _Sample(region.name, self._canary.forwards + 1, host, ready)
+
+
+def _count(region: Region, table: Tensor, prefix: Tensor, new: Tensor) -> Tensor:
+    """`FIELDS` of requests with ``prefix`` tokens in the cache and ``new`` to write, int64 ``[rows]``, whose slots of
+    the full pool are ``table``."""
+    slot_map = table.new_zeros(1) if region.slot_map is None else region.slot_map
+    number = table.long()
+    mapped = slot_map[number.clamp(0, slot_map.shape[0] - 1)].long()
+    gone = (mapped < 0) | (mapped == (-1 if region.null_slot is None else region.null_slot))
+    position = torch.arange(table.shape[1], device=table.device)
+    live = position < (prefix + new)[:, None]
+    read = (position < prefix[:, None]) & (position >= (prefix - (region.attention_window - 1))[:, None])
+    full, window = prefix.sum(), prefix.clamp(max=region.attention_window - 1).sum()
+    shown = (live, live & ~gone & (mapped != number), live & gone, read & gone)
+    return torch.stack([full, window, *(mask.sum() for mask in shown)])

@@ -1,0 +1,240 @@
+"""Corruptions of a real SGLang prefix cache, made by hand where the cache keeps its nodes, and taken back again."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from canary_core.records import POSITION, STATES, TOKEN
+
+SWA_CACHE = "swa_radix_cache_of_tests"
+
+
+def use_swa_radix_cache(options: dict[str, Any]) -> None:
+    """Makes ``radix_cache_backend`` `SWA_CACHE` known, where the options ask for it: releases to 0.5.20 still have
+    `SWARadixCache`, and use it for nothing by themselves."""
+    if options.get("radix_cache_backend") != SWA_CACHE:
+        return
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
+
+    register_radix_cache_backend(SWA_CACHE, lambda context: SWARadixCache(params=context.params))
+
+
+def sweep(engine: Any) -> dict[str, Any]:
+    """Idles until one more sweep, begun now, is done; its event's fields."""
+    sweeper = engine.session.sweep
+    told = _sweeps(engine)
+    sweeper._abandon()
+    sweeper._due = 0
+    for _ in range(1000):
+        # Not through the scheduler, whose own checks end the process where the cache and the allocator disagree.
+        sweeper.idle(engine.scheduler)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if len(_sweeps(engine)) > len(told):
+            return dict(_sweeps(engine)[len(told)].fields)
+    raise RuntimeError("the sweep does not end")
+
+
+def break_cache(engine: Any, how: str, which: str) -> dict[str, Any]:
+    """``how``: a function below. ``which``: any node of two tokens or more, one that a request holds (``locked``), or
+    one whose window has passed (``passed``)."""
+    if which == "locked":
+        engine._submit(list(max((r.origin_input_ids for r in engine.requests), key=len)), 30)
+        for _ in range(4):
+            engine._step()
+    if which == "passed":
+        # More than a few windows long, so that the first of them is gone when it is cached.
+        engine.serve([[len(engine.requests) % 240 + 4, 6, 5, 4, 3, 7, 6, 5]], 80)
+    node = _choose(engine, which)
+    engine.session.canary.drain()
+    engine.told.violations = []
+    about, undo = HOW[how](engine, node)
+    report = sweep(engine)
+    found, engine.told.violations = engine.told.violations, []
+    undo()
+    while which == "locked" and engine._step():
+        pass
+    return {"node": node.id, **about, "sweep": report, "violations": [v.fields() for v in found]}
+
+
+def swap(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Two tokens of the node change slots."""
+    value = _value(engine, node)
+    slots = value[:2].tolist()
+    value[:2] = value[[1, 0]]
+
+    def undo() -> None:
+        value[:2] = value[[1, 0]]
+
+    return {"slots": slots}, undo
+
+
+def token(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """A slot of the node was written for another token, as far as anybody remembers."""
+    slot = int(_value(engine, node)[-1])
+    changed = []
+    for name, state in engine.session.canary.states.items():
+        own = slot // state.region.tokens_per_slot
+        if state.region.slot_map is not None:
+            own = int(state.region.slot_map[own])
+        written = int(state.records[own, POSITION]) % STATES == 1
+        if own and written and (state.region.tokens_per_slot == 1 or (slot + 1) % state.region.tokens_per_slot == 0):
+            changed.append((name, own))
+            state.records[own, TOKEN] += 1
+
+    def undo() -> None:
+        for name, own in changed:
+            engine.session.canary.states[name].records[own, TOKEN] -= 1
+
+    return {"slots": [slot], "changed": changed}, undo
+
+
+def free(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The allocator got the node's slots back, and the cache still has them."""
+    allocator = _allocator(engine)
+    before = {name: value for name, value in vars(allocator).items() if name.endswith("_pages")}
+    value = _value(engine, node)
+    allocator.free(value.clone())
+
+    def undo() -> None:
+        vars(allocator).update(before)
+
+    return {"slots": value.tolist()}, undo
+
+
+def lock(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """One release too many."""
+    where, name = _lock(engine, node)
+    before = getattr(where, name)
+    setattr(where, name, -1)
+    return {}, lambda: setattr(where, name, before)
+
+
+def key(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Its parent has the node under another token."""
+    children = node.parent.children
+    own = next(name for name, child in children.items() if child is node)
+    children["other"] = children.pop(own)
+
+    def undo() -> None:
+        children[own] = children.pop("other")
+
+    return {}, undo
+
+
+def parent(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The node believes to be somebody else's child."""
+    own, node.parent = node.parent, node
+    return {}, lambda: setattr(node, "parent", own)
+
+
+def twice(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """A slot of another node takes the place of one of this."""
+    other = next(n for n in _nodes(engine) if n is not node and _value(engine, n) is not None)
+    value = _value(engine, node)
+    before = int(value[0])
+    value[0] = _value(engine, other)[0]
+    return {"slots": [int(value[0])], "other": other.id}, lambda: value.__setitem__(0, before)
+
+
+def sizes(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The cache counts one token more than it has."""
+    tree = _tree(engine)
+    counts = getattr(tree, "component_evictable_size_", None)
+    if counts is None:
+        counts = vars(tree)
+    name = next(name for name in counts if not isinstance(name, str) or name.endswith("evictable_size_"))
+    counts[name] += 1
+    return {}, lambda: counts.__setitem__(name, counts[name] - 1)
+
+
+def unmap(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """A node in the window loses its slots there."""
+    slot_map = engine.session.canary.regions["swa"].slot_map
+    slot = int(_value(engine, node)[0])
+    before = int(slot_map[slot])
+    slot_map[slot] = 0
+    return {"slots": [slot]}, lambda: slot_map.__setitem__(slot, before)
+
+
+def remap(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """A node whose window has passed still has a slot there."""
+    slot_map = engine.session.canary.regions["swa"].slot_map
+    slot = int(_value(engine, node)[0])
+    before = int(slot_map[slot])
+    slot_map[slot] = 3
+    return {"slots": [3]}, lambda: slot_map.__setitem__(slot, before)
+
+
+HOW: dict[str, Callable[[Any, Any], tuple[dict[str, Any], Callable[[], None]]]] = {
+    f.__name__: f for f in (swap, token, free, lock, key, parent, twice, sizes, unmap, remap)
+}
+
+
+class RustNode:
+    """A node of the core in Rust, which can only be asked for by its number."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+
+
+def _sweeps(engine: Any) -> list[Any]:
+    return [event for event in engine.told.events if event.name == "sweep"]
+
+
+def _tree(engine: Any) -> Any:
+    cache = engine.scheduler.tree_cache
+    return getattr(cache, "tree_core", cache)
+
+
+def _allocator(engine: Any) -> Any:
+    allocator = engine.scheduler.token_to_kv_pool_allocator
+    return getattr(allocator, "full_attn_allocator", allocator)
+
+
+def _nodes(engine: Any) -> Iterator[Any]:
+    stack = [_tree(engine).root_node]
+    while stack:
+        node = stack.pop()
+        if node.parent is not None:
+            yield node
+        stack += node.children.values()
+
+
+def _choose(engine: Any, which: str) -> Any:
+    if type(_tree(engine)).__name__ == "RustUnifiedTreeCore":
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        keys = [RadixKey(request.origin_input_ids) for request in reversed(engine.requests)]
+        hits = (_tree(engine).match_prefix(MatchPrefixParams(key=key)) for key in keys)
+        return RustNode(next(hit.last_device_node for hit in hits if len(hit.device_indices) > 1))
+    wanted = {
+        "any": lambda node: not _passed(engine, node),
+        "locked": lambda node: getattr(*_lock(engine, node)) > 0,
+        "passed": lambda node: _passed(engine, node),
+    }[which]
+    return next(n for n in _nodes(engine) if wanted(n) and len(n.key) > 1 and _value(engine, n) is not None)
+
+
+def _value(engine: Any, node: Any) -> Any:
+    if isinstance(node, RustNode):
+        return _tree(engine)._binding.get_component_device_value(node.id, 0)
+    return node.component_data[0].value if hasattr(node, "component_data") else node.value
+
+
+def _lock(engine: Any, node: Any) -> tuple[Any, str]:
+    if hasattr(node, "component_data"):
+        return node.component_data[0], "lock_ref"
+    return node, "full_lock_ref" if hasattr(node, "full_lock_ref") else "lock_ref"
+
+
+def _passed(engine: Any, node: Any) -> bool:
+    if "swa" not in engine.session.canary.regions:
+        return False
+    if hasattr(node, "component_data"):
+        kinds = {kind.name: kind for kind in _tree(engine).component_types}
+        return node.component_data[kinds["SWA"]].value is None
+    return bool(node.swa_tombstone)

@@ -1,0 +1,158 @@
+"""Walks through a tree that changes in between, over nodes like SGLang's."""
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from canary_sglang.tree import Radix
+from canary_sglang.walk import Limit, NodeWalk
+
+pytestmark = pytest.mark.without_engine
+
+NODES = count(1)
+
+
+class Key:
+    """Tokens, as far as a walk asks for them."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.token_ids = tokens
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def child_key(self, page_size: int) -> int:
+        return self.token_ids[0]
+
+
+def node(parent: Any, tokens: list[int], first_slot: int) -> Any:
+    """A new node below ``parent``, its slots in a row."""
+    slots = torch.arange(first_slot, first_slot + len(tokens))
+    new = SimpleNamespace(id=next(NODES), parent=parent, key=Key(tokens), value=slots, lock_ref=0, children={})
+    if parent is not None:
+        parent.children[tokens[0]] = new
+    return new
+
+
+@pytest.fixture
+def cache():
+    """A root, two nodes below it, the first with two children."""
+    root = node(None, [], 0)
+    one = node(root, [1, 2, 3, 4], 10)
+    node(one, [5, 6], 20)
+    node(one, [7, 8, 9], 30)
+    node(root, [2, 2], 40)
+    return SimpleNamespace(root_node=root, page_size=1, evictable_size_=11, protected_size_=0)
+
+
+def walked(walk: NodeWalk, limit: Limit, between: Any = None) -> list[tuple[int, list[int], list[int] | None]]:
+    """Runs as (first position, slots, slot before), in order of their slots."""
+    found = []
+    for moment in range(100):
+        piece = walk.next(limit, moment)
+        found += [(r.first, r.slots.tolist(), None if r.before is None else r.before.tolist()) for r in piece.runs]
+        assert piece.broken == []
+        if walk.ended:
+            return sorted(found, key=lambda run: run[1])
+        if between is not None:
+            between(moment)
+    raise AssertionError("the walk does not end")
+
+
+WHOLE = [(0, [10, 11, 12, 13], None), (4, [20, 21], [13]), (4, [30, 31, 32], [13]), (0, [40, 41], None)]
+
+
+def test_a_whole_tree(cache):
+    """Every node, with its positions, and the slot before it."""
+    walk = NodeWalk(Radix(cache))
+    assert walked(walk, Limit(100, 100)) == WHOLE
+    assert (walk.nodes, walk.tokens, walk.vanished, walk.sizes_checked) == (4, 11, 0, True)
+
+
+@pytest.mark.parametrize("limit", [Limit(1, 100), Limit(2, 100), Limit(100, 3), Limit(100, 1)])
+def test_in_pieces(cache, limit):
+    """Each slot once, whatever a piece may hold; sizes are not judged over several moments."""
+    walk = NodeWalk(Radix(cache))
+    runs = walked(walk, limit)
+    assert sorted(slot for _, slots, _ in runs for slot in slots) == [s for _, slots, _ in WHOLE for s in slots]
+    positions = {slot: first + i for first, slots, _ in runs for i, slot in enumerate(slots)}
+    assert positions == {slot: first + i for first, slots, _ in WHOLE for i, slot in enumerate(slots)}
+    before = {slots[0]: prior for _, slots, prior in runs}
+    assert all(before[s] == (None if p == 0 else [s - 1] if p < 4 or s in (21, 31, 32) else [13])
+               for s, p in positions.items() if s in before)  # fmt: skip
+    assert walk.sizes_checked is False
+
+
+def test_what_is_gone_is_skipped(cache):
+    """A node that is evicted before its turn is counted, and nothing is said of it."""
+    walk = NodeWalk(Radix(cache))
+
+    def evict(moment: int) -> None:
+        cache.root_node.children.pop(1, None)
+
+    runs = walked(walk, Limit(1, 100), evict)
+    assert runs == [(0, [40, 41], None)]
+    assert walk.vanished == 1
+
+
+def test_a_split_above_a_node_is_walked_with_it(cache):
+    """A node is split into a new parent and itself before its turn: both are walked."""
+    walk = NodeWalk(Radix(cache))
+    root, one = cache.root_node, cache.root_node.children[1]
+
+    def split(moment: int) -> None:
+        if one.parent is not root:
+            return
+        above = SimpleNamespace(
+            id=next(NODES), parent=root, key=Key([1, 2]), value=one.value[:2].clone(), lock_ref=0, children={3: one}
+        )
+        root.children[1] = above
+        one.parent, one.key, one.value = above, Key([3, 4]), one.value[2:].clone()
+
+    runs = walked(walk, Limit(1, 100), split)
+    assert runs == [(0, [10, 11], None), (2, [12, 13], [11]), *WHOLE[1:]]
+    assert walk.vanished == 0
+
+
+def test_a_node_that_is_split_while_it_is_walked_begins_anew(cache):
+    """Its first half was walked; then its slots are others."""
+    one = cache.root_node.children[1]
+    cache.root_node.children.pop(2)
+    cache.evictable_size_ = 9
+    walk = NodeWalk(Radix(cache))
+    first = walk.next(Limit(1, 2), 0)
+    assert [run.slots.tolist() for run in first.runs] == [[10, 11]]
+    one.value = one.value.clone()
+    assert walked(walk, Limit(100, 100))[0] == WHOLE[0]
+
+
+def test_a_flush_ends_it(cache):
+    """Another root: what was left is gone."""
+    walk = NodeWalk(Radix(cache))
+
+    def flush(moment: int) -> None:
+        cache.root_node = node(None, [], 0)
+
+    walked(walk, Limit(1, 100), flush)
+    assert walk.vanished == 1
+    assert walk.sizes_checked is False
+
+
+@pytest.mark.parametrize(
+    ("rule", "breaks"),
+    [
+        ("lock_ref", lambda one: setattr(one, "lock_ref", -1)),
+        ("lock_order", lambda one: setattr(one.children[5], "lock_ref", 2)),
+        ("parent", lambda one: setattr(one.children[5], "parent", one.children[7])),
+        ("key", lambda one: one.children.update({6: one.children.pop(5)})),
+        ("length", lambda one: setattr(one, "value", one.value[:3])),
+        ("sizes", lambda one: setattr(one.children[5], "lock_ref", 0) or one.children.pop(5)),
+    ],
+)
+def test_contradictions_are_named(cache, rule, breaks):
+    """Each by its rule."""
+    breaks(cache.root_node.children[1])
+    piece = NodeWalk(Radix(cache)).next(Limit(100, 100), 0)
+    assert rule in {broken.rule for broken in piece.broken}
