@@ -45,8 +45,7 @@ def break_cache(engine: Any, how: str, which: str) -> dict[str, Any]:
         for _ in range(4):
             engine._step()
     if which == "passed":
-        # More than a few windows long, so that the first of them is gone when it is cached.
-        engine.serve([[len(engine.requests) % 240 + 4, 6, 5, 4, 3, 7, 6, 5]], 80)
+        _evict_windows(engine)
     node = _choose(engine, which)
     engine.session.canary.drain()
     engine.told.violations = []
@@ -217,6 +216,17 @@ def _choose(engine: Any, which: str) -> Any:
         "passed": lambda node: _passed(engine, node),
     }[which]
     return next(n for n in _nodes(engine) if wanted(n) and len(n.key) > 1 and _value(engine, n) is not None)
+
+
+def _evict_windows(engine: Any) -> None:
+    """Has the cache give up slots of the window until an inner node is left without."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    for _ in range(100):
+        if any(_passed(engine, node) and len(node.key) > 1 for node in _nodes(engine)):
+            return
+        engine.scheduler.tree_cache.evict(EvictParams(num_tokens=0, swa_num_tokens=4))
+    raise RuntimeError("no window is ever given up")
 
 
 def _value(engine: Any, node: Any) -> Any:
