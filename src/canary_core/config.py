@@ -94,6 +94,11 @@ class CanaryConfig(BaseSettings):
         "is raised; 0: never.",
         json_schema_extra=_unit("seconds"),
     )
+    transfer_records: bool = Field(
+        default=True,
+        description="What is known of slots travels with their bytes to host memory and to other engines, where the "
+        "engine's plugin knows how; false: what arrives is not judged until it is written again.",
+    )
     rank: Annotated[int, Field(ge=0)] = Field(default=0, description="Rank of this process, shown in findings.")
     model: str = Field(
         default="",

@@ -31,6 +31,9 @@ class Event:
     | sweep               | a sweep of the prefix cache is done and its results are read: nodes, slots, findings   |
     | sweep_unavailable   | a sweep was asked for and there is no prefix cache, or none that is known              |
     | window_divergence   | how far a sliding window's slots are from those of the full pool, and what it evicted  |
+    | records_travel      | records go with KV to host memory or to another engine: which way, and what that takes |
+    | records_left_out    | they can't, and why; what arrives is not judged                                        |
+    | records_travelled   | at the end: how many slots went and came that way                                      |
     | adopted             | a cache that held tokens already was taken over; they are not judged until rewritten   |
     | cache_changed       | a cache was changed by something else than its own methods                             |
     | cache_layers_disagree | layers of one cache hold different lengths: which                                    |

@@ -104,6 +104,16 @@ SETUPS = {
         since="0.5.21",
         left_out=frozenset({"swa", "compressor states", "indexer states"}),
     ),
+    "hicache": Setup(
+        {
+            "enable_hierarchical_cache": True,
+            "hicache_ratio": 8.0,
+            "hicache_io_backend": "direct",
+            "hicache_mem_layout": "layer_first",
+            "hicache_write_policy": "write_through",
+            "max_total_tokens": 160,
+        }
+    ),
     "radix_off": Setup({"disable_radix_cache": True}),
 }
 
@@ -212,6 +222,14 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., E
     yield launch_engine
     for process in processes:
         process.close()
+
+
+@pytest.fixture(scope="module")
+def hicache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine whose prefix cache reaches into host memory, with the read check off as it is by default."""
+    process = EngineProcess(SETUPS["hicache"], tmp_path_factory.mktemp("hicache"), CANARY_READ_CHECK="0")
+    yield process
+    process.close()
 
 
 @pytest.fixture

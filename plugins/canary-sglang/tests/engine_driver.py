@@ -6,6 +6,7 @@ state, so each engine needs a process of its own; the plugin comes in as it does
 """
 
 import contextlib
+import importlib
 import inspect
 import json
 import os
@@ -24,7 +25,7 @@ from gpu_models import GPU_DEFAULTS, GPU_MODELS
 from canary_core import faults, plugins
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
-from canary_core.records import POSITION, STATES, STEP_WRITTEN, State
+from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, POSITION, STATES, STEP_WRITTEN, State
 from canary_core.violation import Violation
 
 LLAMA = dict(
@@ -132,6 +133,9 @@ class Engine:
         if model == "deepseek_v4":
             _fake_deepseek_v4()
         cache_faults.use_swa_radix_cache(options)
+        if options.get("enable_hierarchical_cache") and options.get("device", "cpu") == "cpu":
+            sys.path.append(str(Path(__file__).with_name("cpu")))
+            importlib.import_module("host_copies").install()
         options["model_path"] = _write_model(folder, model)
         if "draft_model" in options:
             options["speculative_draft_model_path"] = _write_model(folder / "draft", options.pop("draft_model"))
@@ -252,6 +256,23 @@ class Engine:
         content[0, rng.randrange(tensor.slot_bytes)] ^= 1 << rng.randrange(8)
         faults.write_bytes(tensor, where, content)
         return int(slot)
+
+    def flip_in_host_memory(self, source: str, seed: int) -> int:
+        """Flips one bit of a slot in HiCache's host memory whose records came with it, early in its prompt, so that
+        whoever has that prompt again reads it; gives the host slot."""
+        rng = random.Random(seed)
+        (parked,) = (records for way in self.session.arrivals for records in way._parked.values())
+        early = (parked._table[:, PAYLOAD_RECORD] >> 32) // STATES < 30
+        used = parked.host_pool.slot_used & (parked._table[:, PAYLOAD_STAMP] != 0) & early
+        slot = rng.choice(used.nonzero()[:, 0].tolist())
+        half, layer = source.split(".")
+        content = getattr(parked.host_pool, f"{half}_buffer")[int(layer)][slot].view(torch.uint8).view(-1)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        return int(slot)
+
+    def arrivals(self) -> dict[str, int]:
+        """What came to the pool without a forward, and what left it."""
+        return {name: count for way in self.session.arrivals for name, count in way.counts.items()}
 
     def flip_and_scrub(self, region: str, source: str, seed: int) -> int:
         """Flips a bit and serves until the scrub has gone all round; gives the slot. One that was free and is written

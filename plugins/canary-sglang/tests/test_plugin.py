@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang import layout, version
+from canary_sglang import disaggregation, hicache, layout, version
 from canary_sglang.hooks import Hooks
 from canary_sglang.plugin import start
 from canary_sglang.vet import EmbeddingVet
@@ -15,6 +15,7 @@ from canary_sglang.vet import EmbeddingVet
 from canary_core import plugins
 from canary_core.config import CanaryConfig
 from canary_core.records import Kind
+from canary_core.region import RegionKind
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,8 +68,9 @@ def test_an_engine_that_runs_without_our_hooks_is_told(monkeypatch):
     [
         ({"is_draft_worker": True, "speculative_algorithm": "DFLASH"}, "DFLASH"),
         ({"is_draft_worker": True, "enable_multi_layer_eagle": True}, "multi-layer"),
-        ({"enable_hierarchical_cache": True}, "HiCache"),
-        ({"disaggregation_mode": "decode"}, "PD decode"),
+        ({"enable_lmcache": True}, "LMCache"),
+        ({"enable_hisparse": True}, "HiSparse"),
+        ({"enable_hierarchical_cache": True, "disaggregation_mode": "decode"}, None),
         ({}, None),
     ],
 )
@@ -82,6 +84,19 @@ def test_engines_that_would_raise_false_alarms_are_refused(change, word):
         setattr(runner if hasattr(runner, name) else args, name, value)
     refusal = layout.refusal(runner)
     assert (refusal is None) if word is None else (word in refusal)
+
+
+@pytest.mark.without_engine
+def test_pools_whose_arrivals_cannot_be_followed_are_refused():
+    """HiCache and PD name slots of tokens; of other slots that they move nothing could be known."""
+    full, compressed, state = (
+        SimpleNamespace(name=name, kind=kind)
+        for name, kind in (("full", RegionKind.FULL), ("draft/c4", RegionKind.COMPRESSED), ("mamba", RegionKind.STATE))
+    )
+    assert hicache.refusal(["full", "draft/swa"]) is None
+    assert "c4" in (hicache.refusal(["full", compressed.name]) or "")
+    assert disaggregation.refusal([full, compressed]) is None
+    assert "mamba" in (disaggregation.refusal([full, state]) or "")
 
 
 @pytest.mark.without_engine

@@ -9,6 +9,7 @@
 | `on_idle`, `flush_cache`                 |                                                                      |
 | DSA's indexer                            | `index_k_with_scale_buffer`: a list, from 0.5.21 a property          |
 | `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
+| `HybridCacheController.start_loading`    | to 0.5.20 a method of its own, then that of `HiCacheController`      |
 """
 
 import os
@@ -32,6 +33,20 @@ IDLE = f"{SCHEDULER}.on_idle"
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE)
 OPTIONAL = (RESIZE,)
+
+HICACHE = "sglang.srt.managers.cache_controller.HiCacheController"
+HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+HICACHE_WRITE = f"{HICACHE}.start_writing"
+HICACHE_LOAD = f"{HICACHE}.start_loading"
+HYBRID_WRITE = f"{HYBRID}.start_writing"
+HYBRID_LOAD = f"{HYBRID}.start_loading"
+HOST_ALLOCATE = "sglang.srt.mem_cache.pool_host.base.HostKVCache.alloc"
+
+NIXL_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__"
+NIXL_MEET = "sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer"
+NIXL_SEND = "sglang.srt.disaggregation.nixl.conn.NixlKVManager._send_kvcache_generic"
+PREALLOCATE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc"
+COMMIT = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
 
 DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 DRAFT_STEPS = f"{DRAFT_WORKER}.draft"
@@ -57,6 +72,20 @@ def targets() -> Sequence[str]:
             f"canary-sglang that supports yours"
         )
     return (*REQUIRED, *(name for name in OPTIONAL if _exists(name)))
+
+
+def hicache_targets() -> Sequence[str]:
+    """HiCache's functions to hook: a class that inherits one is left to its base. Imports them.
+
+    Raises `PluginError` if this SGLang has others.
+    """
+    names = (HICACHE_WRITE, HICACHE_LOAD, HYBRID_WRITE, HYBRID_LOAD, HOST_ALLOCATE)
+    needed = (HICACHE_WRITE, HICACHE_LOAD, HOST_ALLOCATE)
+    found = [name for name in names if _own(name)]
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise PluginError(f"this SGLang's HiCache has no {', '.join(missing)}; what it loads can't be followed")
+    return found
 
 
 def awaits_resize(runner: Any) -> bool:
@@ -119,14 +148,10 @@ def refusal(runner: Any) -> str | None:
     reason = draft_refusal(runner) if runner.is_draft_worker else None
     if reason is not None:
         return reason
-    if getattr(args, "enable_hierarchical_cache", False):
-        return "HiCache loads KV from host memory without a forward; not covered yet"
     if getattr(args, "enable_lmcache", False):
         return "LMCache loads KV without a forward; not covered yet"
     if getattr(args, "enable_hisparse", False):
         return "HiSparse moves KV between host and device without a forward; not covered yet"
-    if getattr(args, "disaggregation_mode", "null") == "decode":
-        return "a PD decode engine receives KV without a forward; not covered yet"
     if getattr(args, "dcp_size", 1) > 1 or getattr(args, "decode_context_parallel_size", 1) > 1:
         return "decode context parallelism spreads a sequence's slots over ranks; not covered yet"
     if runner.model_config.is_encoder_decoder:
@@ -134,6 +159,24 @@ def refusal(runner: Any) -> str | None:
     if _encoder_only(runner):
         return "encoder-only attention needs no KV, so some back ends store none in the slots that are handed out"
     return None
+
+
+def host_cache(runner: Any) -> bool:
+    """Whether HiCache moves the pool's KV to host memory and back."""
+    return bool(getattr(runner.server_args, "enable_hierarchical_cache", False))
+
+
+def disaggregation(runner: Any) -> str:
+    """Which side of PD disaggregation this engine is: ``prefill``, ``decode``, or ``null``."""
+    return str(getattr(runner.server_args, "disaggregation_mode", "null"))
+
+
+def records_may_travel(runner: Any) -> bool:
+    """Whether buffers appended to those of a transfer reach the other engine's: NIXL's lists were read, and stages of
+    a pipeline each send a part of the decode engine's list."""
+    args = runner.server_args
+    backend = getattr(args, "disaggregation_transfer_backend", None)
+    return backend == "nixl" and getattr(args, "pp_size", 1) == 1
 
 
 def window_tokens(runner: Any) -> int | None:
@@ -157,6 +200,15 @@ def _encoder_only(runner: Any) -> bool:
     model = getattr(runner, "model", None)
     kinds = (getattr(module, "attn_type", None) for module in (model.modules() if model is not None else ()))
     return any(getattr(kind, "name", None) == "ENCODER_ONLY" for kind in kinds)
+
+
+def _own(name: str) -> bool:
+    """Whether the function exists, and its class does not only inherit it."""
+    owner, _, function = name.rpartition(".")
+    try:
+        return function in vars(pkgutil.resolve_name(owner))
+    except (ImportError, AttributeError):
+        return False
 
 
 def _exists(name: str) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +15,11 @@ from canary_core.adapters import Writers
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
-from canary_core.errors import ViolationError
+from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.region import Region, Uncovered
-from canary_sglang import layout
+from canary_sglang import disaggregation, hicache, layout
+from canary_sglang.arrivals import Arrivals
 from canary_sglang.batch import ForwardBatches
 from canary_sglang.divergence import WindowDivergence
 from canary_sglang.draft import DraftBatches
@@ -71,6 +73,7 @@ class Session:
         self.canary.warm_up(self._batches.padding, warm_rows)
         if self.model is not None:
             self.canary.warm_up(self.drafts.padding, warm_rows)
+        self.arrivals: Sequence[Arrivals] = ()
         self._unguarded: set[str] = set()
         self._idle_read = 0.0
 
@@ -81,15 +84,18 @@ class Session:
 
     def forward(self, original: Callable[[], Any], batch: Any) -> Any:
         """Runs one forward of the engine. Raises `ViolationError` in raise mode."""
+        if not self.canary.enabled:
+            self._end_arrivals()
         # Without names it is the engine's own warm-up, or within the capture of a graph, where the host may do nothing.
         if not self.canary.enabled or self._inside or batch.rids is None:
             return original()
         self.sweep.issue()
-        view = self.guarded("batch", lambda: self._batches.view(batch))
+        view = self._arrive(batch, self.guarded("batch", lambda: self._batches.view(batch)))
         if view is not None:
             self._divergence.before_forward(batch, view)
             self.canary.pre_forward(view)
         output = original()
+        self._landed()
         if view is None:
             self._unguarded_forward(batch)
         else:
@@ -97,6 +103,8 @@ class Session:
                 self.guarded("tree", lambda: self.forget(batch.out_cache_loc))
             self.canary.post_forward(view)
         self.canary.end_step()
+        if not self.canary.enabled:
+            self._end_arrivals()
         return output
 
     def around(
@@ -110,7 +118,7 @@ class Session:
         if not self.canary.enabled:
             return original()
         self.sweep.issue()
-        seen = self.guarded("batch", view)
+        seen = self._arrive(None, self.guarded("batch", view))
         if seen is None:
             return original()
         self.canary.pre_forward(seen)
@@ -119,6 +127,7 @@ class Session:
             output = original()
         finally:
             self._inside = False
+        self._landed()
         if settle is not None:
             self.guarded("settle", lambda: settle(seen, output))
         self.canary.post_forward(seen)
@@ -160,12 +169,30 @@ class Session:
         self._divergence.finish()
         with contextlib.suppress(ViolationError):
             self.canary.close()
+        self._end_arrivals()
         if plugins.manager().is_registered(self._vet):
             plugins.manager().unregister(self._vet)
 
     def _clear(self) -> None:
         for name, region in self.canary.regions.items():
             self.canary.clear_slots(name, torch.arange(region.slots, device=region.device))
+        for way in self.arrivals:
+            way.flushed()
+
+    def _arrive(self, batch: Any, view: BatchView | None) -> BatchView | None:
+        """What the forward's slots received since the last one is made known."""
+        for way in self.arrivals:
+            view = self.guarded(type(way).__name__, partial(way.before, batch, view))
+        return view
+
+    def _landed(self) -> None:
+        for way in self.arrivals:
+            self.guarded(type(way).__name__, way.landed)
+
+    def _end_arrivals(self) -> None:
+        ways, self.arrivals = self.arrivals, ()
+        for way in ways:
+            self.guarded(type(way).__name__, way.ended)
 
     def _unguarded_forward(self, batch: Any) -> None:
         """A forward that we can't check may have written any of its slots: what was known of them holds no more."""
@@ -178,6 +205,34 @@ class Session:
             reason = "not checked yet; slots that such forwards write are not judged"
             self.canary.tell(Event("unguarded_forward", "warning", {"mode": mode, "reason": reason}))
         self.guarded("unguarded forward", lambda: self.forget(slots))
+
+
+def _arrivals(session: Session) -> list[Arrivals]:
+    """How KV reaches this session's pool without a forward."""
+    runner, canary = session.runner, session.canary
+    carried = canary.config.transfer_records and session.model is None and layout.records_may_travel(runner)
+    ways: list[Arrivals] = []
+    if layout.host_cache(runner):
+        ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, canary.config.transfer_records))
+    if layout.disaggregation(runner) == "decode":
+        ways.append(disaggregation.DecodeSide(canary, session.requests, carried))
+    elif layout.disaggregation(runner) == "prefill" and carried:
+        try:
+            ways.append(disaggregation.PrefillSide(canary))
+        except PluginError as error:
+            # Only what the other engine hears of it is lost.
+            canary.tell(Event("records_left_out", "warning", {"reason": str(error)}))
+    return ways
+
+
+def _arrivals_refusal(runner: Any, regions: Sequence[Region]) -> str | None:
+    """Why KV reaches a pool of these regions in a way that can't be followed."""
+    refusal = None
+    if layout.host_cache(runner):
+        refusal = hicache.refusal([region.name for region in regions])
+    if refusal is None and layout.disaggregation(runner) == "decode":
+        refusal = disaggregation.refusal(regions)
+    return refusal
 
 
 def attach(runner: Any, config: CanaryConfig, requests: RequestWriters | None = None) -> Session | None:
@@ -193,7 +248,17 @@ def attach(runner: Any, config: CanaryConfig, requests: RequestWriters | None = 
         if not pool.regions():
             _tell_uncovered(model, pool.uncovered())
             return None
-        return Session(runner, pool, config, requests)
+        refusal = _arrivals_refusal(runner, pool.regions())
+        if refusal is not None:
+            _tell_uncovered(model, [Uncovered("pool", tensor_bytes(runner.token_to_kv_pool), refusal)])
+            return None
+        session = Session(runner, pool, config, requests)
+        try:
+            session.arrivals = _arrivals(session)
+        except Exception:
+            session.close()
+            raise
+        return session
     except Exception as error:
         if config.mode == "raise":
             raise

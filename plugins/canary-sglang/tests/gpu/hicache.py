@@ -1,0 +1,120 @@
+"""HiCache on a real SGLang engine, with its processes and the overlap scheduler: clean, then a bit flipped on the host.
+
+    python3 hicache.py [--device cuda|cpu]
+
+One JSON line for each case, as `pd.py` prints them. Prompts are served in turns that together are more than the
+device's pool holds and less than the host's, so that each turn loads what the one before evicted.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pd
+
+ENGINES = {
+    "cuda": dict(
+        pd.ENGINES["cuda"], page_size=64, hicache_io_backend="kernel", hicache_ratio=3.0, max_total_tokens=2048
+    ),
+    "cpu": dict(pd.ENGINES["cpu"], hicache_io_backend="direct", hicache_ratio=3.0, max_total_tokens=1024),
+}
+PROMPT_TOKENS = {"cuda": 330, "cpu": 160}
+CASES = ("clean", "clean", "flip_host k.1", "flip_host v.3", "clean")
+
+
+def run(options: argparse.Namespace) -> bool:
+    """All cases; whether each is as it must be."""
+    folder = Path(tempfile.mkdtemp(prefix="canary-hicache-"))
+    pd.write_witness(folder)
+    pd.write_model(folder, options)
+    folder.joinpath("control").write_text("start clean")
+    signal.signal(signal.SIGALRM, pd._late)
+    side = pd.Side("hicache", options, folder, (0, pd.free_port()))
+    good = True
+    try:
+        started = time.monotonic()
+        side.answer(pd.PATIENCE_S[options.device][0])
+        pd.say({"case": "up", "seconds": round(time.monotonic() - started)})
+        known: set[int] = set()
+        outputs = None
+        for number, case in enumerate(CASES):
+            folder.joinpath("control").write_text(f"{number} {case}")
+            side.ask({"turns": 4, "count": 5, "tokens": PROMPT_TOKENS[options.device]})
+            answer = side.answer(2 * pd.PATIENCE_S[options.device][1])
+            outputs = outputs or answer["outputs"]
+            time.sleep(2)
+            told = [x for x in pd.lines(folder, "hicache") if x["case"] == str(number)]
+            # A flip stays where it is, and is found again whenever it is loaded.
+            found = [x["violation"] for x in told if "violation" in x and x["violation"]["found_value"] not in known]
+            known |= {v["found_value"] for v in found}
+            right = judge(case, found, told, answer["outputs"] == outputs)
+            pd.say({"case": case, "good": right, "cached": answer["cached"], "found": found[:2], "findings": len(found),
+                    "broken": [x for x in told if "broken" in x]})  # fmt: skip
+            good = good and right
+        for line in pd.lines(folder, "hicache"):
+            if line.get("event") in ("disabled", "start_failed", "silence", "records_travel", "stats", "coverage"):
+                pd.say(line)
+                good = good and line["event"] not in ("disabled", "start_failed")
+    except Exception as error:
+        pd.say({"case": "failed", "error": repr(error), "log": side.log_tail()})
+        good = False
+    finally:
+        side.kill()
+    return good
+
+
+def judge(case: str, found: list[dict[str, Any]], told: list[dict[str, Any]], same_outputs: bool) -> bool:
+    """Whether a case is as it must be."""
+    if case == "clean":
+        return not found
+    half, layer = case.split()[1].split(".")
+    broken = any("broken" in x for x in told)
+    return broken and {(v["kind"], v["layer"], v["half"]) for v in found} == {("bytes", int(layer), half)}
+
+
+def side_main(options: argparse.Namespace) -> None:
+    """The engine: serves the turns that are asked for on stdin."""
+    import sglang
+
+    if options.device == "cpu":
+        import host_copies
+
+        host_copies.install()
+    engine = sglang.Engine(
+        model_path=os.environ["PD_FOLDER"], load_format="dummy", skip_tokenizer_init=True, grammar_backend="none",
+        log_level="warning", random_seed=1, enable_hierarchical_cache=True, hicache_write_policy="write_through",
+        hicache_mem_layout="layer_first", **ENGINES[options.device],
+    )  # fmt: skip
+    pd.answer("up")
+    for line in sys.stdin:
+        job = json.loads(line)
+        outputs, cached = [], 0
+        for turn in range(job["turns"]):
+            rng = random.Random(turn % 2)
+            prompts = [[rng.randrange(3, 500) for _ in range(job["tokens"])] for _ in range(job["count"])]
+            sampling = dict(max_new_tokens=8, temperature=0, ignore_eos=True)
+            served = engine.generate(input_ids=prompts, sampling_params=sampling)
+            outputs.append([o["output_ids"] for o in served])
+            cached += sum(o["meta_info"].get("cached_tokens") or 0 for o in served)
+        pd.answer({"outputs": outputs, "cached": cached})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=list(ENGINES), default="cuda")
+    parser.add_argument("--side")
+    parser.add_argument("--ports")
+    parser.add_argument("--model", default="llama")
+    parser.add_argument("--guard", default="both")
+    given = parser.parse_args()
+    if given.side:
+        side_main(given)
+    else:
+        sys.exit(0 if run(given) else 1)

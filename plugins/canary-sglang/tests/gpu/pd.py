@@ -1,0 +1,270 @@
+"""PD disaggregation on a real SGLang: a prefill and a decode engine, KV over NIXL, clean and corrupted.
+
+    python3 pd.py [--device cuda|cpu] [--model llama|swa] [--guard both|prefill|decode]
+
+One JSON line for each case: what was broken, what each side found, and whether that is as it must be. The exit status
+says whether all are. With ``cpu``, tests/cpu must be on PYTHONPATH for a stand-in of NIXL; the rest is SGLang's own.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+BASE = dict(
+    vocab_size=32000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=10000.0,
+    hidden_act="silu", bos_token_id=1, eos_token_id=2, torch_dtype="bfloat16", tie_word_embeddings=False,
+)  # fmt: skip
+MODELS = {
+    "llama": dict(BASE, architectures=["LlamaForCausalLM"], model_type="llama"),
+    "swa": dict(
+        BASE, architectures=["Cohere2ForCausalLM"], model_type="cohere2", sliding_window=64, sliding_window_pattern=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, layer_norm_eps=1e-5, logit_scale=1.0,
+        is_hybrid_swa=True, hybrid_layer_pattern=[1, 0, 1, 0], pad_token_id=0,
+    ),
+}  # fmt: skip
+SMALL = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16, vocab_size=512)
+ENGINES = {
+    "cuda": dict(
+        attention_backend="triton", sampling_backend="pytorch", cuda_graph_max_bs_decode=8,
+        cuda_graph_backend_prefill="disabled", mem_fraction_static=0.1, max_total_tokens=8000,
+        disable_custom_all_reduce=True,
+    ),
+    "cpu": dict(
+        device="cpu", attention_backend="torch_native", disable_cuda_graph=True, mem_fraction_static=0.7,
+        max_total_tokens=1024, max_running_requests=4,
+    ),
+}  # fmt: skip
+CASES = {
+    "llama": ("clean", "clean", "corrupt full k.1", "corrupt full v.3", "truncate", "swap", "clean"),
+    "swa": ("clean", "clean", "corrupt full k.1", "corrupt swa v.2", "truncate", "swap", "clean"),
+}
+PATIENCE_S = {"cuda": (140, 30, 3), "cpu": (500, 100, 8)}
+"""Seconds for the engines to start, for the requests of a case, and for findings to be told after them."""
+
+
+class Side:
+    """One engine in a process of its own, and those that it starts."""
+
+    def __init__(self, name: str, options: argparse.Namespace, folder: Path, ports: tuple[int, int]) -> None:
+        guarded = options.guard in ("both", name)
+        site = Path(__file__).parent
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("CANARY_")},
+            "PD_FOLDER": str(folder),
+            "PD_SIDE": name,
+            "PYTHONPATH": os.pathsep.join([str(folder), str(site), os.environ.get("PYTHONPATH", "")]),
+            "CANARY_PLUGINS": "sglang,pd_witness" if guarded else "",
+            # What the prefill side would find by itself is not what this is about.
+            "CANARY_SCRUB_BUDGET": "0" if name == "prefill" else "64MiB",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.name = name
+        self._log = folder.joinpath(f"{name}.log")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, sys.argv[0], "--side", name, "--device", options.device, "--model", options.model,
+                 "--ports", f"{ports[0]},{ports[1]}"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def ask(self, job: dict[str, Any]) -> None:
+        """Sends a job."""
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self, patience_s: float) -> Any:
+        """The next answer. Raises `TimeoutError`, with the end of the log."""
+        signal.alarm(int(patience_s))
+        try:
+            for line in self._process.stdout:
+                if line.startswith("ANSWER "):
+                    return json.loads(line[7:])
+        finally:
+            signal.alarm(0)
+        raise TimeoutError(f"{self.name} ended\n{self._log.read_text(errors='replace')[-3000:]}")
+
+    def log_tail(self) -> str:
+        """The end of what it said."""
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def kill(self) -> None:
+        """The engine and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+
+
+def run(options: argparse.Namespace) -> bool:
+    """All cases; whether each is as it must be."""
+    folder = Path(tempfile.mkdtemp(prefix="canary-pd-"))
+    write_witness(folder)
+    write_model(folder, options)
+    folder.joinpath("control").write_text("start clean")
+    signal.signal(signal.SIGALRM, _late)
+    bootstrap = free_port()
+    sides = [Side(name, options, folder, (bootstrap, free_port())) for name in ("prefill", "decode")]
+    good = True
+    try:
+        started = time.monotonic()
+        for side in sides:
+            side.answer(PATIENCE_S[options.device][0])
+        say({"case": "up", "seconds": round(time.monotonic() - started)})
+        for number, case in enumerate(CASES[options.model]):
+            good = (
+                judge(options, number, case, serve(sides, folder, (number, case), (bootstrap, options.device))) and good
+            )
+        for side in sides:
+            for line in lines(folder, side.name):
+                if line.get("event") in ("disabled", "start_failed", "silence", "records_travel", "records_left_out"):
+                    say({"side": side.name, **line})
+                    good = good and line["event"] not in ("disabled", "start_failed")
+    except Exception as error:
+        say({"case": "failed", "error": repr(error), "logs": {side.name: side.log_tail() for side in sides}})
+        good = False
+    finally:
+        for side in sides:
+            side.kill()
+    return good
+
+
+def serve(sides: list[Side], folder: Path, numbered: tuple[int, str], place: tuple[int, str]) -> dict[str, Any]:
+    """Requests to both engines; their outputs and what each side wrote down."""
+    (number, case), (bootstrap, device) = numbered, place
+    _, case_s, settle_s = PATIENCE_S[device]
+    folder.joinpath("control").write_text(f"{number} {case}")
+    rng = random.Random(number)
+    n = 3
+    job = dict(
+        input_ids=[[rng.randrange(3, 500) for _ in range(90 + i)] for i in range(n)],
+        sampling_params=dict(max_new_tokens=8, temperature=0, ignore_eos=True),
+        bootstrap_host=["127.0.0.1"] * n, bootstrap_port=[bootstrap] * n,
+        bootstrap_room=[100 * number + 101 + i for i in range(n)],
+    )  # fmt: skip
+    for side in sides:
+        side.ask(job)
+    outputs = {side.name: side.answer(case_s) for side in sides}
+    end = time.monotonic() + settle_s
+    while time.monotonic() < end:
+        found = {side.name: [x for x in lines(folder, side.name) if x["case"] == str(number)] for side in sides}
+        if case != "clean" and any("violation" in x for x in found["decode"]):
+            break
+        time.sleep(0.3)
+    return {"outputs": outputs, "found": found}
+
+
+def judge(options: argparse.Namespace, number: int, case: str, seen: dict[str, Any]) -> bool:
+    """Prints a case; whether it is as it must be."""
+    found = {name: [x["violation"] for x in told if "violation" in x] for name, told in seen["found"].items()}
+    broken = [x for x in seen["found"]["prefill"] if "broken" in x]
+    decode = found["decode"]
+    first = [[o[0] for o in seen["outputs"][side]] for side in ("prefill", "decode")]
+    if options.guard != "both":
+        good = not decode and not found["prefill"]
+    elif case == "clean":
+        good = not decode and not found["prefill"] and first[0] == first[1]
+    elif case == "truncate":
+        good = bool(broken) and {v["kind"] for v in decode} == {"unwritten"} and not found["prefill"]
+    elif case == "swap":
+        good = bool(broken) and "position" in {v["kind"] for v in decode} and not found["prefill"]
+    else:
+        _, region, source = case.split()
+        half, layer = source.split(".")
+        told = {(v["kind"], v["region"], v["half"], v["layer"]) for v in decode}
+        good = bool(broken) and told == {("bytes", region, half, int(layer))} and not found["prefill"]
+    keys = ("kind", "region", "slot", "position", "layer", "half", "phase", "request", "stored_request")
+    say(
+        {
+            "case": case,
+            "good": good,
+            "broken": [{k: v for k, v in x.items() if k != "case"} for x in broken],
+            "prefill_found": len(found["prefill"]),
+            "decode_found": [{k: v.get(k) for k in keys} for v in decode[:3]],
+            "decode_findings": len(decode),
+            "first_tokens_agree": first[0] == first[1],
+        }
+    )
+    return good
+
+
+def lines(folder: Path, side: str) -> list[dict[str, Any]]:
+    """What a side wrote down so far."""
+    file = folder / f"{side}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def write_witness(folder: Path) -> None:
+    """An installed distribution whose entry point is `pd_witness`."""
+    info = folder / "pd_witness-1.0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: pd-witness\nVersion: 1.0\n")
+    info.joinpath("entry_points.txt").write_text("[canary]\npd_witness = pd_witness\n")
+
+
+def write_model(folder: Path, options: argparse.Namespace) -> None:
+    """A folder with a configuration; weights are random."""
+    config = {**MODELS[options.model], **(SMALL if options.device == "cpu" else {})}
+    folder.joinpath("config.json").write_text(json.dumps(config))
+
+
+def side_main(options: argparse.Namespace) -> None:
+    """One engine: serves the jobs that come on stdin."""
+    import sglang
+
+    bootstrap, port = (int(p) for p in options.ports.split(","))
+    engine = sglang.Engine(
+        model_path=os.environ["PD_FOLDER"], load_format="dummy", skip_tokenizer_init=True, grammar_backend="none",
+        log_level="warning", random_seed=1, disaggregation_mode=options.side, disaggregation_transfer_backend="nixl",
+        disaggregation_bootstrap_port=bootstrap, host="127.0.0.1", port=port, **ENGINES[options.device],
+    )  # fmt: skip
+    answer("up")
+    for line in sys.stdin:
+        answer([o["output_ids"] for o in engine.generate(**json.loads(line))])
+
+
+def answer(value: Any) -> None:
+    """To the parent."""
+    sys.stdout.write(f"\nANSWER {json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
+def say(line: dict[str, Any]) -> None:
+    """One JSON line of the report."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _late(*args: Any) -> None:
+    raise TimeoutError("no answer in time")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=list(ENGINES), default="cuda")
+    parser.add_argument("--model", choices=list(MODELS), default="llama")
+    parser.add_argument("--guard", choices=["both", "prefill", "decode"], default="both")
+    parser.add_argument("--side")
+    parser.add_argument("--ports")
+    given = parser.parse_args()
+    if given.side:
+        side_main(given)
+    else:
+        sys.exit(0 if run(given) else 1)
