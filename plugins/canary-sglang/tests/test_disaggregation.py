@@ -236,8 +236,8 @@ def test_slots_that_are_written_to_are_not_judged(guarded, carried):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "options",
-    [["--model", "llama"], ["--model", "swa"], ["--guard", "prefill"], ["--guard", "decode"]],
-    ids=["llama", "swa", "prefill-only", "decode-only"],
+    [["--model", "llama"], ["--guard", "prefill"], ["--guard", "decode"]],
+    ids=["llama", "prefill-only", "decode-only"],
 )
 def test_two_engines(options):
     """A prefill and a decode engine: clean requests raise nothing on either side; KV that is corrupted on the prefill

@@ -42,7 +42,7 @@ ENGINES = {
     ),
     "cpu": dict(
         device="cpu", attention_backend="torch_native", disable_cuda_graph=True, mem_fraction_static=0.7,
-        max_total_tokens=1024, max_running_requests=4,
+        max_total_tokens=1024, max_running_requests=4, swa_full_tokens_ratio=1.0,
     ),
 }  # fmt: skip
 CASES = {
@@ -68,6 +68,7 @@ class Side:
             # What the prefill side would find by itself is not what this is about.
             "CANARY_SCRUB_BUDGET": "0" if name == "prefill" else "64MiB",
             "OMP_NUM_THREADS": "1",
+            **({"TORCHDYNAMO_DISABLE": "1"} if options.device == "cpu" else {}),
         }
         self.name = name
         self._log = folder.joinpath(f"{name}.log")
