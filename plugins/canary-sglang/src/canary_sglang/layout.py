@@ -166,6 +166,12 @@ def host_cache(runner: Any) -> bool:
     return bool(getattr(runner.server_args, "enable_hierarchical_cache", False))
 
 
+def parks_retracted(runner: Any) -> bool:
+    """Whether a PD decode engine keeps retracted requests' KV in HiCache's host pools, as from 0.5.21 on."""
+    parked = getattr(runner.server_args, "disaggregation_decode_retraction_backup", None)
+    return disaggregation(runner) == "decode" and parked == "host_pool"
+
+
 def disaggregation(runner: Any) -> str:
     """Which side of PD disaggregation this engine is: ``prefill``, ``decode``, or ``null``."""
     return str(getattr(runner.server_args, "disaggregation_mode", "null"))

@@ -212,7 +212,10 @@ def _arrivals(session: Session) -> list[Arrivals]:
     runner, canary = session.runner, session.canary
     carried = canary.config.transfer_records and session.model is None and layout.records_may_travel(runner)
     ways: list[Arrivals] = []
-    if layout.host_cache(runner):
+    if layout.parks_retracted(runner):
+        # The last forward of such a request may be in flight when its KV is parked, and its records are not.
+        ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, carried=False))
+    elif layout.host_cache(runner):
         ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, canary.config.transfer_records))
     if layout.disaggregation(runner) == "decode":
         ways.append(disaggregation.DecodeSide(canary, session.requests, carried))
@@ -228,7 +231,7 @@ def _arrivals(session: Session) -> list[Arrivals]:
 def _arrivals_refusal(runner: Any, regions: Sequence[Region]) -> str | None:
     """Why KV reaches a pool of these regions in a way that can't be followed."""
     refusal = None
-    if layout.host_cache(runner):
+    if layout.host_cache(runner) or layout.parks_retracted(runner):
         refusal = hicache.refusal([region.name for region in regions])
     if refusal is None and layout.disaggregation(runner) == "decode":
         refusal = disaggregation.refusal(regions)
