@@ -31,6 +31,8 @@ from canary_core.region import PARTIAL_BYTES, KVSource, Region, RegionKind, Role
 FIRST_ROWS = 256
 FIRST_TOKENS = 8192
 """Capacity of a region's scratch before a batch asks for more."""
+GROUP_SHAPES = 4
+"""Most shapes of sources in one launch; those after the first have at most this fraction of its bytes."""
 
 # Exponent bits, lowest exponent bit and the bit above, of one 32-bit word full of floats. For e4m3fn only the mantissa
 # full of ones is NaN, so its seven low bits count as exponent. Formats with NaN at -0 (fnuz) have no such pattern.
@@ -93,7 +95,7 @@ class RegionState:
         self.keys = hashing.keys(max((s.slot_words for s in self.sources), default=1), device)
         self.salts = hashing.salts(max(len(self.sources), 1), device)
         self.descriptors = torch.zeros(len(self.sources), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
-        self.shapes = source_shapes(self.sources, device)
+        self.groups = source_groups(self.sources, device)
         self._describe()
         self.scrub_slots = 0
         # What the back ends remember, until a tensor of this region moves.
@@ -168,7 +170,7 @@ class RegionState:
             )
         if [_shape(s) for s in new] != [_shape(s) for s in self.sources]:
             self.arguments.clear()
-            self.shapes = source_shapes(new, self.records.device)
+            self.groups = source_groups(new, self.records.device)
         self.sources = new
         self._describe()
 
@@ -179,29 +181,55 @@ class RegionState:
 
 
 class SourceShape(NamedTuple):
-    """Sources that one kernel launch can take together: alike in all that is a compile-time constant there."""
+    """What of a source is a compile-time constant in a kernel."""
 
     page_size: int
     chunks: int
     chunk_bytes: int
     alignment: int
+
+
+class SourceGroup(NamedTuple):
+    """Sources that one kernel launch takes together: ``columns[i, j]`` is the index, among the region's sources, of the
+    i-th one of shape ``shapes[j]``; int32 ``[n, shapes]`` on the device.
+
+    A program takes a row of them. The first shape is the widest; the others are strips that go with it, such as scales.
+    """
+
+    shapes: tuple[SourceShape, ...]
     columns: Tensor
-    """Their indices among the region's sources, int32 ``[n]`` on the device."""
 
 
-def source_shapes(sources: Sequence[KVSource], device: torch.device) -> tuple[SourceShape, ...]:
-    """The sources by shape, in order of first appearance."""
-    columns: dict[tuple[int, int, int, int], list[int]] = {}
-    for index, s in enumerate(sources):
-        columns.setdefault(_shape(s), []).append(index)
+def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[SourceGroup, ...]:
+    """The sources by shape, wide ones first; narrow shapes of as many sources are taken along with a wide one."""
+    by_shape: dict[SourceShape, list[int]] = {}
+    for index, source in enumerate(sources):
+        by_shape.setdefault(_shape(source), []).append(index)
+    groups: list[dict[SourceShape, list[int]]] = []
+    for shape, indices in sorted(by_shape.items(), key=lambda item: -_slot_bytes(item[0])):
+        for group in groups:
+            first, others = next(iter(group.items()))
+            if (
+                len(group) < GROUP_SHAPES
+                and len(others) == len(indices)
+                and _slot_bytes(shape) * GROUP_SHAPES <= _slot_bytes(first)
+            ):
+                group[shape] = indices
+                break
+        else:
+            groups.append({shape: indices})
     return tuple(
-        SourceShape(*shape, torch.tensor(indices, dtype=torch.int32, device=device))
-        for shape, indices in columns.items()
+        SourceGroup(tuple(group), torch.tensor(list(group.values()), dtype=torch.int32, device=device).T.contiguous())
+        for group in groups
     )
 
 
-def _shape(source: KVSource) -> tuple[int, int, int, int]:
-    return source.page_size, source.chunks, source.chunk_bytes, source.alignment
+def _shape(source: KVSource) -> SourceShape:
+    return SourceShape(source.page_size, source.chunks, source.chunk_bytes, source.alignment)
+
+
+def _slot_bytes(shape: SourceShape) -> int:
+    return shape.chunks * shape.chunk_bytes
 
 
 def guarded_sources(sources: Sequence[KVSource], share: str) -> tuple[KVSource, ...]:

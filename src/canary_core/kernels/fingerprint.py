@@ -1,8 +1,9 @@
 """fingerprint, read_check, scrub, verify, baseline: the kernels of `canary_core.reference.fingerprint`.
 
-Each program takes a tile of slots through a few sources. Sources alike in shape share a launch, so Llama needs one and
-DeepSeek-V4 one per strip. The inner loop is a masked 16-byte load, a widening multiply and an add per 4 bytes: memory
-is the limit, not arithmetic.
+Each program takes a tile of slots through one source, or through one that goes with narrower ones, such as its scales:
+what is known of a slot is then read once for all. Sources alike in shape share a launch, so Llama needs one, DeepSeek-V4
+too. The inner loop is a masked 16-byte load, a widening multiply and an add per 4 bytes: memory is the limit, not
+arithmetic.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ from canary_core.kernels.launch import (
     source_arguments,
 )
 from canary_core.records import DESCRIPTOR_WORDS, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Descriptor, Kind, Phase
-from canary_core.state import RegionState, SourceShape
+from canary_core.state import RegionState, SourceGroup, SourceShape
 
 COLUMNS = 32
 """Words of a slot in one load: 8 lanes of 16 bytes."""
@@ -34,12 +35,13 @@ SLOTS, WARPS = 32, 2
 """Slots that a program takes at a time, and its warps: where slots are written, and where they are scrubbed."""
 SCRUB_SLOTS, SCRUB_WARPS = 16, 1
 READ_WARPS = 1
-SOURCES = 1
-"""Sources that one program takes, one after the other."""
 PROGRAMS_PER_PROCESSOR = 16
 MOST_TILES = 32768
 """Programs over a batch's tokens; CUDA allows 65,535 in that dimension of a grid."""
 
+STRIP = tl.constexpr(6)
+"""Constants of one source of a group in ``STRIPS``: page size, chunks, bytes of a chunk, alignment, words of a load, loads
+in flight. They come as one flat tuple."""
 FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
 PLAN = tl.constexpr(PLAN_WORDS)
 READ_CHECK_TILE = tl.constexpr(READ_TILE)
@@ -71,26 +73,26 @@ PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.reference.fingerprint.fingerprint`. One launch a source shape; may be captured."""
+    """As `canary_core.reference.fingerprint.fingerprint`. One launch a source group; may be captured."""
     tiles = min(-(-batch.tokens // SLOTS), MOST_TILES)
     if tiles == 0:
         return
     given = arguments(batch.token_ids, batch.writers, batch.tokens)
-    for shape, launcher in _launchers(state, fingerprint_kernel, WARPS, {"SLOTS": SLOTS}):
-        launcher((_groups(shape), tiles), given)
+    for group, launcher in _launchers(state, fingerprint_kernel, WARPS, {"SLOTS": SLOTS}):
+        launcher((len(group.columns), tiles), given)
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.reference.fingerprint.read_check`. One launch a source shape; may be captured."""
+    """As `canary_core.reference.fingerprint.read_check`. One launch a source group; may be captured."""
     given, constants = batch_arguments(state, batch, table)
-    for shape, launcher in _launchers(state, read_check_kernel, READ_WARPS, constants._asdict()):
-        launcher((_groups(shape), _tiles(state, shape)), given)
+    for group, launcher in _launchers(state, read_check_kernel, READ_WARPS, constants._asdict()):
+        launcher((len(group.columns), _tiles(state, group)), given)
 
 
 def scrub(state: RegionState) -> None:
-    """As `canary_core.reference.fingerprint.scrub`. One launch a source shape; may be captured."""
-    for shape, launcher in _launchers(state, scrub_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
-        launcher((_groups(shape), _tiles(state, shape)))
+    """As `canary_core.reference.fingerprint.scrub`. One launch a source group; may be captured."""
+    for group, launcher in _launchers(state, scrub_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
+        launcher((len(group.columns), _tiles(state, group)))
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
@@ -102,72 +104,52 @@ def verify(state: RegionState, slots: Tensor) -> None:
 
 
 def baseline(state: RegionState) -> None:
-    """As `canary_core.reference.fingerprint.baseline`. One launch a source shape."""
-    for shape, launcher in _launchers(state, baseline_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
-        launcher((_groups(shape), _tiles(state, shape)))
+    """As `canary_core.reference.fingerprint.baseline`. One launch a source group."""
+    for group, launcher in _launchers(state, baseline_kernel, SCRUB_WARPS, {"SLOTS": SCRUB_SLOTS}):
+        launcher((len(group.columns), _tiles(state, group)))
 
 
 def _launchers(
     state: RegionState, kernel: Any, warps: int, constants: dict[str, int]
-) -> list[tuple[SourceShape, Launcher]]:
-    """One launcher for each source shape of the region. ``constants`` besides the shape's: a table's come before those
+) -> list[tuple[SourceGroup, Launcher]]:
+    """One launcher for each source group of the region. ``constants`` besides the group's: a table's come before those
     in the kernel's parameters, a tile's after them."""
     key = (kernel, *constants.values())
-    known: list[tuple[SourceShape, Launcher]] | None = state.arguments.get(key)
+    known: list[tuple[SourceGroup, Launcher]] | None = state.arguments.get(key)
     if known is None:
         known = state.arguments[key] = []
-        for shape in state.shapes:
-            fixed = (region_arguments(state), source_arguments(state, shape))
-            every = _constants(shape) | constants if "SLOTS" in constants else constants | _constants(shape)
-            known.append((shape, Launcher(kernel, state, fixed, every, num_warps=warps)))
+        for group in state.groups:
+            fixed = (region_arguments(state), source_arguments(state, group))
+            strips = {"STRIPS": tuple(value for shape in group.shapes for value in _strip(shape))}
+            every = strips | constants if "SLOTS" in constants else constants | strips
+            known.append((group, Launcher(kernel, state, fixed, every, num_warps=warps)))
     return known
 
 
-def _groups(shape: SourceShape) -> int:
-    return -(-len(shape.columns) // SOURCES)
-
-
-def _tiles(state: RegionState, shape: SourceShape) -> int:
+def _tiles(state: RegionState, group: SourceGroup) -> int:
     """Programs over slots, so that with those over sources the device is full."""
-    return max(-(-programs(state, PROGRAMS_PER_PROCESSOR) // _groups(shape)), 1)
+    return max(-(-programs(state, PROGRAMS_PER_PROCESSOR) // len(group.columns)), 1)
 
 
-def _words(shape: SourceShape) -> int:
-    return shape.chunks * -(-shape.chunk_bytes // 4)
-
-
-def _block_words(shape: SourceShape) -> int:
-    """The widest load up to `COLUMNS` that divides a slot, so that no lane is masked off; else `COLUMNS`."""
-    words = _words(shape)
+def _strip(shape: SourceShape) -> tuple[int, ...]:
+    """The `STRIP` constants of a source: loads are the widest up to `COLUMNS` that divide a slot, so that no lane is masked
+    off, else `COLUMNS`."""
+    words = shape.chunks * -(-shape.chunk_bytes // 4)
     widest = max(w for w in (1, 2, 4, 8, 16, 32, 64, 128) if w <= COLUMNS and words % w == 0)
-    return widest if widest >= min(4, words) else COLUMNS
-
-
-def _constants(shape: SourceShape) -> dict[str, int]:
-    block = _block_words(shape)
-    blocks = -(-_words(shape) // block)
-    return {
-        "SOURCE_PAGE": shape.page_size,
-        "CHUNKS": shape.chunks,
-        "CHUNK_BYTES": shape.chunk_bytes,
-        "ALIGNMENT": shape.alignment,
-        "BLOCK_WORDS": block,
-        "UNROLL": max(n for n in range(1, MOST_UNROLLED + 1) if blocks % n == 0),
-        "SOURCES": SOURCES,
-    }
+    block = widest if widest >= min(4, words) else COLUMNS
+    blocks = -(-words // block)
+    return (*shape, block, max(n for n in range(1, MOST_UNROLLED + 1) if blocks % n == 0))
 
 
 @jit("tokens")
 def fingerprint_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
     p_tokens, p_writers, tokens,
-    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
-    SLOTS: tl.constexpr,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs over tiles of `SLOTS` tokens, by groups of `SOURCES` sources."""
+    """Grid: any number of programs over tiles of `SLOTS` tokens, by groups of sources."""
     step = tl.load(p_clock + CLOCK_NEXT)
     recorded = tl.zeros((), tl.int64)
     for i in range(tl.program_id(1), (tokens + SLOTS - 1) // SLOTS, tl.num_programs(1)):
@@ -182,19 +164,16 @@ def fingerprint_kernel(
             token = tl.load(p_tokens + o_token, mask=usable, other=0).to(tl.int64)
             stored_first = tl.load(p_records + slot * 4, mask=usable, other=0)
             stored_third = tl.load(p_records + slot * 4 + 2, mask=usable, other=0)
-            for i_source in range(tl.program_id(0) * SOURCES, min((tl.program_id(0) + 1) * SOURCES, n_columns)):
-                column = tl.load(p_columns + i_source)
+            for s in tl.static_range(len(STRIPS) // STRIP):
+                column = tl.load(p_columns + tl.program_id(0) * (len(STRIPS) // STRIP) + s)
                 p_source = p_descriptors + column * FIELDS
                 p_old = p_fingerprints + slot * sources + column
-                present = usable & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
+                present = usable & (slot.to(tl.int32) % STRIPS[s * STRIP] < tl.load(p_source + PRESENT))
                 old = tl.load(p_old, mask=present, other=0)
-                value, odd = fold(
-                    p_source, tl.load(p_salts + column), p_keys, slot, present, SOURCE_PAGE, CHUNKS, CHUNK_BYTES,
-                    ALIGNMENT, BLOCK_WORDS, UNROLL, True,
-                )  # fmt: skip
+                value, odd = fold(p_source, tl.load(p_salts + column), p_keys, slot, present, STRIPS, s, True)
                 there = present & (claim == (step << 32) + o_token + 1)
                 tl.store(p_old, value, mask=there)
-                recorded += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)
+                recorded += tl.sum(there.to(tl.int64), 0) * (STRIPS[s * STRIP + 1] * STRIPS[s * STRIP + 2])
                 stored_token, _ = split_head(stored_first)
                 other = ((stored_third & 0xFFFFFFFF) == 0) | (stored_token != token)
                 same = there & (value == old) & (tl.load(p_source + SURE) != 0)
@@ -216,15 +195,14 @@ def fingerprint_kernel(
 def read_check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
     p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
     POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
+    STRIPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs over tiles of `READ_TILE` readable places, by groups of `SOURCES` sources."""
+    """Grid: any number of programs over tiles of `READ_TILE` readable places, by groups of sources."""
     o_row = tl.arange(0, ROWS)
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0) // GROUP
     b_first = tl.zeros_like(b_prefix)
@@ -254,9 +232,9 @@ def read_check_kernel(
             PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
         )  # fmt: skip
         checked += compare(
-            p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
+            p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
             p_clock, p_ring, ring_rows, region, slot, m & (status == STATUS_OK), position, writer, PHASE_PRE,
-            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, UNROLL, SOURCES, True,
+            STRIPS, True,
         )  # fmt: skip
     tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -265,16 +243,16 @@ def read_check_kernel(
 def scrub_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
-    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
-    SLOTS: tl.constexpr,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
+    """Grid: any number of programs over tiles of `SLOTS` slots, by groups of sources."""
     count = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots)
     begin = tl.load(p_cursors + CURSOR_SCRUB)
-    # Sources of other shapes have a launch of their own; each slot counts once.
+    # Other sources have a launch of their own; each slot counts once.
     first_source = tl.load(p_columns) == 0
+    for s in tl.static_range(1, len(STRIPS) // STRIP):
+        first_source = first_source | (tl.load(p_columns + s) == 0)
     if first_source & (tl.program_id(1) == 0) & (tl.program_id(0) == 0):
         tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, count)
     checked = tl.zeros((), tl.int64)
@@ -283,9 +261,9 @@ def scrub_kernel(
         slot = begin + o_slot
         slot = tl.where(slot < slots, slot, slot - slots)
         checked += compare(
-            p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
+            p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters,
             p_clock, p_ring, ring_rows, region, slot, o_slot < count, tl.full((SLOTS,), -1, tl.int64), -1, PHASE_SCRUB,
-            SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT, BLOCK_WORDS, UNROLL, SOURCES, False,
+            STRIPS, False,
         )  # fmt: skip
     tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -318,31 +296,25 @@ def verify_kernel(
 def baseline_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_slot,
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources,
-    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr,
-    SLOTS: tl.constexpr,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs over tiles of `SLOTS` slots, by groups of `SOURCES` sources."""
+    """Grid: any number of programs over tiles of `SLOTS` slots, by groups of sources."""
     for i in range(tl.program_id(1), (slots + SLOTS - 1) // SLOTS, tl.num_programs(1)):
         slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-        for i_source in range(tl.program_id(0) * SOURCES, min((tl.program_id(0) + 1) * SOURCES, n_columns)):
-            column = tl.load(p_columns + i_source)
+        for s in tl.static_range(len(STRIPS) // STRIP):
+            column = tl.load(p_columns + tl.program_id(0) * (len(STRIPS) // STRIP) + s)
             p_source = p_descriptors + column * FIELDS
-            there = (slot < slots) & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
-            value, _ = fold(
-                p_source, tl.load(p_salts + column), p_keys, slot, there, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
-                BLOCK_WORDS, UNROLL, False,
-            )  # fmt: skip
+            there = (slot < slots) & (slot.to(tl.int32) % STRIPS[s * STRIP] < tl.load(p_source + PRESENT))
+            value, _ = fold(p_source, tl.load(p_salts + column), p_keys, slot, there, STRIPS, s, False)
             tl.store(p_fingerprints + slot * sources + column, value, mask=there)
 
 
 @triton.jit
 def compare(
-    p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources, p_records, p_counters, p_clock,
     p_ring, ring_rows, region, slot, m, position, writer, phase,
-    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, SOURCES: tl.constexpr, EAGER: tl.constexpr,
+    STRIPS: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     """Compares the bytes of written slots with their fingerprints and reports BYTES; gives the bytes compared. `EAGER`
     reads bytes before it knows that the slot was written: right where nearly all are."""
@@ -350,19 +322,16 @@ def compare(
     if not EAGER:
         m = m & ((first >> 32 & (STATE_VALUES - 1)) == WRITTEN)
     compared = tl.zeros((), tl.int64)
-    for i_source in range(tl.program_id(0) * SOURCES, min((tl.program_id(0) + 1) * SOURCES, n_columns)):
-        column = tl.load(p_columns + i_source)
+    for s in tl.static_range(len(STRIPS) // STRIP):
+        column = tl.load(p_columns + tl.program_id(0) * (len(STRIPS) // STRIP) + s)
         p_source = p_descriptors + column * FIELDS
-        present = m & (slot.to(tl.int32) % SOURCE_PAGE < tl.load(p_source + PRESENT))
+        present = m & (slot.to(tl.int32) % STRIPS[s * STRIP] < tl.load(p_source + PRESENT))
         old = tl.load(p_fingerprints + slot * sources + column, mask=present, other=0)
-        value, _ = fold(
-            p_source, tl.load(p_salts + column), p_keys, slot, present, SOURCE_PAGE, CHUNKS, CHUNK_BYTES, ALIGNMENT,
-            BLOCK_WORDS, UNROLL, False,
-        )  # fmt: skip
+        value, _ = fold(p_source, tl.load(p_salts + column), p_keys, slot, present, STRIPS, s, False)
         there = present & ((first >> 32 & (STATE_VALUES - 1)) == WRITTEN)
         token, _ = split_head(first)
         differs = there & (value != old)
-        compared += tl.sum(there.to(tl.int64), 0) * (CHUNKS * CHUNK_BYTES)
+        compared += tl.sum(there.to(tl.int64), 0) * (STRIPS[s * STRIP + 1] * STRIPS[s * STRIP + 2])
         if tl.sum(differs.to(tl.int32), 0) > 0:
             # Another stream may have announced meanwhile that bytes arrive there (`Canary.expect_slots`).
             differs = differs & (tl.load(p_records + slot * 4, mask=differs, other=0, volatile=True) == first)
@@ -375,13 +344,15 @@ def compare(
 
 
 @triton.jit
-def fold(
-    p_source, salt, p_keys, slot, m,
-    SOURCE_PAGE: tl.constexpr, CHUNKS: tl.constexpr, CHUNK_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr, FLOATS: tl.constexpr,
-):  # fmt: skip
-    """Fingerprint of each slot in one source, int64, and, with `FLOATS`, a number that isn't 0 where a float has all
-    its exponent bits set."""
+def fold(p_source, salt, p_keys, slot, m, STRIPS: tl.constexpr, S: tl.constexpr, FLOATS: tl.constexpr):
+    """Fingerprint of each slot in the source of strip `S`, int64, and, with `FLOATS`, a number that isn't 0 where a float
+    has all its exponent bits set."""
+    SOURCE_PAGE: tl.constexpr = STRIPS[S * STRIP]
+    CHUNKS: tl.constexpr = STRIPS[S * STRIP + 1]
+    CHUNK_BYTES: tl.constexpr = STRIPS[S * STRIP + 2]
+    ALIGNMENT: tl.constexpr = STRIPS[S * STRIP + 3]
+    BLOCK_WORDS: tl.constexpr = STRIPS[S * STRIP + 4]
+    UNROLL: tl.constexpr = STRIPS[S * STRIP + 5]
     CHUNK_WORDS: tl.constexpr = (CHUNK_BYTES + 3) // 4
     WORDS: tl.constexpr = CHUNKS * CHUNK_WORDS
     address = tl.load(p_source + ADDRESS)

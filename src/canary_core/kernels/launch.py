@@ -16,13 +16,10 @@ import triton
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.state import RegionState, SourceShape
+from canary_core.state import RegionState, SourceGroup
 
 INTERPRETED_PROGRAMS = 3
 """Programs on the interpreter: few, so that each of them goes round its loop."""
-
-_DIRECT = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
-"""Since Triton 3.3 a compiled kernel takes all of its function's arguments, constants included."""
 
 VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "expected_width")
 """Parameters that differ from batch to batch and that no address is made of: nothing is compiled anew for a 1 or a
@@ -85,7 +82,7 @@ class Launcher:
     __slots__ = ("_compiled", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw")
 
     def __init__(
-        self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, int], **options: int
+        self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, Any], **options: int
     ) -> None:
         self._kernel = kernel
         self._fixed = tuple(value for part in fixed for value in part.objects)
@@ -102,7 +99,7 @@ class Launcher:
         if compiled is None:
             compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
-            if _DIRECT and compiled is not None:
+            if compiled is not None:
                 self._compiled[given.kind] = compiled
             return
         stream = triton.runtime.driver.active.get_current_stream(self._device)
@@ -126,14 +123,13 @@ def region_arguments(state: RegionState) -> Arguments:
     return known
 
 
-def source_arguments(state: RegionState, shape: SourceShape) -> Arguments:
-    """``p_descriptors, p_columns, n_columns, p_keys, p_salts, p_fingerprints, sources``."""
-    known = state.arguments.get(shape)
+def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
+    """``p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources``."""
+    known = state.arguments.get(group)
     if known is None:
-        known = state.arguments[shape] = arguments(
-            state.descriptors, shape.columns, len(shape.columns), state.keys, state.salts, state.fingerprints,
-            len(state.sources),
-        )  # fmt: skip
+        known = state.arguments[group] = arguments(
+            state.descriptors, group.columns, state.keys, state.salts, state.fingerprints, len(state.sources)
+        )
     return known
 
 
