@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.cases import Case
 from benchmarks.equality import NotEqualError, require_equal, require_quiet
+from benchmarks.gather import gather_us
 from benchmarks.peer import Modules, Peer, PeerUnavailableError
 from benchmarks.setting import Forward, Setting
 from benchmarks.timing import Timing, time_graph
@@ -20,7 +21,8 @@ LAUNCHES = 16
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a case gave. ``refused``: why it has no speed. ``resident_us``: the same launch again and again on one batch
-    that fits the L2 cache. ``peer_us``: the built-in's launches by name, per batch; ``peer_note``: why it has none."""
+    that fits the L2 cache. ``gather_us``: reading the same rows and nothing else, see `gather`. ``peer_us``: the
+    built-in's launches by name, per batch; ``peer_note``: why it has none."""
 
     name: str
     work: str
@@ -30,6 +32,7 @@ class Result:
     high_us: float = 0.0
     gbps: float = 0.0
     resident_us: float | None = None
+    gather_us: float | None = None
     bar: str = ""
     met: bool | None = None
     peer_us: dict[str, float] = field(default_factory=dict)
@@ -68,6 +71,7 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
         high_us=timing.high_us,
         gbps=gbps,
         resident_us=resident_us,
+        gather_us=gather_us(setting, budget_s) if case.ops == ("read_check",) else None,
         bar=str(case.bar or ""),
         met=case.bar.met(timing.us, gbps) if case.bar else None,
         peer_us=peer_us,

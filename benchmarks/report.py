@@ -21,10 +21,14 @@ MOST_HOST_US = 60
 ABOUT = """\
 Times are medians of CUDA-graph replays of several launches, with inputs in rotation so that they come from memory, not
 from the cache; *in L2* is the same launch again and again on one batch that fits the cache. *bytes* is the floor: each
-input read once, each output written once (a record is one 32-byte sector). The built-in's times are of one lane with at
+input read once, each output written once (a record is one 32-byte sector). *gather* reads the same rows in the same
+order and looks at nothing: what the memory gives for such rows. The built-in's times are of one lane with at
 most one layer's half, as it does it (a full pool has two lanes, beside a windowed one four); ours are of everything
 that the case says. What `record` reads was just written by `check`, so it is in the cache here as in an engine."""
-HEADER = ("case", "bytes", "µs (p10–p90)", "GB/s", "of peak read", "in L2, µs", "built-in, µs", "× slower", "bar", "")
+HEADER = (
+    "case", "bytes", "µs (p10–p90)", "GB/s", "of peak read", "in L2, µs", "gather, µs", "built-in, µs", "× slower",
+    "bar", "",
+)  # fmt: skip
 
 
 def machine() -> Report:
@@ -190,7 +194,7 @@ def command() -> str:
 
 def _row(r: Report, peak: float) -> tuple[str, ...]:
     if r["refused"]:
-        return (r["name"], "", "refused", "", "", "", "", "", r["bar"], "✗")
+        return (r["name"], "", "refused", "", "", "", "", "", "", r["bar"], "✗")
     peer = r["peer_us"]
     return (
         r["name"],
@@ -199,6 +203,7 @@ def _row(r: Report, peak: float) -> tuple[str, ...]:
         f"{r['gbps']:.0f}",
         f"{r['gbps'] / peak:.0%}",
         _maybe(r["resident_us"], lambda us: f"{us:.1f}"),
+        _maybe(r.get("gather_us"), lambda us: f"{us:.1f}"),
         " + ".join(f"{op} {us:.1f}" for op, us in peer.items()),
         f"{sum(peer.values()) / r['us']:.1f}" if peer else "",
         r["bar"],

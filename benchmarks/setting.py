@@ -149,7 +149,7 @@ class Setting:
         return int(
             {
                 "check": reads * (entry + SECTOR_BYTES + known) + writes * (8 + plan + claim),
-                "read_check": reads * (entry + SECTOR_BYTES + prints + state.slot_bytes),
+                "read_check": reads * (entry + prints + state.slot_bytes),
                 "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.slot_bytes),
                 "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES),
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.slot_bytes),

@@ -84,7 +84,7 @@ def test_a_case_runs_on_the_gpu(tmp_path):
 def test_a_report_renders_from_its_file(tmp_path, capsys):
     """A JSON file gives table and page on any machine; a refused op shows no speed."""
     point = {"x": 1000, "pre_us": 1.0, "post_us": 2.0, "whole_us": 3.0, "bytes": 5}
-    good = Result("a", "work a", 1000, 10.0, 9.0, 11.0, 0.1, 8.0, "≤ 25 µs", True, {"plan": 30.0, "verify": 60.0})
+    good = Result("a", "work a", 1000, 10.0, 9.0, 11.0, 0.1, 8.0, None, "≤ 25 µs", True, {"plan": 30.0, "verify": 60.0})
     report = {
         "machine": dict.fromkeys(("gpu", "memory_gib", "multiprocessors", "l2_mb", "python", "torch", "cuda"), 1)
         | dict.fromkeys(("triton", "canary", "commit", "date"), "1"),

@@ -31,8 +31,8 @@ from canary_core.region import PARTIAL_BYTES, KVSource, Region, RegionKind, Role
 FIRST_ROWS = 256
 FIRST_TOKENS = 8192
 """Capacity of a region's scratch before a batch asks for more."""
-GROUP_SHAPES = 4
-"""Most shapes of sources in one launch; those after the first have at most this fraction of its bytes."""
+NARROW_WORDS = 16
+"""Most words a slot of a source that another one takes along: they are read at once."""
 
 # Exponent bits, lowest exponent bit and the bit above, of one 32-bit word full of floats. For e4m3fn only the mantissa
 # full of ones is NaN, so its seven low bits count as exponent. Formats with NaN at -0 (fnuz) have no such pattern.
@@ -188,12 +188,17 @@ class SourceShape(NamedTuple):
     chunk_bytes: int
     alignment: int
 
+    @property
+    def words(self) -> int:
+        """Words of one slot, each chunk's last one filled up."""
+        return self.chunks * -(-self.chunk_bytes // 4)
+
 
 class SourceGroup(NamedTuple):
     """Sources that one kernel launch takes together: ``columns[i, j]`` is the index, among the region's sources, of the
     i-th one of shape ``shapes[j]``; int32 ``[n, shapes]`` on the device.
 
-    A program takes a row of them. The first shape is the widest; the others are strips that go with it, such as scales.
+    A program takes a row of them: one source, or one and a narrow strip that goes with it, such as its scales.
     """
 
     shapes: tuple[SourceShape, ...]
@@ -201,35 +206,24 @@ class SourceGroup(NamedTuple):
 
 
 def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[SourceGroup, ...]:
-    """The sources by shape, wide ones first; narrow shapes of as many sources are taken along with a wide one."""
+    """The sources by shape, in order of first appearance; a shape takes the next one along that is narrow beside it and
+    has as many sources."""
     by_shape: dict[SourceShape, list[int]] = {}
     for index, source in enumerate(sources):
         by_shape.setdefault(_shape(source), []).append(index)
-    groups: list[dict[SourceShape, list[int]]] = []
-    for shape, indices in sorted(by_shape.items(), key=lambda item: -_slot_bytes(item[0])):
-        for group in groups:
-            first, others = next(iter(group.items()))
-            if (
-                len(group) < GROUP_SHAPES
-                and len(others) == len(indices)
-                and _slot_bytes(shape) * GROUP_SHAPES <= _slot_bytes(first)
-            ):
-                group[shape] = indices
-                break
-        else:
-            groups.append({shape: indices})
-    return tuple(
-        SourceGroup(tuple(group), torch.tensor(list(group.values()), dtype=torch.int32, device=device).T.contiguous())
-        for group in groups
-    )
+    groups = []
+    while by_shape:
+        shape, indices = next(iter(by_shape.items()))
+        most = min(NARROW_WORDS, shape.words // 4)
+        strip = next((s for s, i in by_shape.items() if s.words <= most and len(i) == len(indices)), None)
+        shapes = (shape,) if strip is None else (shape, strip)
+        columns = torch.tensor([by_shape.pop(s) for s in shapes], dtype=torch.int32, device=device)
+        groups.append(SourceGroup(shapes, columns.T.contiguous()))
+    return tuple(groups)
 
 
 def _shape(source: KVSource) -> SourceShape:
     return SourceShape(source.page_size, source.chunks, source.chunk_bytes, source.alignment)
-
-
-def _slot_bytes(shape: SourceShape) -> int:
-    return shape.chunks * shape.chunk_bytes
 
 
 def guarded_sources(sources: Sequence[KVSource], share: str) -> tuple[KVSource, ...]:

@@ -141,7 +141,8 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """Before a forward and after `check`: compares the bytes of the readable slots in the next ``READ_TILES`` tiles of
-    `READ_TILE` places, going round the batch. Reports BYTES."""
+    `READ_TILE` places, going round the batch. Reports BYTES. A slot whose bytes are as fingerprinted counts as
+    compared, whatever its state: only of the others a kernel asks whether they were written."""
     rows = plan.rows(state.region, batch, table)
     places = plan.expand(rows.read_first, rows.prefix)
     count = rows.prefix - rows.read_first
@@ -189,12 +190,15 @@ def baseline(state: RegionState) -> None:
 
 def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor]) -> None:
     written = seen.usable & (seen.state == State.WRITTEN)
+    # Nearly all slots that a batch reads were written, so a kernel asks only where bytes differ.
+    asked = seen.usable if phase is Phase.PRE_FORWARD else written
     for stack in stacks(state):
-        compared = written & stack.present(seen.slot)
+        compared = asked & stack.present(seen.slot)
         slot = seen.slot[compared]
         value, _ = stack.fold(state, slot)
-        differs = value != state.fingerprints[slot[:, None], stack.columns].T
-        state.shared.counters[Counter.CHECKED_BYTES] += compared.sum() * len(stack.columns) * stack.like.slot_bytes
+        alike = value == state.fingerprints[slot[:, None], stack.columns].T
+        differs = ~alike & written[compared]
+        state.shared.counters[Counter.CHECKED_BYTES] += (alike | differs).sum() * stack.like.slot_bytes
         if bool(differs.any()):
             # Back to the shape of what was seen, for the report.
             mask = torch.zeros(len(stack.columns), len(compared), dtype=torch.bool, device=slot.device)
