@@ -114,6 +114,18 @@ SETUPS = {
             "max_total_tokens": 160,
         }
     ),
+    "short_conv": Setup(
+        {"model": "lfm2", "dtype": "float32", "max_mamba_cache_size": 16},
+        {**TRITON, "CANARY_BACKEND": "torch"},
+        regions=("full", "mamba"),
+    ),
+    "mamba2": Setup(
+        {"model": "falcon_h1", "dtype": "float32", "max_mamba_cache_size": 16},
+        {**TRITON, "CANARY_BACKEND": "torch"},
+        prompts=4,
+        new_tokens=4,
+        regions=("full", "mamba"),
+    ),
     "radix_off": Setup({"disable_radix_cache": True}),
 }
 

@@ -21,6 +21,7 @@ from typing import Any
 import cache_faults
 import torch
 from gpu_models import GPU_DEFAULTS, GPU_MODELS
+from hybrid_models import HYBRID_MODELS, mamba2_on_cpu
 
 from canary_core import faults, plugins
 from canary_core.events import Event
@@ -75,6 +76,7 @@ MODELS = {
     "cohere2": COHERE2,
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v4": DEEPSEEK_V4,
+    **HYBRID_MODELS,
     **GPU_MODELS,
 }
 
@@ -132,6 +134,8 @@ class Engine:
         model = options.pop("model", "llama")
         if model == "deepseek_v4":
             _fake_deepseek_v4()
+        if model == "falcon_h1" and options.get("device") != "cuda":
+            mamba2_on_cpu()
         cache_faults.use_swa_radix_cache(options)
         if options.get("enable_hierarchical_cache") and options.get("device", "cpu") == "cpu":
             sys.path.append(str(Path(__file__).with_name("cpu")))

@@ -10,6 +10,7 @@ from canary_adapters import slot_table
 from canary_core.adapters import BatchAdapter
 from canary_core.batch import BatchView
 from canary_sglang import layout
+from canary_sglang.states import StateGuard
 from canary_sglang.tokens import TABLE_STEP, UNKNOWN, expected_tokens
 from canary_sglang.writers import RequestWriters
 
@@ -40,7 +41,9 @@ class ForwardBatches(BatchAdapter[Any]):
     brings the requests' own tokens along in one copy.
     """
 
-    def __init__(self, runner: Any, regions: Sequence[str], writers: RequestWriters) -> None:
+    def __init__(
+        self, runner: Any, regions: Sequence[str], writers: RequestWriters, states: StateGuard | None = None
+    ) -> None:
         self._entries: Tensor = runner.req_to_token_pool.req_to_token
         self._regions = tuple(regions)
         self._writers = writers
@@ -48,6 +51,7 @@ class ForwardBatches(BatchAdapter[Any]):
         self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
         # A draft model's slot at position p holds the token at p + 1.
         self._ahead = int(layout.draft_name(runner) is not None)
+        self._states = states
 
     def view(self, batch: Any) -> BatchView | None:
         """None for a forward without requests, such as a warm-up, and for those that are not `layout.is_checked`."""
@@ -69,13 +73,16 @@ class ForwardBatches(BatchAdapter[Any]):
         else:
             prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
             expected = self._expected(batch, names)
-        table = slot_table(self._entries, batch.req_pool_indices, slots)
+        tables = dict.fromkeys(self._regions, slot_table(self._entries, batch.req_pool_indices, slots))
+        state = None if self._states is None else self._states.table(batch, prefix_lens, new_lens)
+        if self._states is not None and state is not None:
+            tables[self._states.region] = state
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
             token_ids=batch.input_ids,
             writers=self._writers.ids(names),
-            tables=dict.fromkeys(self._regions, table),
+            tables=tables,
             positions=positions,
             expected_tokens=expected,
         )

@@ -8,7 +8,7 @@ from canary_core import plugins
 from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.watch import Watch
-from canary_sglang import layout
+from canary_sglang import layout, states
 from canary_sglang.draft_hooks import DraftHooks
 from canary_sglang.session import Session, attach
 
@@ -51,6 +51,8 @@ class Hooks:
                 layout.RUN_BATCH: (self._batch, registry.HookType.BEFORE),
                 layout.FLUSH: (self._flushed, registry.HookType.AFTER),
                 layout.IDLE: (self._idle, registry.HookType.AFTER),
+                layout.STATE_COPY: (states.copied, registry.HookType.AFTER),
+                layout.STATE_LOAD: (states.loaded, registry.HookType.AFTER),
             }
             for target in targets:
                 registry.HookRegistry.register(target, *hooks[target])

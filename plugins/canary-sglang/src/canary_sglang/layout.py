@@ -30,8 +30,10 @@ FORWARD = f"{RUNNER}.forward"
 RUN_BATCH = f"{SCHEDULER}.run_batch"
 FLUSH = f"{SCHEDULER}.flush_cache"
 IDLE = f"{SCHEDULER}.on_idle"
+STATE_COPY = "sglang.srt.mem_cache.memory_pool.MambaPool.copy_from"
+STATE_LOAD = "sglang.srt.mem_cache.memory_pool.MambaPool.load_cpu_copy"
 
-REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE)
+REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD)
 OPTIONAL = (RESIZE,)
 
 HICACHE = "sglang.srt.managers.cache_controller.HiCacheController"

@@ -24,7 +24,7 @@ from canary_adapters import (
 from canary_core.adapters import PoolAdapter
 from canary_core.errors import AttachError
 from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
-from canary_sglang import layout
+from canary_sglang import layout, states
 
 NULL_SLOT = 0
 """Where SGLang sends padded tokens; in a full → window map it means evicted."""
@@ -44,8 +44,10 @@ class SGLangPool(PoolAdapter):
 
     def __init__(self, runner: Any) -> None:
         self._pool = runner.token_to_kv_pool
+        self._requests = getattr(runner, "req_to_token_pool", None)
+        self._is_draft = bool(getattr(runner, "is_draft_worker", False))
         self._window_tokens = layout.window_tokens(runner)
-        self._joined = JoinedPools(self._parts())
+        self._joined = JoinedPools([*self._parts(), *self._states()])
 
     def regions(self) -> Sequence[Region]:
         """None if nothing of the pool is known; then `uncovered` says why."""
@@ -65,14 +67,29 @@ class SGLangPool(PoolAdapter):
             ]
         if kind == "HybridLinearKVPool":
             layers = sorted(pool.full_attention_layer_id_mapping, key=pool.full_attention_layer_id_mapping.get)
-            state = "state that every forward rewrites; not described yet"
-            return [
-                *self._full(pool.full_kv_pool, layers),
-                *_left_out("mamba", getattr(pool, "mamba_pool", None), state),
-            ]
+            return self._full(pool.full_kv_pool, layers)
         if kind == "DeepSeekV4TokenToKVPool":
             return self._deepseek_v4()
         return self._full(pool, None)
+
+    def _states(self) -> list[PoolAdapter]:
+        """Recurrent states, which hybrid models keep beside the KV."""
+        requests = self._requests
+        pool = getattr(requests, "mamba_pool", None)
+        if pool is None or states.is_guarded(pool):
+            return []
+        siblings = [
+            item
+            for name in ("short_conv_pool", "ngram_pool")
+            for item in _left_out(f"{states.REGION}/{name}", getattr(requests, name, None), "not described yet")
+        ]
+        reason = "a draft model's states" if self._is_draft else states.refusal(requests)
+        if reason is None:
+            try:
+                return [states.StatePool(pool, list(requests.mamba_map)), *siblings]
+            except AttachError as error:
+                reason = f"{type(pool).__name__} is not as expected: {error}"
+        return [Unguarded(states.REGION, tensor_bytes(pool), reason), *siblings]
 
     def _full(self, pool: Any, layers: Sequence[int] | None) -> list[PoolAdapter]:
         return [] if not pool.layer_num else [_known("full", pool, layers)]

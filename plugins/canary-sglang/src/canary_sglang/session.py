@@ -17,13 +17,14 @@ from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
-from canary_core.region import Region, Uncovered
+from canary_core.region import Region, RegionKind, Uncovered
 from canary_sglang import disaggregation, hicache, layout
 from canary_sglang.arrivals import Arrivals
 from canary_sglang.batch import ForwardBatches
 from canary_sglang.divergence import WindowDivergence
 from canary_sglang.draft import DraftBatches
 from canary_sglang.pool import SGLangPool, tensor_bytes
+from canary_sglang.states import StateGuard
 from canary_sglang.sweep import PrefixSweep
 from canary_sglang.vet import EmbeddingVet
 from canary_sglang.writers import RequestWriters
@@ -64,8 +65,11 @@ class Session:
         self._vet = EmbeddingVet(runner.model, names)
         plugins.manager().register(self._vet)
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
-        self.drafts = DraftBatches(runner, names, self.requests)
-        self._batches = ForwardBatches(runner, names, self.requests)
+        state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
+        self._states = None if state is None else StateGuard(runner.req_to_token_pool, state, self.canary)
+        paged = [name for name in names if name != state]
+        self.drafts = DraftBatches(runner, paged, self.requests)
+        self._batches = ForwardBatches(runner, paged, self.requests, self._states)
         self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size))
         self._divergence = WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token)
         self._inside = False
@@ -137,8 +141,9 @@ class Session:
     def forget(self, slots: Tensor) -> None:
         """Nothing is known any more of these slots of the engine's tables."""
         for name, region in self.canary.regions.items():
-            own = slots if region.slot_map is None else region.slot_map[slots]
-            self.canary.forget_slots(name, own)
+            if region.kind is not RegionKind.STATE:
+                own = slots if region.slot_map is None else region.slot_map[slots]
+                self.canary.forget_slots(name, own)
 
     def guarded(self, what: str, work: Callable[[], Result]) -> Result | None:
         """Work of ours; None if it failed, which disables the session in log mode."""
@@ -163,6 +168,8 @@ class Session:
 
     def close(self) -> None:
         """Drains and ends. Never raises `ViolationError`: what it finds is reported."""
+        if self._states is not None:
+            self._states.close()
         with contextlib.suppress(ViolationError):
             self.canary.drain()
         self.sweep.finish()
@@ -205,6 +212,8 @@ class Session:
             reason = "not checked yet; slots that such forwards write are not judged"
             self.canary.tell(Event("unguarded_forward", "warning", {"mode": mode, "reason": reason}))
         self.guarded("unguarded forward", lambda: self.forget(slots))
+        if self._states is not None:
+            self.guarded("unguarded forward", partial(self._states.forget, batch))
 
 
 def _arrivals(session: Session) -> list[Arrivals]:
