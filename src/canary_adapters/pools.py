@@ -271,6 +271,7 @@ class JoinedPools(PoolAdapter):
     def __init__(self, pools: Sequence[PoolAdapter], sharing: Iterable[frozenset[str]] = ()) -> None:
         self._pools = tuple(pools)
         self._sharing = tuple(sharing)
+        self._undecided: tuple[str, ...] = ()
 
     def regions(self) -> Sequence[Region]:
         """All pools' regions. Raises `AttachError` on a name given twice and on overlapping addresses."""
@@ -278,9 +279,11 @@ class JoinedPools(PoolAdapter):
         names = [region.name for region in regions]
         if len(set(names)) != len(names):
             raise AttachError(f"regions must have different names, got {names}; name each pool after what it holds")
-        require_disjoint(regions, self._sharing)
+        self._undecided = require_disjoint(regions, self._sharing)
         return regions
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """What the pools leave out, together."""
-        return tuple(item for pool in self._pools for item in pool.uncovered())
+        """What the pools leave out, together; after `regions` also pairs of sources, without bytes, of which it could
+        not be decided whether they overlap."""
+        doubts = (Uncovered(pair, 0, "may share bytes, which took too long to decide") for pair in self._undecided)
+        return (*(item for pool in self._pools for item in pool.uncovered()), *doubts)

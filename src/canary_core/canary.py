@@ -15,6 +15,7 @@ from canary_core.adapters import Writers
 from canary_core.batch import BatchView, SlotTable
 from canary_core.budget import Pace, ScrubBudget
 from canary_core.config import CanaryConfig
+from canary_core.coverage import Coverage
 from canary_core.errors import AttachError, ViolationError
 from canary_core.events import Event, Level
 from canary_core.findings import Findings
@@ -67,7 +68,7 @@ class Canary:
         self.config = config or CanaryConfig.load()
         self.writers = writers or Writers()
         self.enabled = self.config.mode != "off"
-        self.uncovered = tuple(uncovered)
+        self.coverage = Coverage(tuple(regions), tuple(uncovered))
         self.forwards = 0
         self._hooks = hooks or plugins.manager()
         self._regions = {r.name: r for r in regions}
@@ -107,6 +108,11 @@ class Canary:
     def regions(self) -> dict[str, Region]:
         """The guarded regions by name."""
         return self._regions
+
+    @property
+    def uncovered(self) -> tuple[Uncovered, ...]:
+        """KV memory that is not guarded."""
+        return tuple(self.coverage.uncovered)
 
     @property
     def states(self) -> dict[str, RegionState]:
@@ -519,7 +525,6 @@ class Canary:
     def _tell_attached(self) -> None:
         memory = sum(s.memory_bytes for s in self._states.values())
         guarded = sum(r.pool_bytes for r in self._regions.values())
-        unguarded = sum(u.size_bytes for u in self.uncovered)
         self._tell(
             "attached",
             fields={
@@ -534,15 +539,7 @@ class Canary:
                 "pool_bytes": guarded,
             },
         )
-        self._tell(
-            "coverage",
-            "warning" if unguarded else "info",
-            {
-                "coverage_ratio": round(guarded / (guarded + unguarded), 6),
-                "guarded_bytes": guarded,
-                "uncovered": [{"name": u.name, "bytes": u.size_bytes, "reason": u.reason} for u in self.uncovered],
-            },
-        )
+        self.tell(self.coverage.event())
 
 
 def _require_together(regions: Sequence[Region]) -> None:

@@ -13,7 +13,7 @@ from canary_core.faults.scene import Injection, Pending, Scene, has_bytes, read_
 from canary_core.records import STEP_WRITTEN, Kind, State, Status
 from canary_core.reference import plan
 from canary_core.reference.check import Seen, expected_tokens, see
-from canary_core.region import KVSource, Role
+from canary_core.region import KVSource, RegionKind, Role
 from canary_core.state import RegionState
 
 Moment = Literal["pre_forward", "post_forward", "recorded"]
@@ -39,7 +39,9 @@ def _flip(scene: Scene, mask: Tensor) -> Injection | None:
 
 
 def _real_kv_used(scene: Scene) -> Injection | None:
-    return _flip(scene, scene.sound & scene.read_mask & ~scene.write_mask)
+    mask = scene.sound & scene.read_mask
+    # A state is rewritten by the forward that reads it, other slots are lost to what is written there.
+    return _flip(scene, mask if scene.state.region.kind is RegionKind.STATE else mask & ~scene.write_mask)
 
 
 def _real_kv_unused_cache(scene: Scene) -> Injection | None:

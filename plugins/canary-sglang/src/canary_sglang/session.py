@@ -15,6 +15,7 @@ from canary_core.adapters import Writers
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
+from canary_core.coverage import Coverage
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.region import Region, RegionKind, Uncovered
@@ -279,13 +280,8 @@ def attach(runner: Any, config: CanaryConfig, requests: RequestWriters | None = 
 
 
 def _tell_uncovered(model: str | None, items: Sequence[Uncovered]) -> None:
-    named = [_named(model, item) for item in items]
-    fields = {
-        "coverage_ratio": 0.0,
-        "guarded_bytes": 0,
-        "uncovered": [{"name": item.name, "bytes": item.size_bytes, "reason": item.reason} for item in named],
-    }
-    plugins.emit(Event("coverage", "warning", fields if model is None else {"model": model, **fields}))
+    event = Coverage((), [_named(model, item) for item in items]).event()
+    plugins.emit(event if model is None else replace(event, fields={"model": model, **event.fields}))
 
 
 def _named(model: str | None, item: Item) -> Item:

@@ -3,7 +3,7 @@ request, which every forward rewrites.
 
 SGLang keeps them in a `MambaPool` beside the KV pool. A request's slot stands in ``req_index_to_mamba_index_mapping``;
 the prefix cache holds slots of its own. States move between slots in two ways, and records go with them: ``copy_from``,
-when an unfinished request's state is cached, and a copy that is noted in the `ForwardBatch` and done inside the forward,
+when an unfinished request's state is cached, and a copy that is noted in the `ForwardBatch` and done in the forward,
 when a cached state is reused.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import Part, ragged_table, require_disjoint, ring_table, row_source, slot_table
+from canary_adapters import Part, ragged_table, ring_table, row_source, slot_table
 from canary_core.adapters import PoolAdapter
 from canary_core.batch import SlotTable
 from canary_core.canary import Canary
@@ -47,7 +47,6 @@ class StatePool(PoolAdapter):
             raise AttachError("neither a convolution's nor a recurrent state is in it")
         slots = min(source.tensor.shape[0] for source in sources)
         self._region = Region(REGION, slots, tuple(sources), RegionKind.STATE, null_slot=NULL_STATE)
-        self.undecided = require_disjoint([self._region])
         self._left_out = tuple(
             Uncovered(f"{REGION}/{name}", size, "scratch of speculative decoding and rings, not described")
             for name, value in vars(state).items()

@@ -1,0 +1,61 @@
+import torch
+
+from canary_adapters import JoinedPools, RowPool, addresses, kv_layers
+from canary_core.canary import Canary
+from canary_core.config import CanaryConfig
+from canary_core.coverage import Coverage, readable_bytes
+from canary_core.region import Uncovered
+
+
+def _pool(name="full", layers=2):
+    return RowPool(name, kv_layers(*([torch.zeros(9, 2, 4) for _ in range(layers)] for _ in "kv")))
+
+
+def test_every_region_is_told_with_its_bytes_and_what_it_is_made_of():
+    """Kind, bytes, slots and how many layers each half has; nothing is left out, so it is no warning."""
+    event = Coverage(_pool().regions(), ()).event()
+    assert (event.name, event.level) == ("coverage", "info")
+    assert event.fields["coverage_ratio"] == 1
+    assert event.fields["guarded_bytes"] == 9 * 32 * 4
+    assert event.fields["regions"] == {
+        "full": {"kind": "full", "bytes": 9 * 32 * 4, "slots": 9, "sources": {"k": 2, "v": 2}}
+    }
+    assert event.fields["summary"] == "100 % of 1.15 kB guarded"
+
+
+def test_what_is_left_out_is_summed_up_by_part_and_reason():
+    """One line tells the share, and each part with its size and why; 100 % only where nothing is missing."""
+    left_out = [Uncovered("mamba/ring.0", 1, "rings"), Uncovered("mamba/ring.1", 1, "rings")]
+    event = Coverage(_pool().regions(), left_out).event()
+    assert event.level == "warning"
+    assert event.fields["summary"] == "99.8 % of 1.15 kB guarded; left out: mamba 2 bytes (rings)"
+    assert event.fields["uncovered"] == [
+        {"name": "mamba/ring.0", "bytes": 1, "reason": "rings"},
+        {"name": "mamba/ring.1", "bytes": 1, "reason": "rings"},
+    ]
+
+
+def test_nothing_guarded_is_a_warning():
+    """A pool that is refused: no share at all."""
+    event = Coverage((), [Uncovered("pool", 5, "unknown")]).event()
+    assert (event.level, event.fields["coverage_ratio"]) == ("warning", 0.0)
+
+
+def test_pairs_that_could_not_be_decided_are_told(monkeypatch, logs):
+    """An adapter that ran out of steps says so at start-up."""
+    monkeypatch.setattr(addresses, "TOTAL_STEPS", 0)
+    both = torch.zeros(64, 4)
+    pool = JoinedPools([RowPool("a", kv_layers([both[:, :2]], [both[:, 2:]]))])
+    Canary(pool.regions(), CanaryConfig.load(), uncovered=pool.uncovered())
+    event = next(e for e in logs if e["event"] == "coverage")
+    assert event["log_level"] == "warning"
+    assert [(item["name"], item["bytes"]) for item in event["uncovered"]] == [("a/k.0 ~ a/v.0", 0)]
+    assert event["coverage_ratio"] == 1
+
+
+def test_sizes_are_readable():
+    """Three digits, powers of 1000."""
+    sizes = (0, 999, 1000, 999_499, 999_500, 131_400_000_000, 10**15)
+    assert [readable_bytes(n) for n in sizes] == [
+        "0 bytes", "999 bytes", "1 kB", "999 kB", "1 MB", "131 GB", "1e+03 TB",
+    ]  # fmt: skip
