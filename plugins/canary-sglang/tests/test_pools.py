@@ -9,7 +9,15 @@ import pytest
 import torch
 from canary_sglang.pool import SGLangPool
 
-from canary_core.region import RegionKind
+from canary_adapters import slot_table
+from canary_core import plugins
+from canary_core.batch import BatchView
+from canary_core.canary import Canary
+from canary_core.config import CanaryConfig
+from canary_core.faults import read_bytes, write_bytes
+from canary_core.hookspecs import hookimpl
+from canary_core.region import Region, RegionKind
+from canary_core.violation import Violation
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -42,6 +50,173 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from sglang.srt.mem_cache import memory_pool
 
     return memory_pool
+
+
+class Findings:
+    """Keeps what a `Canary` found."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        self.violations.append(violation)
+
+
+@pytest.fixture
+def findings() -> Any:
+    """What is found during the test."""
+    listener = Findings()
+    plugins.manager().register(listener)
+    yield listener.violations
+    plugins.manager().unregister(listener)
+
+
+def row(count: int, *shape: int) -> torch.Tensor:
+    """Random content of ``count`` slots."""
+    return torch.randn(count, *shape).to(torch.bfloat16)
+
+
+def store_kv(pool: Any, slots: torch.Tensor, heads: int = 2, dim: int = 32) -> None:
+    """K and V of all layers, as an attention layer stores them."""
+    for layer in range(pool.layer_num):
+        pool.set_kv_buffer(
+            SimpleNamespace(layer_id=layer), slots, row(len(slots), heads, dim), row(len(slots), heads, dim)
+        )
+
+
+def store_pages(pool: Any, slots: torch.Tensor) -> None:
+    """K and V of all layers into the pool's own views of its pages: SGLang's kernel for them needs a GPU."""
+    for view in (*pool.k_buffer, *pool.v_buffer):
+        view[slots // pool.page_size, slots % pool.page_size] = row(len(slots), 2, 32)
+
+
+def store_latent(pool: Any, slots: torch.Tensor) -> None:
+    """Latents of all layers."""
+    for layer in range(pool.layer_num):
+        pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, row(len(slots), 1, 288), row(len(slots), 1, 256))
+
+
+def store_minimax(pool: Any, slots: torch.Tensor) -> None:
+    """K and V of a dense and two sparse layers, and what their indexers store."""
+    for layer in range(3):
+        pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, row(len(slots), 2, 32), row(len(slots), 2, 32))
+    pool.set_index_kv_buffer(SimpleNamespace(layer_id=1), slots, row(len(slots), 1, 32), row(len(slots), 1, 32))
+    pool.set_index_k_buffer(SimpleNamespace(layer_id=2), slots, row(len(slots), 1, 32))
+
+
+MHA = dict(size=32, head_num=2, head_dim=32, layer_num=2, **COMMON)
+STORES: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "rows": ("MHATokenToKVPool", {**MHA, "page_size": 1, "dtype": torch.bfloat16}, store_kv),
+    "pages": ("MHATokenToKVPool", {**MHA, "page_size": 4, "dtype": torch.bfloat16}, store_kv),
+    "fp8": ("MHATokenToKVPool", {**MHA, "page_size": 1, "dtype": torch.float8_e4m3fn}, store_kv),
+    "heads first": ("MHATokenToKVPool", {**MHA, "page_size": 4, "dtype": torch.bfloat16}, store_kv),
+    "page-major": ("PageMajorMHATokenToKVPool", {**MHA, "page_size": 4, "dtype": torch.bfloat16}, store_pages),
+    "latent": (
+        "MLATokenToKVPool",
+        dict(
+            size=32, page_size=1, dtype=torch.bfloat16, kv_lora_rank=256, qk_rope_head_dim=32, layer_num=2, **COMMON
+        ),
+        store_latent,
+    ),
+    "minimax": (
+        "MiniMaxSparseKVPool",
+        dict(
+            size=32, page_size=1, dtype=torch.bfloat16, head_num=2, head_dim=32, idx_head_dim=32, device="cpu",
+            dense_layer_ids=[0], sparse_layer_ids=[1, 2], disable_value_sparse_layer_ids=[2], start_layer=0,
+            end_layer=3,
+        ),
+        store_minimax,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STORES)
+def test_a_region_is_where_sglang_stores(pools, findings, monkeypatch, case):
+    """SGLang's own store changes exactly the bytes that the regions give to these slots; then all is clean, until one
+    bit flips, in any source of any region: that is found and named."""
+    name, values, store = STORES[case]
+    if case == "heads first":
+        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    kind = getattr(pools, name, None)
+    if kind is None:
+        pytest.skip(f"this SGLang has no {name}")
+    try:
+        pool = kind(**values)
+    except NotImplementedError as error:
+        pytest.skip(f"this SGLang has no {name} that can be made: {error}")
+    adapter = describe(pool)
+    regions = adapter.regions()
+    assert adapter.uncovered() == ()
+    if case == "heads first":
+        assert {source.chunks for source in regions[0].sources} == {2}
+
+    slots = torch.tensor([7, 8, 5])
+    canary = Canary(regions, CanaryConfig.load(scrub_budget="1MiB", non_finite=False))
+    before = {region.name: stored_bytes(region) for region in regions}
+    outside = unlisted_bytes(regions)
+    batch = forward_of(slots, regions)
+    canary.pre_forward(batch)
+    store(pool, slots)
+    canary.post_forward(batch)
+    canary.drain()
+    assert findings == []
+    for region in regions:
+        changed = (stored_bytes(region) != before[region.name]).any(1).nonzero()[:, 0]
+        assert changed.tolist() == sorted(slots.tolist())
+    assert torch.equal(unlisted_bytes(regions), outside)
+
+    for region in regions:
+        for source in region.sources:
+            flip(source, 8)
+            canary.post_forward(forward_of(slots[:0], regions))
+            canary.drain()
+            told = [(v.kind.name, v.region, v.slot, v.source) for v in findings]
+            assert told == [("BYTES", region.name, 8, source.name)]
+            flip(source, 8)
+            findings.clear()
+    canary.close()
+
+
+def forward_of(slots: torch.Tensor, regions: Any) -> BatchView:
+    """One request that writes its first tokens to ``slots``."""
+    count = torch.tensor([len(slots)])
+    entries = slots[None] if len(slots) else torch.zeros(1, 1, dtype=torch.int64)
+    return BatchView(
+        prefix_lens=torch.zeros_like(count),
+        new_lens=count,
+        token_ids=torch.arange(3, 3 + len(slots)),
+        writers=torch.tensor([0]),
+        tables={region.name: slot_table(entries) for region in regions},
+    )
+
+
+def stored_bytes(region: Region) -> torch.Tensor:
+    """All bytes of all slots, as the region finds them."""
+    every = torch.arange(region.slots)
+    return torch.cat([read_bytes(source, every) for source in region.sources], 1)
+
+
+def unlisted_bytes(regions: Any) -> torch.Tensor:
+    """What lies in the pool's tensors and is no live slot's: all bytes with those of the slots zeroed."""
+    storages = {s.tensor.untyped_storage().data_ptr(): s.tensor.untyped_storage() for r in regions for s in r.sources}
+    kept = {at: torch.tensor(storage.tolist(), dtype=torch.uint8) for at, storage in storages.items()}
+    for region in regions:
+        every = torch.arange(region.slots)
+        for source in region.sources:
+            write_bytes(source, every, torch.zeros(region.slots, source.slot_bytes, dtype=torch.uint8))
+    rest = torch.cat([torch.tensor(storage.tolist(), dtype=torch.uint8) for storage in storages.values()])
+    for at, storage in storages.items():
+        torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).copy_(kept[at])
+    return rest
+
+
+def flip(source: Any, slot: int) -> None:
+    """One bit of a slot."""
+    where = torch.tensor([slot])
+    content = read_bytes(source, where)
+    content[0, source.slot_bytes // 2] ^= 4
+    write_bytes(source, where, content)
 
 
 def describe(pool: Any, window: int | None = None) -> SGLangPool:
@@ -114,6 +289,41 @@ def test_deepseek_v4_sub_pools(pools):
     assert regions["c128"].slot_bytes == 584
     left_out = {item.name.split("/")[0] for item in adapter.uncovered()}
     assert left_out >= {"compressor states", "indexer states"}
+
+
+def test_mxfp8_rows_with_their_scales_left_out(pools):
+    """Rows are guarded; of pages of 128 the scales are interleaved in an order that is named as not described."""
+    if not hasattr(pools, "MHATokenToKVPoolMXFP8"):
+        pytest.skip("this SGLang has no MHATokenToKVPoolMXFP8")
+    values = dict(size=128, page_size=128, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=2, **COMMON)
+    adapter = describe(pools.MHATokenToKVPoolMXFP8(**values))
+    (region,) = adapter.regions()
+    assert [source.name for source in region.sources] == ["k.0", "v.0", "k.1", "v.1"]
+    assert region.slot_bytes == 2 * 2 * 2 * 64
+    (left_out,) = adapter.uncovered()
+    assert (left_out.name, left_out.size_bytes) == ("full/scales", 2 * 2 * 256 * 2 * 2)
+
+
+def test_an_unknown_sub_pool_leaves_the_others_guarded(pools):
+    """A sliding-window pool whose full half is of a class that we don't know: named, and the window is guarded."""
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    class MyFullPool(pools.MHATokenToKVPool):
+        pass
+
+    pool = SWAKVPool(
+        size=32, size_swa=16, page_size=1, dtype=torch.bfloat16, head_num=2, head_dim=8, swa_attention_layer_ids=[0],
+        full_attention_layer_ids=[1], device="cpu",
+    )  # fmt: skip
+    pool.full_kv_pool.__class__ = MyFullPool
+    pool.register_mapping(torch.zeros(34, dtype=torch.int64))
+    adapter = describe(pool, window=7)
+    (region,) = adapter.regions()
+    assert (region.name, region.kind, region.window_tokens) == ("swa", RegionKind.WINDOW, 8)
+    (left_out,) = adapter.uncovered()
+    assert left_out.name == "full"
+    assert left_out.size_bytes >= 33 * 2 * 2 * 8 * 2
+    assert "MyFullPool" in left_out.reason
 
 
 def test_unknown_pools_are_named():

@@ -68,6 +68,8 @@ class SGLangPool(PoolAdapter):
         if kind == "HybridLinearKVPool":
             layers = sorted(pool.full_attention_layer_id_mapping, key=pool.full_attention_layer_id_mapping.get)
             return self._full(pool.full_kv_pool, layers)
+        if kind == "MiniMaxSparseKVPool":
+            return self._minimax_sparse()
         if kind == "DeepSeekV4TokenToKVPool":
             return self._deepseek_v4()
         return self._full(pool, None)
@@ -115,6 +117,23 @@ class SGLangPool(PoolAdapter):
             *self._compressed("c128", 128, getattr(pool, "c128_kv_pool", None), None),
             *_left_out("compressor states", getattr(pool, "compress_state_pools", None), state),
             *_left_out("indexer states", getattr(pool, "indexer_compress_state_pools", None), state),
+        ]
+
+    def _minimax_sparse(self) -> list[PoolAdapter]:
+        """K and V of all layers, and the indexer's K (of some layers V, too) with the same slots."""
+        pool = self._pool
+        if getattr(pool, "dense_pool", None) is not None:
+            return [Unguarded("pool", tensor_bytes(pool), "MiniMax's sparse pool with HiSparse")]
+        return [
+            *self._full(pool.main_pool, None),
+            *(
+                _known(name, sub, list(mapping))
+                for name, sub, mapping in (
+                    ("index_kv", pool.index_kv_pool, pool.index_kv_layer_id_mapping),
+                    ("index_k", pool.index_k_pool, pool.index_k_layer_id_mapping),
+                )
+                if sub is not None
+            ),
         ]
 
     def _compressed(self, name: str, ratio: int, pool: Any, indexer: Any) -> list[PoolAdapter]:
@@ -238,6 +257,30 @@ def _mha(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
     return WholePool(name, pool, RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT))
 
 
+def _mxfp8(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    """Rows of fp8; scales beside them only where they are rows, too."""
+    flat = not pool.mxfp8_sf_interleaved
+    tensors = [
+        LayerTensors(
+            layer,
+            {"k": pool.k_buffer[i], "v": pool.v_buffer[i]},
+            {"k_scale": pool.k_scale_buffer[i], "v_scale": pool.v_scale_buffer[i]} if flat else {},
+        )
+        for i, layer in enumerate(layers)
+    ]
+    rows = RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT)
+    if flat:
+        return rows
+    size = sum(scale.nbytes for scale in (*pool.k_scale_buffer, *pool.v_scale_buffer))
+    reason = "a page's scales are interleaved in the order of a matrix instruction; not described"
+    return JoinedPools([rows, Unguarded(f"{name}/scales", size, reason)])
+
+
+def _k_only(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    tensors = [LayerTensors(layer, {}, index={"index": pool.k_buffer[i]}) for i, layer in enumerate(layers)]
+    return WholePool(name, pool, RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT))
+
+
 def _page_major(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
     tensors = [
         LayerTensors(
@@ -320,6 +363,8 @@ def _dsv4(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
 _POOLS: dict[str, Callable[[str, Any, Sequence[int]], PoolAdapter]] = {
     "MHATokenToKVPool": _mha,
     "MHATokenToKVPoolFP4": _mha,
+    "MHATokenToKVPoolMXFP8": _mxfp8,
+    "MHATokenToKOnlyPool": _k_only,
     "PageMajorMHATokenToKVPool": _page_major,
     "MLATokenToKVPool": _mla,
     "MLATokenToKVPoolFP4": _mla,
@@ -362,5 +407,10 @@ def _tensors(thing: Any, depth: int) -> Iterator[Tensor]:
             yield from _tensors(item, depth + 1)
     elif isinstance(thing, dict):
         yield from _tensors(list(thing.values()), depth)
-    elif depth < 4 and type(thing).__module__.startswith("sglang.") and hasattr(thing, "__dict__"):
+    elif depth < 4 and (depth == 0 or _is_sglangs(thing)) and hasattr(thing, "__dict__"):
         yield from _tensors(list(vars(thing).values()), depth + 1)
+
+
+def _is_sglangs(thing: Any) -> bool:
+    """Also of a class derived from one of SGLang's: what lies elsewhere may hold half the process."""
+    return any(base.__module__.startswith("sglang.") for base in type(thing).__mro__)
