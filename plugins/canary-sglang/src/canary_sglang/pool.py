@@ -78,7 +78,7 @@ class SGLangPool(PoolAdapter):
         """Recurrent states, which hybrid models keep beside the KV."""
         requests = self._requests
         pool = getattr(requests, "mamba_pool", None)
-        if pool is None or states.is_guarded(pool):
+        if requests is None or pool is None or states.is_guarded(pool):
             return []
         siblings = [
             item
