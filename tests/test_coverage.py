@@ -1,6 +1,12 @@
+import json
+from io import StringIO
+
+import structlog
 import torch
+from typer.testing import CliRunner
 
 from canary_adapters import JoinedPools, RowPool, addresses, kv_layers
+from canary_core import cli, reporting
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage, readable_bytes
@@ -59,3 +65,35 @@ def test_sizes_are_readable():
     assert [readable_bytes(n) for n in sizes] == [
         "0 bytes", "999 bytes", "1 kB", "999 kB", "1 MB", "131 GB", "1e+03 TB",
     ]  # fmt: skip
+
+
+def _logged(monkeypatch, *events):
+    """What reporting writes for ``events`` as JSON lines, among lines of others."""
+    stream = StringIO()
+    monkeypatch.setattr(reporting.sys, "stderr", stream)
+    own = reporting.Reporting()
+    own.use(CanaryConfig.load(log_format="json"))
+    for event in events:
+        own.canary_event(event)
+    structlog.reset_defaults()
+    return "loading weights {0.1 s}\n" + "".join(f"[rank 0] {line}\n" for line in stream.getvalue().splitlines())
+
+
+def test_the_command_reads_what_was_logged(monkeypatch, tmp_path):
+    """`canary coverage` finds the event in a log of JSON lines with others' lines in between, the last one of each
+    model; a log that has none is exit code 1."""
+    log = tmp_path / "server.log"
+    events = [Coverage(_pool().regions(), [Uncovered("x", n, "unknown")]).event() for n in (1, 2)]
+    log.write_text(_logged(monkeypatch, *events))
+    result = CliRunner().invoke(cli.app, ["coverage", str(log), "--json"])
+    assert result.exit_code == 0
+    (told,) = json.loads(result.stdout)
+    assert told["uncovered"] == [{"name": "x", "bytes": 2, "reason": "unknown"}]
+    assert told["regions"]["full"]["sources"] == {"k": 2, "v": 2}
+
+    table = CliRunner().invoke(cli.app, ["coverage", "-"], input=log.read_text())
+    assert table.exit_code == 0
+    for cell in ("full", "99.8 %", "unknown"):
+        assert cell in table.stdout
+    log.write_text("nothing of ours\n")
+    assert CliRunner().invoke(cli.app, ["coverage", str(log)]).exit_code == 1

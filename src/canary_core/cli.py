@@ -16,6 +16,8 @@ import canary_core
 from canary_core import demo
 from canary_core import plugins as plugin_registry
 from canary_core.config import CanaryConfig, settings
+from canary_core.coverage import readable_bytes
+from canary_core.coverage_log import coverage_events
 from canary_core.demo_screen import Screen
 from canary_core.errors import CanaryError
 from canary_core.plugins import EngineInfo, Plugin
@@ -80,6 +82,36 @@ def show_config(
     table = _table("variable", "values", "default", "now", "what it does")
     for s in found:
         _add(table, s.variable, s.values, s.default, s.value, s.description)
+    Console().print(table)
+
+
+@app.command("coverage")
+def show_coverage(
+    log: Annotated[
+        typer.FileText, typer.Argument(help="An engine's log, written with CANARY_LOG_FORMAT=json; - for stdin.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show what share of an engine's KV bytes is guarded, by its log. Exit code 1 if the log doesn't say."""
+    events = coverage_events(log)
+    if as_json:
+        _print_json(events)
+    elif not events:
+        typer.echo("canary: no coverage event in it; was it written with CANARY_LOG_FORMAT=json?", err=True)
+    if not events:
+        raise typer.Exit(1)
+    if as_json:
+        return
+    table = _table("model", "part", "guarded as", "size", "layers, or why not")
+    for event in events:
+        model = event.get("model") or ""
+        share = event["summary"].partition(";")[0]
+        _add(table, model, "all", "", readable_bytes(event["guarded_bytes"]), share)
+        for name, r in event.get("regions", {}).items():
+            layers = ", ".join(f"{half} x {count}" for half, count in r["sources"].items())
+            _add(table, model, name, r["kind"], readable_bytes(r["bytes"]), layers)
+        for item in event["uncovered"]:
+            _add(table, model, item["name"], "not", readable_bytes(item["bytes"]), item["reason"])
     Console().print(table)
 
 
