@@ -26,7 +26,8 @@ class Mailbox:
         self._shared = shared
         self._pinned = shared.counters.device.type == "cuda"
         self._counters = self._host_like(shared.counters)
-        self._ring = self._host_like(shared.ring)
+        # On the CPU the ring is read where it is: a copy of all of it at each step costs more than the check.
+        self._ring = shared.ring if shared.ring.device.type == "cpu" else self._host_like(shared.ring)
         self._event = torch.cuda.Event() if self._pinned else None
         self._in_flight = False
         self._with_ring = False
@@ -54,7 +55,7 @@ class Mailbox:
 
     def _start(self) -> None:
         self._counters.copy_(self._shared.counters, non_blocking=self._pinned)
-        if self._with_ring:
+        if self._with_ring and self._ring is not self._shared.ring:
             self._ring.copy_(self._shared.ring, non_blocking=self._pinned)
         if self._event is not None:
             self._event.record()
@@ -67,12 +68,10 @@ class Mailbox:
         if total == self._seen or not self._with_ring:
             self._with_ring = total > self._seen
             return Letter(counters, [], 0)
-        ring = self._ring.tolist()
-        rows = []
-        for number in range(self._seen, min(total, self._seen + 2 * len(ring))):
-            row = ring[number % len(ring)]
-            if row[Row.SEQUENCE] == number + 1:
-                rows.append(row)
+        size = self._ring.shape[0]
+        numbers = torch.arange(self._seen, min(total, self._seen + 2 * size))
+        candidates = self._ring[numbers % size]
+        rows: list[list[int]] = candidates[candidates[:, Row.SEQUENCE] == numbers + 1].tolist()
         dropped = total - self._seen - len(rows)
         self._seen = total
         self._with_ring = False
