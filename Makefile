@@ -25,8 +25,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
 
+# Each engine that the tests share is a group, so that it starts once.
 test-sglang: $(VENV_SGLANG)/.stamp
-	$(VENV_SGLANG)/bin/python -m pytest --timeout 900 $(PYTEST_FLAGS) plugins/canary-sglang/tests
+	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --timeout 900 $(PYTEST_FLAGS) \
+		plugins/canary-sglang/tests
 
 check: $(STAMP)
 	$(VENV)/bin/python -m ruff check .

@@ -27,6 +27,10 @@ class Setup:
     prompts: int = 12
     new_tokens: int = 8
     regions: tuple[str, ...] = ("full",)
+    storm_steps: int = 300
+    """Forwards of long random traffic."""
+    storm_prefix: int = 20
+    """Most tokens that its requests share."""
     since: str = "0"
     """First SGLang that starts this setup on a CPU."""
     left_out: frozenset[str] = frozenset()
@@ -79,14 +83,23 @@ SPECULATIVE = {
 """Ways to speculate, for `test_speculation`."""
 
 SETUPS = {
-    "mha": Setup(),
-    "pages": Setup({"page_size": 4}, TRITON),
+    "mha": Setup(storm_steps=600),
+    "pages": Setup({"page_size": 4}, TRITON, storm_steps=200),
     "fp8": Setup({"kv_cache_dtype": "fp8_e4m3"}),
-    "swa": Setup({"model": "cohere2", "swa_full_tokens_ratio": 1.0}, regions=("full", "swa")),
+    "swa": Setup({"model": "cohere2", "swa_full_tokens_ratio": 1.0}, regions=("full", "swa"), storm_steps=500),
     "mla": Setup(
-        {"model": "deepseek_v2", "attention_backend": "triton", "dtype": "float32"}, TRITON, prompts=4, new_tokens=4
+        {"model": "deepseek_v2", "attention_backend": "triton", "dtype": "float32"},
+        TRITON,
+        prompts=4,
+        new_tokens=4,
+        storm_steps=60,
     ),
-    "pressure": Setup({"max_total_tokens": 112, "chunked_prefill_size": 32}, prompts=16, new_tokens=24),
+    "pressure": Setup(
+        {"max_total_tokens": 112, "chunked_prefill_size": 32, "schedule_conservativeness": 0.1},
+        prompts=16,
+        new_tokens=24,
+        storm_steps=600,
+    ),
     "mixed": Setup({"enable_mixed_chunk": True, "chunked_prefill_size": 16}),
     "deepseek_v4": Setup(
         {
@@ -101,6 +114,8 @@ SETUPS = {
         new_tokens=30,
         regions=("swa", "c4", "c128"),
         shared=600,
+        storm_steps=100,
+        storm_prefix=600,
         since="0.5.21",
         left_out=frozenset({"swa", "compressor states", "indexer states"}),
     ),
@@ -131,18 +146,31 @@ SETUPS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Our marker."""
+    """Our markers."""
     config.addinivalue_line("markers", "without_engine: runs where SGLang is not installed, too")
+    config.addinivalue_line("markers", "last: leaves its engine unfit for other tests, so it runs after them")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that run the engine are skipped where it isn't installed."""
+    """Tests marked ``last`` come last among those of their engine; tests that run the engine are skipped where it isn't
+    installed."""
+    places: dict[str, int] = {}
+    for place, item in enumerate(items):
+        places.setdefault(_group(item), place)
+    items.sort(key=lambda item: (places[_group(item)], item.get_closest_marker("last") is not None))
     if find_spec("sglang") is not None:
         return
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents and item.get_closest_marker("without_engine") is None:
             item.add_marker(pytest.mark.skip(reason="sglang is not installed; make test-sglang makes a place for it"))
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one engine are together already; any other one is alone."""
+    group = item.get_closest_marker("xdist_group")
+    return item.nodeid if group is None else str(group.args[0])
 
 
 class EngineProcess:
@@ -208,7 +236,8 @@ class EngineProcess:
         return answer
 
 
-@pytest.fixture(scope="session", params=SETUPS)
+# All tests of one engine go to the same worker of `pytest -n 2 --dist loadgroup`, so that it starts once.
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SETUPS])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """One engine of each of `SETUPS`, guarded, shared by all tests that want it."""
     setup, installed = SETUPS[request.param], version("sglang")

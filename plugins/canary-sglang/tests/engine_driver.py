@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import builtin_canary
 import cache_faults
 import torch
 from gpu_models import GPU_DEFAULTS, GPU_MODELS
@@ -83,7 +84,7 @@ MODELS = {
 DEFAULTS = dict(
     skip_tokenizer_init=True, device="cpu", attention_backend="torch_native", load_format="dummy",
     max_total_tokens=512, max_running_requests=4, chunked_prefill_size=64, disable_overlap_schedule=True,
-    grammar_backend="none", disable_cuda_graph=True, random_seed=0, log_level="warning", mem_fraction_static=0.05,
+    grammar_backend="none", disable_cuda_graph=True, random_seed=0, log_level="warning", mem_fraction_static=0.5,
 )  # fmt: skip
 
 
@@ -128,6 +129,8 @@ class Engine:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
+        if "kv_canary" in options:
+            builtin_canary.let_it_run_on_a_cpu()
         from sglang.srt.managers import scheduler
         from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -157,6 +160,7 @@ class Engine:
         self.scheduler = scheduler.Scheduler(self.args, ports, **extra)
         self.runner = self.scheduler.tp_worker.model_runner
         self.requests: list[Any] = []
+        self.aborted: set[str] = set()
         self.steps = 0
         self.graphed: Counter[str] = Counter()
         _randomize(self.runner.model)
@@ -214,6 +218,46 @@ class Engine:
             "steps": self.steps - before,
             "graphed": dict(self.graphed),
             "verifies": sum(r.spec_verify_ct for r in served),
+        }
+
+    def storm(self, seed: int, steps: int, prefix: int, new_tokens: int) -> dict[str, Any]:
+        """At least ``steps`` steps of random traffic, the same for a seed: requests that begin with one of a few
+        prefixes come in bursts, some are aborted while they wait or run, and now and then the cache is flushed."""
+        rng = random.Random(seed)
+        prefixes = [[rng.randrange(3, 250) for _ in range(prefix)] for _ in range(4)]
+        first, before = len(self.requests), self.steps
+        counts = {"aborted": 0, "flushed": 0}
+        ending = False
+        idle = 0
+        while True:
+            queued = len(self.scheduler.waiting_queue)
+            if not ending and queued < 6 and rng.random() < 0.3:
+                for _ in range(rng.randrange(1, 4)):
+                    hit = rng.choice(prefixes)[: rng.randrange(prefix + 1)]
+                    tail = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 30))]
+                    self._submit(hit + tail, rng.choice((rng.randrange(1, new_tokens), new_tokens)))
+            living = [r for r in self.requests[first:][-12:] if not r.finished() and r.rid not in self.aborted]
+            if living and rng.random() < 0.03:
+                self._abort(rng.choice(living).rid)
+                counts["aborted"] += 1
+            ending = ending or rng.random() < 0.01 or self.steps - before >= steps
+            idle = 0 if self._step() else idle + 1
+            if idle > 50:
+                raise RuntimeError(f"the engine idles, {queued} requests wait")
+            if idle and ending and not self.scheduler.waiting_queue:
+                if self.steps - before >= steps:
+                    break
+                if not self.flush():
+                    raise RuntimeError("an idle engine could not be flushed")
+                counts["flushed"] += 1
+                ending = False
+        served = self.requests[first:]
+        return {
+            "outputs": [list(r.output_ids) for r in served],
+            "steps": self.steps - before,
+            "cached": sum(int(r.cached_tokens) for r in served),
+            "retracted": sum(int(getattr(r, "retraction_count", 0) or 0) for r in served),
+            **counts,
         }
 
     def findings(self) -> dict[str, Any]:
@@ -289,6 +333,30 @@ class Engine:
             if records[slot, STEP_WRITTEN] == before[slot]:
                 return slot
         raise RuntimeError("no slot stays as it is")
+
+    def flip_running(self, prompt: list[int], region: str, source: str, seed: int) -> dict[str, Any]:
+        """Flips one bit of what a running request will read, of a token close to its end, and serves on; gives the
+        slot, our findings since, and how many SGLang's own canary had. Ends with an empty cache."""
+        self._submit(prompt, 8)
+        request = self.requests[-1]
+        while len(request.output_ids) < 2:
+            self._step()
+        state = self.session.canary.states[region]
+        about = state.region
+        position = len(prompt) - 3
+        position -= (position + 1) % about.tokens_per_slot
+        row = getattr(request, "kv", request).req_pool_idx
+        slot = int(self.runner.req_to_token_pool.req_to_token[row, position])
+        slot = slot // about.tokens_per_slot if about.slot_map is None else int(about.slot_map[slot])
+        before = builtin_canary.findings(self.runner)
+        _flip_bit(next(s for s in state.sources if s.name == source), slot, random.Random(seed))
+        while not request.finished():
+            self._step()
+        self.scrub([9, 8, 7])
+        found = self.findings()["violations"]
+        built_in = builtin_canary.findings(self.runner) - before
+        self.flush()
+        return {"slot": slot, "violations": found, "built_in": built_in}
 
     def scrub(self, prompt: list[int]) -> None:
         """Steps of a small request until the scrub has gone all round."""
@@ -393,6 +461,12 @@ class Engine:
         self.scheduler.process_input_requests([TokenizedGenerateReqInput(**known)])
         self.requests.append(next(r for r in self.scheduler.waiting_queue if r.rid == name))
 
+    def _abort(self, name: str) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.abort_request(AbortReq(rid=name))
+        self.aborted.add(name)
+
     def _step(self) -> bool:
         """One iteration of the scheduler's plain event loop."""
         s = self.scheduler
@@ -413,6 +487,13 @@ class Engine:
             s.on_idle()
         s.last_batch = batch
         return bool(batch)
+
+
+def _flip_bit(source: Any, slot: int, rng: random.Random) -> None:
+    where = torch.tensor([slot])
+    content = faults.read_bytes(source, where)
+    content[0, rng.randrange(source.slot_bytes)] ^= 1 << rng.randrange(8)
+    faults.write_bytes(source, where, content)
 
 
 def _fake_deepseek_v4() -> None:

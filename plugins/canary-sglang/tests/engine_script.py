@@ -23,7 +23,7 @@ def on_cpu() -> tuple[dict[str, Any], dict[str, Any]]:
     options: dict[str, Any] = dict(
         load_format="dummy", skip_tokenizer_init=True, device="cpu", attention_backend="torch_native",
         grammar_backend="none", disable_cuda_graph=True, random_seed=0, max_total_tokens=512, max_running_requests=4,
-        chunked_prefill_size=64, mem_fraction_static=0.05, log_level="warning",
+        chunked_prefill_size=64, mem_fraction_static=0.5, log_level="warning",
     )  # fmt: skip
     return config, options
 

@@ -90,13 +90,21 @@ def test_a_flush_leaves_nothing_behind(engine):
     assert engine.findings()["violations"] == []
 
 
-def test_outputs_are_those_of_an_unguarded_engine(engine):
-    """Canary changes nothing that the engine computes, and once uninstalled it is gone. The last test of an engine."""
+@pytest.mark.last
+def test_long_traffic_is_clean_and_computes_what_an_unguarded_engine_does(engine, request):
+    """Hundreds of forwards of random traffic, with shared prefixes, aborts, flushes and, in a small pool, retractions:
+    nothing is found, and the same traffic without Canary, which once uninstalled is gone, has the same outputs."""
     setup = engine.setup
-    outputs = []
-    for _ in range(2):
-        engine.flush()
-        outputs.append(engine.serve(prompts=setup.traffic(7), new_tokens=setup.new_tokens)["outputs"])
-        engine.uninstall()
-    assert outputs[0] == outputs[1]
+    storm = dict(seed=8, steps=setup.storm_steps, prefix=setup.storm_prefix, new_tokens=24)
+    engine.flush()
+    engine.findings()
+    guarded = engine.storm(**storm)
+    assert engine.findings()["violations"] == []
+    assert guarded["steps"] >= setup.storm_steps
+    name = request.node.callspec.params["engine"]
+    assert (guarded["retracted"] > 0) == (name == "pressure")
+    assert (guarded["cached"] > 0) == (name != "radix_off")
+    engine.uninstall()
+    engine.flush()
+    assert engine.storm(**storm) == guarded
     assert engine.findings() == {"violations": [], "stats": {}, "drafts": {}}

@@ -19,7 +19,7 @@ from canary_core.hookspecs import hookimpl
 from canary_core.region import Region, RegionKind
 from canary_core.violation import Violation
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("pools")]
 
 COMMON = dict(device="cpu", enable_memory_saver=False)
 
