@@ -39,6 +39,20 @@ def test_the_version_is_checked(monkeypatch, installed, supported):
 
 
 @pytest.mark.without_engine
+@pytest.mark.parametrize("installed", ["0.5.13.post1", "0.5.24"])
+def test_another_release_is_refused_before_anything_is_hooked(monkeypatch, installed):
+    """The error says what is supported and what was found; none of our hooks is registered."""
+    monkeypatch.setattr(metadata, "version", lambda name: installed)
+    monkeypatch.setattr(Hooks, "start", lambda hooks, config: pytest.fail("hooked"))
+    config = CanaryConfig(plugins=["sglang"])
+    process = plugins.Plugins()
+    process.load(config)
+    (plugin,) = process.install(config)
+    assert version.SUPPORTED in plugin.error
+    assert f"got sglang {installed}" in plugin.error
+
+
+@pytest.mark.without_engine
 def test_hooks_without_a_configuration_only_call_on():
     """After ``stop`` the engine runs as if we were not there; registered hooks can't be taken back."""
     hooks = Hooks()

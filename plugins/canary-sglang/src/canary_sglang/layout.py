@@ -5,7 +5,7 @@
 |------------------------------------------|----------------------------------------------------------------------|
 | `ModelRunner.alloc_memory_pool`          | 0.5.14 and later; before, `init_memory_pool`                         |
 | `ModelRunner.post_capture_resize_kv_pool`| from 0.5.17: a pool may get its memory only after graphs are captured|
-| `ForwardBatch`, `Scheduler.run_batch`,   | what is used runs on 0.5.17 and 0.5.21; names looked up in others    |
+| `ForwardBatch`, `Scheduler.run_batch`,   | what is used of them runs on each of 0.5.14 - 0.5.23                 |
 | `on_idle`, `flush_cache`                 |                                                                      |
 | DSA's indexer                            | `index_k_with_scale_buffer`: a list, from 0.5.21 a property          |
 | `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
