@@ -92,7 +92,7 @@ SETUPS = {
         TRITON,
         prompts=4,
         new_tokens=4,
-        storm_steps=60,
+        storm_steps=30,
     ),
     "pressure": Setup(
         {"max_total_tokens": 112, "chunked_prefill_size": 32, "schedule_conservativeness": 0.1},
