@@ -48,7 +48,7 @@ CACHES = {
 }
 
 
-@pytest.fixture(scope="module", params=CACHES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CACHES])
 def swept(request: pytest.FixtureRequest, launch: Callable[..., Any]) -> Iterator[Any]:
     """An engine whose cache is swept at every step."""
     cache = CACHES[request.param]
