@@ -92,7 +92,8 @@ SETUPS = {
         TRITON,
         prompts=4,
         new_tokens=4,
-        storm_steps=30,
+        storm_steps=20,
+        storm_prefix=8,
     ),
     "pressure": Setup(
         {"max_total_tokens": 112, "chunked_prefill_size": 32, "schedule_conservativeness": 0.1},

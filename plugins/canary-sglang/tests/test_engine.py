@@ -95,7 +95,7 @@ def test_long_traffic_is_clean_and_computes_what_an_unguarded_engine_does(engine
     """Hundreds of forwards of random traffic, with shared prefixes, aborts, flushes and, in a small pool, retractions:
     nothing is found, and the same traffic without Canary, which once uninstalled is gone, has the same outputs."""
     setup = engine.setup
-    storm = dict(seed=8, steps=setup.storm_steps, prefix=setup.storm_prefix, new_tokens=24)
+    storm = dict(seed=8, steps=setup.storm_steps, prefix=setup.storm_prefix, new_tokens=min(24, 3 * setup.new_tokens))
     engine.flush()
     engine.findings()
     guarded = engine.storm(**storm)
