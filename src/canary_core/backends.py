@@ -11,7 +11,7 @@ from canary_core.errors import ConfigError
 from canary_core.state import RegionState
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
-EventOp = Callable[[RegionState, Tensor, int], None]
+EventOp = Callable[[RegionState, Tensor, int | Tensor, int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,22 @@ STALLED_READS = 100
 """Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Owner = int | Callable[[], int | Tensor]
+"""Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
+one for each slot. It is called when the event takes effect, on the stream of the forwards."""
+
+
+@dataclass(slots=True, eq=False)
 class _Change:
     """Something that the host issued between two forwards. ``tensors`` are what it uses, made by ``ready``;
-    ``arrival``: it changes what slots hold, not only whose they are."""
+    ``arrival``: it changes what slots hold, not only whose they are. Changes of the same ``key``, one after the other,
+    take effect together."""
 
-    apply: Callable[[], None]
-    tensors: tuple[Tensor, ...]
-    ready: torch.cuda.Event | None
-    arrival: bool
+    apply: Callable[[list[Tensor]], None]
+    tensors: list[Tensor]
+    ready: list[torch.cuda.Event]
+    arrival: bool = False
+    key: tuple[object, ...] | None = None
 
 
 class Canary:
@@ -351,21 +358,25 @@ class Canary:
         """``slots`` hold nothing any more (a roll-back, a reset): reading one before it is written is a finding."""
         self._mark(region, slots, State.UNWRITTEN)
 
-    def free_slots(self, region: str, slots: Tensor, writer: int = -1) -> None:
-        """The engine's allocator got ``slots`` back, from request ``writer`` (-1: unknown).
+    def free_slots(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """The engine's allocator got ``slots`` back, from request ``writer``. With ``page_slots`` above 1 they number
+        pages of so many slots.
 
         Events take effect in the order in which the host issues them, before the next forward that it issues: call it
-        from any stream. Once slots of a region are freed by events, they must be handed out by `alloc_slots` too.
+        from any stream; ``slots`` must stay as they are until then. Once slots of a region are freed by events, they
+        must be handed out by `alloc_slots` too, until `end_lifetime`.
         """
-        state = self._states.get(region)
-        if state is not None and self.enabled and len(slots):
-            self._queue(partial(self._backend.free, state, slots, writer), (slots,))
+        self._own(region, slots, writer, ("free", page_slots))
 
-    def alloc_slots(self, region: str, slots: Tensor, writer: int = -1) -> None:
+    def alloc_slots(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
         """The engine's allocator handed ``slots`` out to ``writer``; see `free_slots`."""
+        self._own(region, slots, writer, ("alloc", page_slots))
+
+    def end_lifetime(self, region: str) -> None:
+        """The engine's allocator can't be followed any more: no slot of the region counts as freed from now on."""
         state = self._states.get(region)
-        if state is not None and self.enabled and len(slots):
-            self._queue(partial(self._backend.alloc, state, slots, writer), (slots,))
+        if state is not None and self.enabled:
+            self._arrive(partial(_forget_frees, state))
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
@@ -420,22 +431,46 @@ class Canary:
             self._backend.scrub(state)
         none = torch.empty(0, dtype=torch.int64, device=batch.device)
         self._backend.verify(state, none)
-        self._backend.free(state, none, -1)
-        self._backend.alloc(state, none, -1)
+        for writer in (-1, none.int()):
+            self._backend.free(state, none, writer, 1)
+            self._backend.alloc(state, none, writer, 1)
 
-    def _queue(self, apply: Callable[[], None], tensors: tuple[Tensor, ...], arrival: bool = False) -> None:
-        ready = None
-        if any(t.is_cuda for t in tensors):
+    def _own(self, region: str, slots: Tensor, writer: Owner, event: tuple[str, int]) -> None:
+        state = self._states.get(region)
+        if state is None or not self.enabled or not len(slots):
+            return
+        name, page_slots = event
+        op = self._backend.free if name == "free" else self._backend.alloc
+
+        def apply(tensors: list[Tensor]) -> None:
+            op(
+                state,
+                tensors[0] if len(tensors) == 1 else torch.cat(tensors),
+                writer() if callable(writer) else writer,
+                page_slots,
+            )
+
+        key = None if callable(writer) else (region, writer, event)
+        self._queue(_Change(apply, [slots], [], key=key))
+
+    def _queue(self, change: _Change) -> None:
+        if any(t.is_cuda for t in change.tensors):
             # They may be made on another stream than the forwards run on.
             ready = torch.cuda.Event()
             ready.record()
-        self._changes.append(_Change(apply, tensors, ready, arrival))
+            change.ready.append(ready)
+        last = self._changes[-1] if self._changes else None
+        if last is not None and change.key is not None and last.key == change.key:
+            last.tensors += change.tensors
+            last.ready += change.ready
+        else:
+            self._changes.append(change)
 
     def _arrive(self, apply: Callable[[], None], *tensors: Tensor) -> None:
         """Slots get other content: now, or after the allocator's events that the host issued before and that wait for
         the next forward; applied to a slot later, those would take it back."""
         if self._changes and not _capturing(self._shared.counters):
-            self._queue(apply, tensors, arrival=True)
+            self._queue(_Change(lambda _: apply(), list(tensors), [], arrival=True))
         else:
             apply()
 
@@ -445,13 +480,13 @@ class Canary:
             return
         changes, self._changes = self._changes, []
         for change in changes:
-            if change.ready is not None:
-                change.ready.wait()
-                for tensor in change.tensors:
-                    if tensor.is_cuda:
-                        # Made on another stream, its memory must not be handed out there before this one has read it.
-                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            change.apply()
+            for ready in change.ready:
+                ready.wait()
+            for tensor in change.tensors if change.ready else ():
+                if tensor.is_cuda:
+                    # Made on another stream, its memory must not be handed out there before this one has read it.
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            change.apply(change.tensors)
 
     def _require_place(self, batch: BatchView) -> None:
         """Raises `AttachError` for a batch of another device (a kernel would read foreign addresses) or an unknown
@@ -564,6 +599,10 @@ def _row_counts(steps: Sequence[int], most: int) -> list[int]:
 
 def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> None:
     twin.import_records(state, destination, twin.export_records(state, source))
+
+
+def _forget_frees(state: RegionState) -> None:
+    state.records[:, POSITION] &= ~int(State.FREED)
 
 
 def _mark_records(state: RegionState, slots: Tensor, new: State, keep: int = 0) -> None:

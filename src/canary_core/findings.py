@@ -78,6 +78,7 @@ class Findings:
         page_size = state.region.sources[0].page_size
         word = row[Row.STORED_POSITION]
         stored = word >= 0
+        freed = row[Row.FREED] & 0xFFFFFFFF if row[Row.FREED] != -1 else 0
         return Violation(
             kind=kind,
             region=state.region.name,
@@ -98,7 +99,8 @@ class Findings:
             request=self._writers.name(row[Row.WRITER]),
             stored_request=self._writers.name(row[Row.STORED_WRITER]),
             step_written=_known(row[Row.STEP_WRITTEN]),
-            step_freed=_known(row[Row.STEP_FREED]) or None,
+            step_freed=freed or None,
+            freed_by=self._writers.name(row[Row.FREED] >> 32) if freed else None,
             rank=self._rank,
         )
 

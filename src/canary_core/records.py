@@ -249,7 +249,8 @@ class Row(IntEnum):
     """Writer id of the request that reads or writes now, -1 for the scrub."""
     STORED_WRITER = 12
     STEP_WRITTEN = 13
-    STEP_FREED = 14
+    FREED = 14
+    """The record's words `STEP_FREED` and `FREED_BY` as one number: ``freed by * 2**32 + step``."""
     STEP = 15
     """``step * 8 + phase`` of the check."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from canary_core import hashing
 from canary_core.records import (
+    FREED_BY,
     POSITION,
     PREFIX_HASH,
     ROW_WORDS,
@@ -233,7 +234,7 @@ class RecordSweep:
             row[Row.STORED_VALUE] = int(_hash(record[None])[0])
             row[Row.STORED_WRITER] = int(record[WRITER])
             row[Row.STEP_WRITTEN] = int(record[STEP_WRITTEN])
-            row[Row.STEP_FREED] = int(record[STEP_FREED])
+            row[Row.FREED] = int(record[FREED_BY]) << 32 | int(record[STEP_FREED])
         if kind is Kind.PREFIX:
             row[Row.FOUND_VALUE] = int(verdict.should_be[index])
         return replace(self._canary.decode(row), node=packet.runs[int(places.run[entry])].node)

@@ -30,6 +30,7 @@ class Violation:
     stored_request: str | None = None
     step_written: int | None = None
     step_freed: int | None = None
+    freed_by: str | None = None
     rank: int = 0
     node: int | None = None
     rule: str | None = None
@@ -57,6 +58,7 @@ class Violation:
             reader=self._reader(),
             node=self._node(),
             writer=self.stored_request or "an unknown request",
+            freer=self.freed_by or "the engine",
             v=self,
         )
 
@@ -83,8 +85,8 @@ _EXPLANATIONS = {
     "or a window entry was evicted while still readable.",
     Kind.UNWRITTEN: "{reader} will read position {v.position} from {where}, which no forward has written: a prefix was "
     "published before it was filled, a write was lost, or the table points elsewhere.",
-    Kind.FREED: "{reader} will read position {v.position} from {where}, which was freed at step {v.step_freed}: use "
-    "after free.",
+    Kind.FREED: "{reader} will read position {v.position} from {where}, which was freed by {freer} "
+    "at step {v.step_freed}: use after free.",
     Kind.POSITION: "{reader} will read position {v.position} from {where}, but {writer} wrote position "
     "{v.stored_position} there at step {v.step_written}: wrong slot mapping, or the slot was handed out twice.",
     Kind.TOKEN: "{reader} expects token {v.token} at position {v.position}, {where} holds token {v.stored_token} "
@@ -101,7 +103,8 @@ _EXPLANATIONS = {
     "the slot list and the table disagree.",
     Kind.TWO_WRITERS: "two tokens of one batch are written to {where}; {reader} (position {v.position}) lost to token "
     "{v.stored_value} of the batch: the slot was handed out twice.",
-    Kind.DOUBLE_FREE: "{where} was freed although it was free since step {v.step_freed}: freed twice.",
+    Kind.DOUBLE_FREE: "{where} was freed by {reader} although it was free, by {freer}, since step "
+    "{v.step_freed}: freed twice.",
     Kind.DOUBLE_ALLOC: "{where} was handed out to {reader} while {writer}, who got or wrote it at step "
     "{v.step_written}, still has it: allocated twice, or a free was lost.",
     Kind.WRITE_AFTER_FREE: "{reader} wrote position {v.position} to {where}, which {writer} freed at step "

@@ -145,6 +145,17 @@ def events(s: Scenario) -> torch.Tensor:
     return torch.tensor(slots, dtype=s.random.choice([torch.int32, torch.int64]), device=s.device)
 
 
+def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:
+    """An allocator's event: slots or pages, one writer or one for each, slots of a page."""
+    slots, page_slots = events(s), s.random.choice([1, 1, 3, 4])
+    if page_slots > 1:
+        slots = slots[slots < s.region.slots // page_slots + 2]
+    if s.random.random() < 0.5:
+        return slots, s.random.randint(-1, 5), page_slots
+    writers = [s.random.randint(-1, 5) for _ in slots]
+    return slots, torch.tensor(writers, dtype=torch.int32, device=s.device), page_slots
+
+
 def disturb(s: Scenario, state: RegionState) -> None:
     """Plants faults: flipped record words and bytes, other states, NaNs."""
     rng = s.random

@@ -4,7 +4,7 @@ torch reference."""
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ops.scenario import differences, disturb, events, history, ring_rows, scenario, twin, write
+from ops.scenario import differences, disturb, events, history, ownership, ring_rows, scenario, twin, write
 
 from canary_core.backends import torch_backend, triton_backend
 from canary_core.kernels import check as check_kernels
@@ -44,7 +44,7 @@ def run(seed: int, device: str) -> set[int]:
             elif op == "verify":
                 arguments = (events(s),)
             elif op in ("free", "alloc"):
-                arguments = (events(s), s.random.randint(-1, 5))
+                arguments = ownership(s)
             getattr(reference, op)(state, *arguments)
             getattr(kernels, op)(other, *arguments)
             assert differences(state, other, batch.tokens) == [], f"seed {seed}, op {op}"

@@ -36,7 +36,7 @@ ROW_FOUND_VALUE = tl.constexpr(int(Row.FOUND_VALUE))
 ROW_WRITER = tl.constexpr(int(Row.WRITER))
 ROW_STORED_WRITER = tl.constexpr(int(Row.STORED_WRITER))
 ROW_STEP_WRITTEN = tl.constexpr(int(Row.STEP_WRITTEN))
-ROW_STEP_FREED = tl.constexpr(int(Row.STEP_FREED))
+ROW_FREED = tl.constexpr(int(Row.FREED))
 ROW_STEP = tl.constexpr(int(Row.STEP))
 
 
@@ -114,7 +114,7 @@ def split_head(first):
 @triton.jit
 def report(
     p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, stored_token, stored_position,
-    stored_value, found_value, writer, stored_writer, step_written, step_freed, step,
+    stored_value, found_value, writer, stored_writer, step_written, freed, step,
 ):  # fmt: skip
     """Counts the findings where ``m`` and keeps a row of each that the ring has room for. Blocks of one shape."""
     tl.atomic_add(p_counters + kind, 1, mask=m)
@@ -136,7 +136,7 @@ def report(
     tl.store(p_row + ROW_WRITER, writer, mask=keep)
     tl.store(p_row + ROW_STORED_WRITER, stored_writer, mask=keep)
     tl.store(p_row + ROW_STEP_WRITTEN, step_written, mask=keep)
-    tl.store(p_row + ROW_STEP_FREED, step_freed, mask=keep)
+    tl.store(p_row + ROW_FREED, freed, mask=keep)
     tl.store(p_row + ROW_STEP, step, mask=keep)
 
 
@@ -152,8 +152,7 @@ def report_record(
     freed = tl.load(p_records + slot * 4 + 3, mask=m_record, other=-1)
     stored_token, stored_position = split_head(first)
     step_written, stored_writer = split_head(written)
-    step_freed, _ = split_head(freed)
     report(
         p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, stored_token, stored_position,
-        stored_value, found_value, writer, stored_writer, step_written, step_freed, step,
+        stored_value, found_value, writer, stored_writer, step_written, freed, step,
     )  # fmt: skip

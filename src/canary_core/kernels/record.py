@@ -16,7 +16,6 @@ from canary_core.kernels.common import (
     WRITTEN,
     mix,
     report,
-    split_head,
 )
 from canary_core.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
 from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
@@ -157,11 +156,11 @@ def record_kernel(
                     kind, m_kind, value = KIND_TWO_WRITERS, lost, (claim & 0xFFFFFFFF) - 1
                 else:
                     kind, m_kind, value = KIND_WRITE_AFTER_FREE, freed, none
-                step_freed, freed_by = none, none
+                when_freed, freed_by = none, none
                 if i_kind == 5:
-                    step_freed, freed_by = split_head(old_freed)
+                    when_freed, freed_by = old_freed, old_freed >> 32
                 report(
                     p_counters, p_ring, ring_rows, tl.full((TILE,), kind, tl.int64), m_kind, region, -1, slot, position,
                     expected, token, (position + given - own) * STATE_VALUES + WRITTEN, value, -1, writer, freed_by, -1,
-                    step_freed, step * 8 + POST_FORWARD,
+                    when_freed, step * 8 + POST_FORWARD,
                 )  # fmt: skip

@@ -47,7 +47,7 @@ class Seen:
     hash: Tensor
     writer: Tensor
     step_written: Tensor
-    step_freed: Tensor
+    freed: Tensor
 
     @property
     def usable(self) -> Tensor:
@@ -73,7 +73,7 @@ def see(state: RegionState, slot: Tensor, status: Tensor) -> Seen:
         hash=record[:, PREFIX_HASH : PREFIX_HASH + 2].contiguous().view(torch.int64)[:, 0],
         writer=record[:, WRITER].long(),
         step_written=record[:, STEP_WRITTEN].long(),
-        step_freed=record[:, STEP_FREED].long(),
+        freed=record[:, STEP_FREED : STEP_FREED + 2].contiguous().view(torch.int64)[:, 0],
     )
 
 
@@ -151,7 +151,7 @@ def record_fields(seen: Seen) -> dict[Row, Tensor]:
         Row.STORED_VALUE: torch.where(usable, seen.hash, -1),
         Row.STORED_WRITER: torch.where(usable, seen.writer, -1),
         Row.STEP_WRITTEN: torch.where(usable, seen.step_written, -1),
-        Row.STEP_FREED: torch.where(usable, seen.step_freed, -1),
+        Row.FREED: torch.where(usable, seen.freed, -1),
     }
 
 

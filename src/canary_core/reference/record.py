@@ -80,7 +80,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
             chosen[Row.STORED_VALUE] = other_value[kind][mask]
         if kind is Kind.WRITE_AFTER_FREE:
             chosen[Row.STORED_WRITER] = old[mask, FREED_BY].long()
-            chosen[Row.STEP_FREED] = old[mask, STEP_FREED].long()
+            chosen[Row.FREED] = old[mask, STEP_FREED : STEP_FREED + 2].contiguous().view(torch.int64)[:, 0]
         about: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.POST_FORWARD}
         report(shared, kind, writes.slot[mask], {**chosen, **about})
 
