@@ -74,6 +74,16 @@ class CanaryConfig(BaseSettings):
         "those of the full pool; 0: none.",
         json_schema_extra=_unit("forwards"),
     )
+    on_violation: Literal["report", "abort", "quarantine"] = Field(
+        default="report",
+        description="report: tell, nothing else. abort: end the requests that a finding concerns with a retryable "
+        "error. quarantine: also evict what is corrupted from the prefix cache. Where the engine's plugin can.",
+    )
+    lifetime: bool = Field(
+        default=True,
+        description="Follow the engine's allocator, where its plugin can: use after free, write after free, slots "
+        "freed or handed out twice.",
+    )
     non_finite: bool = Field(default=True, description="Report NaN and infinity in float KV that was just written.")
     read_interval: Annotated[int, Field(ge=1)] = Field(
         default=4,

@@ -27,7 +27,7 @@ from hybrid_models import HYBRID_MODELS, mamba2_on_cpu
 from canary_core import faults, plugins
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
-from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, POSITION, STATES, STEP_WRITTEN, State
+from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, POSITION, STATES, STEP_WRITTEN, TOKEN, State
 from canary_core.violation import Violation
 
 LLAMA = dict(
@@ -292,10 +292,10 @@ class Engine:
             for r in canary.regions.values()
         }
 
-    def flip(self, region: str, source: str, seed: int) -> int:
+    def flip(self, region: str, source: str, seed: int, among: list[int] | None = None) -> int:
         """Flips one bit of a slot that holds something; gives the slot."""
         state = self.states[region]
-        written = (state.records[:, POSITION] % STATES == State.WRITTEN).nonzero()[:, 0].tolist()
+        written = among or (state.records[:, POSITION] % STATES == State.WRITTEN).nonzero()[:, 0].tolist()
         rng = random.Random(seed)
         slot = rng.choice([s for s in written if s])
         tensor = next(s for s in state.sources if s.name == source)
@@ -395,6 +395,95 @@ class Engine:
     def break_cache(self, how: str, which: str = "any") -> dict[str, Any]:
         """Corrupts the prefix cache as `cache_faults` knows how to, sweeps, repairs it again; gives what was found."""
         return cache_faults.break_cache(self, how, which)
+
+    def ownership(self) -> dict[str, Any]:
+        """By region: how many slots of a page, and where Canary and the allocator differ about which slots are free."""
+        lifetime, told = self.session.lifetime, {}
+        self.session.canary.drain()
+        for follower in lifetime._followers.values():
+            pages = set(torch.cat([follower._free, *follower._released]).tolist())
+            for name, page_slots in follower.regions.items():
+                words = self.session.canary.states[name].records[:, POSITION]
+                free = (words & State.FREED != 0) | (words % STATES == State.UNWRITTEN)
+                # Page 0 is padding; a pool may be larger than what is handed out of it.
+                end = (follower._allocator.size // follower._allocator.page_size + 1) * page_slots
+                ours = {s for s in free.nonzero()[:, 0].tolist() if page_slots <= s < end}
+                theirs = {page * page_slots + i for page in pages for i in range(page_slots)}
+                told[name] = {"page_slots": page_slots, "differences": sorted(ours ^ theirs)}
+        return told
+
+    def misuse(self, what: str, prompts: list[list[int]]) -> dict[str, Any]:
+        """Serves the prompts together; once all are decoding, the engine's own allocator is misused: ``double_free``,
+        ``free_in_use`` of the last one's second page, or ``hand_out_held`` of it. Gives what is about it, and the
+        findings of the next steps. The engine is of no use afterwards."""
+        first = len(self.requests)
+        for prompt in prompts:
+            self._submit(prompt, 400)
+        served = self.requests[first:]
+        while not all(len(r.output_ids) > 1 for r in served):
+            self._step()
+        self.session.canary.drain()
+        from canary_sglang import layout
+
+        allocator = self.runner.token_to_kv_pool_allocator
+        row, _ = layout.table_row(self.scheduler, served[-1])
+        pages = getattr(allocator, "full_attn_allocator", allocator)
+        page = int(row[pages.page_size]) // pages.page_size
+        slots = torch.arange(page * pages.page_size, (page + 1) * pages.page_size)
+        if what == "double_free":
+            last = int(pages.free_pages[-1])
+            slots = torch.arange(last * pages.page_size, (last + 1) * pages.page_size)
+            pages.free(slots)
+        elif what == "free_in_use":
+            pages.free(slots)
+        else:
+            # As if the list itself had been overwritten.
+            pages.free_pages[0] = page
+        self.told.violations = []
+        names = [r.rid for r in served]
+        for _ in range(pages.page_size + 1):
+            self._step()
+        self.session.canary.drain()
+        return {
+            "requests": names,
+            "slots": slots.tolist(),
+            "violations": [v.fields() for v in self.told.violations],
+        }
+
+    def rot(self, prompt: list[int], region: str, source: str) -> dict[str, Any]:
+        """Serves ``prompt``, then flips a bit of a slot that the prefix cache holds of it; gives the slot and what was
+        served."""
+        served = self.serve([prompt], 4)
+        written = self._of_prompt(region, prompt)
+        return {**served, "slot": self.flip(region, source, 1, [written[len(written) // 2]])}
+
+    def rot_running(self, prompts: list[list[int]], region: str, source: str) -> dict[str, Any]:
+        """Serves the prompts together and, once all are decoding, flips a bit of the last one's own KV; gives how each
+        ended."""
+        first = len(self.requests)
+        for prompt in prompts:
+            self._submit(prompt, 30)
+        served = self.requests[first:]
+        while not all(len(r.output_ids) > 1 for r in served):
+            self._step()
+        slot = self.flip(region, source, 1, [self._of_prompt(region, prompts[-1])[-1]])
+        while not all(r.finished() for r in served):
+            self._step()
+        return {
+            "slot": slot,
+            "requests": [r.rid for r in served],
+            "outputs": [list(r.output_ids) for r in served],
+            "reasons": [r.finished_reason.to_json() for r in served],
+        }
+
+    def _of_prompt(self, region: str, prompt: list[int]) -> list[int]:
+        """Slots in which the prompt's last tokens are, by position."""
+        records = self.session.canary.states[region].records
+        found: list[int] = []
+        for position, token in list(enumerate(prompt))[-12:]:
+            here = (records[:, POSITION] == position * STATES + State.WRITTEN) & (records[:, TOKEN] == token)
+            found += here.nonzero()[:, 0].tolist()
+        return found
 
     def flush(self) -> bool:
         """Empties the prefix cache, as a client may ask for at any time."""

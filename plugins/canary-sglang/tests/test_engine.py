@@ -9,6 +9,8 @@ FAULTS = (
     "swap_pages", "next_token_swap",
 )  # fmt: skip
 
+PAGE_SLOTS = {"pages": {"full": 4}, "deepseek_v4": {"swa": 256, "c4": 64, "c128": 2}}
+
 
 def test_clean_traffic_raises_nothing(engine):
     """Mixed traffic with shared prefixes and chunked prefills, twice over, then other traffic: every forward is
@@ -88,6 +90,24 @@ def test_a_flush_leaves_nothing_behind(engine):
     assert engine.flush()
     engine.serve(prompts=setup.traffic(6, 4), new_tokens=setup.new_tokens)
     assert engine.findings()["violations"] == []
+
+
+def test_canary_and_the_allocator_agree_on_every_slot(engine, request):
+    """After traffic with chunks, prefix hits, eviction and retraction the slots that Canary holds to be free are those
+    of the allocator's own list, in every region; after a flush, too."""
+    setup = engine.setup
+    followed = () if "speculative_algorithm" in setup.options else ("full", "swa", "c4", "c128")
+    regions = [name for name in setup.regions if name in followed]
+    for seed in (20, 21):
+        engine.serve(prompts=setup.traffic(seed), new_tokens=setup.new_tokens)
+        told = engine.ownership()
+        assert {region: about["differences"] for region, about in told.items()} == {name: [] for name in regions}
+    expected = PAGE_SLOTS.get(request.node.callspec.params["engine"], dict.fromkeys(regions, 1))
+    assert {region: about["page_slots"] for region, about in told.items()} == expected
+    assert engine.flush()
+    assert all(about["differences"] == [] for about in engine.ownership().values())
+    assert engine.findings()["violations"] == []
+    assert ("lifetime_off" in {event["name"] for event in engine.events()}) == (not followed)
 
 
 @pytest.mark.last

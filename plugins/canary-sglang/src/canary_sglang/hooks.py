@@ -9,7 +9,9 @@ from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.watch import Watch
 from canary_sglang import layout, states
+from canary_sglang.allocator import allocator_hooks
 from canary_sglang.draft_hooks import DraftHooks
+from canary_sglang.quarantine import Quarantine
 from canary_sglang.session import Session, attach
 
 
@@ -27,6 +29,7 @@ class Hooks:
         self._watch: Watch | None = None
         self._by_runner: dict[int, Session] = {}
         self._drafts = DraftHooks(lambda runner: self._by_runner.get(id(runner)))
+        self._quarantine: Quarantine | None = None
 
     @property
     def session(self) -> Session | None:
@@ -53,11 +56,17 @@ class Hooks:
                 layout.IDLE: (self._idle, registry.HookType.AFTER),
                 layout.STATE_COPY: (states.copied, registry.HookType.AFTER),
                 layout.STATE_LOAD: (states.loaded, registry.HookType.AFTER),
+                layout.TURN: (self._turn, registry.HookType.BEFORE),
             }
             for target in targets:
                 registry.HookRegistry.register(target, *hooks[target])
+            for target, hook in allocator_hooks(lambda: self.session).items():
+                registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
             self._registered = True
         self._config = config
+        if config.on_violation != "report":
+            self._quarantine = Quarantine(config, lambda: [session.canary for session in self.sessions])
+            plugins.manager().register(self._quarantine)
 
     def stop(self) -> None:
         """Ends the session; the hooks only call on from now on."""
@@ -66,6 +75,9 @@ class Hooks:
             self._watch.alive()
             self._watch = None
         self._close(self.sessions)
+        if self._quarantine is not None:
+            plugins.manager().unregister(self._quarantine)
+            self._quarantine = None
 
     def _allocated(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         if not layout.awaits_resize(runner):
@@ -116,6 +128,10 @@ class Hooks:
         if result:
             for session in self.sessions:
                 session.flushed()
+
+    def _turn(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if self._quarantine is not None:
+            self._quarantine.turn(scheduler)
 
     def _idle(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if self.session is not None:

@@ -20,6 +20,7 @@ from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.region import Region, RegionKind, Uncovered
 from canary_sglang import disaggregation, hicache, layout
+from canary_sglang.allocator import Lifetime
 from canary_sglang.arrivals import Arrivals
 from canary_sglang.batch import ForwardBatches
 from canary_sglang.divergence import WindowDivergence
@@ -79,6 +80,8 @@ class Session:
         if self.model is not None:
             self.canary.warm_up(self.drafts.padding, warm_rows)
         self.arrivals: Sequence[Arrivals] = ()
+        # Draft models have the slots of the served one: their Canaries hear nothing of the allocator.
+        self.lifetime = Lifetime(runner, self.canary, self.requests) if config.lifetime and not self.model else None
         self._unguarded: set[str] = set()
         self._idle_read = 0.0
 

@@ -34,6 +34,16 @@ class RequestWriters:
         """The `Req` object of a name, if it was noticed and still exists."""
         return self._requests.get(name)
 
+    def id(self, name: str) -> int:
+        """Writer id of one request."""
+        return self.writers.id(name)
+
+    def repeated(self, names: Sequence[str], counts: Sequence[int]) -> Tensor:
+        """Writer ids, each ``counts`` times, int32 ``[sum(counts)]``; on the current stream."""
+        ids = torch.tensor([self.writers.id(name) for name in names], dtype=torch.int32)
+        host = ids.repeat_interleave(torch.tensor(counts))
+        return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
+
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids, int32 ``[len(names)]``. Not to be written to."""
         if names != self._names:

@@ -1,0 +1,265 @@
+"""What SGLang's allocators hand out and take back, as lifetime events of the core.
+
+An allocator keeps a list of free pages. What a call of it really did is what that list lost or gained, however the call
+got there (groups, segments, deduplication), so that is what is followed: it costs a few comparisons of lengths on the
+host, and the pages themselves are views of the lists, which SGLang replaces and never changes in place. Nothing is
+copied and nothing waits for the device; the core lets events take effect before the next forward, on its stream.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from canary_core.canary import Canary
+from canary_core.events import Event
+from canary_core.region import Region
+from canary_sglang import layout
+from canary_sglang.writers import RequestWriters
+
+
+class Lifetime:
+    """The allocator of one runner, followed; ``owners`` says on whose behalf it is called at the moment.
+
+    What can't be followed is told with a ``lifetime_off`` event, and from then on no slot of it counts as freed.
+    """
+
+    def __init__(self, runner: Any, canary: Canary, writers: RequestWriters) -> None:
+        self._canary = canary
+        self.owners = Owners(writers)
+        self._followers: dict[int, Follower] = {}
+        allocator = runner.token_to_kv_pool_allocator
+        refusal = layout.lifetime_refusal(runner)
+        if refusal is not None:
+            self._off(canary.regions, refusal)
+            return
+        # Keeps the lists' owners alive, which are known by their ids.
+        self._lists = layout.free_lists(allocator)
+        wanted = {name: r for name, r in canary.regions.items() if name in layout.ALLOCATED_REGIONS}
+        for kind, part in self._lists.items():
+            # A page has the same number in all regions that share a list, and so many slots in each.
+            slots = {n: _page_slots(part, r) for n, r in wanted.items() if layout.ALLOCATED_REGIONS[n] == kind}
+            followed = {name: count for name, count in slots.items() if count}
+            if followed:
+                self._followers[id(part)] = Follower(part, canary, followed)
+        left = wanted.keys() - {name for f in self._followers.values() for name in f.regions}
+        if left:
+            self._off(left, f"{type(allocator).__name__} is not an allocator that this canary-sglang knows")
+
+    def call(self, name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs one function of an allocator and tells what it did."""
+        follower = self._followers.get(id(allocator))
+        if follower is None or not self._canary.enabled:
+            return original(allocator, *args, **kwargs)
+        intact = follower.intact()
+        result = original(allocator, *args, **kwargs)
+        try:
+            if not intact or not follower.called(name, self.owners, args, kwargs):
+                del self._followers[id(allocator)]
+                for region in follower.regions:
+                    self._canary.end_lifetime(region)
+                self._off(follower.regions, f"the free list was changed by something else than {name} and its like")
+        except Exception as error:
+            self._canary.fail(f"canary_sglang: {name}", error)
+        return result
+
+    def _off(self, regions: Collection[str], reason: str) -> None:
+        self._canary.tell(Event("lifetime_off", "warning", {"regions": sorted(regions), "reason": reason}))
+
+
+class Owners:
+    """On whose behalf the allocator is called: the batch that is prepared, the request that lets go."""
+
+    def __init__(self, writers: RequestWriters) -> None:
+        self._writers = writers
+        self._batch: Any = None
+        self._request: str | None = None
+
+    @contextmanager
+    def preparing(self, batch: Any) -> Iterator[None]:
+        """What is handed out meanwhile is for the requests of ``batch``."""
+        before, self._batch = self._batch, batch
+        try:
+            yield
+        finally:
+            self._batch = before
+
+    @contextmanager
+    def releasing(self, request: Any) -> Iterator[None]:
+        """What is taken back meanwhile was given up by ``request``."""
+        before, self._request = self._request, request.rid
+        try:
+            yield
+        finally:
+            self._request = before
+
+    def freer(self) -> int:
+        """Writer id of the request that lets go, -1 where the engine does so of its own accord, as in an eviction."""
+        return -1 if self._request is None else self._writers.id(self._request)
+
+    def taker(self, count: int, shares: Sequence[int] | None) -> int | Callable[[], int | Tensor]:
+        """Who gets ``count`` pages of which each request of the batch gets ``shares``, in its order; None for one each
+        or, where slots are handed out one by one, what its extend needs."""
+        if self._batch is None or not count:
+            return -1
+        names = [request.rid for request in self._batch.reqs]
+        if len(names) == 1:
+            return partial(self._writers.id, names[0])
+        if shares is None and count == len(names):
+            return partial(self._writers.ids, names)
+        if shares is None:
+            shares = getattr(self._batch, "extend_lens", None)
+        if shares is None or len(shares) != len(names) or sum(shares) != count:
+            return -1
+        return partial(self._writers.repeated, names, list(shares))
+
+
+class Follower:
+    """One list of free pages. ``regions``: the slots that a page has in each region it stands for."""
+
+    def __init__(self, allocator: Any, canary: Canary, regions: Mapping[str, int]) -> None:
+        self.regions = regions
+        self._allocator = allocator
+        self._canary = canary
+        self._appends = type(allocator).__name__ in layout.APPENDING_ALLOCATORS
+        # Pages that wait for the end of a group, by the function that took them: whose, and how many; -1 for a number
+        # that only the end will tell.
+        self._waiting: dict[str, list[tuple[int, int]]] = {}
+        self._look()
+
+    def intact(self) -> bool:
+        """Whether the list is still what our last look at it left."""
+        allocator = self._allocator
+        released = layout.released_pages(allocator)
+        return (
+            allocator.free_pages is self._free
+            and len(released) == len(self._released)
+            and all(a is b for a, b in zip(released, self._released, strict=True))
+        )
+
+    def called(self, name: str, owners: Owners, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tells what the function ``name`` of the allocator, which has just run with these arguments, did to the list.
+        False where it did what a function of this name doesn't do."""
+        if name == layout.CLEAR:
+            self._cleared()
+        elif name == layout.MERGE:
+            self._look()
+        elif name in layout.ALLOCS:
+            return self._handed_out(owners, layout.page_shares(name, self._allocator, args, kwargs))
+        else:
+            return self._taken_back(name, owners, args[0] if args else next(iter(kwargs.values()), None))
+        return True
+
+    def _look(self) -> None:
+        self._free: Tensor = self._allocator.free_pages
+        self._released = tuple(layout.released_pages(self._allocator))
+
+    def _cleared(self) -> None:
+        self._waiting.clear()
+        self._look()
+        for name in self.regions:
+            region = self._canary.regions[name]
+            self._canary.clear_slots(name, torch.arange(region.slots, device=region.device))
+
+    def _handed_out(self, owners: Owners, shares: Sequence[int] | None) -> bool:
+        before = self._free
+        self._look()
+        count = len(before) - len(self._free)
+        if count > 0:
+            taker = owners.taker(count, shares)
+            for region, page_slots in self.regions.items():
+                self._canary.alloc_slots(region, before[:count], taker, page_slots)
+        return count >= 0
+
+    def _taken_back(self, name: str, owners: Owners, pages: Any) -> bool:
+        back, sound = self._grown(self._appends and name != layout.RESTORE)
+        if not back:
+            if isinstance(pages, Tensor) and len(pages):
+                self._waiting.setdefault(name, []).append((owners.freer(), self._count(name, pages)))
+            return sound
+        # What a group gathered comes back under the name of its end where a function of its own has no part in it.
+        pile = name if name in self._waiting else next(iter(self._waiting), name)
+        shares = self._waiting.pop(pile, None) or [(owners.freer(), -1)]
+        for part in back:
+            self._free_as(part, shares)
+        return sound
+
+    def _grown(self, appends: bool) -> tuple[list[Tensor], bool]:
+        """What came to the list since the last look, and whether nothing went."""
+        before, released = self._free, self._released
+        self._look()
+        pairs = [(before, self._free)]
+        if len(self._released) == len(released) == 1:
+            pairs += zip(released, self._released, strict=True)
+            back = []
+        else:
+            back = list(self._released[len(released) :])
+        for old, new in pairs:
+            count = len(new) - len(old)
+            if count > 0:
+                back.append(new[-count:] if appends else new[:count])
+        return back, len(self._released) >= len(released) and all(len(new) >= len(old) for old, new in pairs)
+
+    def _count(self, name: str, pages: Tensor) -> int:
+        if self._appends or name == "free_page_ids":
+            return len(pages)
+        return -(-len(pages) // self._allocator.page_size) if name == "free_segment" else -1
+
+    def _free_as(self, pages: Tensor, shares: Sequence[tuple[int, int]]) -> None:
+        writers = {writer for writer, _ in shares}
+        parts: Sequence[Tensor] = [pages]
+        by = [writers.pop() if len(writers) == 1 else -1]
+        counts = [count for _, count in shares]
+        if writers and min(counts) >= 0 and sum(counts) == len(pages):
+            parts, by = pages.split(counts), [writer for writer, _ in shares]
+        for region, page_slots in self.regions.items():
+            for part, writer in zip(parts, by, strict=True):
+                self._canary.free_slots(region, part, writer, page_slots)
+
+
+class Guarded(Protocol):
+    """What the hooks need of a `Session`."""
+
+    canary: Canary
+    lifetime: Lifetime | None
+
+
+def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Callable[..., Any]]:
+    """Functions of SGLang that change an allocator's list, or say for whom, and what goes around each of them.
+    ``session``: the one whose allocator is followed, at that moment. Imports the engine."""
+
+    def lifetime() -> Lifetime | None:
+        guarded = session()
+        return guarded.lifetime if guarded is not None and guarded.canary.enabled else None
+
+    def changing(name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+        followed = lifetime()
+        if followed is None:
+            return original(allocator, *args, **kwargs)
+        return followed.call(name, original, allocator, *args, **kwargs)
+
+    def preparing(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        followed = lifetime()
+        with followed.owners.preparing(batch) if followed else nullcontext():
+            return original(batch, *args, **kwargs)
+
+    def releasing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        followed, request = lifetime(), args[0] if args else kwargs.get("req")
+        with followed.owners.releasing(request) if followed and request is not None else nullcontext():
+            return original(*args, **kwargs)
+
+    functions = layout.allocator_functions()
+    return {
+        **{target: partial(changing, target.rpartition(".")[2]) for target in functions},
+        **dict.fromkeys(layout.existing(layout.PREPARES), preparing),
+        **dict.fromkeys(layout.existing(layout.RELEASES), releasing),
+    }
+
+
+def _page_slots(allocator: Any, region: Region) -> int:
+    """Slots of ``region`` in a page of the allocator, 0 where pages and slots don't go together."""
+    slots, rest = divmod(int(allocator.page_size), region.tokens_per_slot)
+    return 0 if rest else slots

@@ -1,0 +1,242 @@
+"""What ``CANARY_ON_VIOLATION`` asks for: nothing corrupted is served, and the server stays up.
+
+A finding becomes a `Suspect`. In the scheduler's own thread, where it decides what to run next, requests that read or
+hold a suspect's slot are aborted as retryable, and in ``quarantine`` nodes of the prefix cache that hold it are evicted
+as soon as nobody uses them, so that later requests compute them again.
+
+All ranks that schedule together (one tensor-parallel group) must decide alike, or they would run different batches.
+Each guards its own shard, so each finds other things; every `AGREE_EVERY` turns of the loop, which they make in step,
+they add up what they found, and all act on the same set, at the same turn. What they act with (tables, slots, tree) is
+the same on all of them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core import plugins
+from canary_core.canary import Canary
+from canary_core.config import CanaryConfig
+from canary_core.events import Event
+from canary_core.hookspecs import hookimpl
+from canary_core.records import POSITION, STATES, STEP_WRITTEN, Kind, Phase, State
+from canary_core.region import Region
+from canary_core.violation import Violation
+from canary_sglang import layout
+
+AGREE_EVERY = 16
+"""Turns of the scheduler's loop between two agreements of several ranks."""
+
+RETRY_EVERY = 4
+"""Turns after which a lone rank, which acts on what is new at once, looks again at what was still in use."""
+
+SELDOM = 64
+"""A slot that stays in use is looked at after 1, 2, 4, ... and then every so many of those times."""
+
+SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE})
+"""The slot's own content is wrong, for whoever reads it."""
+
+MISPLACED = frozenset({Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED})
+"""The slot is wrong for the request that reads it, through the prefix cache maybe, and may be right for others."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Suspect:
+    """A finding as ranks tell it each other. ``slot`` -1: only the requests are at fault. ``spoiled``: see `SPOILED`.
+    ``written``: the forward that wrote the slot, -1 if unknown; once another one did, the suspect is gone."""
+
+    region: str
+    slot: int
+    spoiled: bool
+    written: int
+    kind: str
+    requests: tuple[str, ...]
+
+    @classmethod
+    def of(cls, violation: Violation) -> "Suspect | None":
+        """None for findings that nothing can be done about, such as a slot that was freed twice."""
+        kind = violation.kind
+        if kind is Kind.DOUBLE_FREE:
+            return None
+        names = {violation.request}
+        if kind in (Kind.DOUBLE_ALLOC, Kind.TWO_WRITERS):
+            names.add(violation.stored_request)
+        spoiled = kind in SPOILED
+        written = violation.step if violation.phase is Phase.POST_FORWARD else violation.step_written
+        return cls(
+            region=violation.region,
+            slot=violation.slot if violation.slot is not None and (spoiled or kind in MISPLACED) else -1,
+            spoiled=spoiled,
+            written=written if spoiled and written is not None else -1,
+            kind=kind.name.lower(),
+            requests=tuple(sorted(name for name in names if name is not None)),
+        )
+
+
+class Quarantine:
+    """Acts on the findings of this process's Canaries (``canaries``, asked anew each time). A plugin of the core."""
+
+    def __init__(self, config: CanaryConfig, canaries: Callable[[], Iterable[Canary]]) -> None:
+        self._evicts = config.on_violation == "quarantine"
+        self._canaries = canaries
+        self._found: list[Suspect] = []
+        self._open: dict[Suspect, int] = {}
+        self._turn = 0
+        self._every = 1
+        self._off = False
+        self._ranks: Ranks | None = None
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        """Remembers it for the next turn."""
+        suspect = Suspect.of(violation)
+        if suspect is not None and self._canary(suspect.region) is not None:
+            self._found.append(suspect)
+
+    def turn(self, scheduler: Any) -> None:
+        """One turn of the scheduler's loop. Every rank must make it, whatever has become of its Canary: they wait for
+        each other. Never raises but for a broken process group."""
+        if self._ranks is None:
+            self._ranks = self._begin(scheduler)
+        self._turn += 1
+        if self._off or (self._turn % self._every and (self._ranks.size > 1 or not self._found)):
+            return
+        found, gone = self._ranks.agree(self._fresh(), [s for s in self._open if self._is_gone(s)], bool(self._open))
+        for suspect in gone:
+            self._open.pop(suspect, None)
+        for suspect in found:
+            self._open.setdefault(suspect, 0)
+        for suspect in sorted(self._open):
+            tries = self._open[suspect]
+            self._open[suspect] += 1
+            if tries & (tries - 1) and tries % SELDOM:
+                continue
+            try:
+                self._handle(scheduler, suspect, first=not tries)
+            except Exception as error:
+                self._open.pop(suspect)
+                self._tell("quarantine_failed", {**_about(suspect), "reason": repr(error)}, "error")
+
+    def _begin(self, scheduler: Any) -> "Ranks":
+        group, reason = layout.deciding_group(scheduler)
+        ranks = Ranks(group)
+        self._every = AGREE_EVERY if ranks.size > 1 else RETRY_EVERY
+        if reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.states)):
+            reason = "not all ranks are guarded alike, so they can't decide alike"
+        if reason is not None:
+            self._off = True
+            self._tell("quarantine_failed", {"reason": reason}, "warning")
+        elif self._evicts and layout.keeps_host_copies(scheduler):
+            self._evicts = False
+            reason = "copies in host memory may come back; requests are aborted, nothing is evicted"
+            self._tell("quarantine_failed", {"reason": reason}, "warning")
+        return ranks
+
+    def _fresh(self) -> list[Suspect]:
+        """What was found since the last turn and still is: a finding is told some steps late."""
+        found, self._found = self._found, []
+        return sorted({s for s in found if not self._is_gone(s)})
+
+    def _handle(self, scheduler: Any, suspect: Suspect, first: bool) -> None:
+        canary = self._canary(suspect.region)
+        # Slots of other regions are none of those in the engine's tables, such as a request's recurrent state.
+        ours = suspect.slot >= 0 and suspect.region.rpartition("/")[2] in layout.ALLOCATED_REGIONS
+        region = canary.regions[suspect.region] if canary is not None and ours else None
+        in_use = False
+        for request in layout.running_requests(scheduler):
+            holds = suspect.spoiled and region is not None and self._held(scheduler, request, region, suspect.slot)
+            in_use |= holds
+            if holds or (first and request.rid in suspect.requests):
+                self._abort(scheduler, request, suspect)
+        cached = False
+        if region is not None and self._evicts:
+            cached = self._evict(scheduler, region, suspect)
+        elif region is not None:
+            cached = _is_cached(scheduler, region, suspect.slot)
+        if not cached and not in_use:
+            del self._open[suspect]
+
+    def _held(self, scheduler: Any, request: Any, region: Region, slot: int) -> bool:
+        row, length = layout.table_row(scheduler, request)
+        return row is not None and bool(_names(row[:length], region, slot).any())
+
+    def _abort(self, scheduler: Any, request: Any, suspect: Suspect) -> None:
+        if layout.abort(scheduler, request, f"the KV cache of this request is corrupted ({suspect.kind}); try again"):
+            self._tell("aborted", {"request": request.rid, **_about(suspect)}, "error")
+
+    def _evict(self, scheduler: Any, region: Region, suspect: Suspect) -> bool:
+        """Evicts what holds the slot and is not in use; whether the cache still has it."""
+        if not _is_cached(scheduler, region, suspect.slot):
+            return False
+        tokens = layout.evict_nodes(scheduler.tree_cache, lambda slots: _names(slots, region, suspect.slot))
+        if tokens:
+            self._tell("quarantined", {**_about(suspect), "evicted_tokens": tokens}, "warning")
+        return _is_cached(scheduler, region, suspect.slot)
+
+    def _is_gone(self, suspect: Suspect) -> bool:
+        """Whether the slot holds something else by now. Reads the device, but only after a finding."""
+        canary = self._canary(suspect.region)
+        if suspect.slot < 0 or suspect.written < 0 or canary is None:
+            return False
+        record: list[int] = canary.states[suspect.region].records[suspect.slot].tolist()
+        return record[STEP_WRITTEN] != suspect.written or record[POSITION] % STATES != State.WRITTEN
+
+    def _canary(self, region: str) -> Canary | None:
+        return next((canary for canary in self._canaries() if region in canary.states), None)
+
+    def _tell(self, name: str, fields: dict[str, object], level: Any) -> None:
+        plugins.emit(Event(name, level, fields))
+
+
+class Ranks:
+    """Those that schedule together, through a process group on the host; None for a lone one."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.size = 1 if group is None else torch.distributed.get_world_size(group)
+
+    def alike(self, value: Any) -> bool:
+        """Whether all have the same. Waits for the others."""
+        told: list[Any] = [value]
+        if self.size > 1:
+            told = [None] * self.size
+            torch.distributed.all_gather_object(told, value, group=self._group)
+        return all(bool(other == value) for other in told)
+
+    def agree(
+        self, found: Sequence[Suspect], gone: Sequence[Suspect], pending: bool
+    ) -> tuple[list[Suspect], list[Suspect]]:
+        """What any of them found, and what any of them says is gone, in one order for all. ``pending``, the same on
+        all: whether there is something that could be gone. Waits for the others; one number each if there is
+        nothing."""
+        if self.size == 1:
+            return sorted(set(found)), sorted(set(gone))
+        any_found = torch.tensor([int(bool(found))])
+        if not pending:
+            torch.distributed.all_reduce(any_found, torch.distributed.ReduceOp.MAX, group=self._group)
+            if not int(any_found):
+                return [], []
+        told: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(told, (list(found), list(gone)), group=self._group)
+        return tuple(sorted({s for rank in told for s in rank[part]}) for part in (0, 1))  # type: ignore[return-value]
+
+
+def _about(suspect: Suspect) -> dict[str, object]:
+    slot = {"slot": suspect.slot} if suspect.slot >= 0 else {}
+    return {"kind": suspect.kind, "region": suspect.region, **slot}
+
+
+def _names(slots: Tensor, region: Region, slot: int) -> Tensor:
+    """Which of ``slots``, as the engine's tables number them, are ``slot`` of ``region``."""
+    own = slots.long() // region.tokens_per_slot
+    if region.slot_map is not None:
+        own = region.slot_map[own].long()
+    return own == slot
+
+
+def _is_cached(scheduler: Any, region: Region, slot: int) -> bool:
+    slots = layout.cached_slots(scheduler.tree_cache)
+    return slots is not None and bool(_names(slots, region, slot).any())

@@ -1,0 +1,39 @@
+"""Misuse of real SGLang allocators: found as what it is, with both sides."""
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize("name", ["mha", "pages", "swa"])
+def test_a_free_page_that_is_freed_again(start, name):
+    """The engine's own ``free`` on slots that nobody has: one finding for the page, with the step of the first free."""
+    engine = start(name)
+    engine.serve(prompts=engine.setup.traffic(0, 4), new_tokens=2)
+    done = engine.misuse(what="double_free", prompts=engine.setup.traffic(1, 4)[2:])
+    found = [v for v in done["violations"] if v["kind"] == "double_free"]
+    assert [(v["region"], v["slot"]) for v in found] == [("full", done["slots"][0])]
+
+
+@pytest.mark.parametrize("name", ["mha", "pages", "swa"])
+def test_slots_freed_under_a_running_request(start, name):
+    """The engine's own ``free`` on a page of a running request: each slot is found before the next forward reads it,
+    with the reader, which wrote it too, and the step of the free."""
+    engine = start(name)
+    done = engine.misuse(what="free_in_use", prompts=engine.setup.traffic(1, 4)[2:])
+    victim = done["requests"][-1]
+    found = [v for v in done["violations"] if v["kind"] == "freed"]
+    assert {v["slot"] for v in found} == set(done["slots"])
+    assert {(v["request"], v["stored_request"]) for v in found} == {(victim, victim)}
+    assert all(v["step_freed"] == v["step"] - 1 for v in found if v["step"] == min(v["step"] for v in found))
+
+
+@pytest.mark.parametrize("name", ["mha", "pages", "swa"])
+def test_a_held_page_is_handed_out(start, name):
+    """The allocator's list names a page that a request still has: both requests are in the finding."""
+    engine = start(name)
+    done = engine.misuse(what="hand_out_held", prompts=engine.setup.traffic(1, 4)[2:])
+    found = [v for v in done["violations"] if v["kind"] == "double_alloc"]
+    assert [(v["region"], v["slot"]) for v in found] == [("full", done["slots"][0])]
+    assert found[0]["stored_request"] == done["requests"][-1]
+    assert found[0]["request"] in done["requests"]

@@ -1,0 +1,136 @@
+"""``CANARY_ON_VIOLATION``: what is corrupted is not served, on real SGLang; several ranks decide alike."""
+
+import pytest
+import torch
+from canary_sglang.quarantine import Ranks, Suspect
+
+from canary_core.records import Kind, Phase
+from canary_core.violation import Violation
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize(("name", "region", "source"), [("mha", "full", "v.1"), ("swa", "full", "k.1")])
+def test_a_corrupted_prefix_is_evicted_and_computed_again(start, name, region, source):
+    """A bit flips in an idle node of the prefix cache. It is found, the node is evicted, and the same prompt gives what
+    it gave before, without a finding."""
+    engine = start(name, CANARY_ON_VIOLATION="quarantine")
+    prompt = engine.setup.traffic(0)[0]
+    before = engine.rot(prompt=prompt, region=region, source=source)
+    engine.scrub(prompt=[9, 8, 7])
+    (found,) = engine.findings()["violations"]
+    assert (found["kind"], found["slot"]) == ("bytes", before["slot"])
+    engine.serve(prompts=[[5, 6, 7]], new_tokens=8)
+    told = [event for event in engine.events() if event["name"] in ("quarantined", "aborted", "quarantine_failed")]
+    assert [event["name"] for event in told] == ["quarantined"]
+    assert (told[0]["region"], told[0]["slot"]) == (region, before["slot"])
+    after = engine.serve(prompts=[prompt], new_tokens=4)
+    assert after["outputs"] == before["outputs"]
+    assert after["cached"][0] < len(prompt) - 1
+    engine.scrub(prompt=[9, 8, 7])
+    assert engine.findings()["violations"] == []
+    again = engine.serve(prompts=[prompt], new_tokens=4)
+    assert again["outputs"] == before["outputs"]
+    assert again["cached"][0] == len(prompt) - 1
+
+
+@pytest.mark.parametrize("mode", ["abort", "quarantine"])
+def test_a_corrupted_request_is_aborted_as_retryable(start, mode):
+    """A bit flips in what a running request has written. It ends with status 503; the other goes on to its end, and the
+    same prompts, served again, give what an engine without a fault gives."""
+    engine = start("mha", CANARY_ON_VIOLATION=mode)
+    prompts = [engine.setup.traffic(0)[0], engine.setup.traffic(1)[0]]
+    clean = engine.serve(prompts=prompts, new_tokens=30, together=2)["outputs"]
+    engine.flush()
+    done = engine.rot_running(prompts=prompts, region="full", source="k.2")
+    (found,) = engine.findings()["violations"]
+    assert found["slot"] == done["slot"]
+    good, bad = done["reasons"]
+    assert good["type"] == "length"
+    assert (bad["type"], bad["status_code"]) == ("abort", 503)
+    assert done["outputs"][0] == clean[0]
+    assert len(done["outputs"][1]) < 30
+    aborted = [event for event in engine.events() if event["name"] == "aborted"]
+    assert [(event["request"], event["slot"]) for event in aborted] == [(done["requests"][1], done["slot"])]
+    if mode == "quarantine":
+        engine.serve(prompts=[[5, 6, 7]], new_tokens=8)
+        assert engine.serve(prompts=prompts, new_tokens=30, together=2)["outputs"] == clean
+    assert engine.findings()["violations"] == []
+
+
+def test_nothing_is_done_by_default(start):
+    """``report`` tells of it, and no more: the request ends as it would have."""
+    engine = start("mha")
+    prompts = [engine.setup.traffic(0)[0]]
+    done = engine.rot_running(prompts=prompts, region="full", source="k.2")
+    assert [v["slot"] for v in engine.findings()["violations"]] == [done["slot"]]
+    assert done["reasons"][0]["type"] == "length"
+
+
+@pytest.mark.without_engine
+def test_what_a_finding_leads_to():
+    """Bytes that changed concern a slot for everybody; a wrong slot of a table, only its reader; a double free, nobody
+    whom one could stop."""
+    about = dict(region="full", step=9, slot=4, page=4, request="r", stored_request="w", step_written=3)
+    spoiled = Suspect.of(Violation(kind=Kind.BYTES, phase=Phase.SCRUB, **about))
+    assert (spoiled.slot, spoiled.spoiled, spoiled.written, spoiled.requests) == (4, True, 3, ("r",))
+    lost = Suspect.of(Violation(kind=Kind.LOST_WRITE, phase=Phase.POST_FORWARD, **about))
+    assert lost.written == 9
+    read = Suspect.of(Violation(kind=Kind.TOKEN, phase=Phase.PRE_FORWARD, **about))
+    assert (read.slot, read.spoiled, read.written) == (4, False, -1)
+    both = Suspect.of(Violation(kind=Kind.DOUBLE_ALLOC, phase=Phase.EVENT, **about))
+    assert (both.slot, both.requests) == (-1, ("r", "w"))
+    assert Suspect.of(Violation(kind=Kind.DOUBLE_FREE, phase=Phase.EVENT, **about)) is None
+
+
+def suspect(slot: int, rank: int) -> Suspect:
+    """Found by one rank."""
+    return Suspect("full", slot, True, 1, "bytes", (f"r{rank}",))
+
+
+def talk(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> None:
+    """One of two ranks: three agreements."""
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    ranks = Ranks(torch.distributed.group.WORLD)
+    told = [
+        ranks.alike("same"),
+        ranks.alike(rank),
+        ranks.agree([], [], False),
+        ranks.agree([suspect(7, rank)] if rank else [], [], False),
+        ranks.agree([suspect(3, rank)], [suspect(7, 1)] if rank else [], True),
+    ]
+    answers.put((rank, told))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.without_engine
+def test_all_ranks_decide_alike(tmp_path):
+    """What one of them found, all act on, in one order; what one of them says is gone, is gone for all."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    address = f"file://{tmp_path}/store"
+    processes = [context.Process(target=talk, args=(rank, address, answers)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    told = dict(answers.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(60)
+    assert told[0] == told[1]
+    assert told[0] == [
+        True,
+        False,
+        ([], []),
+        ([suspect(7, 1)], []),
+        ([suspect(3, 0), suspect(3, 1)], [suspect(7, 1)]),
+    ]
+
+
+@pytest.mark.without_engine
+def test_a_lone_rank_asks_nobody():
+    """Without a group it acts on its own findings, each once."""
+    assert Ranks(None).alike("anything")
+    assert Ranks(None).agree([suspect(2, 0), suspect(1, 0), suspect(2, 0)], [], False) == (
+        [suspect(1, 0), suspect(2, 0)],
+        [],
+    )
