@@ -91,9 +91,9 @@ def test_off_is_off(told, monkeypatch):
 def test_on_a_real_engine(start):
     """A sliding window on real SGLang: reports come every third forward, windows are left, nothing is evicted within
     one."""
-    engine = start("swa", CANARY_DIVERGENCE_INTERVAL="3")
+    engine = start("swa", CANARY_DIVERGENCE_INTERVAL="3", SGLANG_SWA_EVICTION_INTERVAL="4")
     setup = engine.setup
-    steps = engine.serve(prompts=setup.traffic(0), new_tokens=30)["steps"]
+    steps = engine.serve(prompts=setup.traffic(0, 4), new_tokens=80)["steps"]
     assert engine.findings()["violations"] == []
     reports = [event for event in engine.events() if event["name"] == "window_divergence"]
     assert len(reports) in (steps // 3 - 1, steps // 3)
