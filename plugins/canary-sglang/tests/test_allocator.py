@@ -17,13 +17,16 @@ def test_a_free_page_that_is_freed_again(start, name):
 
 @pytest.mark.parametrize("name", ["mha", "pages", "swa"])
 def test_slots_freed_under_a_running_request(start, name):
-    """The engine's own ``free`` on a page of a running request: each slot is found before the next forward reads it,
-    with the reader, which wrote it too, and the step of the free."""
+    """The engine's own ``free`` on a page of a running request: its slots are found before the next forward reads
+    them, with the reader, which wrote them too, and the step of the free."""
     engine = start(name)
     done = engine.misuse(what="free_in_use", prompts=engine.setup.traffic(1, 4)[2:])
     victim = done["requests"][-1]
     found = [v for v in done["violations"] if v["kind"] == "freed"]
-    assert {v["slot"] for v in found} == set(done["slots"])
+    # The request may not have come to the page's last slots yet.
+    slots = {v["slot"] for v in found}
+    assert done["slots"][0] in slots
+    assert slots <= set(done["slots"])
     assert {(v["request"], v["stored_request"]) for v in found} == {(victim, victim)}
     assert all(v["step_freed"] == v["step"] - 1 for v in found if v["step"] == min(v["step"] for v in found))
 
