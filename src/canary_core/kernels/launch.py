@@ -79,7 +79,7 @@ class Launcher:
     """One kernel for one region, with all that stays the same from forward to forward: its first arguments, its
     compile-time constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``."""
 
-    __slots__ = ("_compiled", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw")
+    __slots__ = ("_compiled", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw", "_unread")
 
     def __init__(
         self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, Any], **options: int
@@ -88,6 +88,8 @@ class Launcher:
         self._fixed = tuple(value for part in fixed for value in part.objects)
         self._raw = tuple(value for part in fixed for value in part.raw)
         self._constants = constants
+        # A compiled kernel wants something in the place of each constant and looks at none.
+        self._unread = (None,) * len(constants)
         self._options = options
         self._device = state.records.device.index
         self._compiled: dict[int, Any] = {}
@@ -105,7 +107,7 @@ class Launcher:
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         compiled.run(
             grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *self._raw, *given.raw, *self._constants.values(),
+            *self._raw, *given.raw, *self._unread,
         )  # fmt: skip
 
 
