@@ -19,6 +19,7 @@ from canary_core.coverage import Coverage
 from canary_core.errors import AttachError, ViolationError
 from canary_core.events import Event, Level
 from canary_core.findings import Findings
+from canary_core.looks import Looks
 from canary_core.mailbox import Letter, Mailbox
 from canary_core.records import POSITION, STATES, Counter, Cursor, State
 from canary_core.region import KVSource, Region, Uncovered
@@ -91,6 +92,7 @@ class Canary:
         self._backend = backends.choose(self.config.backend, device)
         self._shared = Shared.allocate(self.config, device)
         self._states = {r.name: RegionState(r, i, self._shared, self.config) for i, r in enumerate(regions)}
+        self._looks = {r.name: Looks.of(r, self.config) for r in regions}
         self._scrubbed_bytes = sum(s.pool_bytes for s in self._states.values())
         self._mailbox = Mailbox(self._shared)
         self._counters = [0] * self._shared.counters.shape[0]
@@ -163,7 +165,8 @@ class Canary:
                 state = self._states[name]
                 state.require_capacity(batch)
                 self._backend.check(state, batch, table)
-                if state.reads:
+                compare = self._looks[name].begin(batch, self._captured)
+                if state.reads and compare:
                     self._backend.read_check(state, batch, table)
         except Exception as error:
             self.fail("pre_forward", error)
@@ -177,8 +180,10 @@ class Canary:
             self._hooks.hook.canary_post_forward(canary=self, batch=batch)
             for name, table in batch.tables.items():
                 state = self._states[name]
-                if state.sources:
+                if state.sources and self._looks[name].now:
                     self._backend.fingerprint(state, batch, table)
+                elif state.sources:
+                    state.forget_written()
                 self._backend.record(state, batch, table)
             for state in self._states.values():
                 if state.scrub_slots:

@@ -74,6 +74,12 @@ class CanaryConfig(BaseSettings):
         "those of the full pool; 0: none.",
         json_schema_extra=_unit("forwards"),
     )
+    state_interval: Annotated[int, Field(ge=1)] = Field(
+        default=64,
+        description="Decode steps between two whose recurrent states (Mamba, linear attention) are fingerprinted and "
+        "compared before the next step, since every step rewrites all their bytes; prefills always are. 1: every step.",
+        json_schema_extra=_unit("forwards"),
+    )
     on_violation: Literal["report", "abort", "quarantine"] = Field(
         default="report",
         description="report: tell, nothing else. abort: end the requests that a finding concerns with a retryable "

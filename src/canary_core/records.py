@@ -12,7 +12,9 @@ Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int3
 | 6    | `STEP_FREED`    | step at which the slot was last freed, 0 = never                           |
 | 7    | `FREED_BY`      | writer id that freed it                                                    |
 
-All zeros read as *unwritten*. Beside the records lie the fingerprints, int64 ``[slots, sources]``.
+All zeros read as *unwritten*. Beside the records lie the fingerprints, int64 ``[slots, sources]``. A fingerprint of 0
+says that the bytes are not known, whatever the record says of the slot: they are not compared. Real bytes come to 0
+once in 2**64; then they go unseen, which is no false finding.
 
 Payload: what travels with a slot's bytes, int64 little endian ``[slots, PAYLOAD_FINGERPRINTS + sources]``:
 

@@ -24,6 +24,7 @@ from canary_core.records import (
     READ_TILE,
     RECORD_WORDS,
     ROW_WORDS,
+    Clock,
     Cursor,
 )
 from canary_core.region import PARTIAL_BYTES, KVSource, Region, RegionKind, Role
@@ -70,9 +71,9 @@ class RegionState:
     """One region's device memory. Tensors keep their addresses for life, so captured graphs stay
     valid.
 
-    records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``. claims: int64 ``[slots]``, the last step
-    and token index + 1 that claimed a slot for writing (``step * 2**32 + index + 1``). chains: see `CHAINS`. cursors:
-    see `Cursor`. descriptors: int64 ``[sources, DESCRIPTOR_WORDS]``. keys, salts: see `hashing`.
+    records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``, 0 for not known. claims: int64 ``[slots]``,
+    the last step and token index + 1 that claimed a slot for writing (``step * 2**32 + index + 1``). chains: see
+    `CHAINS`. cursors: see `Cursor`. descriptors: int64 ``[sources, DESCRIPTOR_WORDS]``. keys, salts: see `hashing`.
     Scratch of one forward, grown by `require_capacity`: heads, int64 ``[rows]``, each row's prefix hash before its new
     tokens, 0 for unknown; plan, int64 ``[tokens, PLAN_WORDS]``.
     """
@@ -134,6 +135,12 @@ class RegionState:
         self.scrub_slots = slots
         # Not an assignment: that copies the number from the host and waits for the device.
         self.cursors[Cursor.SCRUB_SLOTS].fill_(slots)
+
+    def forget_written(self) -> None:
+        """After a forward and before `record`, instead of `fingerprint`: what bytes the written slots have now is not
+        known. Passes over all slots' fingerprints, so it is meant for regions of few slots. May be captured."""
+        written = self.claims >> 32 == self.shared.clock[Clock.NEXT]
+        self.fingerprints.masked_fill_(written[:, None], 0)
 
     @property
     def slot_bytes(self) -> int:

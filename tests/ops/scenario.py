@@ -25,6 +25,8 @@ class Scenario:
     ring_slots: int
     pool_page: tuple[int, int] | None
     device: torch.device
+    unknown: random.Random
+    """Chooses the fingerprints that are not known, and leaves the other choices as they are."""
 
     def state(self, **settings: object) -> RegionState:
         config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, **settings})
@@ -64,7 +66,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
     )
     ring = rng.choice([0, 0, 8]) if window else int(kind is RegionKind.STATE)
     pool_page = rng.choice([None, None, (7, 5)])
-    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device))
+    unknown = random.Random(f"unknown {seed}")
+    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown)
 
 
 def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
@@ -157,8 +160,11 @@ def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:
 
 
 def disturb(s: Scenario, state: RegionState) -> None:
-    """Plants faults: flipped record words and bytes, other states, NaNs."""
+    """Plants faults: flipped record words and bytes, other states, NaNs, fingerprints that are not known."""
     rng = s.random
+    for _ in range(s.unknown.choice([0, 2, 9])):
+        columns = s.unknown.choice([slice(None), s.unknown.randrange(len(s.region.sources))])
+        state.fingerprints[s.unknown.randrange(s.region.slots), columns] = 0
     for _ in range(rng.choice([0, 1, 4])):
         state.records[rng.randrange(s.region.slots), rng.randrange(8)] ^= 1 << rng.randrange(31)
     for _ in range(rng.choice([0, 2])):

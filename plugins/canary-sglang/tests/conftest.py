@@ -183,6 +183,7 @@ class EngineProcess:
         canary = {
             "CANARY_PLUGINS": "sglang",
             "CANARY_READ_CHECK": "-1",
+            "CANARY_STATE_INTERVAL": "1",
             "CANARY_SCRUB_BUDGET": "8MiB",
             "CANARY_RING_ROWS": "65536",
             **settings,

@@ -119,7 +119,8 @@ def _put_back(flat: Tensor, element: int, change: tuple[int, int]) -> None:
 
 def _lost_write(scene: Scene) -> Injection | None:
     """Keeps the old bytes of one request's new slots in one source and puts them back after the forward. Only slots
-    that get another token count: writing the same one again may leave the same bytes."""
+    that get another token count: writing the same one again may leave the same bytes; and only where it is known what
+    the bytes were."""
     source = scene.source(Role.DATA)
     slot, status = scene.write_slots
     usable = status == Status.OK
@@ -128,7 +129,8 @@ def _lost_write(scene: Scene) -> Injection | None:
     record = see(scene.state, slot, status)
     token = scene.batch.token_ids[scene.rows.token(scene.writes)].long()
     other = (record.step_written == 0) | ((record.state == State.WRITTEN) & (record.token != token))
-    lost = usable & other & has_bytes(source, torch.where(usable, slot, 0))
+    known = (scene.state.fingerprints != 0).any(1)[torch.where(usable, slot, 0)]
+    lost = usable & other & known & has_bytes(source, torch.where(usable, slot, 0))
     rows = scene.writes.row[lost].unique()
     if not len(rows):
         return None

@@ -168,9 +168,11 @@ class Scene:
 
     @cached_property
     def sound(self) -> Tensor:
-        """Slots with recorded content that no fault has broken yet."""
+        """Slots with recorded content, whose bytes are known, that no fault has broken yet."""
         records = self.state.records
         mask = records[:, POSITION] % STATES == State.WRITTEN
+        if self.state.sources:
+            mask &= (self.state.fingerprints != 0).any(1)
         for (name, slot), step in self.hit.items():
             if name == self.name and int(records[slot, STEP_WRITTEN]) == step:
                 mask[slot] = False

@@ -356,8 +356,8 @@ def compare(
     STRIPS: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     """Compares the bytes of written slots, in a ``source`` and the ``strip`` that may go with it, with their
-    fingerprints and reports BYTES; gives the bytes compared. `EAGER` asks only of slots that differ whether they were
-    written: right where nearly all are."""
+    fingerprints and reports BYTES; gives the bytes compared. A fingerprint of 0 is not known and is not compared.
+    `EAGER` asks only of slots that differ whether they were written: right where nearly all are."""
     if not EAGER:
         m = m & is_written(tl.load(p_records + slot * 4, mask=m, other=0))
     present = m & (slot.to(tl.int32) % STRIPS[0] < source[6])
@@ -368,15 +368,18 @@ def compare(
         strip_old = tl.load(p_fingerprints + slot * sources + strip[0], mask=strip_present, other=0)
         strip_words, strip_keys = load_strip(strip, p_keys, slot, strip_present, STRIPS)
     value, _odd = fold(p_descriptors, source, p_keys, slot, present, STRIPS, 0, True, False)
-    differs = present & (value != old)
+    # Where a slot has no bytes nothing was loaded either, which left 0.
+    known = old != 0
+    differs = known & (value != old)
     suspect = differs
     if len(STRIPS) > STRIP:
         strip_value = strip[1] + tl.sum(strip_words * strip_keys, 1).to(tl.int64, bitcast=True)
-        strip_differs = strip_present & (strip_value != strip_old)
+        strip_known = strip_old != 0
+        strip_differs = strip_known & (strip_value != strip_old)
         suspect = suspect | strip_differs
-    compared = tl.sum((present & (differs == 0)).to(tl.int64), 0) * (STRIPS[1] * STRIPS[2])
+    compared = tl.sum((known & (differs == 0)).to(tl.int64), 0) * (STRIPS[1] * STRIPS[2])
     if len(STRIPS) > STRIP:
-        alike = (strip_present & (strip_differs == 0)).to(tl.int64)
+        alike = (strip_known & (strip_differs == 0)).to(tl.int64)
         compared += tl.sum(alike, 0) * (STRIPS[STRIP + 1] * STRIPS[STRIP + 2])
     if tl.sum(suspect.to(tl.int32), 0) > 0:
         # Read now: another stream may have announced meanwhile that bytes arrive there (`Canary.expect_slots`).

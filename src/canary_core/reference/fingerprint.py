@@ -116,7 +116,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
     Reports LOST_WRITE where a sure source's bytes are what they were although another token was written (or nothing
     was ever written before), NON_FINITE where a float has all its exponent bits set. Bytes unchanged by a write of the
-    same token are only counted, as `UNSURE`.
+    same token are only counted, as `UNSURE`. No new fingerprint equals one that is not known.
     """
     writes = plan.planned_writes(state.plan, batch)
     writes = writes[won(state, writes)]
@@ -189,6 +189,7 @@ def baseline(state: RegionState) -> None:
 
 
 def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor]) -> None:
+    """Where a fingerprint is 0, which says that it is not known, nothing is compared."""
     written = seen.usable & (seen.state == State.WRITTEN)
     # Nearly all slots that a batch reads were written, so a kernel asks only where bytes differ.
     asked = seen.usable if phase is Phase.PRE_FORWARD else written
@@ -196,8 +197,9 @@ def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tens
         compared = asked & stack.present(seen.slot)
         slot = seen.slot[compared]
         value, _ = stack.fold(state, slot)
-        alike = value == state.fingerprints[slot[:, None], stack.columns].T
-        differs = ~alike & written[compared]
+        stored = state.fingerprints[slot[:, None], stack.columns].T
+        alike = (value == stored) & (stored != 0)
+        differs = (value != stored) & (stored != 0) & written[compared]
         state.shared.counters[Counter.CHECKED_BYTES] += (alike | differs).sum() * stack.like.slot_bytes
         if bool(differs.any()):
             # Back to the shape of what was seen, for the report.

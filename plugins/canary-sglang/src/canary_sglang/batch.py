@@ -88,21 +88,24 @@ class ForwardBatches(BatchAdapter[Any]):
         )
 
     def padding(self, rows: int) -> Iterator[BatchView]:
-        """A decode and an extend of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+        """A decode and extends of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
         numbers = self._entries.new_zeros(rows, dtype=torch.int64)
         lengths = self._entries.new_zeros(rows, dtype=torch.int32)
         known = lengths.new_full((rows, TABLE_STEP), UNKNOWN)
         table = slot_table(self._entries, numbers, numbers)
-        for lens, expected in ((numbers, None), (lengths, known)):
-            yield BatchView(
-                prefix_lens=lens,
-                new_lens=lens,
-                token_ids=numbers,
-                writers=lengths,
-                tables=dict.fromkeys(self._regions, table),
-                positions=numbers,
-                expected_tokens=expected,
-            )
+        tables = dict.fromkeys(self._regions, table)
+        states = [{}] if self._states is None else [{self._states.region: t} for t in self._states.padding(rows)]
+        for state in states:
+            for lens, expected in ((numbers, None), (lengths, known)):
+                yield BatchView(
+                    prefix_lens=lens,
+                    new_lens=lens,
+                    token_ids=numbers,
+                    writers=lengths,
+                    tables={**tables, **state},
+                    positions=numbers,
+                    expected_tokens=expected,
+                )
 
     def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         rows = seq_lens.shape[0]

@@ -105,8 +105,15 @@ class StateGuard:
         self._forget_tracked(batch)
         sources, destinations = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
         if batch.forward_mode.name == "DECODE" or sources is None or not len(sources):
-            return ring_table(slot_table(self._slots[:, None], batch.req_pool_indices), 1)
-        return self._reusing(batch, prefix_lens, new_lens, (sources, destinations))
+            return self._own(batch.req_pool_indices)
+        lengths = prefix_lens, new_lens
+        return self._reusing(batch.req_pool_indices, batch.input_ids.shape[0], lengths, (sources, destinations))
+
+    def padding(self, rows: int) -> tuple[SlotTable, SlotTable]:
+        """Tables of ``rows`` requests that have nothing: of requests that go on, and of some that reuse a cached
+        state."""
+        numbers = torch.zeros(rows, dtype=torch.int64, device=self._slots.device)
+        return self._own(numbers), self._reusing(numbers, 0, (numbers, numbers), (numbers[:0], numbers[:0]))
 
     def forget(self, batch: Any) -> None:
         """A forward that wasn't checked may have rewritten the states of its requests."""
@@ -127,16 +134,23 @@ class StateGuard:
         if tracked is not None:
             self._canary.forget_slots(self.region, tracked if mask is None else torch.where(mask, tracked, -1))
 
-    def _reusing(self, batch: Any, prefix_lens: Tensor, new_lens: Tensor, copies: tuple[Tensor, Tensor]) -> SlotTable:
-        """A list of slots a row: the one to read, then one for each new token, of which the last is written."""
+    def _own(self, requests: Tensor) -> SlotTable:
+        return ring_table(slot_table(self._slots[:, None], requests), 1)
+
+    def _reusing(
+        self, requests: Tensor, tokens: int, lengths: tuple[Tensor, Tensor], copies: tuple[Tensor, Tensor]
+    ) -> SlotTable:
+        """A list of slots a row: the one to read, then one for each new token, of which the last is written.
+        ``lengths``: of prefixes, and how many new. ``copies``: sources and destinations."""
+        prefix_lens, new_lens = lengths
         sources, destinations = copies
-        own = self._slots[batch.req_pool_indices].long()
+        own = self._slots[requests].long()
         read = self._identity.clone()
         read[destinations.long()] = sources.long()
         news = new_lens.long()
         ends = (news + 1).cumsum(0)
         first = ends - news - 1
-        flat = own.new_full((batch.input_ids.shape[0] + own.shape[0],), -1)
+        flat = own.new_full((tokens + own.shape[0],), -1)
         flat[first] = read[own]
         flat[ends - 1] = own
         return replace(ragged_table(flat, first + 1 - prefix_lens.long()), stored_tokens=1)
