@@ -123,7 +123,8 @@ def test_long_traffic_is_clean_and_computes_what_an_unguarded_engine_does(engine
     assert guarded["steps"] >= setup.storm_steps
     name = request.node.callspec.params["engine"]
     assert (guarded["retracted"] > 0) == (name == "pressure")
-    assert (guarded["cached"] > 0) == (name != "radix_off")
+    # A recurrent state is reused by whoever begins with all that it is of, as nobody does here.
+    assert (guarded["cached"] > 0) == (name != "radix_off" and "mamba" not in setup.regions)
     engine.uninstall()
     engine.flush()
     assert engine.storm(**storm) == guarded
