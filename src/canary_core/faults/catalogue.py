@@ -128,7 +128,7 @@ def _lost_write(scene: Scene) -> Injection | None:
         return None
     record = see(scene.state, slot, status)
     token = scene.batch.token_ids[scene.rows.token(scene.writes)].long()
-    other = (record.step_written == 0) | ((record.state == State.WRITTEN) & (record.token != token))
+    other = (record.step_written == 0) | (record.token != token)
     known = (scene.state.fingerprints != 0).any(1)[torch.where(usable, slot, 0)]
     lost = usable & other & known & has_bytes(source, torch.where(usable, slot, 0))
     rows = scene.writes.row[lost].unique()
