@@ -34,8 +34,12 @@ class ScrubBudget:
 
 
 class Pace:
-    """Turns a `ScrubBudget` into bytes per step: a share needs the step's length (an average of the last steps on the
-    host's clock) and the scrub's speed (measured once, at attach)."""
+    """Turns a `ScrubBudget` into bytes per step: a share needs the step's length (on the host's clock) and the scrub's
+    speed (measured once, at attach).
+
+    A step counts as long as the last one, at most as the last ones on average: after a long prefill, decode steps don't
+    pay for its length.
+    """
 
     WEIGHT = 0.05
     """Weight of the newest step in the average."""
@@ -44,6 +48,7 @@ class Pace:
         self._budget = budget
         self._bytes_per_s = bytes_per_s
         self._last: float | None = None
+        self._average_s = 0.0
         self._step_s = 0.0
 
     @property
@@ -56,7 +61,8 @@ class Pace:
         now = time.perf_counter()
         if self._last is not None and now - self._last < 1.0:
             took = now - self._last
-            self._step_s = took if self._step_s == 0.0 else (1 - self.WEIGHT) * self._step_s + self.WEIGHT * took
+            self._average_s += (took - self._average_s) * (self.WEIGHT if self._average_s else 1.0)
+            self._step_s = min(took, self._average_s)
         self._last = now
 
     def pause(self) -> None:

@@ -57,7 +57,7 @@ class CanaryConfig(BaseSettings):
         "at once in (readable slots / budget) forwards; 0: all of them in every forward.",
     )
     scrub_budget: str = Field(
-        default="1%",
+        default="0.1%",
         description="How much the scrub may do after each forward: a share of time such as 1%, or bytes per forward "
         "such as 64MiB; 0 turns it off.",
         json_schema_extra=_unit("share of time, or bytes per forward"),

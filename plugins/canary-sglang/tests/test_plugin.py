@@ -120,6 +120,8 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     told = []
 
     class FakeSession:
+        sweep = SimpleNamespace(before_batch=lambda scheduler: None, idle=lambda scheduler: None)
+
         def __init__(self, runner, config, requests):
             self.runner, self.model = runner, layout.draft_name(runner)
             self.requests = requests or object()
@@ -129,6 +131,8 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
 
     monkeypatch.setattr("canary_sglang.hooks.attach", FakeSession)
     hooks = Hooks()
+    # The hooks of SGLang's draft workers need SGLang.
+    hooks._drafts = SimpleNamespace(register=lambda: None)
     hooks._config = CanaryConfig.load(silence_s=0)
     target, draft, later = (SimpleNamespace(is_draft_worker=d, draft_model_idx=i) for d, i in ((0, 0), (1, 0), (1, 2)))
     for runner in (target, draft, later):

@@ -54,7 +54,8 @@ class Lifetime:
         follower = self._followers.get(id(allocator))
         if follower is None or not self._canary.enabled:
             return original(allocator, *args, **kwargs)
-        intact = follower.intact()
+        # A cleared list is whole again, whatever happened to it before, say while Canary was switched off.
+        intact = name == layout.CLEAR or follower.intact()
         result = original(allocator, *args, **kwargs)
         try:
             if not intact or not follower.called(name, self.owners, args, kwargs):
