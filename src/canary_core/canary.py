@@ -159,7 +159,7 @@ class Canary:
             self.forwards += 1
             self._captured = self._captured or _capturing(self._shared.counters)
             self._flush_changes()
-            self._hooks.hook.canary_pre_forward(canary=self, batch=batch)
+            self._call(self._hooks.hook.canary_pre_forward, batch)
             self._require_place(batch)
             for name, table in batch.tables.items():
                 state = self._states[name]
@@ -177,7 +177,7 @@ class Canary:
         if not self.enabled:
             return
         try:
-            self._hooks.hook.canary_post_forward(canary=self, batch=batch)
+            self._call(self._hooks.hook.canary_post_forward, batch)
             for name, table in batch.tables.items():
                 state = self._states[name]
                 if state.sources and self._looks[name].now:
@@ -188,7 +188,7 @@ class Canary:
             for state in self._states.values():
                 if state.scrub_slots:
                     self._backend.scrub(state)
-            self._hooks.hook.canary_recorded(canary=self, batch=batch)
+            self._call(self._hooks.hook.canary_recorded, batch)
         except Exception as error:
             self.fail("post_forward", error)
 
@@ -478,6 +478,11 @@ class Canary:
             self._queue(_Change(lambda _: apply(), list(tensors), [], arrival=True))
         else:
             apply()
+
+    def _call(self, hook: pluggy.HookCaller, batch: BatchView) -> None:
+        # Most have no implementation, and pluggy takes microseconds to find that out.
+        if hook.get_hookimpls():
+            hook(canary=self, batch=batch)
 
     def _flush_changes(self) -> None:
         """Applies what waits on the current stream: after all forwards issued so far, before the next."""
