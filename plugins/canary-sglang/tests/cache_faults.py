@@ -93,11 +93,15 @@ def token(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
 
 
 def free(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
-    """The allocator got the node's slots back, and the cache still has them."""
+    """The allocator got the node's slots back, unseen by what follows its calls, and the cache still has them."""
     allocator = _allocator(engine)
     before = {name: value for name, value in vars(allocator).items() if name.endswith("_pages")}
     value = _value(engine, node)
+    followers = engine.session.lifetime._followers
+    followed = dict(followers)
+    followers.clear()
     allocator.free(value.clone())
+    followers.update(followed)
 
     def undo() -> None:
         vars(allocator).update(before)
