@@ -78,7 +78,9 @@ SPECULATIVE = {
     "eagle": speculative(),
     "eagle_tree": speculative({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}),
     "eagle_pressure": speculative({"max_total_tokens": 112, "chunked_prefill_size": 32}, prompts=5, new_tokens=24),
-    "standalone": speculative({"speculative_algorithm": "STANDALONE", "draft_model": "llama"}),
+    "standalone": speculative(
+        {"speculative_algorithm": "STANDALONE", "draft_model": "llama"}, regions=("full",), new_tokens=12
+    ),
 }
 """Ways to speculate, for `test_speculation`."""
 

@@ -326,6 +326,12 @@ class Engine:
         """Flips a bit and serves until the scrub has gone all round; gives the slot. One that was free and is written
         again by then shows nothing, so another one is taken."""
         records = self.states[region].records
+        self.session.canary.settle()
+        if not (records[:, POSITION] % STATES == State.WRITTEN).any():
+            # Without a prefix cache only a running request has KV.
+            self._submit(list(range(3, 43)), 30)
+            for _ in range(4):
+                self._step()
         for attempt in range(20):
             before = records[:, STEP_WRITTEN].clone()
             slot = self.flip(region, source, seed + 100 * attempt)

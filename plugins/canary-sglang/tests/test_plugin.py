@@ -81,6 +81,7 @@ def test_an_engine_that_runs_without_our_hooks_is_told(monkeypatch):
     ("change", "word"),
     [
         ({"is_draft_worker": True, "speculative_algorithm": "DFLASH"}, "DFLASH"),
+        ({"is_draft_worker": True, "speculative_algorithm": "STANDALONE"}, "STANDALONE"),
         ({"is_draft_worker": True, "enable_multi_layer_eagle": True}, "multi-layer"),
         ({"enable_lmcache": True}, "LMCache"),
         ({"enable_hisparse": True}, "HiSparse"),

@@ -13,7 +13,7 @@ from canary_core.adapters import Writers
 pytestmark = pytest.mark.timeout(1800)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle_tree", "eagle_pressure", "standalone"])
+@pytest.mark.parametrize("name", ["eagle", "eagle_tree", "eagle_pressure"])
 def test_clean_speculation_raises_nothing(start, name):
     """Prefix hits, accepted tokens, trees whose accepted path is moved, retraction: no finding, and no
     slot that is read is unknown, in the target's pool and in the draft's."""
@@ -34,6 +34,20 @@ def test_clean_speculation_raises_nothing(start, name):
     verifies = sum(turn["verifies"] for turn in served)
     decoded = sum(len(output) - 1 for turn in served for output in turn["outputs"])
     assert 0 < verifies < decoded
+
+
+def test_a_refused_draft_model_leaves_the_target_clean(start):
+    """STANDALONE: its draft model's pool is named as not guarded, the target's is, without a finding."""
+    engine = start("standalone")
+    for seed in (0, 0):
+        served = engine.serve(prompts=engine.setup.traffic(seed), new_tokens=engine.setup.new_tokens)
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["checked_slots"] > 0
+    assert set(engine.regions()) == {"full"}
+    reasons = [item["reason"] for e in engine.events() if e["name"] == "coverage" for item in e["uncovered"]]
+    assert any("STANDALONE" in reason for reason in reasons)
+    assert served["verifies"] > 0
 
 
 class EagleVerifyInput(SimpleNamespace):

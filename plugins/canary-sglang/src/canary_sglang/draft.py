@@ -1,4 +1,4 @@
-"""Draft models of EAGLE and STANDALONE, whose steps SGLang runs around `ModelRunner.forward` or within one CUDA graph.
+"""Draft models of EAGLE, whose steps SGLang runs around `ModelRunner.forward` or within one CUDA graph.
 
 One iteration of the engine, with ``L`` tokens in the cache and one that was sampled and isn't in it: the draft model
 writes ``steps - 1`` guesses from position ``L`` on (`DraftBatches.steps`), the target verifies (`ForwardBatches`), and

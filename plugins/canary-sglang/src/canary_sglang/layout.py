@@ -202,7 +202,7 @@ def draft_refusal(runner: Any) -> str | None:
     that writes is known."""
     args = runner.server_args
     algorithm = str(args.speculative_algorithm)
-    if algorithm.upper() not in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):
+    if algorithm.upper() not in ("EAGLE", "EAGLE3", "NEXTN"):
         return f"a draft model of {algorithm}; not covered yet"
     if getattr(args, "enable_multi_layer_eagle", False):
         return "draft models of multi-layer EAGLE write each other's positions ahead; not covered yet"
