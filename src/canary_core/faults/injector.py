@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pluggy
-import torch
 
 from canary_core.batch import BatchView
 from canary_core.events import Event
@@ -14,6 +13,7 @@ from canary_core.faults.scene import Armed, Injection, Pending, Scene
 from canary_core.faults.spec import FaultSpec
 from canary_core.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, State
+from canary_core.streams import capturing
 
 if TYPE_CHECKING:
     from canary_core.canary import Canary
@@ -163,5 +163,4 @@ class _Unseen:
 
 def _capturing(canary: "Canary") -> bool:
     """Faults read on the host, which a graph under capture forbids."""
-    device = next(iter(canary.regions.values())).device
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return capturing(next(iter(canary.regions.values())).device)

@@ -1,0 +1,191 @@
+"""`SlotEvents`: what happens to slots beside forwards, as the engine's plugin tells it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from canary_core import twin
+from canary_core.backends import Backend
+from canary_core.changes import Change, Changes
+from canary_core.config import CanaryConfig
+from canary_core.records import POSITION, STATES, State
+from canary_core.region import KVSource
+from canary_core.state import RegionState
+
+Owner = int | Callable[[], int | Tensor]
+"""Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
+one for each slot. It is called when the event takes effect, on the stream of the forwards."""
+
+
+class SlotEvents(ABC):
+    """The part of `Canary` that engines call where slots change other than by a forward. Each call names a region and
+    does nothing for one that is not guarded, or once Canary is off."""
+
+    config: CanaryConfig
+    enabled: bool
+    _states: dict[str, RegionState]
+    _backend: Backend
+    _changes: Changes
+
+    @abstractmethod
+    def fail(self, where: str, error: Exception) -> None:
+        """An exception of ours."""
+
+    def copy_slots(self, region: str, source: Tensor, destination: Tensor) -> None:
+        """The engine copied slots ``source`` to ``destination`` (integer tensors ``[n]``, region slots): records
+        travel with the bytes. Call it when the copy was issued, on the same stream. Overlaps are read first; numbers
+        that are no slots are left out."""
+        state = self._states.get(region)
+        if state is not None and self.enabled:
+            self._changes.arrive(partial(_copy_records, state, source, destination), source, destination)
+
+    def payload_layout(self, region: str) -> twin.PayloadLayout | None:
+        """What the payloads of `export_slots` mean, for `twin.check_payload`; None in off mode."""
+        state = self._states.get(region)
+        return None if state is None else twin.PayloadLayout.of(state)
+
+    def export_slots(self, region: str, slots: Tensor) -> Tensor:
+        """What is known of ``slots`` (integer tensor ``[n]``), to travel with their bytes: an int64 payload
+        ``[n, payload_layout(region).words]`` on the pool's device, ``[n, 0]`` in off mode. Call it when the bytes are
+        read, on the same stream. Any place may keep it; its rows may be cut and joined as the slots are."""
+        state = self._states.get(region)
+        if state is None:
+            return slots.new_empty((slots.shape[0], 0), dtype=torch.int64)
+        try:
+            if self.enabled:
+                self._changes.settle_arrivals()
+                return twin.export_records(state, slots)
+        except Exception as error:
+            self.fail("export_slots", error)
+        return slots.new_zeros((slots.shape[0], twin.PayloadLayout.of(state).words), dtype=torch.int64)
+
+    def import_slots(self, region: str, slots: Tensor, payload: Tensor, writer: int = -1) -> None:
+        """Bytes arrived in ``slots`` (integer tensor ``[n]``, each at most once) with the ``payload`` of the slots they
+        come from: rows of `export_slots`, of this Canary or another one, here or in host memory. Slots whose row does
+        not fit are not judged until they are written again, as with `forget_slots`. Call it when the transfer was
+        issued, on the same stream; a pinned ``payload`` must stay as it is until that stream has read it. ``writer``:
+        who is named as the writer of slots that another Canary exported (-1: nobody)."""
+        state = self._states.get(region)
+        if state is None or not self.enabled:
+            return
+        try:
+            payload = payload.to(slots.device, non_blocking=True)
+            self._changes.arrive(partial(twin.import_records, state, slots, payload, writer), slots, payload)
+        except Exception as error:
+            self.fail("import_slots", error)
+
+    def expect_slots(self, region: str, slots: Tensor) -> None:
+        """Bytes of ``slots`` (integer tensor ``[n]``) will arrive by another way than a forward: not judged any more.
+
+        Unlike the other events it does not wait for those issued before, but takes effect on the current stream at
+        once, whatever is in flight on others; the transfer must begin after it. `forget_slots` or `import_slots` must
+        follow, in the order of events.
+        """
+        state = self._states.get(region)
+        if state is not None and self.enabled:
+            try:
+                _mark_records(state, slots, State.UNKNOWN, keep=int(State.FREED))
+            except Exception as error:
+                self.fail("expect_slots", error)
+
+    def check_slots(self, region: str, slots: Tensor) -> None:
+        """Compares the bytes of ``slots`` (integer tensor ``[n]``) with their records, on the current stream: right
+        after they arrived with records, where the scrub would come by only later. Numbers that are no slots are left
+        out. Never captured."""
+        state = self._states.get(region)
+        if state is None or not self.enabled or not state.sources:
+            return
+        try:
+            self._changes.settle_arrivals()
+            self._backend.verify(state, slots)
+        except Exception as error:
+            self.fail("check_slots", error)
+
+    def forget_slots(self, region: str, slots: Tensor) -> None:
+        """Bytes of ``slots`` (integer tensor ``[n]``) arrived without records: not judged until written again. Numbers
+        that are no slots are left out."""
+        self._mark(region, slots, State.UNKNOWN)
+
+    def clear_slots(self, region: str, slots: Tensor) -> None:
+        """``slots`` hold nothing any more (a roll-back, a reset): reading one before it is written is a finding."""
+        self._mark(region, slots, State.UNWRITTEN)
+
+    def free_slots(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """The engine's allocator got ``slots`` back, from request ``writer``. With ``page_slots`` above 1 they number
+        pages of so many slots.
+
+        Events take effect in the order in which the host issues them, before the next forward that it issues: call it
+        from any stream; ``slots`` must stay as they are until then. Once slots of a region are freed by events, they
+        must be handed out by `alloc_slots` too, until `end_lifetime`.
+        """
+        self._own(region, slots, writer, ("free", page_slots))
+
+    def alloc_slots(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """The engine's allocator handed ``slots`` out to ``writer``; see `free_slots`."""
+        self._own(region, slots, writer, ("alloc", page_slots))
+
+    def end_lifetime(self, region: str) -> None:
+        """The engine's allocator can't be followed any more: no slot of the region counts as freed from now on."""
+        state = self._states.get(region)
+        if state is not None and self.enabled:
+            self._changes.arrive(partial(_forget_frees, state))
+
+    def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
+        """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
+        addresses. Sources must match the old ones in name, size and page size, else `AttachError`. Never captured."""
+        state = self._states.get(region)
+        if state is not None and self.enabled:
+            state.rebind(sources, self.config)
+
+    def settle(self) -> None:
+        """Lets events that wait for the next forward take effect now, on the current stream, which must be the
+        forwards'. Never captured."""
+        if self.enabled:
+            self._changes.settle()
+
+    def _own(self, region: str, slots: Tensor, writer: Owner, event: tuple[str, int]) -> None:
+        state = self._states.get(region)
+        if state is None or not self.enabled or not len(slots):
+            return
+        name, page_slots = event
+        op = self._backend.free if name == "free" else self._backend.alloc
+
+        def apply(tensors: list[Tensor]) -> None:
+            op(
+                state,
+                tensors[0] if len(tensors) == 1 else torch.cat(tensors),
+                writer() if callable(writer) else writer,
+                page_slots,
+            )
+
+        key = None if callable(writer) else (region, writer, event)
+        self._changes.queue(Change(apply, [slots], key=key))
+
+    def _mark(self, region: str, slots: Tensor, new: State) -> None:
+        state = self._states.get(region)
+        if state is not None and self.enabled:
+            self._changes.arrive(partial(_mark_records, state, slots, new), slots)
+
+
+def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> None:
+    twin.import_records(state, destination, twin.export_records(state, source))
+
+
+def _forget_frees(state: RegionState) -> None:
+    state.records[:, POSITION] &= ~int(State.FREED)
+
+
+def _mark_records(state: RegionState, slots: Tensor, new: State, keep: int = 0) -> None:
+    """``keep``: bits of the old state that stay."""
+    if len(slots):
+        _, slot, anything = twin.entries(state, slots.long())
+        word = state.records[slot, POSITION]
+        marked = word // STATES * STATES + (word & keep) + int(new)
+        # The state first: a scrub in flight looks at it once more before it reports.
+        state.records[slot, POSITION] = torch.where(anything, marked, word)
+        if new is State.UNKNOWN:
+            # What the bytes were is no longer known, so the next write can't be judged to have left them as they were.
+            state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
