@@ -201,6 +201,15 @@ def test_a_fault_without_candidate_tries_again_and_says_so_in_the_end():
     assert at_start[1].startswith("there is no source 'k.77'; the guarded ones are k.0, k.1, k.9")
 
 
+def test_a_fault_for_one_of_several_ranks():
+    """Only the process of that rank injects it; the others don't miss it."""
+    ours = Run("real_kv_used:rank=0").serve()
+    assert [e.fields["rank"] for e in ours.injected()] == [0]
+    theirs = Run("real_kv_used:rank=1;lost_write:region=nowhere,rank=1").serve()
+    assert theirs.injector.injections == []
+    assert [e.name for e in theirs.events if e.name.startswith("fault")] == []
+
+
 def test_a_fault_in_a_slot_that_is_dropped_is_done_again():
     """Content that the engine drops before another forward begins is gone with its fault: told, and tried again."""
     run = Run("real_kv_post_forward:warmup=1,region=full", window=0)
@@ -257,7 +266,11 @@ def test_no_setting_registers_no_injector():
     ("text", "sentence"),
     [
         ("bitrot", "unknown fault 'bitrot'; the faults are req_to_token, real_kv_used"),
-        ("lost_write:layer=3", "'layer=3'; write key=value with a key of probability, warmup, count, region, source"),
+        (
+            "lost_write:layer=3",
+            "'layer=3'; write key=value with a key of probability, warmup, count, region, source, rank",
+        ),
+        ("lost_write:rank=first", "rank=first; it must be a whole number of at least 0"),
         ("lost_write:warmup", "lost_write has 'warmup'; write key=value"),
         ("lost_write:warmup=soon", "warmup=soon; it must be a whole number of at least 0"),
         ("lost_write:count=-1", "count=-1; it must be a whole number of at least 0"),
@@ -275,8 +288,8 @@ def test_bad_text_is_one_sentence(text, sentence):
 
 def test_the_syntax():
     """Blanks and empty parts don't matter."""
-    parsed = FaultSpec.parse(" real_kv_used : probability=0.01, warmup=50,count=2 ,region=full,source=v.3")
-    assert parsed == FaultSpec("real_kv_used", 0.01, 50, 2, "full", "v.3")
+    parsed = FaultSpec.parse(" real_kv_used : probability=0.01, warmup=50,count=2 ,region=full,source=v.3,rank=1")
+    assert parsed == FaultSpec("real_kv_used", 0.01, 50, 2, "full", "v.3", 1)
     assert FaultSpec.parse("lost_write") == FaultSpec("lost_write")
     assert FaultInjector.parse(" ; ").injections == []
 

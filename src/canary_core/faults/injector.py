@@ -47,7 +47,7 @@ class FaultInjector:
     @hookimpl
     def canary_attached(self, canary: "Canary") -> None:
         """Tells of faults that this pool has no place for."""
-        for armed in self._armed:
+        for armed in self._of(canary):
             spec = armed.spec
             regions = [s for s in canary.states.values() if spec.region in (None, s.region.name)]
             known = sorted({s.name for r in regions for s in r.sources})
@@ -88,7 +88,7 @@ class FaultInjector:
         """Tells of faults that never happened, so that a self-test without a fault isn't taken for a passed one."""
         self._restore(canary, lasting=True)
         self._forget_moot(canary, "no other forward followed", all_of_them=True)
-        for armed in self._armed:
+        for armed in self._of(canary):
             if armed.injected == 0 and armed.spec.probability > 0:
                 reason = (
                     f"no candidate in {armed.tries} forwards"
@@ -97,8 +97,12 @@ class FaultInjector:
                 )
                 canary.tell(Event("fault_not_injected", "warning", {"fault": armed.spec.fault, "reason": reason}))
 
+    def _of(self, canary: "Canary") -> list[Armed]:
+        """Those that are meant for this process."""
+        return [armed for armed in self._armed if armed.spec.rank in (None, canary.config.rank)]
+
     def _inject(self, moment: Moment, canary: "Canary", batch: BatchView) -> None:
-        for armed in self._armed:
+        for armed in self._of(canary):
             fault = FAULTS[armed.spec.fault]
             if fault.moment != moment or not armed.due(canary.forwards):
                 continue
@@ -114,7 +118,8 @@ class FaultInjector:
                 self.injections.append(injection)
                 if moment == "recorded":
                     self._unseen.append(_Unseen(canary, armed, injection))
-                told = {**injection.fields(), "what": FAULTS[injection.fault].what}
+                rank = {} if armed.spec.rank is None else {"rank": armed.spec.rank}
+                told = {**injection.fields(), **rank, "what": FAULTS[injection.fault].what}
                 canary.tell(Event("fault_injected", "warning", told))
                 break
             else:

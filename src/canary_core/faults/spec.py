@@ -11,7 +11,8 @@ class FaultSpec:
     """One fault to inject.
 
     ``probability`` per forward, after ``warmup`` forwards; ``count`` injections in all, 0 for no limit. ``region`` and
-    ``source`` (``half.layer``, e.g. ``v.3``) aim it; None for any.
+    ``source`` (``half.layer``, e.g. ``v.3``) aim it, ``rank`` at one of several processes that serve a model; None for
+    any.
     """
 
     fault: str
@@ -20,6 +21,7 @@ class FaultSpec:
     count: int = 1
     region: str | None = None
     source: str | None = None
+    rank: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "FaultSpec":
@@ -46,6 +48,7 @@ class FaultSpec:
             int(_number(name, "count", values, 1)),
             values.get("region"),
             values.get("source"),
+            int(_number(name, "rank", values, 0)) if "rank" in values else None,
         )
         if spec.probability > 1:
             raise ConfigError(f"CANARY_FAULTS: {name} has probability={spec.probability:g}; it must be 0 to 1")
