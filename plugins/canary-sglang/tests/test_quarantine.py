@@ -89,16 +89,17 @@ def suspect(slot: int, rank: int) -> Suspect:
 
 
 def talk(rank: int, address: str, answers: "torch.multiprocessing.Queue") -> None:
-    """One of two ranks: three agreements."""
+    """One of two ranks: what they know of each other."""
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     ranks = Ranks(torch.distributed.group.WORLD)
-    told = [
-        ranks.alike("same"),
-        ranks.alike(rank),
-        ranks.agree([], [], False),
-        ranks.agree([suspect(7, rank)] if rank else [], [], False),
-        ranks.agree([suspect(3, rank)], [suspect(7, 1)] if rank else [], True),
-    ]
+    told = [ranks.alike("same"), ranks.alike(rank), ranks.anybody_had()]
+    for has in (False, rank == 1):
+        ranks.ask(has)
+        # The engine's own talk goes on meanwhile.
+        torch.distributed.all_reduce(torch.zeros(1))
+        told.append(ranks.anybody_had())
+    told.append(ranks.agree([suspect(7, rank)] if rank else [], []))
+    told.append(ranks.agree([suspect(3, rank)], [suspect(7, 1)] if rank else []))
     answers.put((rank, told))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -118,9 +119,8 @@ def test_all_ranks_decide_alike(tmp_path):
         process.join(60)
     assert told[0] == told[1]
     assert told[0] == [
-        True,
-        False,
-        ([], []),
+        *(True, False, False),
+        *(False, True),
         ([suspect(7, 1)], []),
         ([suspect(3, 0), suspect(3, 1)], [suspect(7, 1)]),
     ]
@@ -130,7 +130,7 @@ def test_all_ranks_decide_alike(tmp_path):
 def test_a_lone_rank_asks_nobody():
     """Without a group it acts on its own findings, each once."""
     assert Ranks(None).alike("anything")
-    assert Ranks(None).agree([suspect(2, 0), suspect(1, 0), suspect(2, 0)], [], False) == (
+    assert Ranks(None).agree([suspect(2, 0), suspect(1, 0), suspect(2, 0)], []) == (
         [suspect(1, 0), suspect(2, 0)],
         [],
     )

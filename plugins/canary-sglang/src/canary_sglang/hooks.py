@@ -119,6 +119,9 @@ class Hooks:
         batch = args[0] if args else kwargs["batch"]
         if self._watch is None:
             self._watch = Watch(self._config.silence_s, self._silent)
+        if self._quarantine is not None:
+            # Not every loop of SGLang makes turns; those that don't are told of.
+            self._quarantine.begin(scheduler)
         for session in self.sessions:
             session.notice(batch.reqs)
         if self.session is not None:

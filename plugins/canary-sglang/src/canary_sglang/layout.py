@@ -331,6 +331,8 @@ def deciding_group(scheduler: Any) -> tuple[Any, str | None]:
     args = scheduler.server_args
     if getattr(args, "pp_size", 1) > 1:
         return None, "the stages of a pipeline are at different batches; nothing is aborted or evicted with pp_size > 1"
+    if getattr(args, "disaggregation_mode", "null") != "null":
+        return None, "with PD disaggregation another engine holds or awaits the same KV; nothing is aborted or evicted"
     group = scheduler.tp_cpu_group
     if getattr(args, "enable_dp_attention", False):
         if getattr(args, "attn_cp_size", 1) > 1:

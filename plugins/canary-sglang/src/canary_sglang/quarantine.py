@@ -4,10 +4,11 @@ A finding becomes a `Suspect`. In the scheduler's own thread, where it decides w
 hold a suspect's slot are aborted as retryable, and in ``quarantine`` nodes of the prefix cache that hold it are evicted
 as soon as nobody uses them, so that later requests compute them again.
 
-All ranks that schedule together (one tensor-parallel group) must decide alike, or they would run different batches.
-Each guards its own shard, so each finds other things; every `AGREE_EVERY` turns of the loop, which they make in step,
-they add up what they found, and all act on the same set, at the same turn. What they act with (tables, slots, tree) is
-the same on all of them.
+All ranks that schedule together (one tensor-parallel group) must decide alike, or they would run different batches and
+wait for each other for ever. Each guards its own shard, so each finds other things; they make the turns of the loop in
+step, so every `AGREE_EVERY` turns they learn whether any of them has something (one number, asked for that many turns
+earlier, so that nobody waits for it), and only then tell each other what. All act on the same set, in one order, at the
+same turn. What they act with (tables, slots, tree) is the same on all of them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +28,8 @@ from canary_core.region import Region
 from canary_core.violation import Violation
 from canary_sglang import layout
 
-AGREE_EVERY = 16
-"""Turns of the scheduler's loop between two agreements of several ranks."""
+AGREE_EVERY = 8
+"""Turns of the scheduler's loop between two agreements of several ranks: up to twice as many pass before they act."""
 
 RETRY_EVERY = 4
 """Turns after which a lone rank, which acts on what is new at once, looks again at what was still in use."""
@@ -81,11 +82,13 @@ class Quarantine:
 
     def __init__(self, config: CanaryConfig, canaries: Callable[[], Iterable[Canary]]) -> None:
         self._evicts = config.on_violation == "quarantine"
+        self._rank = config.rank
         self._canaries = canaries
         self._found: list[Suspect] = []
         self._open: dict[Suspect, int] = {}
+        self._ours: set[Suspect] = set()
+        self._failed: set[Suspect] = set()
         self._turn = 0
-        self._every = 1
         self._off = False
         self._ranks: Ranks | None = None
 
@@ -99,14 +102,30 @@ class Quarantine:
     def turn(self, scheduler: Any) -> None:
         """One turn of the scheduler's loop. Every rank must make it, whatever has become of its Canary: they wait for
         each other. Never raises but for a broken process group."""
-        if self._ranks is None:
-            self._ranks = self._begin(scheduler)
+        ranks = self.begin(scheduler)
         self._turn += 1
-        if self._off or (self._turn % self._every and (self._ranks.size > 1 or not self._found)):
+        if self._off:
             return
-        found, gone = self._ranks.agree(self._fresh(), [s for s in self._open if self._is_gone(s)], bool(self._open))
+        if ranks.size == 1:
+            due = self._found or (self._open and self._turn % RETRY_EVERY == 0)
+        else:
+            due = self._turn % AGREE_EVERY == 0 and ranks.anybody_had()
+        if due:
+            self._act(scheduler, *ranks.agree(*self._news()))
+        if ranks.size > 1 and self._turn % AGREE_EVERY == 0:
+            ranks.ask(bool(self._found or self._open))
+
+    def begin(self, scheduler: Any) -> "Ranks":
+        """Meets the other ranks, once; says so where nothing can be done in this engine. Every rank must call it."""
+        if self._ranks is None:
+            self._ranks = self._meet(scheduler)
+        return self._ranks
+
+    def _act(self, scheduler: Any, found: Sequence[Suspect], gone: Sequence[Suspect]) -> None:
+        """All ranks do it with the same arguments."""
         for suspect in gone:
             self._open.pop(suspect, None)
+            self._failed.discard(suspect)
         for suspect in found:
             self._open.setdefault(suspect, 0)
         for suspect in sorted(self._open):
@@ -117,13 +136,14 @@ class Quarantine:
             try:
                 self._handle(scheduler, suspect, first=not tries)
             except Exception as error:
-                self._open.pop(suspect)
+                # The others learn of it with the next agreement, before they do anything more about it.
+                self._failed.add(suspect)
                 self._tell("quarantine_failed", {**_about(suspect), "reason": repr(error)}, "error")
 
-    def _begin(self, scheduler: Any) -> "Ranks":
+    def _meet(self, scheduler: Any) -> "Ranks":
+        self._rank = self._rank or layout.rank()
         group, reason = layout.deciding_group(scheduler)
         ranks = Ranks(group)
-        self._every = AGREE_EVERY if ranks.size > 1 else RETRY_EVERY
         if reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.states)):
             reason = "not all ranks are guarded alike, so they can't decide alike"
         if reason is not None:
@@ -135,10 +155,21 @@ class Quarantine:
             self._tell("quarantine_failed", {"reason": reason}, "warning")
         return ranks
 
-    def _fresh(self) -> list[Suspect]:
-        """What was found since the last turn and still is: a finding is told some steps late."""
+    def _news(self) -> tuple[list[Suspect], list[Suspect]]:
+        """What this rank found since the last time and still is, since a finding is told some steps late; and what of
+        the open ones is gone, or could not be handled. Never raises: the others wait for it."""
         found, self._found = self._found, []
-        return sorted({s for s in found if not self._is_gone(s)})
+        gone = set(self._failed)
+        try:
+            # What another rank found is judged there: whether it is gone follows from the record of who found it.
+            self._ours &= self._open.keys()
+            gone |= {s for s in self._ours if self._is_gone(s)}
+            fresh = {s for s in found if not self._is_gone(s)}
+            self._ours |= fresh
+        except Exception as error:
+            self._tell("quarantine_failed", {"reason": repr(error)}, "error")
+            fresh = set()
+        return sorted(fresh), sorted(gone)
 
     def _handle(self, scheduler: Any, suspect: Suspect, first: bool) -> None:
         canary = self._canary(suspect.region)
@@ -188,7 +219,7 @@ class Quarantine:
         return next((canary for canary in self._canaries() if region in canary.states), None)
 
     def _tell(self, name: str, fields: dict[str, object], level: Any) -> None:
-        plugins.emit(Event(name, level, fields))
+        plugins.emit(Event(name, level, {"rank": self._rank, "turn": self._turn, **fields}))
 
 
 class Ranks:
@@ -196,6 +227,8 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._asked: Any = None
         self.size = 1 if group is None else torch.distributed.get_world_size(group)
 
     def alike(self, value: Any) -> bool:
@@ -206,22 +239,28 @@ class Ranks:
             torch.distributed.all_gather_object(told, value, group=self._group)
         return all(bool(other == value) for other in told)
 
-    def agree(
-        self, found: Sequence[Suspect], gone: Sequence[Suspect], pending: bool
-    ) -> tuple[list[Suspect], list[Suspect]]:
-        """What any of them found, and what any of them says is gone, in one order for all. ``pending``, the same on
-        all: whether there is something that could be gone. Waits for the others; one number each if there is
-        nothing."""
-        if self.size == 1:
-            return sorted(set(found)), sorted(set(gone))
-        any_found = torch.tensor([int(bool(found))])
-        if not pending:
-            torch.distributed.all_reduce(any_found, torch.distributed.ReduceOp.MAX, group=self._group)
-            if not int(any_found):
-                return [], []
-        told: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(told, (list(found), list(gone)), group=self._group)
-        return tuple(sorted({s for rank in told for s in rank[part]}) for part in (0, 1))  # type: ignore[return-value]
+    def ask(self, has: bool) -> None:
+        """Puts the question whether anybody has something. Waits for nobody: it is answered while the engine works."""
+        self._flag = torch.tensor([int(has)])
+        self._asked = torch.distributed.all_reduce(
+            self._flag, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def anybody_had(self) -> bool:
+        """The answer to `ask`, the same on all; false if it never was. Waits for those that did not ask yet."""
+        if self._asked is None:
+            return False
+        self._asked.wait()
+        return bool(self._flag)
+
+    def agree(self, found: Sequence[Suspect], gone: Sequence[Suspect]) -> tuple[list[Suspect], list[Suspect]]:
+        """What any of them found, and what any of them says is gone, in one order for all. Waits for the others."""
+        told: list[Any] = [(list(found), list(gone))]
+        if self.size > 1:
+            told = [None] * self.size
+            torch.distributed.all_gather_object(told, (list(found), list(gone)), group=self._group)
+        parts = [sorted({s for rank in told for s in rank[part]}) for part in (0, 1)]
+        return parts[0], parts[1]
 
 
 def _about(suspect: Suspect) -> dict[str, object]:

@@ -1,0 +1,46 @@
+"""``sglang.Engine`` with several ranks on a CPU: ``ranks_script.py FOLDER OPTIONS`` serves FOLDER/phases.json.
+
+A phase has ``control`` (see `ranks_witness`), ``prompts`` and ``new_tokens``. Prints one JSON line for each, after
+``PHASE``: by prompt its tokens and how it ended. ``OPTIONS`` are more `ServerArgs`, as a JSON object.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine_script import on_cpu
+
+
+async def serve(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[dict[str, Any]]:
+    """All prompts at once; a request that fails says how."""
+    sampling = dict(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    jobs = [engine.async_generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
+    return [
+        {"tokens": [], "status": getattr(done, "status_code", None), "error": str(done)}
+        if isinstance(done, BaseException)
+        else {"tokens": done["output_ids"], "status": 200, "cached": done["meta_info"]["cached_tokens"]}
+        for done in await asyncio.gather(*jobs, return_exceptions=True)
+    ]
+
+
+def main() -> None:
+    """See above."""
+    import sglang
+
+    folder = Path(sys.argv[1])
+    config, options = on_cpu()
+    folder.joinpath("config.json").write_text(json.dumps(config))
+    options = {**options, "disable_overlap_schedule": False, **json.loads(sys.argv[2])}
+    engine = sglang.Engine(model_path=str(folder), **options)
+    for phase in json.loads(folder.joinpath("phases.json").read_text()):
+        folder.joinpath("control").write_text(phase["control"])
+        done = engine.loop.run_until_complete(serve(engine, phase["prompts"], phase["new_tokens"]))
+        sys.stdout.write("\nPHASE " + json.dumps(done) + "\n")
+        sys.stdout.flush()
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
