@@ -160,11 +160,14 @@ def _whole_steps(report: reports.Report, steps: list[Case], budget_s: float) -> 
                 whole = step.Step(case, torch.device("cuda"))
                 times = whole.times(budget_s)
                 report.setdefault("steps", {})[case.name] = {"work": case.work, **times}
-                if case is step.DECODE:
-                    report["host_us"] = whole.host_us()
-                    report["launches"] = whole.launches()
                 whole.canary.close()
                 del whole
+                if case is step.DECODE:
+                    logging = step.Step(case, torch.device("cuda"), "log")
+                    report["host_us"] = logging.host_us()
+                    report["launches"] = logging.launches()
+                    logging.canary.close()
+                    del logging
             except Exception as error:
                 console.print(traceback.format_exc(), markup=False)
                 report.setdefault("steps", {})[case.name] = {"work": case.work, "refused": repr(error)}

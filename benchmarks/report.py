@@ -72,10 +72,11 @@ def facts(report: Report) -> list[str]:
             times = f"pre_forward {step['pre_us']:.1f} µs, post_forward {step['post_us']:.1f} µs on the device"
             found.append(f"{name}: {step['work']}: {times}")
     if host := report.get("host_us"):
+        met = _yes(host["all"] <= MOST_HOST_US)
         found.append(
-            f"host time per forward in our hooks, device busy, median: {host['all']:.1f} µs (pre_forward "
+            f"host time per forward in our hooks, device busy: {host['all']:.1f} µs (pre_forward "
             f"{host['pre_forward']:.1f}, post_forward {host['post_forward']:.1f}, end_step {host['end_step']:.1f}; "
-            f"90th percentile {host['all_p90']:.1f}); bar ≤ {MOST_HOST_US} µs: {_yes(host['all'] <= MOST_HOST_US)}"
+            f"90th percentile of single forwards {host['all_p90']:.1f}); bar ≤ {MOST_HOST_US} µs: {met}"
         )
     if launches := report.get("launches"):
         kernels = {n: c for n, c in launches.items() if not n.startswith("Mem")}

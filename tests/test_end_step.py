@@ -83,7 +83,7 @@ def test_an_idle_time_is_no_long_step(monkeypatch):
                 g.canary.end_step()
         now[0] += 0.01
         g.step()
-        scrubbed.append(g.canary._scrub.pace.step_bytes)
+        scrubbed.append(g.canary._scrub._pace.scrub_bytes(1))
     assert max(scrubbed[2:]) - min(scrubbed[2:]) <= 1
 
 

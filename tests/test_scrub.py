@@ -1,9 +1,11 @@
 """The scrub's budget, and what it says of itself."""
 
+from dataclasses import replace
+
 import pytest
 from support.toy import ToyEngine
 
-from canary_core import Canary, CanaryConfig, ConfigError
+from canary_core import Canary, CanaryConfig, ConfigError, budget
 from canary_core.budget import ScrubBudget
 
 
@@ -42,3 +44,58 @@ def test_the_scrub_goes_round_and_says_how_often():
     assert passed == 20 * per_step
     assert canary.scrub_stats()["scrub_coverage"] == passed / region.slots
     assert canary.scrub_stats()["scrub_period_s"] > 0
+
+
+@pytest.fixture
+def pace(monkeypatch):
+    """Gives a `Pace` over forwards of a length each, by a clock that only it moves."""
+    now = [0.0]
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
+
+    def paced(text, launch_s, forwards_s):
+        made = budget.Pace(ScrubBudget.parse(text), bytes_per_s=4e12, launch_s=launch_s)
+        for forward_s in (0.0, *forwards_s):
+            now[0] += forward_s
+            made.step()
+        return made
+
+    return paced
+
+
+def test_what_a_launch_costs_is_part_of_the_share(pace):
+    """0.1 % of 8 ms is what a launch takes, so four forwards share a scrub, which spends a quarter on its launch and
+    reads for the rest; told is what was asked for."""
+    made = pace("0.1%", 8e-6, [8e-3] * 20)
+    assert made.forwards == 4
+    assert made.scrub_bytes(4) == pytest.approx(24e-6 * 4e12)
+    told = made.achieved(made.scrub_bytes(4), 4, 73 * 10**9)
+    assert told["scrub_share"] == pytest.approx(1e-3)
+    assert told["scrub_period_s"] == pytest.approx(73e9 / 96e6 * 32e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "launch_s", "forwards"), [("1%", 8e-6, 1), ("64MiB", 8e-6, 1), ("0.1%", 0.0, 1), ("0.001%", 8e-6, 64)]
+)
+def test_forwards_share_a_scrub_only_where_its_launch_is_dear(pace, text, launch_s, forwards):
+    """A large share, bytes after each forward, and a back end without launches: a scrub each; never more than 64."""
+    assert pace(text, launch_s, [8e-3] * 20).forwards == forwards
+
+
+def test_decode_steps_do_not_pay_for_a_prefill(pace):
+    """The forward after a long one is no longer than those before."""
+    made = pace("1%", 0.0, [8e-3] * 20 + [0.4])
+    assert made.scrub_bytes(1) < 0.01 * 30e-3 * 4e12
+
+
+def test_forwards_take_turns_with_the_scrub():
+    """Where four forwards share a scrub it runs after every fourth, and with each one of a graph."""
+    engine = ToyEngine()
+    canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="1KiB"), writers=engine.writers)
+    scrubbed = []
+    canary._scrub._backend = replace(canary._backend, scrub=lambda state: scrubbed.append(state.region.name))
+    canary._scrub._forwards = 4
+    for _ in range(8):
+        canary._scrub.run(captured=False)
+    assert scrubbed == ["full"] * 2
+    canary._scrub.run(captured=True)
+    assert scrubbed == ["full"] * 3

@@ -1,5 +1,6 @@
 """How much the scrub does after each forward: a share of time, or bytes."""
 
+import math
 import re
 import time
 from dataclasses import dataclass
@@ -34,19 +35,27 @@ class ScrubBudget:
 
 
 class Pace:
-    """Turns a `ScrubBudget` into bytes per step: a share needs the step's length (on the host's clock) and the scrub's
-    speed (measured once, at attach).
+    """Turns a `ScrubBudget` into scrubs: how many forwards share one, and how many bytes it reads.
 
-    A step counts as long as the last one, at most as the last ones on average: after a long prefill, decode steps don't
-    pay for its length.
+    A share of time needs the forwards' length (on the host's clock), the scrub's speed (measured once, at attach) and
+    ``launch_s``, the seconds of it that read nothing. Where those would be most of what a forward may spend, one scrub
+    serves several forwards.
+
+    A forward counts as long as the last one, at most as the last ones on average: after a long prefill, decode steps
+    don't pay for its length.
     """
 
     WEIGHT = 0.05
-    """Weight of the newest step in the average."""
+    """Weight of the newest forward in the average."""
+    LAUNCH_SHARE = 0.25
+    """Most of a scrub's time that goes into its launches."""
+    MOST_FORWARDS = 64
+    """That share a scrub at most: its pause stays short, however small the budget."""
 
-    def __init__(self, budget: ScrubBudget, bytes_per_s: float) -> None:
-        self._budget = budget
+    def __init__(self, budget: ScrubBudget, bytes_per_s: float, launch_s: float = 0.0) -> None:
+        self.budget = budget
         self._bytes_per_s = bytes_per_s
+        self._launch_s = launch_s
         self._last: float | None = None
         self._average_s = 0.0
         self._step_s = 0.0
@@ -54,10 +63,10 @@ class Pace:
     @property
     def off(self) -> bool:
         """Whether there is never anything to scrub."""
-        return not self._budget.share and not self._budget.step_bytes
+        return not self.budget.share and not self.budget.step_bytes
 
     def step(self) -> None:
-        """A step ended now. A pause of over a second is the engine idling, not a step."""
+        """A forward ended now. A pause of over a second is the engine idling, not a forward."""
         now = time.perf_counter()
         if self._last is not None and now - self._last < 1.0:
             took = now - self._last
@@ -66,23 +75,30 @@ class Pace:
         self._last = now
 
     def pause(self) -> None:
-        """The engine idles: the time until the next step is none."""
+        """The engine idles: the time until the next forward is none."""
         self._last = None
 
     @property
-    def step_bytes(self) -> int:
-        """Bytes the next scrub may read."""
-        if self._budget.share is None:
-            return self._budget.step_bytes
-        return int(self._budget.share * self._step_s * self._bytes_per_s)
+    def forwards(self) -> int:
+        """Forwards that share one scrub."""
+        allowed_s = (self.budget.share or 0.0) * self._step_s
+        if not (allowed_s and self._launch_s):
+            return 1
+        return max(1, min(math.ceil(self._launch_s / (self.LAUNCH_SHARE * allowed_s)), self.MOST_FORWARDS))
 
-    def achieved(self, step_bytes: int, pool_bytes: int) -> dict[str, float]:
-        """What a scrub of ``step_bytes`` a step comes to: ``scrub_share`` of the time (at the speed measured at
-        attach), and ``scrub_period_s``, how long one round of ``pool_bytes`` takes. Empty until a step's length is
-        known."""
-        if not (step_bytes and self._step_s and self._bytes_per_s):
+    def scrub_bytes(self, forwards: int) -> int:
+        """Bytes that a scrub may read which serves so many ``forwards``."""
+        if self.budget.share is None:
+            return self.budget.step_bytes * forwards
+        return int(max(self.budget.share * self._step_s * forwards - self._launch_s, 0.0) * self._bytes_per_s)
+
+    def achieved(self, scrub_bytes: int, forwards: int, pool_bytes: int) -> dict[str, float]:
+        """What scrubs of ``scrub_bytes`` after every so many ``forwards`` come to: ``scrub_share`` of the time, and
+        ``scrub_period_s``, how long one round of ``pool_bytes`` takes. Empty until a forward's length is known."""
+        if not (scrub_bytes and self._step_s and self._bytes_per_s):
             return {}
+        between_s = forwards * self._step_s
         return {
-            "scrub_share": step_bytes / self._bytes_per_s / self._step_s,
-            "scrub_period_s": pool_bytes / step_bytes * self._step_s,
+            "scrub_share": (scrub_bytes / self._bytes_per_s + self._launch_s) / between_s,
+            "scrub_period_s": pool_bytes / scrub_bytes * between_s,
         }

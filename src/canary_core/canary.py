@@ -157,9 +157,7 @@ class Canary(SlotEvents):
                 elif state.sources:
                     state.forget_written()
                 self._backend.record(state, batch, table)
-            for state in self._states.values():
-                if state.scrub_slots:
-                    self._backend.scrub(state)
+            self._scrub.run(self._captured)
             self._call(self._hooks.hook.canary_recorded, batch)
         except Exception as error:
             self.fail("post_forward", error)
@@ -180,15 +178,12 @@ class Canary(SlotEvents):
             # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
             idle = self._steps > 1 and self.forwards == self._ended and not self._captured
             self._ended = self.forwards
-            if idle:
-                self._scrub.pace.pause()
-            else:
-                self._scrub.pace.step()
+            self._scrub.step(idle)
             if idle or self._steps % self._read_interval == 0:
                 letter = self._mailbox.collect()
                 if letter is not None:
                     self._open(letter)
-                self._scrub.adjust()
+                self._scrub.adjust(self._captured)
             interval = self.config.stats_interval
             if interval and not idle and self._steps % interval == 0:
                 self._tell("stats", fields={**self.stats(), **self.scrub_stats()})
