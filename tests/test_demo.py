@@ -44,11 +44,7 @@ class ToyDemo:
         while waiting or engine.requests:
             while waiting and len(engine.requests) < 2:
                 engine.submit(*waiting.pop(0))
-            batch = engine.batch(chunk=16)
-            canary.pre_forward(batch)
-            engine.forward(batch)
-            canary.post_forward(batch)
-            canary.end_step()
+            engine.step(canary, chunk=16)
             step += 1
             if self.alarms and step == 3:
                 engine.k[0][engine.requests[0].slots[0]] += 1

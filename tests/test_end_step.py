@@ -35,13 +35,7 @@ class Guarded:
         self.events.append(event)
 
     def step(self, fault: Callable[[], object] | None = None) -> None:
-        batch = self.engine.batch(chunk=2)
-        if fault:
-            fault()
-        self.canary.pre_forward(batch)
-        self.engine.forward(batch)
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.engine.step(self.canary, 2, fault)
 
 
 def test_an_idle_engine_hears_of_the_last_forward():

@@ -75,11 +75,7 @@ class Run:
         return self
 
     def step(self) -> None:
-        batch = self.engine.batch(chunk=3)
-        self.canary.pre_forward(batch)
-        self.engine.forward(batch)
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.engine.step(self.canary, chunk=3)
 
     def injected(self) -> list[Event]:
         return [e for e in self.events if e.name == "fault_injected"]

@@ -21,10 +21,7 @@ def test_a_forgotten_slot_is_not_judged_by_what_it_held_at_attach():
     canary.forget_slots("full", torch.arange(1, 64))
     canary.clear_slots("full", torch.arange(1, 64))
     again.submit("a", [5, 6, 7])
-    step = again.batch()
-    canary.pre_forward(step)
-    again.forward(step)
-    canary.post_forward(step)
+    again.step(canary)
     canary.drain()
     assert canary.stats()["violations"] == 0
     assert canary.stats()["recorded_slots"] == 3
@@ -37,10 +34,7 @@ def test_expected_slots_are_not_judged_while_events_wait():
     engine.submit("a", [5, 6, 7])
     config = CanaryConfig.load(read_check=-1, scrub_budget="1MiB", mode="log")
     canary = Canary([engine.region()], config, writers=engine.writers)
-    batch = engine.batch()
-    canary.pre_forward(batch)
-    engine.forward(batch)
-    canary.post_forward(batch)
+    engine.step(canary)
     states = canary.states["full"].records[:, POSITION] % STATES
     assert states[1:4].tolist() == [State.WRITTEN] * 3
     canary.free_slots("full", torch.tensor([1]))
@@ -62,10 +56,7 @@ def test_slots_are_checked_on_demand():
     engine = ToyEngine()
     engine.submit("a", [5, 6, 7])
     canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="0", mode="log"), writers=engine.writers)
-    batch = engine.batch()
-    canary.pre_forward(batch)
-    engine.forward(batch)
-    canary.post_forward(batch)
+    engine.step(canary)
     found: list[Violation] = []
 
     class Collector:

@@ -57,17 +57,8 @@ def run(engine: ToyEngine, *hooks: object, chunk: int = 8) -> Canary:
         registered.manager.register(hook)
     config = CanaryConfig.load(stats_interval=1, read_check=-1)
     canary = Canary([engine.region()], config, hooks=registered.manager, writers=engine.writers)
-    step(engine, canary, chunk)
+    engine.step(canary, chunk)
     return canary
-
-
-def step(engine: ToyEngine, canary: Canary, chunk: int = 8) -> None:
-    """One forward of ``engine``, guarded."""
-    batch = engine.batch(chunk=chunk)
-    canary.pre_forward(batch)
-    engine.forward(batch)
-    canary.post_forward(batch)
-    canary.end_step()
 
 
 @pytest.mark.usefixtures("logs")
@@ -86,7 +77,7 @@ def test_a_finding_reaches_plugins_unless_one_dismisses_it(dismissed, engine, lo
     recorder = Recorder()
     canary = run(engine, recorder, *([Vet()] if dismissed else []), chunk=4)
     engine.k[1][engine.requests[0].slots[2]] += 1
-    step(engine, canary)
+    engine.step(canary)
     canary.drain()
     assert [c for c in recorder.calls if c[0] == "violation"] == ([] if dismissed else [("violation", "BYTES")])
     told = [e for e in logs if e["event"] == ("dismissed" if dismissed else "violation")]

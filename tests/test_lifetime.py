@@ -33,11 +33,7 @@ class Guarded:
     def step(self) -> None:
         for request in self.engine.requests:
             request.tokens.append(8)
-        batch = self.engine.batch()
-        self.canary.pre_forward(batch)
-        self.engine.forward(batch)
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.engine.step(self.canary)
 
     def words(self) -> torch.Tensor:
         return self.canary.states["full"].records

@@ -34,11 +34,7 @@ def test_the_scrub_goes_round_and_says_how_often():
     canary = Canary([region], CanaryConfig.load(scrub_budget=str(per_step * region.slot_bytes)), writers=engine.writers)
     engine.submit("a", list(range(3, 35)))
     for _ in range(20):
-        step = engine.batch(chunk=2)
-        canary.pre_forward(step)
-        engine.forward(step)
-        canary.post_forward(step)
-        canary.end_step()
+        engine.step(canary, chunk=2)
     canary.drain()
     passed = canary.stats()["scrubbed_slots"]
     assert passed == 20 * per_step

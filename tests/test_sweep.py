@@ -19,10 +19,7 @@ class Cache:
         self.canary = Canary(self.engine.regions(), CanaryConfig.load(), writers=self.engine.writers)
         self.request = self.engine.submit("a", TOKENS)
         while self.request.cached < len(TOKENS):
-            batch = self.engine.batch(chunk=4)
-            self.canary.pre_forward(batch)
-            self.engine.forward(batch)
-            self.canary.post_forward(batch)
+            self.engine.step(self.canary, chunk=4)
         self.slots = torch.tensor(self.request.slots)
 
     def runs(self, split: int = 6, absent: tuple[str, ...] = ()) -> list[CachedRun]:

@@ -32,11 +32,7 @@ class Guarded:
         yield BatchView(none, none, none, none, dict.fromkeys(names, table), expected_tokens=expected)
 
     def step(self) -> None:
-        batch = self.engine.batch(chunk=3)
-        self.canary.pre_forward(batch)
-        self.engine.forward(batch)
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.engine.step(self.canary, chunk=3)
 
     def memory(self) -> list[torch.Tensor]:
         """All that Canary remembers from one forward to the next."""

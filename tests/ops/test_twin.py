@@ -41,11 +41,7 @@ class Guarded:
         self.violations.append(violation)
 
     def step(self, chunk: int = 8) -> None:
-        batch = self.engine.batch(chunk=chunk)
-        self.canary.pre_forward(batch)
-        self.engine.forward(batch)
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.engine.step(self.canary, chunk)
         self.canary.drain()
 
     def sources(self):

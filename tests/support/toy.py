@@ -1,11 +1,12 @@
 """A toy engine: a paged K/V pool in which every byte is a function of (request history, position, layer, half), with
 block tables, prefix sharing and eviction. It stands in for an engine where a test is about Canary's core alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from canary_core import BatchView, KVSource, Region, RegionKind, SlotTable, Writers
+from canary_core import BatchView, Canary, KVSource, Region, RegionKind, SlotTable, Writers
 
 
 @dataclass
@@ -98,6 +99,16 @@ class ToyEngine:
             tables=dict.fromkeys([r.name for r in self.regions()], table),
             expected_tokens=torch.tensor(expected, **i32),
         )
+
+    def step(self, canary: Canary, chunk: int = 8, fault: Callable[[], object] | None = None) -> None:
+        """One guarded forward of the next chunk of every request; ``fault`` happens right before it."""
+        batch = self.batch(chunk=chunk)
+        if fault:
+            fault()
+        canary.pre_forward(batch)
+        self.forward(batch)
+        canary.post_forward(batch)
+        canary.end_step()
 
     def forward(self, batch: BatchView) -> None:
         """Writes K and V of the new tokens."""

@@ -20,7 +20,10 @@ from typing import Any
 
 import builtin_canary
 import cache_faults
+import fake_deepseek_v4
+import speculation
 import torch
+from cpu_models import CPU_DEFAULTS, CPU_MODELS
 from gpu_models import GPU_DEFAULTS, GPU_MODELS
 from hybrid_models import HYBRID_MODELS, mamba2_on_cpu
 
@@ -30,63 +33,7 @@ from canary_core.hookspecs import hookimpl
 from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, POSITION, STATES, STEP_WRITTEN, TOKEN, State
 from canary_core.violation import Violation
 
-LLAMA = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=256, hidden_size=64, intermediate_size=128,
-    num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-    rms_norm_eps=1e-6, rope_theta=10000.0, hidden_act="silu", bos_token_id=1, eos_token_id=2, dtype="bfloat16",
-    tie_word_embeddings=False,
-)  # fmt: skip
-COHERE2 = dict(
-    architectures=["Cohere2ForCausalLM"], model_type="cohere2", vocab_size=256, hidden_size=64, intermediate_size=128,
-    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-    sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window_pattern=2,
-    rope_theta=10000.0, layer_norm_eps=1e-5, logit_scale=1.0, hidden_act="silu", dtype="bfloat16", bos_token_id=1,
-    eos_token_id=2, pad_token_id=0, tie_word_embeddings=True, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0, 1, 0],
-)  # fmt: skip
-DEEPSEEK_V2 = dict(
-    architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", vocab_size=256, hidden_size=64,
-    intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-    kv_lora_rank=256, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=32, v_head_dim=16, n_routed_experts=4,
-    n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2, moe_layer_freq=1,
-    routed_scaling_factor=1.0, norm_topk_prob=False, scoring_func="softmax", topk_method="greedy",
-    max_position_embeddings=512, rope_theta=10000.0,
-    rope_scaling=dict(
-        type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32, beta_slow=1, mscale=0.707,
-        mscale_all_dim=0.707,
-    ),
-    rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, attention_bias=False,
-    tie_word_embeddings=False,
-)  # fmt: skip
-DEEPSEEK_V4 = dict(
-    architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", vocab_size=256, hidden_size=64,
-    intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
-    kv_lora_rank=512, q_lora_rank=32, o_lora_rank=32, o_groups=2, qk_nope_head_dim=448, qk_rope_head_dim=64,
-    v_head_dim=512, head_dim=512, index_head_dim=128, index_n_heads=4, index_topk=512, n_routed_experts=4,
-    n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, window_size=128, sliding_window=128,
-    compress_ratios=[4, 128, 4, 128], compress_rope_theta=40000, topk_method="noaux_tc", scoring_func="sqrtsoftplus",
-    norm_topk_prob=True, routed_scaling_factor=1.5, first_k_dense_replace=0, moe_layer_freq=1,
-    tie_word_embeddings=False, attention_bias=False, max_position_embeddings=4096, rope_theta=10000,
-    rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32, beta_slow=1),
-    rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, hc_mult=4,
-    hc_sinkhorn_iters=2, hc_eps=1e-6, num_hash_layers=0, swiglu_limit=10.0,
-)  # fmt: skip
-LLAMA_DRAFT = dict(LLAMA, architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1)
-MODELS = {
-    "llama": LLAMA,
-    "llama_draft": LLAMA_DRAFT,
-    "cohere2": COHERE2,
-    "deepseek_v2": DEEPSEEK_V2,
-    "deepseek_v4": DEEPSEEK_V4,
-    **HYBRID_MODELS,
-    **GPU_MODELS,
-}
-
-DEFAULTS = dict(
-    skip_tokenizer_init=True, device="cpu", attention_backend="torch_native", load_format="dummy",
-    max_total_tokens=512, max_running_requests=4, chunked_prefill_size=64, disable_overlap_schedule=True,
-    grammar_backend="none", disable_cuda_graph=True, random_seed=0, log_level="warning", mem_fraction_static=0.5,
-)  # fmt: skip
-
+MODELS = {**CPU_MODELS, **HYBRID_MODELS, **GPU_MODELS}
 
 WAITS = frozenset(
     f"cuda{call}"
@@ -136,7 +83,7 @@ class Engine:
 
         model = options.pop("model", "llama")
         if model == "deepseek_v4":
-            _fake_deepseek_v4()
+            fake_deepseek_v4.install()
         if model == "falcon_h1" and options.get("device") != "cuda":
             mamba2_on_cpu()
         cache_faults.use_swa_radix_cache(options)
@@ -146,9 +93,9 @@ class Engine:
         options["model_path"] = _write_model(folder, model)
         if "draft_model" in options:
             options["speculative_draft_model_path"] = _write_model(folder / "draft", options.pop("draft_model"))
-        defaults = GPU_DEFAULTS if options.get("device") == "cuda" else DEFAULTS
-        if "speculative_algorithm" in options and defaults is DEFAULTS:
-            _speculate_on_a_cpu()
+        defaults = GPU_DEFAULTS if options.get("device") == "cuda" else CPU_DEFAULTS
+        if "speculative_algorithm" in options and defaults is CPU_DEFAULTS:
+            speculation.allow_on_a_cpu()
         self.args = ServerArgs(**{**defaults, **options})
         if hasattr(self.args, "resolve_once"):
             self.args.resolve_once()
@@ -164,7 +111,7 @@ class Engine:
         self.steps = 0
         self.graphed: Counter[str] = Counter()
         _randomize(self.runner.model)
-        _let_agree(self.runner.model, _draft_model(self.scheduler))
+        speculation.let_agree(self.runner.model, speculation.draft_model(self.scheduler))
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
@@ -298,11 +245,7 @@ class Engine:
         written = among or (state.records[:, POSITION] % STATES == State.WRITTEN).nonzero()[:, 0].tolist()
         rng = random.Random(seed)
         slot = rng.choice([s for s in written if s])
-        tensor = next(s for s in state.sources if s.name == source)
-        where = torch.tensor([slot], device=state.records.device)
-        content = faults.read_bytes(tensor, where)
-        content[0, rng.randrange(tensor.slot_bytes)] ^= 1 << rng.randrange(8)
-        faults.write_bytes(tensor, where, content)
+        _flip_bit(next(s for s in state.sources if s.name == source), slot, rng)
         return int(slot)
 
     def flip_in_host_memory(self, source: str, seed: int) -> int:
@@ -343,10 +286,7 @@ class Engine:
     def flip_running(self, prompt: list[int], region: str, source: str, seed: int) -> dict[str, Any]:
         """Flips one bit of what a running request will read, of a token close to its end, and serves on; gives the
         slot, our findings since, and how many SGLang's own canary had. Ends with an empty cache."""
-        self._submit(prompt, 8)
-        request = self.requests[-1]
-        while len(request.output_ids) < 2:
-            self._step()
+        (request,) = self._decoding([prompt], 8)
         state = self.session.canary.states[region]
         about = state.region
         position = len(prompt) - 3
@@ -422,12 +362,7 @@ class Engine:
         """Serves the prompts together; once all are decoding, the engine's own allocator is misused: ``double_free``,
         ``free_in_use`` of the last one's second page, or ``hand_out_held`` of it. Gives what is about it, and the
         findings of the next steps. The engine is of no use afterwards."""
-        first = len(self.requests)
-        for prompt in prompts:
-            self._submit(prompt, 400)
-        served = self.requests[first:]
-        while not all(len(r.output_ids) > 1 for r in served):
-            self._step()
+        served = self._decoding(prompts, 400)
         self.session.canary.drain()
         from canary_sglang import layout
 
@@ -466,12 +401,7 @@ class Engine:
     def rot_running(self, prompts: list[list[int]], region: str, source: str) -> dict[str, Any]:
         """Serves the prompts together and, once all are decoding, flips a bit of the last one's own KV; gives how each
         ended."""
-        first = len(self.requests)
-        for prompt in prompts:
-            self._submit(prompt, 30)
-        served = self.requests[first:]
-        while not all(len(r.output_ids) > 1 for r in served):
-            self._step()
+        served = self._decoding(prompts, 30)
         slot = self.flip(region, source, 1, [self._of_prompt(region, prompts[-1])[-1]])
         while not all(r.finished() for r in served):
             self._step()
@@ -481,6 +411,16 @@ class Engine:
             "outputs": [list(r.output_ids) for r in served],
             "reasons": [r.finished_reason.to_json() for r in served],
         }
+
+    def _decoding(self, prompts: list[list[int]], new_tokens: int) -> list[Any]:
+        """The prompts' requests, together, once each of them has more than its first token."""
+        first = len(self.requests)
+        for prompt in prompts:
+            self._submit(prompt, new_tokens)
+        served = self.requests[first:]
+        while not all(len(r.output_ids) > 1 for r in served):
+            self._step()
+        return served
 
     def _of_prompt(self, region: str, prompt: list[int]) -> list[int]:
         """Slots in which the prompt's last tokens are, by position."""
@@ -585,46 +525,10 @@ class Engine:
 
 
 def _flip_bit(source: Any, slot: int, rng: random.Random) -> None:
-    where = torch.tensor([slot])
+    where = torch.tensor([slot], device=source.tensor.device)
     content = faults.read_bytes(source, where)
     content[0, rng.randrange(source.slot_bytes)] ^= 1 << rng.randrange(8)
     faults.write_bytes(source, where, content)
-
-
-def _fake_deepseek_v4() -> None:
-    """DeepSeek-V4's forward needs a GPU; its pools, allocator, prefix cache and scheduler don't. So the forward is
-    replaced, below `ModelRunner.forward`, by one that writes bytes that depend on token and position to where the real
-    one does: the window's page, and the compressed pages and the indexer's wherever a group is complete."""
-    torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
-
-    def write(buffers: list[Any], slots: Any, content: Any, strips: tuple[int, int, int]) -> None:
-        page_size, data, scale = strips
-        page, inside = (slots // page_size)[:, None], (slots % page_size)[:, None]
-        for layer, buffer in enumerate(buffers):
-            row = (((content[:, None] + layer) * (2 * torch.arange(data) + 1) >> 3) & 255).to(torch.uint8)
-            buffer[page, inside * data + torch.arange(data)] = row
-            buffer[page, page_size * data + inside * scale + torch.arange(scale)] = row[:, :scale]
-
-    def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        pool, slots = self.token_to_kv_pool, batch.out_cache_loc.long()
-        content = (batch.input_ids.long() + self.model_config.vocab_size * batch.positions.long()) * 8
-        write(pool.swa_kv_pool.kv_buffer, pool.translate_loc_from_full_to_swa(slots), content, (256, 576, 8))
-        for ratio, page_size, sub in ((4, 64, pool.c4_kv_pool), (128, 2, pool.c128_kv_pool)):
-            whole = (slots + 1) % ratio == 0
-            write(sub.kv_buffer, slots[whole] // ratio, content[whole], (page_size, 576, 8))
-            if ratio == 4:
-                index = pool.c4_indexer_kv_pool.index_k_with_scale_buffer
-                write(index, slots[whole] // ratio, content[whole], (page_size, 128, 4))
-        rows = torch.arange(batch.batch_size)
-        last = batch.extend_seq_lens.cumsum(0) - 1 if batch.forward_mode.is_extend() else rows
-        vocabulary = self.model_config.vocab_size
-        logits = torch.zeros(batch.batch_size, vocabulary)
-        logits[rows, (batch.input_ids[last.long()].long() * 5 + 3) % vocabulary] = 1
-        return ModelRunnerOutput(logits_output=LogitsProcessorOutput(next_token_logits=logits), can_run_graph=False)
-
-    ModelRunner._forward_raw = forward
 
 
 def _publish(args: Any) -> None:
@@ -649,41 +553,6 @@ def _write_model(folder: Path, model: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath("config.json").write_text(json.dumps(MODELS[model]))
     return str(folder)
-
-
-def _draft_model(scheduler: Any) -> torch.nn.Module | None:
-    """The model that speculates, if there is one; workers wrap each other."""
-    worker = getattr(scheduler, "draft_worker", None)
-    for _ in range(3):
-        runner = getattr(worker, "draft_runner", None) or getattr(worker, "draft_model_runner", None)
-        if runner is not None:
-            model: torch.nn.Module = runner.model
-            return model
-        worker = getattr(worker, "draft_worker", None)
-    return None
-
-
-def _speculate_on_a_cpu() -> None:
-    """SGLang's tree kernels for a CPU are in a package that isn't on PyPI for one; those in Triton, which it has for
-    another device, run in the interpreter."""
-    from sglang.kernels.ops.speculative import cache_locs
-    from sglang.srt.speculative import eagle_utils
-
-    eagle_utils._is_xpu = cache_locs._is_xpu = True
-
-
-def _let_agree(target: torch.nn.Module, draft: torch.nn.Module | None) -> None:
-    """Makes what both models say depend mostly on the last token, and on that alike: so some proposals are accepted and
-    some are not. Random models never agree."""
-    if draft is None:
-        return
-    with torch.no_grad():
-        for name, weight in [*target.named_parameters(), *draft.named_parameters()]:
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.normal_(0, 1e-4)
-            elif name.endswith("model.fc.weight"):
-                weight.zero_()
-                weight[:, : weight.shape[0]].fill_diagonal_(1.0)
 
 
 def _randomize(model: torch.nn.Module) -> None:
