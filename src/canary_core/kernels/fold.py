@@ -1,0 +1,154 @@
+"""The fingerprint of a tile of slots: where their bytes lie in a source, how they are loaded, and their sum.
+
+The inner loop is a masked 16-byte load, a widening multiply and an add per 4 bytes: memory is the limit, not
+arithmetic.
+"""
+
+import triton
+import triton.language as tl
+
+from canary_core.records import DESCRIPTOR_WORDS, Descriptor
+from canary_core.state import SourceShape
+
+COLUMNS = 32
+"""Words of a slot in one load: 8 lanes of 16 bytes."""
+
+STRIP = tl.constexpr(6)
+"""Constants of one source of a group in ``STRIPS``, one flat tuple: page size, chunks, bytes of a chunk, alignment,
+words of a load, loads in flight."""
+FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
+ADDRESS = tl.constexpr(int(Descriptor.ADDRESS))
+PAGE_STRIDE = tl.constexpr(int(Descriptor.PAGE_STRIDE))
+SLOT_STRIDE = tl.constexpr(int(Descriptor.SLOT_STRIDE))
+CHUNK_COUNT = tl.constexpr(int(Descriptor.CHUNKS))
+CHUNK_STRIDE = tl.constexpr(int(Descriptor.CHUNK_STRIDE))
+CHUNK_LENGTH = tl.constexpr(int(Descriptor.CHUNK_BYTES))
+PRESENT = tl.constexpr(int(Descriptor.PRESENT))
+EXPONENT = tl.constexpr(int(Descriptor.EXPONENT))
+INCREMENT = tl.constexpr(int(Descriptor.INCREMENT))
+CARRY = tl.constexpr(int(Descriptor.CARRY))
+
+
+def strip_constants(shape: SourceShape, unrolled: int) -> tuple[int, ...]:
+    """The `STRIP` constants of a source, at most ``unrolled`` loads in flight: loads are the widest up to `COLUMNS`
+    that divide a slot, so that no lane is masked off, else `COLUMNS`."""
+    words = shape.words
+    widest = max(w for w in (1, 2, 4, 8, 16, 32) if w <= COLUMNS and words % w == 0)
+    block = COLUMNS
+    if widest >= min(4, words):
+        block = widest
+    elif words < COLUMNS:
+        block = 1 << (words - 1).bit_length()
+    blocks = -(-words // block)
+    return (*shape, block, max(n for n in range(1, unrolled + 1) if blocks % n == 0))
+
+
+@triton.jit
+def describe(p_descriptors, p_columns, p_salts, N: tl.constexpr, S: tl.constexpr):
+    """The `S`-th of the `N` sources of this program: its column, salt, address, strides of page, slot and chunk in
+    bytes, slots of a page that have bytes, words of a slot."""
+    column = tl.load(p_columns + tl.program_id(0) * N + S)
+    p_source = p_descriptors + column * FIELDS
+    chunk_words = (tl.load(p_source + CHUNK_LENGTH) + 3) // 4
+    words = (tl.load(p_source + CHUNK_COUNT) * chunk_words).to(tl.int32)
+    return (
+        column, tl.load(p_salts + column), tl.load(p_source + ADDRESS), tl.load(p_source + PAGE_STRIDE),
+        tl.load(p_source + SLOT_STRIDE), tl.load(p_source + CHUNK_STRIDE), tl.load(p_source + PRESENT), words,
+    )  # fmt: skip
+
+
+@triton.jit
+def fold(
+    p_descriptors, source, p_keys, slot, m,
+    STRIPS: tl.constexpr, S: tl.constexpr, ROLLED: tl.constexpr, FLOATS: tl.constexpr,
+):  # fmt: skip
+    """Fingerprint of each slot in the ``source`` of strip `S`, int64, and, with `FLOATS`, a number that isn't 0 where a
+    float has all its exponent bits set. `ROLLED` keeps the compiler from unrolling the loop over a slot."""
+    CHUNK_WORDS: tl.constexpr = (STRIPS[S * STRIP + 2] + 3) // 4
+    WORDS: tl.constexpr = STRIPS[S * STRIP + 1] * CHUNK_WORDS
+    BLOCK_WORDS: tl.constexpr = STRIPS[S * STRIP + 4]
+    UNROLL: tl.constexpr = STRIPS[S * STRIP + 5]
+    first = first_byte(source, slot, STRIPS[S * STRIP])
+    # Sums stay in their column until the end: a few lanes share a slot, so one short reduction ends each tile.
+    total = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint64)
+    odd = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint32)
+    if FLOATS:
+        p_source = p_descriptors + source[0] * FIELDS
+        exponent = tl.load(p_source + EXPONENT).to(tl.uint32)
+        increment = tl.load(p_source + INCREMENT).to(tl.uint32)
+        carry = tl.load(p_source + CARRY).to(tl.uint32)
+    # A few blocks at a time: their loads are in flight together. More of them would only crowd each other out of the
+    # first cache, so where that matters the compiler is not told the number of rounds: it can't unroll them then.
+    words = WORDS
+    if ROLLED:
+        words = source[7]
+    for w in range(0, words, BLOCK_WORDS * UNROLL):
+        for u in tl.static_range(UNROLL):
+            o_word = w + u * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+            word = load_words(
+                source[2], first, source[5], m, o_word, STRIPS[S * STRIP + 2], WORDS, STRIPS[S * STRIP + 3],
+                BLOCK_WORDS, UNROLL,
+            )  # fmt: skip
+            key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
+            total += word.to(tl.uint64) * key[None, :]
+            if FLOATS:
+                odd = odd | (((word & exponent) + increment) & carry)
+    found = tl.zeros_like(slot).to(tl.uint32)
+    if FLOATS:
+        found = tl.max(odd, 1)
+    return source[1] + tl.sum(total, 1).to(tl.int64, bitcast=True), found
+
+
+@triton.jit
+def load_strip(source, p_keys, slot, m, STRIPS: tl.constexpr):
+    """All words of each slot in the second source of a group, and their keys: uint64 ``[slots, words]``."""
+    CHUNK_BYTES: tl.constexpr = STRIPS[STRIP + 2]
+    BLOCK_WORDS: tl.constexpr = STRIPS[STRIP + 4]
+    WORDS: tl.constexpr = STRIPS[STRIP + 1] * ((CHUNK_BYTES + 3) // 4)
+    o_word = tl.arange(0, BLOCK_WORDS)
+    word = load_words(
+        source[2], first_byte(source, slot, STRIPS[STRIP]), source[5], m, o_word, CHUNK_BYTES, WORDS, STRIPS[STRIP + 3],
+        BLOCK_WORDS, 1,
+    )  # fmt: skip
+    key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
+    return word.to(tl.uint64), key[None, :]
+
+
+@triton.jit
+def first_byte(source, slot, SOURCE_PAGE: tl.constexpr):
+    """Where each slot begins, in bytes from the source's address."""
+    first = (slot.to(tl.int32) // SOURCE_PAGE).to(tl.int64) * source[3]
+    if SOURCE_PAGE > 1:
+        first += (slot.to(tl.int32) % SOURCE_PAGE).to(tl.int64) * source[4]
+    return first
+
+
+@triton.jit
+def load_words(
+    address, first, chunk_stride, m, o_word,
+    CHUNK_BYTES: tl.constexpr, WORDS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Words ``o_word`` of each slot, which begins ``first`` bytes after ``address``; 0 beyond the slot's end and where
+    ``m`` is false."""  # [slots, BLOCK_WORDS]
+    CHUNK_WORDS: tl.constexpr = (CHUNK_BYTES + 3) // 4
+    m_word = m[:, None] & tl.full((1, BLOCK_WORDS), True, tl.int1)
+    if WORDS % (BLOCK_WORDS * UNROLL) != 0:
+        m_word = m_word & (o_word < WORDS)[None, :]
+    if ALIGNMENT >= 4:
+        p_words = tl.multiple_of(tl.multiple_of(address, ALIGNMENT).to(tl.pointer_type(tl.uint32)), ALIGNMENT)
+        offset = o_word
+        if WORDS > CHUNK_WORDS:
+            chunk_words = tl.multiple_of(chunk_stride // 4, ALIGNMENT // 4)
+            offset = o_word // CHUNK_WORDS * chunk_words + o_word % CHUNK_WORDS
+        p_word = p_words + tl.multiple_of(first // 4, ALIGNMENT // 4)[:, None] + offset[None, :]
+        word = tl.load(p_word, mask=m_word, other=0, eviction_policy="evict_first")
+    else:
+        inside = o_word % CHUNK_WORDS * 4
+        offset = o_word // CHUNK_WORDS * chunk_stride + inside
+        p_byte = address.to(tl.pointer_type(tl.uint8)) + first[:, None] + offset[None, :]
+        word = tl.zeros((m.shape[0], BLOCK_WORDS), tl.uint32)
+        for b in tl.static_range(4):
+            m_byte = m_word & (inside + b < CHUNK_BYTES)[None, :]
+            word = word | (tl.load(p_byte + b, mask=m_byte, other=0).to(tl.uint32) << (8 * b))
+    return word
