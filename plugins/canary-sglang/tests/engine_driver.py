@@ -364,10 +364,10 @@ class Engine:
         findings of the next steps. The engine is of no use afterwards."""
         served = self._decoding(prompts, 400)
         self.session.canary.drain()
-        from canary_sglang import layout
+        from canary_sglang.layout import schedulers
 
         allocator = self.runner.token_to_kv_pool_allocator
-        row, _ = layout.table_row(self.scheduler, served[-1])
+        row, _ = schedulers.table_row(self.scheduler, served[-1])
         pages = getattr(allocator, "full_attn_allocator", allocator)
         page = int(row[pages.page_size]) // pages.page_size
         slots = torch.arange(page * pages.page_size, (page + 1) * pages.page_size)

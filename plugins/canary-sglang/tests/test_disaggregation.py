@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from canary_sglang import disaggregation
-from canary_sglang.disaggregation import DecodeSide, PrefillSide, Rider, Riders
+from canary_sglang.disaggregation import DecodeSide, PrefillSide
+from canary_sglang.riders import Rider, Riders
 from canary_sglang.writers import RequestWriters
 from packaging.version import Version
 

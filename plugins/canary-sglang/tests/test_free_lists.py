@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from canary_sglang import layout
 from canary_sglang.allocator import Lifetime
+from canary_sglang.layout import allocators
 from canary_sglang.writers import RequestWriters
 
 from canary_core.adapters import Writers
@@ -72,7 +72,7 @@ def followed(request: pytest.FixtureRequest) -> tuple[Any, Told, Lifetime]:
         told,
         RequestWriters(Writers(), torch.device("cpu")),
     )
-    for target in layout.allocator_functions():
+    for target in allocators.allocator_functions():
         owner, _, name = target.rpartition(".")
         if owner.endswith(type(allocator).__name__):
             setattr(allocator, name, partial(lifetime.call, name, getattr(type(allocator), name), allocator))
@@ -81,7 +81,7 @@ def followed(request: pytest.FixtureRequest) -> tuple[Any, Told, Lifetime]:
 
 def really_free(allocator: Any) -> set[int]:
     """The allocator's own list."""
-    return set(torch.cat([allocator.free_pages, *layout.released_pages(allocator)]).tolist())
+    return set(torch.cat([allocator.free_pages, *allocators.released_pages(allocator)]).tolist())
 
 
 def test_every_change_of_a_list_is_told(followed):

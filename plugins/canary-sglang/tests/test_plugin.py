@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang import disaggregation, hicache, layout, version
+from canary_sglang import disaggregation, hicache, version
 from canary_sglang.hooks import Hooks
+from canary_sglang.layout import runners
 from canary_sglang.plugin import start
 from canary_sglang.vet import EmbeddingVet
 
@@ -97,7 +98,7 @@ def test_engines_that_would_raise_false_alarms_are_refused(change, word):
     )
     for name, value in change.items():
         setattr(runner if hasattr(runner, name) else args, name, value)
-    refusal = layout.refusal(runner)
+    refusal = runners.refusal(runner)
     assert (refusal is None) if word is None else (word in refusal)
 
 
@@ -124,7 +125,7 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
         sweep = SimpleNamespace(before_batch=lambda scheduler: None, idle=lambda scheduler: None)
 
         def __init__(self, runner, config, requests):
-            self.runner, self.model = runner, layout.draft_name(runner)
+            self.runner, self.model = runner, runners.draft_name(runner)
             self.requests = requests or object()
 
         def __getattr__(self, name):

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang import layout
 from canary_sglang.draft import DraftBatches
+from canary_sglang.layout import batches
 from canary_sglang.writers import RequestWriters
 
 from canary_core.adapters import Writers
@@ -66,7 +66,7 @@ class EagleVerifyInput(SimpleNamespace):
 )
 def test_only_chains_have_a_place_for_each_token(drafted, tokens):
     """A tree's tokens share positions; what another algorithm verifies is not known."""
-    assert layout.verified_tokens(SimpleNamespace(spec_info=drafted)) == tokens
+    assert batches.verified_tokens(SimpleNamespace(spec_info=drafted)) == tokens
 
 
 @pytest.mark.without_engine
@@ -85,7 +85,7 @@ def test_what_does_not_follow_from_a_batch_is_not_judged(mode, speculates, check
     """Passes over a few layers or over tokens that change, and mixed batches whose requests speculate."""
     algorithm = SimpleNamespace(is_none=lambda: not speculates)
     batch = SimpleNamespace(forward_mode=SimpleNamespace(name=mode), spec_algorithm=algorithm)
-    assert layout.is_checked(batch) is checked
+    assert batches.is_checked(batch) is checked
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import Tensor
 from canary_core.canary import Canary
 from canary_core.events import Event
 from canary_core.region import Region
-from canary_sglang import layout
+from canary_sglang.layout import allocators, targets
 from canary_sglang.writers import RequestWriters
 
 
@@ -32,16 +32,16 @@ class Lifetime:
         self.owners = Owners(writers)
         self._followers: dict[int, Follower] = {}
         allocator = runner.token_to_kv_pool_allocator
-        refusal = layout.lifetime_refusal(runner)
+        refusal = allocators.lifetime_refusal(runner)
         if refusal is not None:
             self._off(canary.regions, refusal)
             return
         # Keeps the lists' owners alive, which are known by their ids.
-        self._lists = layout.free_lists(allocator)
-        wanted = {name: r for name, r in canary.regions.items() if name in layout.ALLOCATED_REGIONS}
+        self._lists = allocators.free_lists(allocator)
+        wanted = {name: r for name, r in canary.regions.items() if name in allocators.ALLOCATED_REGIONS}
         for kind, part in self._lists.items():
             # A page has the same number in all regions that share a list, and so many slots in each.
-            slots = {n: _page_slots(part, r) for n, r in wanted.items() if layout.ALLOCATED_REGIONS[n] == kind}
+            slots = {n: _page_slots(part, r) for n, r in wanted.items() if allocators.ALLOCATED_REGIONS[n] == kind}
             followed = {name: count for name, count in slots.items() if count}
             if followed:
                 self._followers[id(part)] = Follower(part, canary, followed)
@@ -55,7 +55,7 @@ class Lifetime:
         if follower is None or not self._canary.enabled:
             return original(allocator, *args, **kwargs)
         # A cleared list is whole again, whatever happened to it before, say while Canary was switched off.
-        intact = name == layout.CLEAR or follower.intact()
+        intact = name == allocators.CLEAR or follower.intact()
         result = original(allocator, *args, **kwargs)
         try:
             if not intact or not follower.called(name, self.owners, args, kwargs):
@@ -125,7 +125,7 @@ class Follower:
         self.regions = regions
         self._allocator = allocator
         self._canary = canary
-        self._appends = type(allocator).__name__ in layout.APPENDING_ALLOCATORS
+        self._appends = type(allocator).__name__ in allocators.APPENDING_ALLOCATORS
         # Pages that wait for the end of a group, by the function that took them: whose, and how many; -1 for a number
         # that only the end will tell.
         self._waiting: dict[str, list[tuple[int, int]]] = {}
@@ -134,7 +134,7 @@ class Follower:
     def intact(self) -> bool:
         """Whether the list is still what our last look at it left."""
         allocator = self._allocator
-        released = layout.released_pages(allocator)
+        released = allocators.released_pages(allocator)
         return (
             allocator.free_pages is self._free
             and len(released) == len(self._released)
@@ -144,19 +144,19 @@ class Follower:
     def called(self, name: str, owners: Owners, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Tells what the function ``name`` of the allocator, which has just run with these arguments, did to the list.
         False where it did what a function of this name doesn't do."""
-        if name == layout.CLEAR:
+        if name == allocators.CLEAR:
             self._cleared()
-        elif name == layout.MERGE:
+        elif name == allocators.MERGE:
             self._look()
-        elif name in layout.ALLOCS:
-            return self._handed_out(owners, layout.page_shares(name, self._allocator, args, kwargs))
+        elif name in allocators.ALLOCS:
+            return self._handed_out(owners, allocators.page_shares(name, self._allocator, args, kwargs))
         else:
             return self._taken_back(name, owners, args[0] if args else next(iter(kwargs.values()), None))
         return True
 
     def _look(self) -> None:
         self._free: Tensor = self._allocator.free_pages
-        self._released = tuple(layout.released_pages(self._allocator))
+        self._released = tuple(allocators.released_pages(self._allocator))
 
     def _cleared(self) -> None:
         self._waiting.clear()
@@ -176,7 +176,7 @@ class Follower:
         return count >= 0
 
     def _taken_back(self, name: str, owners: Owners, pages: Any) -> bool:
-        back, sound = self._grown(self._appends and name != layout.RESTORE)
+        back, sound = self._grown(self._appends and name != allocators.RESTORE)
         if not back:
             if isinstance(pages, Tensor) and len(pages):
                 self._waiting.setdefault(name, []).append((owners.freer(), self._count(name, pages)))
@@ -252,11 +252,11 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Callable
         with followed.owners.releasing(request) if followed and request is not None else nullcontext():
             return original(*args, **kwargs)
 
-    functions = layout.allocator_functions()
+    functions = allocators.allocator_functions()
     return {
         **{target: partial(changing, target.rpartition(".")[2]) for target in functions},
-        **dict.fromkeys(layout.existing(layout.PREPARES), preparing),
-        **dict.fromkeys(layout.existing(layout.RELEASES), releasing),
+        **dict.fromkeys(targets.existing(targets.PREPARES), preparing),
+        **dict.fromkeys(targets.existing(targets.RELEASES), releasing),
     }
 
 

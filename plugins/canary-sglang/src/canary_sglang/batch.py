@@ -9,7 +9,7 @@ from torch import Tensor
 from canary_adapters import slot_table
 from canary_core.adapters import BatchAdapter
 from canary_core.batch import BatchView
-from canary_sglang import layout
+from canary_sglang.layout import batches, runners
 from canary_sglang.states import StateGuard
 from canary_sglang.tokens import TABLE_STEP, UNKNOWN, expected_tokens
 from canary_sglang.writers import RequestWriters
@@ -50,20 +50,20 @@ class ForwardBatches(BatchAdapter[Any]):
         self._uniform = UniformLens()
         self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
         # A draft model's slot at position p holds the token at p + 1.
-        self._ahead = int(layout.draft_name(runner) is not None)
+        self._ahead = int(runners.draft_name(runner) is not None)
         self._states = states
 
     def view(self, batch: Any) -> BatchView | None:
-        """None for a forward without requests, such as a warm-up, and for those that are not `layout.is_checked`."""
+        """None for a forward without requests, such as a warm-up, and for those that are not `batches.is_checked`."""
         names = batch.rids
         mode = batch.forward_mode.name
-        if not names or not layout.is_checked(batch):
+        if not names or not batches.is_checked(batch):
             return None
         expected, positions, slots = None, batch.positions, batch.out_cache_loc
         if mode == "DECODE":
             prefix_lens, new_lens = self._decode_lens(batch.seq_lens)
         elif mode == "TARGET_VERIFY":
-            drafted = layout.verified_tokens(batch)
+            drafted = batches.verified_tokens(batch)
             if drafted is None:
                 return None
             prefix_lens, new_lens = batch.seq_lens, self._uniform.of(drafted, batch.seq_lens)

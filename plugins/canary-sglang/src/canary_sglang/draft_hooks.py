@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from canary_core.batch import BatchView
-from canary_sglang import layout
+from canary_sglang.layout import targets
 from canary_sglang.session import Session
 
 
@@ -25,7 +25,7 @@ class DraftHooks:
             return
         self._registered = True
         registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-        hooks = {layout.DRAFT_STEPS: self._steps, layout.DRAFT_EXTEND: self._extend, layout.VERIFY: self._verify}
+        hooks = {targets.DRAFT_STEPS: self._steps, targets.DRAFT_EXTEND: self._extend, targets.VERIFY: self._verify}
         for target, hook in hooks.items():
             registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
         registry.HookRegistry.apply_hooks()

@@ -21,8 +21,8 @@ from canary_core.canary import Canary
 from canary_core.events import Event
 from canary_core.records import PAYLOAD_STAMP
 from canary_core.twin import PayloadLayout
-from canary_sglang import layout
 from canary_sglang.arrivals import Arrivals, Hook, apply_hooks, plain_names, used_here
+from canary_sglang.layout import targets
 
 REGIONS = frozenset({"full", "swa"})
 """Regions whose slots HiCache's transfers name."""
@@ -235,13 +235,13 @@ _ATTACHED: list[HostCache] = []
 
 def _hooks() -> dict[str, Hook]:
     functions: dict[str, Hook] = {
-        layout.HICACHE_WRITE: (_writing, "BEFORE"),
-        layout.HYBRID_WRITE: (_writing, "BEFORE"),
-        layout.HICACHE_LOAD: (_loading, "AROUND"),
-        layout.HYBRID_LOAD: (_loading, "AROUND"),
-        layout.HOST_ALLOCATE: (_allocated, "AFTER"),
+        targets.HICACHE_WRITE: (_writing, "BEFORE"),
+        targets.HYBRID_WRITE: (_writing, "BEFORE"),
+        targets.HICACHE_LOAD: (_loading, "AROUND"),
+        targets.HYBRID_LOAD: (_loading, "AROUND"),
+        targets.HOST_ALLOCATE: (_allocated, "AFTER"),
     }
-    return {target: functions[target] for target in layout.hicache_targets()}
+    return {target: functions[target] for target in targets.hicache_targets()}
 
 
 def _writing(controller: Any, *args: Any, **kwargs: Any) -> None:

@@ -8,9 +8,10 @@ from canary_core import plugins
 from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.watch import Watch
-from canary_sglang import layout, states
+from canary_sglang import states
 from canary_sglang.allocator import allocator_hooks
 from canary_sglang.draft_hooks import DraftHooks
+from canary_sglang.layout import runners, targets
 from canary_sglang.quarantine import Quarantine
 from canary_sglang.session import Session, attach
 
@@ -45,21 +46,21 @@ class Hooks:
         """Guards the runners that are built from now on. Called before SGLang applies its hooks, i.e. from its plugin
         loader, or before an engine is made. Raises `PluginError` if a function to hook does not exist."""
         if not self._registered:
-            targets = layout.targets()
+            names = targets.targets()
             registry = importlib.import_module("sglang.srt.plugins.hook_registry")
             hooks = {
-                layout.ALLOCATE: (self._allocated, registry.HookType.AFTER),
-                layout.RESIZE: (self._resized, registry.HookType.AFTER),
-                layout.FORWARD: (self._forward, registry.HookType.AROUND),
-                layout.RUN_BATCH: (self._batch, registry.HookType.BEFORE),
-                layout.FLUSH: (self._flushed, registry.HookType.AFTER),
-                layout.IDLE: (self._idle, registry.HookType.AFTER),
-                layout.STATE_COPY: (states.copied, registry.HookType.AFTER),
-                layout.STATE_LOAD: (states.loaded, registry.HookType.AFTER),
-                layout.TURN: (self._turn, registry.HookType.BEFORE),
+                targets.ALLOCATE: (self._allocated, registry.HookType.AFTER),
+                targets.RESIZE: (self._resized, registry.HookType.AFTER),
+                targets.FORWARD: (self._forward, registry.HookType.AROUND),
+                targets.RUN_BATCH: (self._batch, registry.HookType.BEFORE),
+                targets.FLUSH: (self._flushed, registry.HookType.AFTER),
+                targets.IDLE: (self._idle, registry.HookType.AFTER),
+                targets.STATE_COPY: (states.copied, registry.HookType.AFTER),
+                targets.STATE_LOAD: (states.loaded, registry.HookType.AFTER),
+                targets.TURN: (self._turn, registry.HookType.BEFORE),
             }
-            for target in targets:
-                registry.HookRegistry.register(target, *hooks[target])
+            for name in names:
+                registry.HookRegistry.register(name, *hooks[name])
             for target, hook in allocator_hooks(lambda: self.session).items():
                 registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
             self._registered = True
@@ -80,7 +81,7 @@ class Hooks:
             self._quarantine = None
 
     def _allocated(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        if not layout.awaits_resize(runner):
+        if not runners.awaits_resize(runner):
             self._attach(runner)
 
     def _resized(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +90,7 @@ class Hooks:
     def _attach(self, runner: Any) -> None:
         if self._config is None:
             return
-        model = layout.draft_name(runner)
+        model = runners.draft_name(runner)
         # Another engine in this process: the old one's models are gone, or this one of them.
         self._close([s for s in self.sessions if model is None or s.model == model])
         others = self.sessions

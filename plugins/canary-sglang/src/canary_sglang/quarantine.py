@@ -26,7 +26,7 @@ from canary_core.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, Kind, Phase, State
 from canary_core.region import Region
 from canary_core.violation import Violation
-from canary_sglang import layout
+from canary_sglang.layout import allocators, caches, runners, schedulers
 
 AGREE_EVERY = 8
 """Turns of the scheduler's loop between two agreements of several ranks: up to twice as many pass before they act."""
@@ -141,15 +141,15 @@ class Quarantine:
                 self._tell("quarantine_failed", {**_about(suspect), "reason": repr(error)}, "error")
 
     def _meet(self, scheduler: Any) -> "Ranks":
-        self._rank = self._rank or layout.rank()
-        group, reason = layout.deciding_group(scheduler)
+        self._rank = self._rank or runners.rank()
+        group, reason = schedulers.deciding_group(scheduler)
         ranks = Ranks(group)
         if reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.states)):
             reason = "not all ranks are guarded alike, so they can't decide alike"
         if reason is not None:
             self._off = True
             self._tell("quarantine_failed", {"reason": reason}, "warning")
-        elif self._evicts and layout.keeps_host_copies(scheduler):
+        elif self._evicts and caches.keeps_host_copies(scheduler):
             self._evicts = False
             reason = "copies in host memory may come back; requests are aborted, nothing is evicted"
             self._tell("quarantine_failed", {"reason": reason}, "warning")
@@ -174,10 +174,10 @@ class Quarantine:
     def _handle(self, scheduler: Any, suspect: Suspect, first: bool) -> None:
         canary = self._canary(suspect.region)
         # Slots of other regions are none of those in the engine's tables, such as a request's recurrent state.
-        ours = suspect.slot >= 0 and suspect.region.rpartition("/")[2] in layout.ALLOCATED_REGIONS
+        ours = suspect.slot >= 0 and suspect.region.rpartition("/")[2] in allocators.ALLOCATED_REGIONS
         region = canary.regions[suspect.region] if canary is not None and ours else None
         in_use = False
-        for request in layout.running_requests(scheduler):
+        for request in schedulers.running_requests(scheduler):
             holds = suspect.spoiled and region is not None and self._held(scheduler, request, region, suspect.slot)
             in_use |= holds
             if holds or (first and request.rid in suspect.requests):
@@ -191,18 +191,19 @@ class Quarantine:
             del self._open[suspect]
 
     def _held(self, scheduler: Any, request: Any, region: Region, slot: int) -> bool:
-        row, length = layout.table_row(scheduler, request)
+        row, length = schedulers.table_row(scheduler, request)
         return row is not None and bool(_names(row[:length], region, slot).any())
 
     def _abort(self, scheduler: Any, request: Any, suspect: Suspect) -> None:
-        if layout.abort(scheduler, request, f"the KV cache of this request is corrupted ({suspect.kind}); try again"):
+        message = f"the KV cache of this request is corrupted ({suspect.kind}); try again"
+        if schedulers.abort(scheduler, request, message):
             self._tell("aborted", {"request": request.rid, **_about(suspect)}, "error")
 
     def _evict(self, scheduler: Any, region: Region, suspect: Suspect) -> bool:
         """Evicts what holds the slot and is not in use; whether the cache still has it."""
         if not _is_cached(scheduler, region, suspect.slot):
             return False
-        tokens = layout.evict_nodes(scheduler.tree_cache, lambda slots: _names(slots, region, suspect.slot))
+        tokens = caches.evict_nodes(scheduler.tree_cache, lambda slots: _names(slots, region, suspect.slot))
         if tokens:
             self._tell("quarantined", {**_about(suspect), "evicted_tokens": tokens}, "warning")
         return _is_cached(scheduler, region, suspect.slot)
@@ -277,5 +278,5 @@ def _names(slots: Tensor, region: Region, slot: int) -> Tensor:
 
 
 def _is_cached(scheduler: Any, region: Region, slot: int) -> bool:
-    slots = layout.cached_slots(scheduler.tree_cache)
+    slots = caches.cached_slots(scheduler.tree_cache)
     return slots is not None and bool(_names(slots, region, slot).any())

@@ -19,13 +19,15 @@ from canary_core.coverage import Coverage
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.region import Region, RegionKind, Uncovered
-from canary_sglang import disaggregation, hicache, layout
+from canary_sglang import disaggregation, hicache
 from canary_sglang.allocator import Lifetime
 from canary_sglang.arrivals import Arrivals
 from canary_sglang.batch import ForwardBatches
 from canary_sglang.divergence import WindowDivergence
 from canary_sglang.draft import DraftBatches
-from canary_sglang.pool import SGLangPool, tensor_bytes
+from canary_sglang.layout import batches, runners
+from canary_sglang.pool import SGLangPool
+from canary_sglang.pool_parts import tensor_bytes
 from canary_sglang.states import StateGuard
 from canary_sglang.sweep import PrefixSweep
 from canary_sglang.vet import EmbeddingVet
@@ -56,12 +58,12 @@ class Session:
         self, runner: Any, pool: SGLangPool, config: CanaryConfig, requests: RequestWriters | None = None
     ) -> None:
         self.runner = runner
-        self.model = layout.draft_name(runner)
+        self.model = runners.draft_name(runner)
         regions = [_named(self.model, region) for region in pool.regions()]
         uncovered = [_named(self.model, item) for item in pool.uncovered()]
         self.requests = requests or RequestWriters(Writers(), regions[0].device)
         # The engine may take minutes from here to its first batch, so silence is watched from there; see `hooks`.
-        rank = config.rank or layout.rank()
+        rank = config.rank or runners.rank()
         config = config.model_copy(update={"silence_s": 0.0, "rank": rank, "model": self.model or config.model})
         names = [region.name for region in regions]
         self._vet = EmbeddingVet(runner.model, names)
@@ -75,7 +77,7 @@ class Session:
         self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size))
         self._divergence = WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token)
         self._inside = False
-        warm_rows = min(MOST_WARM_ROWS, layout.most_rows(runner))
+        warm_rows = min(MOST_WARM_ROWS, runners.most_rows(runner))
         self.canary.warm_up(self._batches.padding, warm_rows)
         if self.model is not None:
             self.canary.warm_up(self.drafts.padding, warm_rows)
@@ -107,7 +109,7 @@ class Session:
         if view is None:
             self._unguarded_forward(batch)
         else:
-            if layout.is_tree(batch):
+            if batches.is_tree(batch):
                 self.guarded("tree", lambda: self.forget(batch.out_cache_loc))
             self.canary.post_forward(view)
         self.canary.end_step()
@@ -209,7 +211,7 @@ class Session:
         """A forward that we can't check may have written any of its slots: what was known of them holds no more."""
         mode = batch.forward_mode.name
         slots = batch.out_cache_loc
-        if mode in layout.NO_KV_MODES or slots is None or not batch.rids or not self.canary.enabled:
+        if mode in batches.NO_KV_MODES or slots is None or not batch.rids or not self.canary.enabled:
             return
         if mode not in self._unguarded:
             self._unguarded.add(mode)
@@ -223,16 +225,16 @@ class Session:
 def _arrivals(session: Session) -> list[Arrivals]:
     """How KV reaches this session's pool without a forward."""
     runner, canary = session.runner, session.canary
-    carried = canary.config.transfer_records and session.model is None and layout.records_may_travel(runner)
+    carried = canary.config.transfer_records and session.model is None and runners.records_may_travel(runner)
     ways: list[Arrivals] = []
-    if layout.parks_retracted(runner):
+    if runners.parks_retracted(runner):
         # The last forward of such a request may be in flight when its KV is parked, and its records are not.
         ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, carried=False))
-    elif layout.host_cache(runner):
+    elif runners.host_cache(runner):
         ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, canary.config.transfer_records))
-    if layout.disaggregation(runner) == "decode":
+    if runners.disaggregation(runner) == "decode":
         ways.append(disaggregation.DecodeSide(canary, session.requests, carried))
-    elif layout.disaggregation(runner) == "prefill" and carried:
+    elif runners.disaggregation(runner) == "prefill" and carried:
         try:
             ways.append(disaggregation.PrefillSide(canary))
         except PluginError as error:
@@ -244,9 +246,9 @@ def _arrivals(session: Session) -> list[Arrivals]:
 def _arrivals_refusal(runner: Any, regions: Sequence[Region]) -> str | None:
     """Why KV reaches a pool of these regions in a way that can't be followed."""
     refusal = None
-    if layout.host_cache(runner) or layout.parks_retracted(runner):
+    if runners.host_cache(runner) or runners.parks_retracted(runner):
         refusal = hicache.refusal([region.name for region in regions])
-    if refusal is None and layout.disaggregation(runner) == "decode":
+    if refusal is None and runners.disaggregation(runner) == "decode":
         refusal = disaggregation.refusal(regions)
     return refusal
 
@@ -255,8 +257,8 @@ def attach(runner: Any, config: CanaryConfig, requests: RequestWriters | None = 
     """A session for ``runner``, whose pool has its memory; None, with an event that says why, where it can't be
     guarded. In raise mode that is an error where the pool or the adapter is at fault. ``requests``: see `Session`."""
     try:
-        model = layout.draft_name(runner)
-        refusal = layout.refusal(runner)
+        model = runners.draft_name(runner)
+        refusal = runners.refusal(runner)
         if refusal is not None:
             _tell_uncovered(model, [Uncovered("pool", tensor_bytes(runner.token_to_kv_pool), refusal)])
             return None

@@ -1,0 +1,16 @@
+"""What we know of SGLang's insides, and how releases differ: names of functions and attributes appear in this package,
+and of what is guarded in `pool_kinds`, `states` and `tree`.
+
+| what                                     | releases                                                             |
+|------------------------------------------|----------------------------------------------------------------------|
+| `ModelRunner.alloc_memory_pool`          | 0.5.14 and later; before, `init_memory_pool`                         |
+| `ModelRunner.post_capture_resize_kv_pool`| from 0.5.17: a pool may get its memory only after graphs are captured|
+| `ForwardBatch`, `Scheduler.run_batch`,   | what is used of them runs on each of 0.5.14 - 0.5.23                 |
+| `on_idle`, `flush_cache`                 |                                                                      |
+| allocators' lists of free pages          | `release_pages`, in the paged one `staged_pages` from 0.5.2x;        |
+|                                          | `free_segment` from 0.5.17, `free_page_ids` from 0.5.21;             |
+|                                          | `restore_state` up to 0.5.14                                         |
+| DSA's indexer                            | `index_k_with_scale_buffer`: a list, from 0.5.21 a property          |
+| `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
+| `HybridCacheController.start_loading`    | to 0.5.20 a method of its own, then that of `HiCacheController`      |
+"""

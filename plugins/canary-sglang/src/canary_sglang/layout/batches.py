@@ -1,0 +1,34 @@
+"""`ForwardBatch`: what a forward is."""
+
+from typing import Any
+
+CHECKED_MODES = frozenset({"DECODE", "EXTEND", "MIXED", "TARGET_VERIFY"})
+"""Names of `ForwardMode`s whose reads and writes follow from the batch alone."""
+
+NO_KV_MODES = frozenset({"IDLE", "PREBUILT"})
+"""Forwards that write no KV."""
+
+
+def is_checked(batch: Any) -> bool:
+    """Whether what a `ForwardBatch` reads and writes follows from it: its mode is one of `CHECKED_MODES`, and it does
+    not mix extends with requests that speculate, whose lengths the overlap scheduler sets later than the host's copy.
+    """
+    mode = batch.forward_mode.name
+    algorithm = getattr(batch, "spec_algorithm", None)
+    return mode in CHECKED_MODES and not (mode == "MIXED" and algorithm is not None and not algorithm.is_none())
+
+
+def is_tree(batch: Any) -> bool:
+    """Whether a `ForwardBatch` verifies a tree, whose tokens share positions."""
+    return bool(batch.forward_mode.name == "TARGET_VERIFY" and verified_tokens(batch) == 0)
+
+
+def verified_tokens(batch: Any) -> int | None:
+    """How many drafted tokens a ``TARGET_VERIFY`` writes for each request, as a chain; 0 for a tree, whose tokens share
+    positions; None where that isn't known."""
+    drafted = batch.spec_info
+    if type(drafted).__name__ != "EagleVerifyInput":
+        return None
+    if drafted.topk > 1 and drafted.draft_token_num > 1:
+        return 0
+    return int(drafted.draft_token_num)

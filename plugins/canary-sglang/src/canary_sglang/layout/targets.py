@@ -1,0 +1,99 @@
+"""Functions of SGLang that are hooked, by their full names, and which of them this release has."""
+
+import pkgutil
+from collections.abc import Iterable, Sequence
+
+from canary_core.errors import PluginError
+
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+ALLOCATE = f"{RUNNER}.alloc_memory_pool"
+RESIZE = f"{RUNNER}.post_capture_resize_kv_pool"
+FORWARD = f"{RUNNER}.forward"
+RUN_BATCH = f"{SCHEDULER}.run_batch"
+FLUSH = f"{SCHEDULER}.flush_cache"
+IDLE = f"{SCHEDULER}.on_idle"
+STATE_COPY = "sglang.srt.mem_cache.memory_pool.MambaPool.copy_from"
+STATE_LOAD = "sglang.srt.mem_cache.memory_pool.MambaPool.load_cpu_copy"
+TURN = f"{SCHEDULER}.get_next_batch_to_run"
+
+REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
+OPTIONAL = (RESIZE,)
+
+HICACHE = "sglang.srt.managers.cache_controller.HiCacheController"
+HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+HICACHE_WRITE = f"{HICACHE}.start_writing"
+HICACHE_LOAD = f"{HICACHE}.start_loading"
+HYBRID_WRITE = f"{HYBRID}.start_writing"
+HYBRID_LOAD = f"{HYBRID}.start_loading"
+HOST_ALLOCATE = "sglang.srt.mem_cache.pool_host.base.HostKVCache.alloc"
+
+NIXL_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__"
+NIXL_MEET = "sglang.srt.disaggregation.nixl.conn.NixlKVManager._prepare_payload_xfer"
+NIXL_SEND = "sglang.srt.disaggregation.nixl.conn.NixlKVManager._send_kvcache_generic"
+PREALLOCATE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc"
+COMMIT = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
+
+DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+DRAFT_STEPS = f"{DRAFT_WORKER}.draft"
+DRAFT_EXTEND = f"{DRAFT_WORKER}._draft_extend_for_decode"
+VERIFY = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify"
+
+BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+COMMON = "sglang.srt.mem_cache.common"
+
+PREPARES = (f"{BATCH}.prepare_for_extend", f"{BATCH}.prepare_for_decode")
+"""Where slots are handed out to the requests of a batch."""
+
+RELEASES = (f"{COMMON}.release_kv_cache", f"{COMMON}.maybe_cache_unfinished_req")
+"""Where a request, the first argument, gives up slots."""
+
+
+def targets() -> Sequence[str]:
+    """Functions to hook, the required ones and those of the optional ones that exist. Imports the engine.
+
+    Raises `PluginError` naming what is missing: SGLang itself would only log a hook that can't be applied.
+    """
+    missing = [name for name in REQUIRED if not _exists(name)]
+    if missing:
+        raise PluginError(
+            f"this SGLang has no {', '.join(missing)}; install a supported release (see canary plugins) or a "
+            f"canary-sglang that supports yours"
+        )
+    return (*REQUIRED, *(name for name in OPTIONAL if _exists(name)))
+
+
+def hicache_targets() -> Sequence[str]:
+    """HiCache's functions to hook: a class that inherits one is left to its base. Imports them.
+
+    Raises `PluginError` if this SGLang has others.
+    """
+    names = (HICACHE_WRITE, HICACHE_LOAD, HYBRID_WRITE, HYBRID_LOAD, HOST_ALLOCATE)
+    needed = (HICACHE_WRITE, HICACHE_LOAD, HOST_ALLOCATE)
+    found = [name for name in names if _own(name)]
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise PluginError(f"this SGLang's HiCache has no {', '.join(missing)}; what it loads can't be followed")
+    return found
+
+
+def existing(names: Iterable[str]) -> list[str]:
+    """Those of the functions that this SGLang has."""
+    return [name for name in names if _exists(name)]
+
+
+def _own(name: str) -> bool:
+    """Whether the function exists, and its class does not only inherit it."""
+    owner, _, function = name.rpartition(".")
+    try:
+        return function in vars(pkgutil.resolve_name(owner))
+    except (ImportError, AttributeError):
+        return False
+
+
+def _exists(name: str) -> bool:
+    try:
+        return callable(pkgutil.resolve_name(name))
+    except (ImportError, AttributeError):
+        return False
