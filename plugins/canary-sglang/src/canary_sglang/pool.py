@@ -11,6 +11,7 @@ from canary_sglang import states
 from canary_sglang.layout import runners
 from canary_sglang.pool_kinds import compressed_sources, known_pool
 from canary_sglang.pool_parts import NULL_SLOT, CompressedPool, Unguarded, tensor_bytes
+from canary_sglang.scales import interleaved_scales
 
 
 class SGLangPool(PoolAdapter):
@@ -25,6 +26,7 @@ class SGLangPool(PoolAdapter):
         self._requests = getattr(runner, "req_to_token_pool", None)
         self._is_draft = bool(getattr(runner, "is_draft_worker", False))
         self._window_tokens = runners.window_tokens(runner)
+        self._scales_refusal = runners.scales_refusal(runner)
         self._joined = JoinedPools([*self._parts(), *self._states()])
 
     def regions(self) -> Sequence[Region]:
@@ -72,7 +74,9 @@ class SGLangPool(PoolAdapter):
         return [Unguarded(states.REGION, tensor_bytes(pool), reason), *siblings]
 
     def _full(self, pool: Any, layers: Sequence[int] | None) -> list[PoolAdapter]:
-        return [] if not pool.layer_num else [known_pool("full", pool, layers)]
+        if not pool.layer_num:
+            return []
+        return [known_pool("full", pool, layers), *interleaved_scales(pool, layers, self._scales_refusal)]
 
     def _windowed(self, name: str, pool: Any, layers: Sequence[int] | None) -> list[PoolAdapter]:
         if not pool.layer_num:
@@ -81,7 +85,8 @@ class SGLangPool(PoolAdapter):
         if self._window_tokens is None or slot_map is None:
             lacks = "a window length" if self._window_tokens is None else "a map from full slots"
             return [Unguarded(name, tensor_bytes(pool), f"{type(pool).__name__} without {lacks}")]
-        return [WindowPool(known_pool(name, pool, layers), self._window_tokens, slot_map, NULL_SLOT)]
+        window = WindowPool(known_pool(name, pool, layers), self._window_tokens, slot_map, NULL_SLOT)
+        return [window, *interleaved_scales(pool, layers, "interleaved scales of a window; not described")]
 
     def _deepseek_v4(self) -> list[PoolAdapter]:
         pool = self._pool

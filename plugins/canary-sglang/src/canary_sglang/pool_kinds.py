@@ -8,7 +8,6 @@ from torch import Tensor
 
 from canary_adapters import (
     CHECKED_DTYPES,
-    JoinedPools,
     LayerTensors,
     PackedPage,
     PackedPool,
@@ -82,7 +81,7 @@ def _mha(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
 
 
 def _mxfp8(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
-    """Rows of fp8; scales beside them only where they are rows, too."""
+    """Rows of fp8; scales beside them where they are rows, too. For interleaved ones see `scales`."""
     flat = not pool.mxfp8_sf_interleaved
     tensors = [
         LayerTensors(
@@ -92,12 +91,7 @@ def _mxfp8(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
         )
         for i, layer in enumerate(layers)
     ]
-    rows = RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT)
-    if flat:
-        return rows
-    size = sum(scale.nbytes for scale in (*pool.k_scale_buffer, *pool.v_scale_buffer))
-    reason = "a page's scales are interleaved in the order of a matrix instruction; not described"
-    return JoinedPools([rows, Unguarded(f"{name}/scales", size, reason)])
+    return RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT)
 
 
 def _k_only(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:

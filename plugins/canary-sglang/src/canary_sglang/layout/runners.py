@@ -62,6 +62,14 @@ def host_cache(runner: Any) -> bool:
     return bool(getattr(runner.server_args, "enable_hierarchical_cache", False))
 
 
+def scales_refusal(runner: Any) -> str | None:
+    """Why interleaved scales, a region beside the rows, can't be guarded with this runner, None if they can."""
+    args = getattr(runner, "server_args", None)
+    if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "disaggregation_mode", "null") != "null":
+        return "interleaved scales come without a forward; not followed"
+    return None
+
+
 def parks_retracted(runner: Any) -> bool:
     """Whether a PD decode engine keeps retracted requests' KV in HiCache's host pools, as from 0.5.21 on."""
     parked = getattr(runner.server_args, "disaggregation_decode_retraction_backup", None)
