@@ -23,6 +23,7 @@ QUICK = {"memory", *(case.name for case in (*CASES.values(), *STEPS.values()) if
 OTHERS = {
     "curves": "device time of a forward's hooks against pool size and context",
     "memory": "our share of a Llama-8B pool of 1M slots",
+    "states": "decode of 64 requests with recurrent states of Qwen3-Next's shape, looked at and on average",
 }
 console = Console(width=None if sys.stdout.isatty() else 200)
 
@@ -84,7 +85,7 @@ def show_list(names: list[str]) -> None:
 
 def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
     """Measures everything in ``wanted``."""
-    from benchmarks import step
+    from benchmarks import states, step
     from benchmarks.measure import Result, measure
     from benchmarks.timing import peak_read_gbps
 
@@ -125,6 +126,9 @@ def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
             report["curves"] = step.curves(budget_s)
     if "memory" in chosen:
         report["memory"] = step.memory()
+    if "states" in chosen:
+        with _section("states"):
+            report["states"] = states.measure(budget_s=budget_s)
     return report
 
 

@@ -94,6 +94,13 @@ def facts(report: Report) -> list[str]:
             f"{memory['share']:.2%} of the pool's {memory['pool_bytes'] / 1e9:.0f} GB (computed on torch's meta "
             f"device, nothing of it allocated); bar {memory['bar']}: {_yes(memory['met'])}"
         )
+    if states := report.get("states"):
+        found.append(
+            f"recurrent states, {states['shape']} = {states['bytes'] / 1e9:.1f} GB: a decode step that is looked at "
+            f"{states['fingerprint_us']:.0f} µs to fingerprint them and {states['compare_us']:.0f} µs to compare them "
+            f"before the next ({states['gbps']:.0f} GB/s); one in {states['interval']} looked at, "
+            f"{states['average_us']:.1f} µs a step on average, launches included"
+        )
     return found
 
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import step
+from benchmarks import states, step
 from benchmarks.cases import CASES
 from benchmarks.equality import NotEqualError, require_equal
 from benchmarks.measure import Result
 from benchmarks.setting import Setting
 from canary_core.backends import Backend, triton_backend
+from canary_core.errors import ViolationError
 
 CPU = torch.device("cpu")
 OPS = [field.name for field in fields(Backend) if field.name not in ("name", "row_steps")]
@@ -51,6 +52,40 @@ def test_clean_traffic_of_a_whole_step_raises_no_finding():
     whole.canary.drain()
     assert whole.canary.stats()["violations"] == 0
     assert whole.canary.stats()["unsure"] == 0
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_recurrent_states_are_compared_and_fingerprinted(interval):
+    """The steps that are timed find nothing in clean states, read what they say they read, and find a flipped bit."""
+    shape = states.States(rows=3, layers=2, ssm_bytes=4096, conv_bytes=96, spare_slots=2)
+    decode = states.Decode(shape, interval, CPU)
+    for _ in range(2):
+        decode.as_prefilled()
+        decode.pre()
+        decode.before_post()
+        decode.post()
+    decode.canary.drain()
+    assert decode.canary.stats()["violations"] == 0
+    assert decode.canary.stats()["checked_bytes"] >= 2 * shape.state_bytes
+
+
+def test_recurrent_states_go_on_for_a_whole_round():
+    """The average is taken over steps that follow each other: nothing is found, each state is checked in each, and
+    bytes are compared once a round; a bit that flips after a look is found."""
+    decode = states.Decode(states.States(3, 2, 4096, 96), 4, CPU)
+    for _ in range(8):
+        decode.step()
+    decode.canary.drain()
+    stats = decode.canary.stats()
+    assert (stats["violations"], stats["checked_slots"]) == (0, 3 * 8)
+    assert stats["checked_bytes"] == 3 * decode.shape.state_bytes
+    while decode.canary.forwards % 4:
+        decode.step()
+    source = decode.canary.states[states.REGION].sources[-1]
+    source.tensor[1:, 7] += 1
+    decode.step()
+    with pytest.raises(ViolationError):
+        decode.canary.drain()
 
 
 def test_list_works_without_a_gpu(capsys):
@@ -97,6 +132,8 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
         "host_us": {"pre_forward": 1.0, "post_forward": 1.0, "end_step": 1.0, "all": 3.0, "all_p90": 4.0},
         "launches": {"check_kernel": 1.0, "Memcpy DtoH": 1.0},
         "memory": step.memory(1000),
+        "states": {"shape": "2 requests"}
+        | dict.fromkeys(("bytes", "interval", "compare_us", "fingerprint_us", "average_us", "gbps"), 77),
     }
     source, page = tmp_path / "raw.json", tmp_path / "page.md"
     source.write_text(json.dumps(report))
@@ -105,6 +142,7 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
     assert "| a | 1 kB | 10.0 (9.0\u201311.0) | 0 | 0% | 8.0 |  | plan 30.0 + verify 60.0 | 9.0 | ≤ 25 µs | ✓ |" in text
     assert "| b |  | refused |" in text
     assert "check differs" in text
+    assert "one in 77 looked at" in text
 
 
 def test_our_memory_is_within_its_bar():
