@@ -7,6 +7,7 @@ from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig, ConfigError, budget
 from canary_core.budget import ScrubBudget
+from canary_core.records import Cursor
 
 
 @pytest.mark.parametrize(
@@ -84,14 +85,25 @@ def test_decode_steps_do_not_pay_for_a_prefill(pace):
 
 
 def test_forwards_take_turns_with_the_scrub():
-    """Where four forwards share a scrub it runs after every fourth, and with each one of a graph."""
+    """Where four forwards share a scrub it runs after every fourth, and with each one of a graph; each goes on where
+    the last one ended."""
     engine = ToyEngine()
-    canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="1KiB"), writers=engine.writers)
-    scrubbed = []
-    canary._scrub._backend = replace(canary._backend, scrub=lambda state: scrubbed.append(state.region.name))
-    canary._scrub._forwards = 4
-    for _ in range(8):
-        canary._scrub.run(captured=False)
-    assert scrubbed == ["full"] * 2
-    canary._scrub.run(captured=True)
-    assert scrubbed == ["full"] * 3
+    region = engine.region()
+    canary = Canary([region], CanaryConfig.load(scrub_budget=str(5 * region.slot_bytes)), writers=engine.writers)
+    state, backend, begins = canary.states[region.name], canary._backend, []
+
+    def scrub(state):
+        begins.append(int(state.cursors[Cursor.SCRUB]))
+        backend.scrub(state)
+
+    canary._scrub._backend = replace(backend, scrub=scrub)
+    engine.submit("a", list(range(3, 35)))
+    for forward in range(11):
+        canary._scrub._forwards = 4
+        canary._captured = forward >= 8
+        step = engine.batch(chunk=2)
+        canary.pre_forward(step)
+        engine.forward(step)
+        canary.post_forward(step)
+    assert begins == [0, 5, 10, 15, 20]
+    assert int(state.cursors[Cursor.SCRUB_NEXT]) == 25

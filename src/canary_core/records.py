@@ -145,10 +145,11 @@ CLOCK_WORDS = 2
 
 
 class Cursor(IntEnum):
-    """Index into a region's int64 cursors. `check` advances them, later launches only read them."""
+    """Index into a region's int64 cursors. Each moves before or after the launch that starts from it, never in it:
+    its programs run at the same time."""
 
     SCRUB = 0
-    """First slot of the scrub's stretch."""
+    """First slot of the scrub's stretch: `SCRUB_NEXT`, copied by `check`."""
     SCRUB_SLOTS = 1
     """Slots of one stretch; set by the host."""
     READ = 2
@@ -161,6 +162,8 @@ class Cursor(IntEnum):
     """The same for the next forward: written by `check`, copied to `CHECK` by `record`."""
     CHECK_TILES = 6
     """Most tiles of one mapping check; set by the host."""
+    SCRUB_NEXT = 7
+    """First slot of the stretch after it; written by `scrub`, which need not run after each forward."""
 
 
 CURSOR_WORDS = 8

@@ -49,6 +49,7 @@ PLAN = tl.constexpr(PLAN_WORDS)
 SURE = tl.constexpr(int(Descriptor.SURE))
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
+CURSOR_SCRUB_NEXT = tl.constexpr(int(Cursor.SCRUB_NEXT))
 CURSOR_SCRUB_SLOTS = tl.constexpr(int(Cursor.SCRUB_SLOTS))
 CURSOR_READ = tl.constexpr(int(Cursor.READ))
 CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
@@ -263,6 +264,7 @@ def scrub_kernel(
     # Other sources have a launch or programs of their own; each slot counts once.
     if ((source[0] == 0) | (strip[0] == 0)) & (tl.program_id(1) == 0):
         tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, count)
+        tl.store(p_cursors + CURSOR_SCRUB_NEXT, (begin + count) % slots)
     checked = tl.zeros((), tl.int64)
     for i in range(tl.program_id(1), ((count + SLOTS - 1) // SLOTS).to(tl.int32), tl.num_programs(1)):
         o_slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)

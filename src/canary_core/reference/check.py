@@ -219,7 +219,7 @@ def _claim(state: RegionState, writes: plan.Writes) -> None:
 
 def _advance(state: RegionState, rows: plan.Rows) -> None:
     cursors = state.cursors
-    cursors[Cursor.SCRUB] = (cursors[Cursor.SCRUB] + cursors[Cursor.SCRUB_SLOTS]) % state.region.slots
+    cursors[Cursor.SCRUB] = cursors[Cursor.SCRUB_NEXT]
     tiles = ((rows.prefix - rows.read_first + READ_TILE - 1) // READ_TILE).sum()
     budget = torch.minimum(cursors[Cursor.READ_TILES], tiles)
     cursors[Cursor.READ] = (cursors[Cursor.READ] + budget) % tiles.clamp(min=1)

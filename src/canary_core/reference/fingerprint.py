@@ -167,6 +167,7 @@ def scrub(state: RegionState) -> None:
     seen = see(state, slot, torch.full_like(slot, Status.OK))
     _compare(state, seen, Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody})
     state.shared.counters[Counter.SCRUBBED_SLOTS] += count
+    state.cursors[Cursor.SCRUB_NEXT] = (state.cursors[Cursor.SCRUB] + count) % state.region.slots
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
