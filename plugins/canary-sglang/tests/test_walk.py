@@ -156,3 +156,13 @@ def test_contradictions_are_named(cache, rule, breaks):
     breaks(cache.root_node.children[1])
     piece = NodeWalk(Radix(cache)).next(Limit(100, 100), 0)
     assert rule in {broken.rule for broken in piece.broken}
+
+
+def test_a_count_below_zero_is_not_held_against_children(cache):
+    """A node was released once too often: that is told of it, and nothing of children that nobody holds."""
+    one = cache.root_node.children[1]
+    for child in one.children.values():
+        child.lock_ref = 0
+    one.lock_ref = -1
+    piece = NodeWalk(Radix(cache)).next(Limit(100, 100), 0)
+    assert [(broken.node, broken.rule) for broken in piece.broken if broken.rule != "sizes"] == [(one.id, "lock_ref")]

@@ -101,7 +101,8 @@ class NodeTree(ABC):
             elif self.child_key(child.key) != name:
                 detail = f"node {node.id} has it under {name!r}, its key begins with {self.child_key(child.key)!r}"
                 found.append(Broken(child.id, "key", detail))
-            if locks and self.locks(child)[FULL] > locks[FULL]:
+            # A count below zero has been told, and any child has more.
+            if locks and self.locks(child)[FULL] > max(locks[FULL], 0):
                 detail = f"{self.locks(child)[FULL]} requests hold it, but only {locks[FULL]} its parent {node.id}"
                 found.append(Broken(child.id, "lock_order", detail))
         return found

@@ -164,15 +164,20 @@ def test_a_flush_leaves_nothing_behind(engine):
 
 def test_the_host_waits_no_more_than_without_a_guard(engine, record_property):
     """While the engine serves, Canary waits for the device nowhere and allocates none of its memory: the profiler
-    counts no more such calls than without it. Once before to warm up."""
+    counts no more such calls than without it. Once before to warm up. The engine itself allocates now and then, so what
+    Canary did would be there each time that it guards."""
     traffic = engine.setup
-    counts = {}
-    for guarded in (True, False, True):
-        counts[guarded] = engine.waits(prompts=traffic.traffic(9, 6), new_tokens=traffic.new_tokens, guarded=guarded)
-    record_property("waits_guarded", str(counts[True]))
+    counts = {True: [], False: []}
+    for guarded in (True, False, True, False, True):
+        counts[guarded].append(
+            engine.waits(prompts=traffic.traffic(9, 6), new_tokens=traffic.new_tokens, guarded=guarded)
+        )
+    record_property("waits_guarded", str(counts[True][1:]))
     record_property("waits_unguarded", str(counts[False]))
     assert engine.findings()["violations"] == []
-    assert {call: n for call, n in counts[True].items() if n > counts[False].get(call, 0)} == {}
+    least = {call: min(each.get(call, 0) for each in counts[True][1:]) for call in counts[True][1]}
+    most = {call: max(each.get(call, 0) for each in counts[False]) for call in least}
+    assert {call: n for call, n in least.items() if n > most[call]} == {}
 
 
 def test_outputs_are_those_of_an_unguarded_engine(engine):
