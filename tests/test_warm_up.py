@@ -1,12 +1,14 @@
 """`Canary.warm_up`: what forwards need is compiled before the first of them, and nothing else has changed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.toy import ToyEngine
 
-from canary_core import BatchView, Canary, CanaryConfig, SlotTable
+from canary_core import BatchView, Canary, CanaryConfig, SlotTable, hookimpl
 from canary_core.kernels import check, fingerprint, lifetime, record
 from canary_core.plugins import Plugins
 
@@ -76,6 +78,17 @@ def test_batches_of_each_step_are_warmed_up():
 def test_nothing_is_warmed_up_where_nothing_is_compiled():
     """The torch back end needs none of it."""
     Guarded(backend="torch").canary.warm_up(lambda rows: pytest.fail("asked for batches"), most_rows=100)
+
+
+def test_how_long_it_took_is_told():
+    """A start that takes long has a reason that can be read: one event, with the batches and the seconds."""
+    g, told = Guarded(backend="torch"), []
+    g.canary._backend = replace(g.canary._backend, row_steps=(16, 64))
+    g.canary._hooks.register(SimpleNamespace(canary_event=hookimpl(lambda event: told.append(event))))
+    g.canary.warm_up(g.padding, most_rows=20)
+    (event,) = told
+    assert (event.name, event.fields["backend"], event.fields["batches"]) == ("warmed_up", "torch", 2)
+    assert event.fields["seconds"] >= 0
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """`Canary`: guards the pools of one engine, three calls a step."""
 
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -118,7 +119,11 @@ class Canary(SlotEvents):
         if not self.enabled:
             return
         try:
-            warm_up(self._backend, self._states, self._padding(batches, most_rows))
+            began = time.perf_counter()
+            launched = warm_up(self._backend, self._states, self._padding(batches, most_rows))
+            seconds = round(time.perf_counter() - began, 2)
+            if launched:
+                self._tell("warmed_up", fields={"backend": self._backend.name, "batches": launched, "seconds": seconds})
         except Exception as error:
             self.fail("warm_up", error)
 

@@ -19,6 +19,7 @@ class Event:
     | reporting_failed    | a plugin raised while it was told something                                            |
     | attached            | a pool is guarded: backend, mode, regions, slots, memory of ours                       |
     | coverage            | what share of KV bytes is guarded, and what is not and why                             |
+    | warmed_up           | what forwards need is compiled: for how many sorts of batch, in how many seconds       |
     | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
     | silence             | no forward was checked for ``CANARY_SILENCE_S`` seconds                                |
     | disabled            | an exception of ours switched this canary off; the engine goes on                      |

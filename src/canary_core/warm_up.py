@@ -18,19 +18,22 @@ def row_counts(steps: Sequence[int], most: int) -> list[int]:
     return [*below, most] if steps and most > 0 else []
 
 
-def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterable[BatchView]) -> None:
+def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterable[BatchView]) -> int:
     """Launches every op on each of ``batches``, of padding only, and leaves no trace: counters, cursors and the step
-    are put back. Raises `AttachError` while a graph is captured."""
+    are put back. Gives how many batches there were. Raises `AttachError` while a graph is captured."""
     if any(capturing(state.cursors.device) for state in states.values()):
         raise AttachError("warm_up can't be captured in a graph; call it when the engine starts")
     shared = next(iter(states.values())).shared
     kept = [shared.counters, shared.clock, *(state.cursors for state in states.values())]
     copies = [tensor.clone() for tensor in kept]
+    count = 0
     for batch in batches:
+        count += 1
         for name, table in batch.tables.items():
             _launch_all(backend, states[name], batch, table)
     for tensor, copy in zip(kept, copies, strict=True):
         tensor.copy_(copy)
+    return count
 
 
 def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
