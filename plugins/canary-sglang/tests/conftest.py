@@ -143,6 +143,28 @@ SETUPS = {
         prompts=4,
         new_tokens=4,
         regions=("full", "mamba"),
+        storm_steps=20,
+    ),
+    "gated_delta": Setup(
+        {"model": "qwen3_5", "dtype": "float16", "max_mamba_cache_size": 16},
+        {**TRITON, "CANARY_BACKEND": "torch", "SGLANG_MAMBA_CONV_DTYPE": "float16"},
+        prompts=4,
+        new_tokens=4,
+        regions=("full", "mamba"),
+        storm_steps=8,
+    ),
+    "kimi_delta": Setup(
+        {
+            "model": "kimi_linear",
+            "attention_backend": "triton",
+            "dtype": "float32",
+            "max_mamba_cache_size": 16,
+        },
+        {**TRITON, "CANARY_BACKEND": "torch", "SGLANG_MAMBA_CONV_DTYPE": "float32"},
+        prompts=4,
+        new_tokens=4,
+        regions=("full", "mamba"),
+        storm_steps=20,
     ),
     "radix_off": Setup({"disable_radix_cache": True}),
 }

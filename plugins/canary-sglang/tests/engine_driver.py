@@ -25,7 +25,7 @@ import speculation
 import torch
 from cpu_models import CPU_DEFAULTS, CPU_MODELS
 from gpu_models import GPU_DEFAULTS, GPU_MODELS
-from hybrid_models import HYBRID_MODELS, mamba2_on_cpu
+from hybrid_models import HYBRID_MODELS, run_on_cpu
 
 from canary_core import faults, plugins
 from canary_core.events import Event
@@ -84,8 +84,8 @@ class Engine:
         model = options.pop("model", "llama")
         if model == "deepseek_v4":
             fake_deepseek_v4.install()
-        if model == "falcon_h1" and options.get("device") != "cuda":
-            mamba2_on_cpu()
+        if options.get("device") != "cuda":
+            run_on_cpu(model, options)
         cache_faults.use_swa_radix_cache(options)
         if options.get("enable_hierarchical_cache") and options.get("device", "cpu") == "cpu":
             sys.path.append(str(Path(__file__).with_name("cpu")))

@@ -29,6 +29,26 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
         norm_topk_prob=False, scoring_func="softmax", topk_method="greedy",
         rope_scaling=dict(_YARN, mscale=0.707, mscale_all_dim=0.707),
     ),
+    "gpu_qwen3_5": dict(
+        _BASE, architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", full_attention_interval=2,
+        partial_rotary_factor=0.5, rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
+    "gpu_kimi_linear": dict(
+        _BASE, architectures=["KimiLinearForCausalLM"], model_type="kimi_linear", num_key_value_heads=8,
+        kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        mla_use_nope=True, first_k_dense_replace=4, moe_layer_freq=1, num_experts=4, num_experts_per_token=2,
+        num_shared_experts=1, moe_intermediate_size=128, moe_renormalize=True, routed_scaling_factor=1.0,
+        moe_router_activation_func="sigmoid", num_expert_group=1, topk_group=1, use_grouped_topk=True,
+        linear_attn_config=dict(
+            kda_layers=[1, 3, 4], full_attn_layers=[2], num_heads=4, head_dim=128, short_conv_kernel_size=4
+        ),
+    ),
+    "gpu_falcon_h1": dict(
+        _BASE, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", mamba_d_ssm=512, mamba_n_heads=8,
+        mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4, mamba_expand=1, mamba_chunk_size=128,
+    ),
     "gpu_deepseek_v4": dict(
         _BASE, **_EXPERTS, n_routed_experts=8, architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4",
         hidden_size=1024, num_attention_heads=64, num_key_value_heads=1, head_dim=512, moe_intermediate_size=256,

@@ -45,6 +45,19 @@ SETUPS = {
         },
         regions=("full", "draft/full"),
     ),
+    "gated_delta": setup({"model": "gpu_qwen3_5", "max_mamba_cache_size": 64}, regions=("full", "mamba")),
+    "gated_delta_checkpoints": setup(
+        {
+            "model": "gpu_qwen3_5",
+            "max_mamba_cache_size": 64,
+            "mamba_radix_cache_strategy": "extra_buffer",
+            "mamba_track_interval": 64,
+        },
+        regions=("full", "mamba"),
+        new_tokens=80,
+    ),
+    "kimi_delta": setup({"model": "gpu_kimi_linear", "max_mamba_cache_size": 64}, regions=("full", "mamba")),
+    "mamba2": setup({"model": "gpu_falcon_h1", "max_mamba_cache_size": 64}, regions=("full", "mamba")),
     "dsv4": setup(
         {"model": "gpu_deepseek_v4", "attention_backend": None, "max_total_tokens": 20480},
         regions=("swa", "c4", "c128"),
@@ -99,7 +112,8 @@ def test_clean_traffic_raises_nothing(engine, name, record_property):
     assert set(engine.setup.regions) <= set(engine.regions())
     assert stats["forwards"] == steps
     assert stats["checked_forwards"] == steps * sum("/" not in region for region in engine.regions())
-    assert stats["unknown_slots"] == 0
+    # Checkpoints that are taken inside of a forward come without records, and are read.
+    assert (stats["unknown_slots"] > 0) == ("mamba_radix_cache_strategy" in engine.setup.options)
     for draft in found["drafts"].values():
         assert draft["checked_slots"] > 0
         assert draft["unknown_slots"] == 0
@@ -140,6 +154,8 @@ def test_every_fault_is_found_as_what_it_is(engine, fault, record_property):
     """The faults of the core, injected through its own syntax into each region. Bytes of a slot that is freed and
     written again before anybody looks are nobody's; then the fault is injected once more."""
     for region in engine.setup.regions:
+        if region == "mamba" and fault == "req_to_token":
+            continue  # of a row's one entry, which is written as well, the fault leaves its hands
         for attempt in range(3):
             prompts = engine.setup.traffic(4 + FAULTS.index(fault) + 10 * attempt, 6)
             text = f"{fault}:warmup=3,region={region}"
