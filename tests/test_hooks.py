@@ -99,18 +99,18 @@ def test_a_raising_plugin_switches_the_canary_off_not_the_engine(engine, logs):
     assert "no such field" in event["error"]
 
 
-def test_events_name_the_model(engine):
-    """Where the settings name a model, each event of its canary does; else none has that field."""
+def test_events_name_the_model_and_the_rank(engine):
+    """Where the settings name a model, each event of its canary does; else none has that field. So with ranks."""
     told = []
 
     class Listener:
         @hookimpl
         def canary_event(self, event):
-            told.append(event.fields.get("model"))
+            told.append((event.fields.get("model"), event.fields.get("rank")))
 
-    for name, expected in (("draft", {"draft"}), ("", {None})):
+    for name, rank, expected in (("draft", 2, ("draft", 2)), ("", 1, (None, 1)), ("", 0, (None, None))):
         hooks = Plugins()
         hooks.manager.register(Listener())
-        Canary([engine.region()], CanaryConfig.load(model=name), hooks=hooks.manager)
-        assert set(told) == expected
+        Canary([engine.region()], CanaryConfig.load(model=name, rank=rank), hooks=hooks.manager)
+        assert set(told) == {expected}
         told.clear()

@@ -243,9 +243,10 @@ class Canary(SlotEvents):
 
     def tell(self, event: Event) -> None:
         """Hands ``event`` to every plugin; a broken one never stops the engine. Where the settings name the model, so
-        does the event."""
-        if self.config.model:
-            event = replace(event, fields={"model": self.config.model, **event.fields})
+        does the event; so it does a rank other than 0."""
+        about = {name: value for name, value in (("model", self.config.model), ("rank", self.config.rank)) if value}
+        if about:
+            event = replace(event, fields={**about, **event.fields})
         plugins.emit(event, self._hooks)
 
     def stats(self) -> dict[str, int]:

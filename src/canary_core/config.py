@@ -115,7 +115,9 @@ class CanaryConfig(BaseSettings):
         description="What is known of slots travels with their bytes to host memory and to other engines, where the "
         "engine's plugin knows how; false: what arrives is not judged until it is written again.",
     )
-    rank: Annotated[int, Field(ge=0)] = Field(default=0, description="Rank of this process, shown in findings.")
+    rank: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Rank of this process, shown in findings, and in events of other ranks than 0."
+    )
     model: str = Field(
         default="",
         description="Name told with each event; a plugin whose engine runs several models names the draft models.",
