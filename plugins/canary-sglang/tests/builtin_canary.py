@@ -49,12 +49,27 @@ def let_it_run_on_a_cpu() -> None:
     torch.cpu.current_stream = lambda device=None: Stream()
     for name in ("empty", "zeros", "tensor"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args: self
 
 
-def findings(runner: Any) -> int:
-    """How many violations it has counted since the engine started."""
-    state = runner.canary_manager._device_state
-    return int(state.violation_log.violation_write_index.sum())
+def findings() -> int:
+    """How many violations it has counted since the engine started, in all models."""
+    logs = [manager._device_state.violation_log for manager in _managers()]
+    return sum(int(log.violation_write_index.sum()) for log in logs)
+
+
+def sweep() -> None:
+    """Has it sweep the prefix cache now, where it sweeps at all: otherwise it does so after a forward."""
+    for manager in _managers():
+        manager._sweep_orchestrator._last_sweep_step = -1
+        manager._sweep_orchestrator.maybe_run_sweep()
+
+
+def _managers() -> list[Any]:
+    from canary_sglang.hooks import HOOKS
+
+    managers = [getattr(session.runner, "canary_manager", None) for session in HOOKS.sessions]
+    return [manager for manager in managers if manager is not None]
 
 
 def _unpinned(function: Any) -> Any:

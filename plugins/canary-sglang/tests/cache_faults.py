@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import builtin_canary
 import torch
 
 from canary_core.records import POSITION, STATES, TOKEN
@@ -23,6 +24,7 @@ def use_swa_radix_cache(options: dict[str, Any]) -> None:
 
 def sweep(engine: Any) -> dict[str, Any]:
     """Idles until one more sweep, begun now, is done; its event's fields."""
+    builtin_canary.sweep()
     sweeper = engine.session.sweep
     told = _sweeps(engine)
     sweeper._abandon()

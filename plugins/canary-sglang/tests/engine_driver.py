@@ -76,7 +76,7 @@ class Engine:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
-        if "kv_canary" in options:
+        if "kv_canary" in options and options.get("device", "cpu") == "cpu":
             builtin_canary.let_it_run_on_a_cpu()
         from sglang.srt.managers import scheduler
         from sglang.srt.server_args import PortArgs, ServerArgs
@@ -283,26 +283,30 @@ class Engine:
                 return slot
         raise RuntimeError("no slot stays as it is")
 
+    def beside(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """What ``method`` gives (``done``), and how many findings SGLang's own canary had meanwhile."""
+        before = builtin_canary.findings()
+        done = getattr(self, method)(**arguments)
+        return {"done": done, "built_in": builtin_canary.findings() - before}
+
     def flip_running(self, prompt: list[int], region: str, source: str, seed: int) -> dict[str, Any]:
         """Flips one bit of what a running request will read, of a token close to its end, and serves on; gives the
-        slot, our findings since, and how many SGLang's own canary had. Ends with an empty cache."""
+        slot and our findings since. Ends with an empty cache."""
         (request,) = self._decoding([prompt], 8)
-        state = self.session.canary.states[region]
+        state = self.states[region]
         about = state.region
         position = len(prompt) - 3
         position -= (position + 1) % about.tokens_per_slot
         row = getattr(request, "kv", request).req_pool_idx
         slot = int(self.runner.req_to_token_pool.req_to_token[row, position])
         slot = slot // about.tokens_per_slot if about.slot_map is None else int(about.slot_map[slot])
-        before = builtin_canary.findings(self.runner)
         _flip_bit(next(s for s in state.sources if s.name == source), slot, random.Random(seed))
         while not request.finished():
             self._step()
         self.scrub([9, 8, 7])
         found = self.findings()["violations"]
-        built_in = builtin_canary.findings(self.runner) - before
         self.flush()
-        return {"slot": slot, "violations": found, "built_in": built_in}
+        return {"slot": slot, "violations": found}
 
     def scrub(self, prompt: list[int]) -> None:
         """Steps of a small request until the scrub has gone all round."""

@@ -15,20 +15,21 @@ pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).with_name("beside_builtin.py")
 
 
-def compare(name: str) -> list[dict[str, Any]]:
-    """Rows of `beside_builtin.py` for a setup."""
+def compare(cell: str) -> list[dict[str, Any]]:
+    """Rows of `beside_builtin.py` for a cell."""
     if Version(version("sglang")) < Version("0.5.21"):
         pytest.skip("SGLang's own canary runs on a CPU from 0.5.21 on")
-    done = subprocess.run([sys.executable, str(SCRIPT), name], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT), cell], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(("name", "seen"), [("mha", {"k.0", "v.0"}), ("swa", {"k.0", "v.0", "k.1", "v.1"})])
 def test_what_the_builtin_misses_is_found(name, seen):
-    """One bit in any layer's K or V is exactly one finding of ours, which names it; the built-in, with all that it has
-    switched on, sees the first layer of each pool only."""
-    rows = compare(name)
+    """Clean traffic raises neither. One bit in any layer's K or V is exactly one finding of ours, which names it; the
+    built-in, with all that it has switched on, sees the first layer of each pool only."""
+    clean, *rows = compare(f"flips:{name}")
+    assert (clean["built_in"], clean["ours"]) == (0, 0)
     assert all(row["exact"] for row in rows)
     assert {row["source"] for row in rows if row["built_in"]} == seen
     assert {row["source"] for row in rows} > seen
@@ -36,5 +37,5 @@ def test_what_the_builtin_misses_is_found(name, seen):
 
 def test_the_builtin_refuses_mla():
     """It ends the engine at its start, for want of a description of the pool."""
-    (row,) = compare("mla")
-    assert "MLATokenToKVPool" in row["refused"][0]
+    (row,) = compare("flips:mla")
+    assert "MLATokenToKVPool" in row["refused"]
