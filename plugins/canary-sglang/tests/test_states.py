@@ -1,11 +1,14 @@
 """Recurrent states that are looked at now and then, as by default, on real SGLang."""
 
+import random
+from importlib.metadata import version
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from canary_sglang.states import StateGuard
+from packaging.version import Version
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -34,6 +37,42 @@ def test_states_with_our_triton_kernels_raise_nothing(launch):
     steps = engine.serve(prompts=engine.setup.traffic(0, 3), new_tokens=6)["steps"]
     found = engine.findings()
     assert found["violations"] == []
+    assert found["stats"]["checked_forwards"] == steps * len(engine.setup.served)
+
+
+def test_states_without_a_prefix_cache_raise_nothing(launch):
+    """Linear attention without anything to reuse: each request begins with an empty state, in a slot that another one
+    had."""
+    engine = launch({"options": {"disable_radix_cache": True, "max_mamba_cache_size": 4}}, "kimi_delta")
+    served = engine.serve(prompts=engine.setup.traffic(0), new_tokens=4)
+    again = engine.serve(prompts=engine.setup.traffic(0), new_tokens=4)
+    found = engine.findings()
+    assert found["violations"] == []
+    assert served["outputs"] == again["outputs"]
+    assert sum(served["cached"]) == 0
+    assert found["stats"]["unknown_slots"] == 0
+    assert found["stats"]["checked_forwards"] == (served["steps"] + again["steps"]) * len(engine.setup.served)
+
+
+def test_checkpoints_from_inside_of_a_forward_raise_nothing(launch):
+    """Linear attention under ``extra_buffer``: states as of every 64th token are put aside within prefills and decodes,
+    and reused by others. They are read as not known, nothing is found, and the states that go on from them are checked
+    again."""
+    if Version(version("sglang")) < Version("0.5.21"):
+        pytest.skip("what keeps this strategy off a CPU is elsewhere in this SGLang")
+    options = {"mamba_radix_cache_strategy": "extra_buffer", "mamba_track_interval": 64, "chunked_prefill_size": 128}
+    engine = launch({"options": {**options, "max_mamba_cache_size": 32}}, "kimi_delta")
+    r = random.Random(0)
+    shared, other = ([r.randrange(3, 250) for _ in range(length)] for length in (70, 60))
+    cached, steps = [], 0
+    for tail in ([], [5, 6], [7]):
+        served = engine.serve(prompts=[shared + tail, other + tail], new_tokens=8)
+        cached.append(sum(served["cached"]))
+        steps += served["steps"]
+    found = engine.findings()
+    assert found["violations"] == []
+    assert (cached[0], min(cached[1:]) >= 64) == (0, True)
+    assert found["stats"]["unknown_slots"] > 0
     assert found["stats"]["checked_forwards"] == steps * len(engine.setup.served)
 
 
