@@ -106,8 +106,8 @@ class CanaryConfig(BaseSettings):
     )
     silence_s: Annotated[float, Field(ge=0)] = Field(
         default=60.0,
-        description="Seconds without a checked forward, while the engine is known to run, after which a silence event "
-        "is raised; 0: never.",
+        description="Seconds that an engine that is known to run may take to its first checked forward, after which a "
+        "silence event is raised; 0: never.",
         json_schema_extra=_unit("seconds"),
     )
     transfer_records: bool = Field(

@@ -14,7 +14,7 @@ class PluginError(CanaryError):
 
 
 class AttachError(CanaryError):
-    """A pool, source, table or batch does not fit its description; raised at attach time, never inside a forward."""
+    """A pool, source, table or batch does not fit its description, or a batch not the pool that was attached to."""
 
 
 class ViolationError(CanaryError):

@@ -21,7 +21,7 @@ class Event:
     | coverage            | what share of KV bytes is guarded, and what is not and why                             |
     | warmed_up           | what forwards need is compiled: for how many sorts of batch, in how many seconds       |
     | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
-    | silence             | no forward was checked for ``CANARY_SILENCE_S`` seconds                                |
+    | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |
     | disabled            | an exception of ours switched this canary off; the engine goes on                      |
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
     | dismissed           | a plugin explained a finding away                                                      |

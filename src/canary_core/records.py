@@ -38,7 +38,6 @@ TOKEN, POSITION, PREFIX_HASH, STEP_WRITTEN, WRITER, STEP_FREED, FREED_BY = 0, 1,
 STATES = 8
 """Values of a record's state: the three low bits of its position word. With the sign that leaves 28 for positions."""
 
-
 PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
 """First int64 word of each part of a payload row."""
 
@@ -114,7 +113,7 @@ class Counter(IntEnum):
     CHECKED_SLOTS = 26
     """Slots whose mapping was checked."""
     CHECKED_BYTES = 27
-    """Bytes whose fingerprint was compared, by read checks and scrub."""
+    """Bytes whose fingerprint was compared, by read checks, scrub and on demand (`Canary.check_slots`)."""
     RECORDED_SLOTS = 28
     """Slots recorded after a forward."""
     RECORDED_BYTES = 29

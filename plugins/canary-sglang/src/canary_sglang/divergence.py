@@ -8,7 +8,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
-from canary_core.events import Event
+from canary_core.events import Event, Level
 from canary_core.region import Region, RegionKind
 
 MOST_ENTRIES = 1 << 20
@@ -69,7 +69,7 @@ class WindowDivergence:
         while self._samples and (self._samples[0].ready is None or self._samples[0].ready.query()):
             sample = self._samples.pop(0)
             fields: dict[str, object] = dict(zip(FIELDS, sample.counts.tolist(), strict=True))
-            level = "error" if fields["evicted_inside"] else "info"
+            level: Level = "error" if fields["evicted_inside"] else "info"
             told = {"region": sample.region, "step": sample.step, **fields}
             self._canary.tell(Event("window_divergence", level, told))
             self._canary.count("divergence_reports")

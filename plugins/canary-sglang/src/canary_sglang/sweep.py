@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from canary_core.canary import Canary
-from canary_core.events import Event
+from canary_core.events import Event, Level
 from canary_core.records import Kind, Phase
 from canary_core.sweep import FreeList, Judged, RecordSweep
 from canary_core.violation import Violation
@@ -138,11 +138,10 @@ class PrefixSweep:
         if isinstance(kind, str):
             if kind not in self._told:
                 self._told.add(kind)
-                level = "info" if kind == tree.OFF else "warning"
+                level: Level = "info" if kind == tree.OFF else "warning"
                 self._canary.tell(Event("sweep_unavailable", level, {"reason": kind}))
             return None
-        flat = isinstance(kind, RustTree)
-        walk = FlatWalk(kind, self._device) if flat else NodeWalk(kind)
+        walk = FlatWalk(kind, self._device) if isinstance(kind, RustTree) else NodeWalk(kind)
         self._sweep = _Under(walk, cache, self._batches)
         return self._sweep
 

@@ -311,6 +311,7 @@ def node_tokens(key: Any, first: int, count: int) -> Tensor:
 def free_lists(allocator: Any) -> Sequence[FreeList]:
     """What the allocator could hand out now. None for allocators that are not known by their class."""
     kind = type(allocator).__name__
+    parts: tuple[tuple[str | None, Any], ...]
     if kind == "SWATokenToKVPoolAllocator" and not getattr(allocator, "swa_req_ring", False):
         parts = ((None, allocator.full_attn_allocator), (WINDOW, allocator.swa_attn_allocator))
     elif kind in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"):

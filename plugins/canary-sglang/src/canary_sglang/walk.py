@@ -161,7 +161,7 @@ class NodeWalk(Walk):
     def _start(self, node: Any, starts: dict[int, int]) -> int | None:
         """Position of the node's first token, None if it is no longer in the tree. ``starts``: those that are known at
         this moment, by id()."""
-        path = []
+        path: list[Any] = []
         at = node
         while at is not self._root and id(at) not in starts:
             if not self._tree.has(at.parent, at) or len(path) > DEEPEST:
