@@ -51,6 +51,23 @@ def test_expected_slots_are_not_judged_while_events_wait():
     assert canary.stats()["violations"] == 0
 
 
+def test_slots_that_hold_nothing_may_be_expected():
+    """Bytes are announced for slots that the allocator has just handed out, and for ones that nobody ever had, before
+    the allocator's own events take effect: those find the slots as they were, and what arrives is not judged."""
+    engine = ToyEngine()
+    canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="0", mode="log"), writers=engine.writers)
+    records = canary.states["full"].records
+    canary.alloc_slots("full", torch.tensor([1]))
+    canary.settle()
+    canary.alloc_slots("full", torch.tensor([2, 3]))
+    canary.expect_slots("full", torch.tensor([1, 2]))
+    assert (records[1:4, POSITION] % STATES).tolist() == [State.ALLOCATED, State.UNWRITTEN, State.UNWRITTEN]
+    canary.forget_slots("full", torch.tensor([1, 2]))
+    canary.drain()
+    assert (records[1:4, POSITION] % STATES).tolist() == [State.UNKNOWN, State.UNKNOWN, State.ALLOCATED]
+    assert canary.stats()["violations"] == 0
+
+
 def test_slots_are_checked_on_demand():
     """`check_slots` finds the layer and half of a changed slot at once, and looks at no other."""
     engine = ToyEngine()

@@ -78,7 +78,8 @@ class SlotEvents(ABC):
             self.fail("import_slots", error)
 
     def expect_slots(self, region: str, slots: Tensor) -> None:
-        """Bytes of ``slots`` (integer tensor ``[n]``) will arrive by another way than a forward: not judged any more.
+        """Bytes of ``slots`` (integer tensor ``[n]``) will arrive by another way than a forward: what was written there
+        is not judged any more. Slots that hold nothing stay so, for events of the allocator that are still to come.
 
         Unlike the other events it does not wait for those issued before, but takes effect on the current stream at
         once, whatever is in flight on others; the transfer must begin after it. `forget_slots` or `import_slots` must
@@ -87,7 +88,7 @@ class SlotEvents(ABC):
         state = self._states.get(region)
         if state is not None and self.enabled:
             try:
-                _mark_records(state, slots, State.UNKNOWN, keep=int(State.FREED))
+                _expect_bytes(state, slots)
             except Exception as error:
                 self.fail("expect_slots", error)
 
@@ -178,12 +179,25 @@ def _forget_frees(state: RegionState) -> None:
     state.records[:, POSITION] &= ~int(State.FREED)
 
 
-def _mark_records(state: RegionState, slots: Tensor, new: State, keep: int = 0) -> None:
-    """``keep``: bits of the old state that stay."""
+def _expect_bytes(state: RegionState, slots: Tensor) -> None:
+    """What was written becomes unknown, while another stream may be at the same records: freed or not stays as that one
+    has it, and whoever reads them sees one or the other."""
+    if len(slots):
+        _, slot, anything = twin.entries(state, slots.long())
+        words = state.records[:, POSITION]
+        word = words[slot]
+        written = (word & (int(State.FREED) - 1) == State.WRITTEN) & anything
+        # An atomic maximum per slot. The state first: a scrub in flight looks at it once more before it reports.
+        unknown = torch.where(written, word + int(State.UNKNOWN - State.WRITTEN), 0)
+        words.scatter_reduce_(0, slot, unknown, reduce="amax")
+        state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
+
+
+def _mark_records(state: RegionState, slots: Tensor, new: State) -> None:
     if len(slots):
         _, slot, anything = twin.entries(state, slots.long())
         word = state.records[slot, POSITION]
-        marked = word // STATES * STATES + (word & keep) + int(new)
+        marked = word // STATES * STATES + int(new)
         # The state first: a scrub in flight looks at it once more before it reports.
         state.records[slot, POSITION] = torch.where(anything, marked, word)
         if new is State.UNKNOWN:
