@@ -40,14 +40,16 @@ def sweep(engine: Any) -> dict[str, Any]:
 
 
 def break_cache(engine: Any, how: str, which: str) -> dict[str, Any]:
-    """``how``: a function below. ``which``: any node of two tokens or more, one that a request holds (``locked``), or
-    one whose window has passed (``passed``)."""
+    """``how``: a function below. ``which``: any node of two tokens or more, one that a request holds (``locked``), one
+    whose window has passed (``passed``), or one that is in host memory only (``hosted``)."""
     if which == "locked":
         engine._submit(list(max((r.origin_input_ids for r in engine.requests), key=len)), 30)
         for _ in range(4):
             engine._step()
     if which == "passed":
         _evict_windows(engine)
+    if which == "hosted":
+        _evict(engine, 100)
     node = _choose(engine, which)
     engine.session.canary.drain()
     # The same node may have been broken in the same way before, which would be no news.
@@ -148,13 +150,8 @@ def twice(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
 
 def sizes(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
     """The cache counts one token more than it has."""
-    tree = _tree(engine)
-    counts = getattr(tree, "component_evictable_size_", None)
-    if counts is None:
-        counts = vars(tree)
-    name = next(name for name in counts if not isinstance(name, str) or name.endswith("evictable_size_"))
-    counts[name] += 1
-    return {}, lambda: counts.__setitem__(name, counts[name] - 1)
+    _count(engine, 1)
+    return {}, lambda: _count(engine, -1)
 
 
 def unmap(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -175,8 +172,51 @@ def remap(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
     return {"slots": [3]}, lambda: slot_map.__setitem__(slot, before)
 
 
+def host_swap(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Two tokens of the node change host slots."""
+    host = _host(node)
+    host[:2] = host[[1, 0]]
+
+    def undo() -> None:
+        host[:2] = host[[1, 0]]
+
+    return {}, undo
+
+
+def host_free(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The host pool could hand out one of the node's host slots."""
+    used = engine.session._parked().host_pool.slot_used
+    slot = int(_host(node)[0])
+    used[slot] = False
+    return {}, lambda: used.__setitem__(slot, True)
+
+
+def dead(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """A node that is nowhere."""
+    where = _holder(node)
+    before, where.host_value = where.host_value, None
+    return {}, lambda: setattr(where, "host_value", before)
+
+
+def queued(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
+    """No fault: the node was given slots to be loaded to, and nothing is loaded before the next prefill."""
+    controller, where = engine.scheduler.tree_cache.cache_controller, _holder(node)
+    slots = controller.load(host_indices=where.host_value, node_id=node.id)
+    where.value = slots.clone()
+    _count(engine, len(slots))
+
+    def undo() -> None:
+        where.value = None
+        _count(engine, -len(slots))
+        controller.load_queue.pop()
+        controller.mem_pool_device_allocator.free(slots)
+
+    return {"slots": slots.tolist()}, undo
+
+
 HOW: dict[str, Callable[[Any, Any], tuple[dict[str, Any], Callable[[], None]]]] = {
-    f.__name__: f for f in (swap, token, free, lock, key, parent, twice, sizes, unmap, remap)
+    f.__name__: f
+    for f in (swap, token, free, lock, key, parent, twice, sizes, unmap, remap, host_swap, host_free, dead, queued)
 }
 
 
@@ -222,25 +262,50 @@ def _choose(engine: Any, which: str) -> Any:
         "any": lambda node: not _passed(engine, node),
         "locked": lambda node: getattr(*_lock(engine, node)) > 0,
         "passed": lambda node: _passed(engine, node),
+        "hosted": lambda node: _value(engine, node) is None,
     }[which]
-    return next(n for n in _nodes(engine) if wanted(n) and len(n.key) > 1 and _value(engine, n) is not None)
+    nodes = (n for n in _nodes(engine) if (_value(engine, n) is None) == (which == "hosted"))
+    return next(n for n in nodes if wanted(n) and len(n.key) > 1)
 
 
 def _evict_windows(engine: Any) -> None:
     """Has the cache give up slots of the window until an inner node is left without."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     for _ in range(100):
         if any(_passed(engine, node) and len(node.key) > 1 for node in _nodes(engine)):
             return
-        engine.scheduler.tree_cache.evict(EvictParams(num_tokens=0, swa_num_tokens=4))
+        _evict(engine, 0, 4)
     raise RuntimeError("no window is ever given up")
+
+
+def _evict(engine: Any, tokens: int, window_tokens: int = 0) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    engine.scheduler.tree_cache.evict(EvictParams(num_tokens=tokens, swa_num_tokens=window_tokens))
+
+
+def _count(engine: Any, more: int) -> None:
+    """The cache counts so many more evictable tokens."""
+    tree = _tree(engine)
+    counts = getattr(tree, "component_evictable_size_", None)
+    if counts is None:
+        counts = vars(tree)
+    name = next(name for name in counts if not isinstance(name, str) or name.endswith("evictable_size_"))
+    counts[name] += more
 
 
 def _value(engine: Any, node: Any) -> Any:
     if isinstance(node, RustNode):
         return _tree(engine)._binding.get_component_device_value(node.id, 0)
     return node.component_data[0].value if hasattr(node, "component_data") else node.value
+
+
+def _holder(node: Any) -> Any:
+    """What has the node's slots."""
+    return node.component_data[0] if hasattr(node, "component_data") else node
+
+
+def _host(node: Any) -> Any:
+    return _holder(node).host_value
 
 
 def _lock(engine: Any, node: Any) -> tuple[Any, str]:

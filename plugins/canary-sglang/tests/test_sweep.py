@@ -34,16 +34,19 @@ CACHES = {
     "radix_pressure": Cache("pressure", before=RUST),
     "radix_mixed": Cache("mixed", before=RUST),
     "swa_radix": Cache("swa", {"radix_cache_backend": "swa_radix_cache_of_tests"}, before=RUST),
+    "hiradix": Cache("hicache", before=RUST),
     "unified": Cache("mha", environment={**UNIFIED, **PYTHON_CORE}, since="0.5.16"),
     "unified_pages": Cache("pages", environment=PYTHON_CORE, since=RUST),
     "unified_swa": Cache("swa", environment=PYTHON_CORE, since="0.5.16"),
     "unified_pressure": Cache("pressure", environment=PYTHON_CORE, since=RUST),
     "unified_mixed": Cache("mixed", environment=PYTHON_CORE, since=RUST),
+    "unified_hicache": Cache("hicache", environment={**UNIFIED, **PYTHON_CORE}, since="0.5.16"),
     "unified_deepseek_v4": Cache("deepseek_v4", environment=PYTHON_CORE, since=RUST),
     "rust": Cache("mha", since=RUST, flat=True),
     "rust_pages": Cache("pages", since=RUST, flat=True),
     "rust_swa": Cache("swa", since=RUST, flat=True),
     "rust_pressure": Cache("pressure", since=RUST, flat=True),
+    "rust_hicache": Cache("hicache", since=RUST, flat=True),
     "rust_deepseek_v4": Cache("deepseek_v4", since=RUST, flat=True),
 }
 
@@ -137,6 +140,35 @@ def test_a_broken_structure_is_named(swept, how, rules):
     assert nodes == ({None} if how == "sizes" else nodes & {done["node"], done.get("other")})
     assert nodes
     assert swept.sweep()["findings"] == 0
+
+
+@pytest.mark.parametrize(("how", "rule"), [("host_swap", "host"), ("host_free", "host"), ("dead", "tier")])
+def test_nodes_in_host_memory_are_checked(swept, how, rule):
+    """Of nodes that the device no longer has, the sweep compares the host slots with the records that went there: two
+    that are exchanged, and one that the host pool could hand out, are found at the node; so is a node that is
+    nowhere."""
+    if swept.cache.setup != "hicache" or swept.cache.flat:
+        pytest.skip("no host memory, or no nodes")
+    for seed in (7, 8, 9):
+        swept.serve(prompts=swept.setup.traffic(seed), new_tokens=2)
+    before = swept.sweep()
+    assert before["on_host"] > 0
+    assert before["host_slots"] > before["slots"]
+    done = swept.break_cache(how=how, which="hosted")
+    assert {(v["kind"], v["rule"], v["node"]) for v in done["violations"]} == {("cache_structure", rule, done["node"])}
+    assert swept.sweep()["findings"] == 0
+
+
+def test_nodes_that_are_about_to_be_loaded_are_not_judged(swept):
+    """From when a node has been given slots to when its KV is loaded to them, nothing is known of these."""
+    if swept.cache.setup != "hicache" or swept.cache.flat:
+        pytest.skip("nothing is loaded, or no nodes")
+    for seed in (7, 8, 9):
+        swept.serve(prompts=swept.setup.traffic(seed), new_tokens=2)
+    done = swept.break_cache(how="queued", which="hosted")
+    assert done["violations"] == []
+    assert done["sweep"]["unknown_slots"] == len(done["slots"]) > 1
+    assert swept.sweep()["unknown_slots"] == 0
 
 
 @pytest.mark.parametrize(("how", "which"), [("unmap", "any"), ("remap", "passed")])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from canary_sglang.tree import Radix
+from canary_sglang.hosted import check_hosted
+from canary_sglang.tree import HostRadix, Radix
 from canary_sglang.walk import Limit, NodeWalk
 
 pytestmark = pytest.mark.without_engine
@@ -30,7 +31,9 @@ class Key:
 def node(parent: Any, tokens: list[int], first_slot: int) -> Any:
     """A new node below ``parent``, its slots in a row."""
     slots = torch.arange(first_slot, first_slot + len(tokens))
-    new = SimpleNamespace(id=next(NODES), parent=parent, key=Key(tokens), value=slots, lock_ref=0, children={})
+    new = SimpleNamespace(
+        id=next(NODES), parent=parent, key=Key(tokens), value=slots, host_value=None, lock_ref=0, children={}
+    )
     if parent is not None:
         parent.children[tokens[0]] = new
     return new
@@ -166,3 +169,83 @@ def test_a_count_below_zero_is_not_held_against_children(cache):
     one.lock_ref = -1
     piece = NodeWalk(Radix(cache)).next(Limit(100, 100), 0)
     assert [(broken.node, broken.rule) for broken in piece.broken if broken.rule != "sizes"] == [(one.id, "lock_ref")]
+
+
+@pytest.fixture
+def tiered(cache):
+    """The same with copies in host memory of the first node and all below it, of which one has left the device."""
+    one = cache.root_node.children[1]
+    for first, some in ((0, one), (4, one.children[5]), (6, one.children[7])):
+        some.host_value = torch.arange(first, first + len(some.key))
+    one.children[7].value = None
+    cache.evictable_size_ = 8
+    return cache
+
+
+class Parked:
+    """Records of host slots that are known, as (token, position)."""
+
+    slots = 9
+
+    def __init__(self) -> None:
+        self.host_pool = SimpleNamespace(slot_used=torch.ones(self.slots, dtype=torch.bool))
+        self.known = torch.ones(self.slots, dtype=torch.bool)
+        self.table = torch.zeros(self.slots, 8, dtype=torch.int32)
+        self.table[:, 0] = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9])
+        self.table[:, 1] = torch.tensor([0, 1, 2, 3, 4, 5, 4, 5, 6]) * 8 + 1
+
+    def records(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.known[slots], self.table[slots]
+
+
+@pytest.mark.parametrize("limit", [Limit(100, 100), Limit(100, 2)])
+def test_nodes_in_host_memory_are_walked_too(tiered, limit):
+    """Those on the device are gathered, all that have copies are compared on the host, also in pieces."""
+    walk, parked = NodeWalk(HostRadix(tiered)), Parked()
+    slots, compared = [], 0
+    for moment in range(100):
+        piece = walk.next(limit, moment)
+        slots += [slot for run in piece.runs for slot in run.slots.tolist()]
+        broken, count = check_hosted(parked, piece.hosted, 100)
+        assert piece.broken == broken == []
+        compared += count
+        if walk.ended:
+            break
+    assert sorted(slots) == [10, 11, 12, 13, 20, 21, 40, 41]
+    assert (walk.on_host, walk.tokens, compared) == (1, 8, 9)
+
+
+@pytest.mark.parametrize("breaks", ["token", "position", "free", "beyond", "unknown"])
+def test_host_slots_are_compared_with_what_went_there(tiered, breaks):
+    """Another token or position, a slot that is free or does not exist: each at its node; what is not known is not
+    judged."""
+    parked, one = Parked(), tiered.root_node.children[1]
+    if breaks in ("token", "unknown"):
+        parked.table[8, 0] += 1
+        parked.known[8] = breaks == "token"
+    elif breaks == "position":
+        parked.table[8, 1] += 8
+    elif breaks == "free":
+        parked.host_pool.slot_used[8] = False
+    else:
+        one.children[7].host_value[2] = 9
+    piece = NodeWalk(HostRadix(tiered)).next(Limit(100, 100), 0)
+    broken, compared = check_hosted(parked, piece.hosted, 100)
+    wanted = [] if breaks == "unknown" else [(one.children[7].id, "host")]
+    assert [(b.node, b.rule) for b in broken] == wanted
+    assert compared == 9 - (breaks in ("unknown", "beyond"))
+
+
+@pytest.mark.parametrize("breaks", ["dead", "above", "length"])
+def test_tiers_follow_each_other(tiered, breaks):
+    """A node that is nowhere, one on the device below one that isn't, and one with too few host slots."""
+    one = tiered.root_node.children[1]
+    if breaks == "dead":
+        one.children[7].host_value = None
+    elif breaks == "above":
+        one.value = None
+    else:
+        one.children[7].host_value = one.children[7].host_value[:2]
+    found = NodeWalk(HostRadix(tiered)).next(Limit(100, 100), 0).broken
+    wanted = one.children[5].id if breaks == "above" else one.children[7].id
+    assert [b.node for b in found if b.rule == "tier"] == [wanted]

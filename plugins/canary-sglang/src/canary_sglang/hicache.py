@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canary_core import twin
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.events import Event
-from canary_core.records import PAYLOAD_STAMP
-from canary_core.twin import PayloadLayout
+from canary_core.records import PAYLOAD_FINGERPRINTS, PAYLOAD_RECORD, PAYLOAD_STAMP, RECORD_WORDS
 from canary_sglang.arrivals import Arrivals, Hook, apply_hooks, plain_names, used_here
 from canary_sglang.layout import targets
 
@@ -60,6 +60,12 @@ class HostCache(Arrivals):
             parked.park(host_slots, slots, [load.slots for load in self._loads if load.region == region])
             self.counts["parked_slots"] += len(slots)
 
+    def queued(self, controller: Any) -> None:
+        """The controller has taken slots for its load queue, which it loads only with the next prefill. The cache has
+        them from now on."""
+        for region, _, _, slots in self._transfers(controller, controller.load_queue[-1:]):
+            self._canary.forget_slots(region, slots)
+
     def loading(self, controller: Any) -> "list[_Load]":
         """The controller is about to load its load queue to the device: the slots' old content is not judged any
         more. `loaded` must follow."""
@@ -87,6 +93,10 @@ class HostCache(Arrivals):
         for parked in self._parked.values():
             if parked.host_pool is host_pool:
                 parked.forget(host_slots)
+
+    def parked(self, plain: str) -> "ParkedRecords | None":
+        """What is known of the host slots of the served model's region ``plain``; None if nothing went there."""
+        return self._parked.get(self._names.get(plain, ""))
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
         """Imports what this forward waits for, and what is there already."""
@@ -146,14 +156,14 @@ class ParkedRecords:
         self.host_pool = host_pool.anchor_entry.host_pool if hasattr(host_pool, "anchor_entry") else host_pool
         self._canary = canary
         self._region = region
-        slots = int(getattr(self.host_pool, "logical_size", self.host_pool.size))
-        self._table = torch.zeros(slots, PayloadLayout.of(canary.states[region]).words, dtype=torch.int64)
-        self._age = torch.zeros(slots, dtype=torch.int32)
+        self.slots = int(getattr(self.host_pool, "logical_size", self.host_pool.size))
+        self._table = torch.zeros(self.slots, twin.PayloadLayout.of(canary.states[region]).words, dtype=torch.int64)
+        self._age = torch.zeros(self.slots, dtype=torch.int32)
         self._coming: deque[_Parking] = deque()
         fields = {
             "with": "hicache",
             "region": region,
-            "host_slots": slots,
+            "host_slots": self.slots,
             "host_memory_bytes": self._table.nbytes + self._age.nbytes,
         }
         canary.tell(Event("records_travel", fields=fields))
@@ -161,7 +171,9 @@ class ParkedRecords:
     def park(self, host_slots: Tensor, slots: Tensor, arriving: Sequence[Tensor]) -> None:
         """Bytes of ``slots`` go to ``host_slots``, on the current stream. ``arriving``: slots whose own records are
         not imported yet."""
-        payload = self._canary.export_slots(self._region, slots)
+        # Not by the Canary, which would let events take effect that wait for the next forward: this is not the stream
+        # of the forwards, and none of those events is about what was written already.
+        payload = twin.export_records(self._canary.states[self._region], slots)
         for others in arriving:
             payload = payload * ~torch.isin(slots, others)[:, None]
         pinned = payload.is_cuda
@@ -183,6 +195,13 @@ class ParkedRecords:
             len(host_slots), self._table.shape[1], dtype=torch.int64, pin_memory=torch.cuda.is_available()
         )
         return torch.index_select(self._table, 0, host_slots, out=rows)
+
+    def records(self, host_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether anything is known of each of ``host_slots``, which are on the host, bool ``[n]``, and their records,
+        int32 ``[n, 8]``, as they were when their bytes left the device."""
+        self._settle()
+        record = self._table[host_slots, PAYLOAD_RECORD:PAYLOAD_FINGERPRINTS].view(torch.int32)
+        return self._table[host_slots, PAYLOAD_STAMP] != 0, record.view(-1, RECORD_WORDS)
 
     def forget(self, host_slots: Tensor) -> None:
         """``host_slots`` will hold something else."""
@@ -237,6 +256,8 @@ def _hooks() -> dict[str, Hook]:
     functions: dict[str, Hook] = {
         targets.HICACHE_WRITE: (_writing, "BEFORE"),
         targets.HYBRID_WRITE: (_writing, "BEFORE"),
+        targets.HICACHE_QUEUE: (_queued, "AFTER"),
+        targets.HYBRID_QUEUE: (_queued, "AFTER"),
         targets.HICACHE_LOAD: (_loading, "AROUND"),
         targets.HYBRID_LOAD: (_loading, "AROUND"),
         targets.HOST_ALLOCATE: (_allocated, "AFTER"),
@@ -247,6 +268,12 @@ def _hooks() -> dict[str, Hook]:
 def _writing(controller: Any, *args: Any, **kwargs: Any) -> None:
     for cache in _concerned(controller):
         _guarded(cache, "writing", partial(cache.writing, controller))
+
+
+def _queued(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
+    if result is not None:
+        for cache in _concerned(controller):
+            _guarded(cache, "queued", partial(cache.queued, controller))
 
 
 def _loading(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:

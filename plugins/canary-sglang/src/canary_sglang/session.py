@@ -74,7 +74,7 @@ class Session:
         paged = [name for name in names if name != state]
         self.drafts = DraftBatches(runner, paged, self.requests)
         self._batches = ForwardBatches(runner, paged, self.requests, self._states)
-        self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size))
+        self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size), self._parked)
         self._divergence = WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token)
         self._inside = False
         warm_rows = min(MOST_WARM_ROWS, runners.most_rows(runner))
@@ -99,8 +99,8 @@ class Session:
         # Without names it is the engine's own warm-up, or within the capture of a graph, where the host may do nothing.
         if not self.canary.enabled or self._inside or batch.rids is None:
             return original()
-        self.sweep.issue()
         view = self._arrive(batch, self.guarded("batch", lambda: self._batches.view(batch)))
+        self.sweep.issue()
         if view is not None:
             self._divergence.before_forward(batch, view)
             self.canary.pre_forward(view)
@@ -127,8 +127,8 @@ class Session:
         view and the output before anything is recorded. Raises `ViolationError` in raise mode."""
         if not self.canary.enabled:
             return original()
-        self.sweep.issue()
         seen = self._arrive(None, self.guarded("batch", view))
+        self.sweep.issue()
         if seen is None:
             return original()
         self.canary.pre_forward(seen)
@@ -207,6 +207,9 @@ class Session:
         for way in ways:
             self.guarded(type(way).__name__, way.ended)
 
+    def _parked(self) -> hicache.ParkedRecords | None:
+        return next((way.parked("full") for way in self.arrivals if isinstance(way, hicache.HostCache)), None)
+
     def _unguarded_forward(self, batch: Any) -> None:
         """A forward that we can't check may have written any of its slots: what was known of them holds no more."""
         mode = batch.forward_mode.name
@@ -220,6 +223,8 @@ class Session:
         self.guarded("unguarded forward", lambda: self.forget(slots))
         if self._states is not None:
             self.guarded("unguarded forward", partial(self._states.forget, batch))
+        # With no check before the forward, nothing else lets the allocator's events take effect.
+        self.guarded("unguarded forward", self.canary.settle)
 
 
 def _arrivals(session: Session) -> list[Arrivals]:

@@ -7,6 +7,7 @@ in.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from canary_core.records import Kind, Phase
 from canary_core.sweep import FreeList, Judged, RecordSweep
 from canary_core.violation import Violation
 from canary_sglang import tree
+from canary_sglang.hicache import ParkedRecords
+from canary_sglang.hosted import check_hosted
 from canary_sglang.tree import Broken, RustTree
 from canary_sglang.walk import FlatWalk, Limit, NodeWalk, Piece, Walk
 
@@ -42,6 +45,7 @@ class _Under:
     cache: Any
     began: int
     slots: int = 0
+    host_slots: int = 0
     unknown_slots: int = 0
     findings: int = 0
     waiting: "_Issue | None" = None
@@ -63,15 +67,17 @@ class _Issue:
 
 class PrefixSweep:
     """Sweeps of one session's cache, one every ``CANARY_SWEEP_INTERVAL`` batches; ``vocabulary``: how many tokens there
-    are. In log mode nothing is raised."""
+    are; ``parked``: what is known, at that moment, of KV in host memory. In log mode nothing is raised."""
 
-    def __init__(self, canary: Canary, vocabulary: int) -> None:
+    def __init__(self, canary: Canary, vocabulary: int, parked: Callable[[], ParkedRecords | None]) -> None:
         self._canary = canary
         self._interval = canary.config.sweep_interval
         self._told: set[str] = set()
         self._batches = 0
         self._due = self._interval
         self._records = RecordSweep(canary, vocabulary)
+        self._vocabulary = vocabulary
+        self._parked = parked
         self._sweep: _Under | None = None
 
     @property
@@ -154,7 +160,13 @@ class PrefixSweep:
         if isinstance(sweep.walk, FlatWalk) and self._device.type != "cuda":
             # It can only be seen whole, and nothing here waits for a device.
             limit = Limit(nodes=1 << 62, slots=1 << 62)
-        return sweep.walk.next(limit, self._batches)
+        piece = sweep.walk.next(limit, self._batches)
+        parked = self._parked()
+        if parked is not None:
+            broken, compared = check_hosted(parked, piece.hosted, self._vocabulary)
+            piece.broken += broken
+            sweep.host_slots += compared
+        return piece
 
     def _issue(self, sweep: _Under, waiting: _Issue) -> None:
         sweep.waiting = None
@@ -243,6 +255,7 @@ class PrefixSweep:
             "nodes": walk.nodes,
             "tokens": walk.tokens,
             "slots": sweep.slots,
+            "host_slots": sweep.host_slots,
             "unknown_slots": sweep.unknown_slots,
             "on_host": walk.on_host,
             "vanished": walk.vanished,

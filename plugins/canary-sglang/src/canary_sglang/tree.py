@@ -3,8 +3,9 @@
 | class                                      | releases                  | how it is walked                           |
 |--------------------------------------------|---------------------------|--------------------------------------------|
 | `RadixCache`                               | the usual one to 0.5.20   | node by node                               |
+| `HiRadixCache`                             | with HiCache to 0.5.20    | node by node, those in host memory, too    |
 | `SWARadixCache`                            | to 0.5.20                 | node by node                               |
-| `UnifiedRadixCache`, `UnifiedTreeCore`     | from 0.5.16               | node by node                               |
+| `UnifiedRadixCache`, `UnifiedTreeCore`     | from 0.5.16               | node by node; with HiCache as above        |
 | `UnifiedRadixCache`, `RustUnifiedTreeCore` | the usual one from 0.5.21 | at once, by its own `walk_for_kv_canary`,  |
 |                                            |                           | which gives no nodes, no tokens, no locks  |
 """
@@ -46,6 +47,8 @@ class NodeTree(ABC):
     """A cache whose nodes are Python objects."""
 
     has_window = False
+    has_host = False
+    """Whether nodes may be in host memory only."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -70,6 +73,10 @@ class NodeTree(ABC):
 
     def window(self, node: Any) -> Tensor | bool | None:
         """The node's slots of the window pool, or whether it has some; None where the window has passed."""
+        return None
+
+    def host(self, node: Any) -> Tensor | None:
+        """Slots of the full pool's copy in host memory, one for each token; None if the node is not there."""
         return None
 
     def holds_window(self, node: Any) -> bool:
@@ -111,6 +118,8 @@ class NodeTree(ABC):
         found = []
         slots = self.slots(node)
         window = self.window(node)
+        if self.has_host:
+            found += self._check_tiers(node, slots)
         for name, held in ((FULL, slots), (WINDOW, window)):
             if isinstance(held, Tensor) and len(held) != len(node.key):
                 detail = f"its key has {len(node.key)} tokens, and it holds {len(held)} slots"
@@ -128,6 +137,18 @@ class NodeTree(ABC):
                 detail = f"{count} requests hold its window, and only {locks[FULL]} the node"
                 found.append(Broken(node.id, "lock_order", detail, name))
         return found
+
+    def _check_tiers(self, node: Any, slots: Tensor | None) -> list[Broken]:
+        """As the caches' own checks have it: a prefix is not given up before what follows it."""
+        host, above = self.host(node), node.parent
+        details = []
+        if host is not None and len(host) != len(node.key):
+            details.append(f"its key has {len(node.key)} tokens, and it holds {len(host)} host slots")
+        if host is None and slots is None:
+            details.append("it holds slots neither on the device nor in host memory")
+        if slots is not None and above is not None and above is not self.root and self.slots(above) is None:
+            details.append(f"it is on the device, and its parent {above.id} is not")
+        return [Broken(node.id, "tier", detail) for detail in details]
 
     def add(self, sums: Sizes, node: Any) -> None:
         """Adds what the node holds to ``sums``, as `sizes` would count it."""
@@ -169,6 +190,17 @@ class Radix(NodeTree):
         return self.cache.get_child_key_fn(key)
 
 
+class HostRadix(Radix):
+    """`HiRadixCache`."""
+
+    has_host = True
+
+    def host(self, node: Any) -> Tensor | None:
+        """See `NodeTree`."""
+        slots: Tensor | None = node.host_value
+        return slots
+
+
 class WindowRadix(Radix):
     """`SWARadixCache`."""
 
@@ -200,6 +232,7 @@ class Unified(NodeTree):
         by_name = {kind.name: kind for kind in self._core.component_types}
         self._kinds = {name: by_name[key] for name, key in ((FULL, "FULL"), (WINDOW, "SWA")) if key in by_name}
         self.has_window = WINDOW in self._kinds
+        self.has_host = getattr(cache, "cache_controller", None) is not None
 
     @property
     def root(self) -> Any:
@@ -219,6 +252,11 @@ class Unified(NodeTree):
         """See `NodeTree`."""
         value: Tensor | None = node.component_data[self._kinds[WINDOW]].value if self.has_window else None
         return value
+
+    def host(self, node: Any) -> Tensor | None:
+        """See `NodeTree`."""
+        slots: Tensor | None = node.component_data[self._kinds[FULL]].host_value if self.has_host else None
+        return slots
 
     def sizes(self) -> Sizes:
         """See `NodeTree`."""
@@ -298,7 +336,7 @@ def tree_of(cache: Any) -> "NodeTree | RustTree | str":
         if core == "RustUnifiedTreeCore":
             return RustTree(cache)
         return Unified(cache) if core == "UnifiedTreeCore" else f"{kind} with {core}, which is not known"
-    trees: dict[str, type[NodeTree]] = {"RadixCache": Radix, "SWARadixCache": WindowRadix}
+    trees: dict[str, type[NodeTree]] = {"RadixCache": Radix, "HiRadixCache": HostRadix, "SWARadixCache": WindowRadix}
     return trees[kind](cache) if kind in trees else f"{kind} is no prefix cache that this canary-sglang knows"
 
 

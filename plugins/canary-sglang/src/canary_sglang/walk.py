@@ -26,11 +26,24 @@ class Limit:
         return Limit(self.nodes * factor, self.slots * factor)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostRun:
+    """Consecutive tokens of one node whose copies are in host memory. ``first``: position of the first one; slots:
+    integer ``[n]`` of the host pool, on the host; tokens: int64 ``[n]``."""
+
+    node: int
+    first: int
+    slots: Tensor
+    tokens: Tensor
+
+
 @dataclass(slots=True)
 class Piece:
-    """What was walked at one moment. ``nodes``: the node of each run, empty where the cache tells none."""
+    """What was walked at one moment. ``nodes``: the node of each run, empty where the cache tells none. ``hosted``: of
+    the same nodes and of others, what is in host memory."""
 
     runs: list[CachedRun] = field(default_factory=list)
+    hosted: list[HostRun] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
     again: bool = False
@@ -110,23 +123,28 @@ class NodeWalk(Walk):
             self.vanished += 1
             return 0
         slots = self._tree.slots(node)
-        if offset and slots is not walked:
+        held = self._tree.host(node) if slots is None else slots
+        if offset and held is not walked:
             # Split, or moved to other slots, since its first part was walked.
             offset = 0
         elif not offset:
             if node.id in self._visited:
                 return 0
             self._visit(piece, node)
-        if node is self._root or slots is None:
-            self.on_host += node is not self._root
+        if node is self._root:
             return 0
-        end = min(len(slots), offset + most)
-        if end > offset:
-            self._add_run(piece, node, start, (offset, end), slots)
-            self.tokens += end - offset
-        if end < len(slots):
-            self._stack.append((node, end, slots))
-        return end - offset
+        self.on_host += slots is None and not offset
+        if held is None:
+            return 0
+        part = offset, min(len(held), offset + most)
+        if part[1] > offset:
+            self._add_host_run(piece, node, start, part)
+            if slots is not None:
+                self._add_run(piece, node, start, part, slots)
+                self.tokens += part[1] - offset
+        if part[1] < len(held):
+            self._stack.append((node, part[1], held))
+        return part[1] - offset
 
     def _visit(self, piece: Piece, node: Any) -> None:
         self._visited.add(node.id)
@@ -157,6 +175,13 @@ class NodeWalk(Walk):
             )
         )
         piece.nodes.append(node)
+
+    def _add_host_run(self, piece: Piece, node: Any, start: int, part: tuple[int, int]) -> None:
+        host = self._tree.host(node)
+        if host is not None and len(host) == len(node.key):
+            begin, end = part
+            tokens = node_tokens(node.key, begin, end - begin)
+            piece.hosted.append(HostRun(node.id, start + begin, host[begin:end].cpu(), tokens))
 
     def _start(self, node: Any, starts: dict[int, int]) -> int | None:
         """Position of the node's first token, None if it is no longer in the tree. ``starts``: those that are known at

@@ -24,8 +24,10 @@ OPTIONAL = (RESIZE,)
 HICACHE = "sglang.srt.managers.cache_controller.HiCacheController"
 HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 HICACHE_WRITE = f"{HICACHE}.start_writing"
+HICACHE_QUEUE = f"{HICACHE}.load"
 HICACHE_LOAD = f"{HICACHE}.start_loading"
 HYBRID_WRITE = f"{HYBRID}.start_writing"
+HYBRID_QUEUE = f"{HYBRID}.load"
 HYBRID_LOAD = f"{HYBRID}.start_loading"
 HOST_ALLOCATE = "sglang.srt.mem_cache.pool_host.base.HostKVCache.alloc"
 
@@ -69,8 +71,8 @@ def hicache_targets() -> Sequence[str]:
 
     Raises `PluginError` if this SGLang has others.
     """
-    names = (HICACHE_WRITE, HICACHE_LOAD, HYBRID_WRITE, HYBRID_LOAD, HOST_ALLOCATE)
-    needed = (HICACHE_WRITE, HICACHE_LOAD, HOST_ALLOCATE)
+    names = (HICACHE_WRITE, HICACHE_QUEUE, HICACHE_LOAD, HYBRID_WRITE, HYBRID_QUEUE, HYBRID_LOAD, HOST_ALLOCATE)
+    needed = (HICACHE_WRITE, HICACHE_QUEUE, HICACHE_LOAD, HOST_ALLOCATE)
     found = [name for name in names if _own(name)]
     missing = [name for name in needed if name not in found]
     if missing:
