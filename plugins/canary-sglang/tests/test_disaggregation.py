@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ from canary_sglang import disaggregation
 from canary_sglang.disaggregation import DecodeSide, PrefillSide
 from canary_sglang.riders import Rider, Riders
 from canary_sglang.writers import RequestWriters
-from packaging.version import Version
 
 from canary_core import Canary, CanaryConfig, hookimpl, plugins
 from canary_core.adapters import Writers
@@ -239,15 +237,15 @@ def test_slots_that_are_written_to_are_not_judged(guarded, carried):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "options",
-    [["--model", "llama"], ["--model", "swa"], ["--guard", "prefill"], ["--guard", "decode"]],
-    ids=["llama", "swa", "prefill-only", "decode-only"],
+    [["--model", "llama"], ["--model", "swa"], ["--guard", "prefill"], ["--guard", "decode"], ["--stress"]],
+    ids=["llama", "swa", "prefill-only", "decode-only", "stress"],
 )
 def test_two_engines(options):
     """A prefill and a decode engine: clean requests raise nothing on either side; KV that is corrupted on the prefill
     side after its forward is reported by the decode side, with layer and half, and not by the prefill side; so are a
-    transfer that is cut short and one whose pages are swapped. With Canary on one side only nothing happens."""
-    if Version(version("sglang")) >= Version("0.5.21"):
-        pytest.skip("from 0.5.21 on a decode engine pins host memory for retracted requests, which takes a GPU")
+    transfer that is cut short and one whose pages are swapped. A page that is freed twice, or while it is in use, is
+    reported by the side that does it. With Canary on one side only nothing happens, and neither where SGLang lets
+    transfers fail, and retracts and resumes requests, all the time."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "cpu"), os.environ.get("PYTHONPATH", "")])}
     script = [sys.executable, str(HERE / "gpu" / "pd.py"), "--device", "cpu", *options]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=1400)
@@ -255,5 +253,5 @@ def test_two_engines(options):
     assert [line for line in said if not line.get("good", "error" not in line)] == []
     assert done.returncode == 0, done.stderr[-3000:]
     cases = [line for line in said if "good" in line]
-    assert len(cases) == 7
+    assert len(cases) == {"--model": 9, "--guard": 7, "--stress": 5}[options[0]]
     assert all(line["first_tokens_agree"] for line in cases if line["case"] == "clean")

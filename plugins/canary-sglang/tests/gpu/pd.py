@@ -1,12 +1,15 @@
 """PD disaggregation on a real SGLang: a prefill and a decode engine, KV over NIXL, clean and corrupted.
 
-    python3 pd.py [--device cuda|cpu] [--model llama|swa] [--guard both|prefill|decode]
+    python3 pd.py [--device cuda|cpu] [--model llama|swa] [--guard both|prefill|decode] [--stress]
 
 One JSON line for each case: what was broken, what each side found, and whether that is as it must be. The exit status
-says whether all are. With ``cpu``, tests/cpu must be on PYTHONPATH for a stand-in of NIXL; the rest is SGLang's own.
+says whether all are. The last two cases misuse the engines' own allocators. With ``--stress`` there are other cases:
+SGLang itself lets transfers fail and retracts requests, again and again, and nothing may be found. With ``cpu``,
+tests/cpu must be on PYTHONPATH for a stand-in of NIXL; the rest is SGLang's own.
 """
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -49,8 +52,21 @@ CASES = {
     "llama": ("clean", "clean", "corrupt full k.1", "corrupt full v.3", "truncate", "swap", "clean"),
     "swa": ("clean", "clean", "corrupt full k.1", "corrupt swa v.2", "truncate", "swap", "clean"),
 }
+MISUSES = ("misuse prefill", "misuse decode")
+"""The engines are of no use afterwards."""
+STRESS = ("stress",) * 4
+STRESSED = {
+    "both": {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "15"},
+    "decode": {"SGLANG_TEST_DISAGG_FAILURE_PROB": "0.003", "SGLANG_TEST_RETRACT": "1"},
+}
+"""SGLang's own settings for tests: a poll of a transfer fails with this probability; every third step retracts."""
 PATIENCE_S = {"cuda": (140, 30, 3), "cpu": (500, 100, 8)}
 """Seconds for the engines to start, for the requests of a case, and for findings to be told after them."""
+
+
+BAD = ("disabled", "start_failed", "lifetime_off")
+"""Events that must not be."""
+TOLD = (*BAD, "silence", "records_travel", "records_left_out")
 
 
 class Side:
@@ -67,6 +83,9 @@ class Side:
             "CANARY_PLUGINS": "sglang,pd_witness" if guarded else "",
             # What the prefill side would find by itself is not what this is about.
             "CANARY_SCRUB_BUDGET": "0" if name == "prefill" else "64MiB",
+            # What is misused on purpose mustn't end the engine.
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+            **({**STRESSED["both"], **STRESSED.get(name, {})} if options.stress else {}),
             "OMP_NUM_THREADS": "1",
             **({"TORCHDYNAMO_DISABLE": "1"} if options.device == "cpu" else {}),
         }
@@ -94,11 +113,12 @@ class Side:
                     return json.loads(line[7:])
         finally:
             signal.alarm(0)
-        raise TimeoutError(f"{self.name} ended\n{self._log.read_text(errors='replace')[-3000:]}")
+        raise TimeoutError(f"{self.name} ended\n{self.log[-3000:]}")
 
-    def log_tail(self) -> str:
-        """The end of what it said."""
-        return self._log.read_text(errors="replace")[-3000:]
+    @property
+    def log(self) -> str:
+        """What it said."""
+        return self._log.read_text(errors="replace")
 
     def kill(self) -> None:
         """The engine and all that it started."""
@@ -122,17 +142,22 @@ def run(options: argparse.Namespace) -> bool:
         for side in sides:
             side.answer(PATIENCE_S[options.device][0])
         say({"case": "up", "seconds": round(time.monotonic() - started)})
-        for number, case in enumerate(CASES[options.model]):
+        cases = STRESS if options.stress else CASES[options.model] + (MISUSES if options.guard == "both" else ())
+        for number, case in enumerate(cases):
             good = (
                 judge(options, number, case, serve(sides, folder, (number, case), (bootstrap, options.device))) and good
             )
         for side in sides:
             for line in lines(folder, side.name):
-                if line.get("event") in ("disabled", "start_failed", "silence", "records_travel", "records_left_out"):
+                if line.get("event") in TOLD:
                     say({"side": side.name, **line})
-                    good = good and line["event"] not in ("disabled", "start_failed")
+                    good = good and line["event"] not in BAD
+        if options.stress:
+            retracted = sides[1].log.count("retraction")
+            say({"case": "stress", "good": retracted > 0, "retractions_logged": retracted})
+            good = good and retracted > 0
     except Exception as error:
-        say({"case": "failed", "error": repr(error), "logs": {side.name: side.log_tail() for side in sides}})
+        say({"case": "failed", "error": repr(error), "logs": {side.name: side.log[-3000:] for side in sides}})
         good = False
     finally:
         for side in sides:
@@ -146,17 +171,21 @@ def serve(sides: list[Side], folder: Path, numbered: tuple[int, str], place: tup
     _, case_s, settle_s = PATIENCE_S[device]
     folder.joinpath("control").write_text(f"{number} {case}")
     rng = random.Random(number)
-    n = 3
+    n = 4 if case == "stress" else 3
     job = dict(
-        input_ids=[[rng.randrange(3, 500) for _ in range(90 + i)] for i in range(n)],
-        sampling_params=dict(max_new_tokens=8, temperature=0, ignore_eos=True),
+        sampling_params=dict(max_new_tokens=24 if case == "stress" else 8, temperature=0, ignore_eos=True),
         bootstrap_host=["127.0.0.1"] * n, bootstrap_port=[bootstrap] * n,
-        bootstrap_room=[100 * number + 101 + i for i in range(n)],
     )  # fmt: skip
-    for side in sides:
-        side.ask(job)
-    outputs = {side.name: side.answer(case_s) for side in sides}
-    end = time.monotonic() + settle_s
+    # What became of an allocator is told before the forward after it.
+    for turn in range(2 if case == "misuse prefill" else 1):
+        prompts = [[rng.randrange(3, 500) for _ in range(90 + i)] for i in range(n)]
+        rooms = [100 * number + 50 * turn + 101 + i for i in range(n)]
+        for side in sides:
+            side.ask({**job, "input_ids": prompts, "bootstrap_room": rooms})
+        # An engine that frees what it uses may end itself before it answers.
+        lasts = case != "misuse decode"
+        outputs = {side.name: side.answer(case_s) if lasts else [] for side in sides}
+    end = time.monotonic() + (settle_s if lasts else case_s)
     while time.monotonic() < end:
         found = {side.name: [x for x in lines(folder, side.name) if x["case"] == str(number)] for side in sides}
         if case != "clean" and any("violation" in x for x in found["decode"]):
@@ -170,13 +199,19 @@ def judge(options: argparse.Namespace, number: int, case: str, seen: dict[str, A
     found = {name: [x["violation"] for x in told if "violation" in x] for name, told in seen["found"].items()}
     broken = [x for x in seen["found"]["prefill"] if "broken" in x]
     decode = found["decode"]
-    first = [[o[0] for o in seen["outputs"][side]] for side in ("prefill", "decode")]
-    if options.guard != "both":
+    first = [[o and o[0] for o in seen["outputs"][side]] for side in ("prefill", "decode")]
+    if options.guard != "both" or case == "stress":
         good = not decode and not found["prefill"]
     elif case == "clean":
         good = not decode and not found["prefill"] and first[0] == first[1]
     elif case == "truncate":
         good = bool(broken) and {v["kind"] for v in decode} == {"unwritten"} and not found["prefill"]
+    elif case == "misuse prefill":
+        # The page that is listed twice may be handed out twice after that.
+        good = bool(broken) and [v["kind"] for v in found["prefill"]][:1] == ["double_free"]
+    elif case == "misuse decode":
+        broken = [x for x in seen["found"]["decode"] if "broken" in x]
+        good = bool(broken) and [v["kind"] for v in decode][:1] == ["freed"]
     elif case == "swap":
         good = bool(broken) and "position" in {v["kind"] for v in decode} and not found["prefill"]
     else:
@@ -190,10 +225,11 @@ def judge(options: argparse.Namespace, number: int, case: str, seen: dict[str, A
             "case": case,
             "good": good,
             "broken": [{k: v for k, v in x.items() if k != "case"} for x in broken],
-            "prefill_found": len(found["prefill"]),
+            "prefill_found": [v["kind"] for v in found["prefill"]],
             "decode_found": [{k: v.get(k) for k in keys} for v in decode[:3]],
             "decode_findings": len(decode),
             "first_tokens_agree": first[0] == first[1],
+            "failed": [sum(token is None for token in side) for side in first],
         }
     )
     return good
@@ -222,16 +258,36 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
 def side_main(options: argparse.Namespace) -> None:
     """One engine: serves the jobs that come on stdin."""
     import sglang
+    from packaging.version import Version
 
     bootstrap, port = (int(p) for p in options.ports.split(","))
+    kept = {}
+    if options.device == "cpu" and Version(sglang.__version__) >= Version("0.5.21"):
+        kept = dict(hicache_io_backend="direct", hicache_mem_layout="layer_first")
+        if not os.environ["CANARY_PLUGINS"]:
+            # Host pools pin their memory, for which only `pd_witness` has a stand-in.
+            kept = dict(disaggregation_decode_retraction_backup="cpu_tensor")
     engine = sglang.Engine(
         model_path=os.environ["PD_FOLDER"], load_format="dummy", skip_tokenizer_init=True, grammar_backend="none",
         log_level="warning", random_seed=1, disaggregation_mode=options.side, disaggregation_transfer_backend="nixl",
-        disaggregation_bootstrap_port=bootstrap, host="127.0.0.1", port=port, **ENGINES[options.device],
+        disaggregation_bootstrap_port=bootstrap, host="127.0.0.1", port=port, **ENGINES[options.device], **kept,
     )  # fmt: skip
     answer("up")
     for line in sys.stdin:
-        answer([o["output_ids"] for o in engine.generate(**json.loads(line))])
+        answer(engine.loop.run_until_complete(generate(engine, json.loads(line))))
+
+
+async def generate(engine: Any, job: dict[str, Any]) -> list[list[int] | None]:
+    """Outputs of the job's requests, None for one that failed."""
+
+    async def one(**request: Any) -> list[int] | None:
+        done = await engine.async_generate(sampling_params=dict(sampling), **request)
+        return None if done["meta_info"]["finish_reason"]["type"] == "abort" else done["output_ids"]
+
+    sampling = job.pop("sampling_params")
+    requests = [dict(zip(job, values, strict=True)) for values in zip(*job.values(), strict=True)]
+    done = await asyncio.gather(*(one(**request) for request in requests), return_exceptions=True)
+    return [None if isinstance(output, BaseException) else output for output in done]
 
 
 def answer(value: Any) -> None:
@@ -262,6 +318,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", choices=list(ENGINES), default="cuda")
     parser.add_argument("--model", choices=list(MODELS), default="llama")
     parser.add_argument("--guard", choices=["both", "prefill", "decode"], default="both")
+    parser.add_argument("--stress", action="store_true")
     parser.add_argument("--side")
     parser.add_argument("--ports")
     given = parser.parse_args()

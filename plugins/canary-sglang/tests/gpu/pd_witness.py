@@ -41,6 +41,10 @@ def first_time() -> bool:
 def canary_attached(canary: Any) -> None:
     """On the prefill side, stands between the engine and its sender."""
     if SIDE != "prefill":
+        if not torch.cuda.is_available():
+            import host_copies
+
+            host_copies.install()
         return
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
@@ -69,6 +73,8 @@ def canary_recorded(canary: Any, batch: Any) -> None:
     words = control()
     if words[1] == "flip_host":
         flip_host(words[2])
+    if words[1] == "misuse" and words[2] == SIDE:
+        misuse(batch)
     if SIDE != "prefill" or words[1] != "corrupt" or batch.tokens < 8 or not first_time():
         return
     region, source = canary.regions[words[2]], words[3]
@@ -82,6 +88,26 @@ def canary_recorded(canary: Any, batch: Any) -> None:
     if slot.is_cuda:
         torch.cuda.synchronize()
     tell({"broken": "corrupt", "slot": int(slot)})
+
+
+def misuse(batch: Any) -> None:
+    """On the prefill side, the engine's allocator gets a page back twice; on the decode side, one that a request will
+    read on."""
+    from canary_sglang.hooks import HOOKS
+
+    allocator = HOOKS.session.runner.token_to_kv_pool_allocator
+    allocator = getattr(allocator, "full_attn_allocator", allocator)
+    if (batch.tokens > 8 and SIDE == "decode") or not first_time():
+        return
+    if SIDE == "decode":
+        size = allocator.page_size
+        page = batch.tables["full"].write_slots[:1].long() // size
+        slots = page * size + torch.arange(size, device=page.device)
+    else:
+        slots = allocator.alloc(allocator.page_size).clone()
+        allocator.free(slots)
+    allocator.free(slots)
+    tell({"broken": "misuse", "slot": int(slots[0])})
 
 
 def flip_host(source: str) -> None:

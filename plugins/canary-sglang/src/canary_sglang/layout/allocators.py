@@ -22,10 +22,6 @@ def lifetime_refusal(runner: Any) -> str | None:
     args = runner.server_args
     if getattr(args, "speculative_algorithm", None):
         return "speculative decoding hands slots out ahead of their use; not followed yet"
-    if getattr(args, "enable_hierarchical_cache", False):
-        return "HiCache moves KV between slots; not followed yet"
-    if getattr(args, "disaggregation_mode", "null") != "null":
-        return "PD disaggregation; not followed yet"
     return None
 
 
