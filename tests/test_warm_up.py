@@ -1,6 +1,7 @@
 """`Canary.warm_up`: what forwards need is compiled before the first of them, and nothing else has changed."""
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 from support.toy import ToyEngine
 
 from canary_core import BatchView, Canary, CanaryConfig, SlotTable, hookimpl
-from canary_core.kernels import check, fingerprint, lifetime, record
+from canary_core.kernels import check, fingerprint, launch, lifetime, record
 from canary_core.plugins import Plugins
 
 KERNELS = (
@@ -106,3 +107,28 @@ def test_after_a_warm_up_nothing_is_compiled_while_serving():
         g.canary.free_slots("full", slots)
     g.canary.drain()
     assert compiled() == before
+
+
+def test_compiling_together_ends_with_what_it_compiles(monkeypatch):
+    """An error among the launches gets out, and neither our launches nor what the engine compiles stays in a mode
+    that nobody ends."""
+    current = ContextVar("current", default=None)
+
+    class Mode:
+        def __init__(self, executor):
+            pass
+
+        def __enter__(self):
+            current.set(self)
+
+        def __exit__(self, *error):
+            assert launch._compiling_together
+
+    def launches():
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", Mode, raising=False)
+    with pytest.raises(ValueError, match="no such kernel"):
+        launch.compile_together(launches)
+    assert current.get() is None
+    assert not launch._compiling_together

@@ -30,6 +30,8 @@ class Backend:
     verify: Callable[[RegionState, Tensor], None]
     row_steps: tuple[int, ...] = ()
     """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
+    compile_together: Callable[[Callable[[], None]], None] | None = None
+    """Compiles what the ops that a function calls need, side by side, and launches none of them."""
 
 
 def choose(name: str, device: torch.device) -> Backend:
@@ -64,4 +66,5 @@ def triton_backend() -> Backend:
     return Backend(
         "triton", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
         fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify, launch.ROW_STEPS,
+        launch.compile_together,
     )  # fmt: skip

@@ -26,14 +26,20 @@ def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterab
     shared = next(iter(states.values())).shared
     kept = [shared.counters, shared.clock, *(state.cursors for state in states.values())]
     copies = [tensor.clone() for tensor in kept]
-    count = 0
-    for batch in batches:
-        count += 1
-        for name, table in batch.tables.items():
-            _launch_all(backend, states[name], batch, table)
+    every = list(batches)
+
+    def launch() -> None:
+        for batch in every:
+            for name, table in batch.tables.items():
+                _launch_all(backend, states[name], batch, table)
+
+    # The interpreter compiles nothing.
+    if backend.compile_together is not None and shared.counters.device.type != "cpu":
+        backend.compile_together(launch)
+    launch()
     for tensor, copy in zip(kept, copies, strict=True):
         tensor.copy_(copy)
-    return count
+    return len(every)
 
 
 def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:

@@ -7,6 +7,8 @@ and a batch's once a forward, and a kernel that was compiled for their like is l
 
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,7 +35,11 @@ SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.
 ROW_STEPS = (16, 64, 256, 1024, 4096, 16384, 65536)
 """Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
 
+MOST_COMPILERS = 8
+"""Threads that compile at a time: the rest of the machine is the engine's."""
+
 _kinds: dict[tuple[Any, ...], int] = {}
+_compiling_together = False
 
 
 def jit(*varying: str) -> Callable[[Any], Any]:
@@ -99,6 +105,11 @@ class Launcher:
         device memory; compiles when it meets arguments of a new kind."""
         compiled = self._compiled.get(given.kind)
         if compiled is None:
+            if _compiling_together:
+                self._kernel.warmup(
+                    *self._fixed, *given.objects, **self._constants, **self._options, grid=grid
+                )  # fmt: skip
+                return
             compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
             if compiled is not None:
@@ -109,6 +120,26 @@ class Launcher:
             grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *self._raw, *given.raw, *self._unread,
         )  # fmt: skip
+
+
+def compile_together(launches: Callable[[], None]) -> None:
+    """Compiles what ``launches`` would launch for the first time, side by side, and launches none of it. Where this
+    Triton can't, nothing happens, and the first launches compile one after the other."""
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        return
+
+    def collect() -> None:
+        global _compiling_together
+        _compiling_together = True
+        try:
+            with ThreadPoolExecutor(MOST_COMPILERS) as threads, mode(threads):
+                launches()
+        finally:
+            _compiling_together = False
+
+    # Triton's mode stays on where an error ends it, so it gets a context of its own: the engine compiles too.
+    copy_context().run(collect)
 
 
 def region_arguments(state: RegionState) -> Arguments:
