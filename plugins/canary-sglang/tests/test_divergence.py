@@ -91,7 +91,7 @@ def test_off_is_off(told, monkeypatch):
 def test_on_a_real_engine(start):
     """A sliding window on real SGLang: reports come every third forward, windows are left, nothing is evicted within
     one."""
-    engine = start("swa", CANARY_DIVERGENCE_INTERVAL="3", SGLANG_SWA_EVICTION_INTERVAL="4")
+    engine = start("swa", CANARY_DIVERGENCE_INTERVAL="3")
     setup = engine.setup
     steps = engine.serve(prompts=setup.traffic(0, 4), new_tokens=80)["steps"]
     assert engine.findings()["violations"] == []
