@@ -292,13 +292,15 @@ class Engine:
     def flip_running(self, prompt: list[int], region: str, source: str, seed: int) -> dict[str, Any]:
         """Flips one bit of what a running request will read, of a token close to its end, and serves on; gives the
         slot and our findings since. Ends with an empty cache."""
+        from canary_sglang.layout.schedulers import table_row
+
         (request,) = self._decoding([prompt], 8)
         state = self.states[region]
         about = state.region
         position = len(prompt) - 3
         position -= (position + 1) % about.tokens_per_slot
-        row = getattr(request, "kv", request).req_pool_idx
-        slot = int(self.runner.req_to_token_pool.req_to_token[row, position])
+        row, _ = table_row(self.scheduler, request)
+        slot = int(row[position])
         slot = slot // about.tokens_per_slot if about.slot_map is None else int(about.slot_map[slot])
         _flip_bit(next(s for s in state.sources if s.name == source), slot, random.Random(seed))
         while not request.finished():

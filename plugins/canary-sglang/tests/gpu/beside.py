@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=230, help="seconds for one job")
     parser.add_argument("--cell")
     parser.add_argument("--transfer", choices=["pd", "hicache"])
+    parser.set_defaults(stress=False)
     parser.add_argument("--sweep", type=int, default=1)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--model", default="llama")
