@@ -111,6 +111,6 @@ def test_events_name_the_model_and_the_rank(engine):
     for name, rank, expected in (("draft", 2, ("draft", 2)), ("", 1, (None, 1)), ("", 0, (None, None))):
         hooks = Plugins()
         hooks.manager.register(Listener())
-        Canary([engine.region()], CanaryConfig.load(model=name, rank=rank), hooks=hooks.manager)
+        Canary([engine.region()], CanaryConfig.load(model=name, rank=rank, silence_s=0), hooks=hooks.manager)
         assert set(told) == {expected}
         told.clear()
