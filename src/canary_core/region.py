@@ -26,6 +26,11 @@ class RegionKind(str, Enum):
     STATE = "state"
     """One slot per request, rewritten by every forward (recurrent state, rolling rings): recorded after each forward as
     the state after its last token, compared before the next. Its table is a ring of one slot a row."""
+    RING = "ring"
+    """Rows that tokens hold in turn, until the group of ``group_tokens`` tokens that they belong to is made into
+    something else: what a compressor keeps. Only a forward that completes a group reads them: those of the group so
+    far, and of the ``overlap_tokens`` tokens before it. A later token of the same ring takes a row over; in one forward
+    the last one does."""
 
 
 class Role(str, Enum):
@@ -34,6 +39,7 @@ class Role(str, Enum):
     DATA = "data"
     SCALE = "scale"
     INDEX = "index"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +154,10 @@ class Region:
     pool beside a full one. ``null_slot`` is the padding slot, never a live token's (None: every slot is live).
     ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the
     ``window_tokens - 1`` before it; required for `WINDOW`.
+    ``group_tokens`` and ``overlap_tokens``: see `RING`, where the first is required. ``page_ring``: ``(slots, rows)``
+    where each page of ``slots`` slots, as the table and the map number them, is a ring of ``rows`` rows: slot ``n`` is
+    then row ``n // slots * rows + n % rows``; pages begin at positions that ``slots`` divides. None: rings are the
+    table's own (`SlotTable.ring_slots`).
 
     Raises `AttachError` if a source does not fit, devices differ, or there are no sources.
     """
@@ -160,6 +170,9 @@ class Region:
     slot_map: Tensor | None = field(default=None, repr=False)
     null_slot: int | None = None
     tokens_per_slot: int = 1
+    group_tokens: int = 0
+    overlap_tokens: int = 0
+    page_ring: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -178,6 +191,7 @@ class Region:
                 f"region {self.name!r}: tokens_per_slot above 1 goes with kind=COMPRESSED, got kind={self.kind.value} "
                 f"and tokens_per_slot={self.tokens_per_slot}"
             )
+        self._require_ring()
         if self.null_slot is not None and not 0 <= self.null_slot < self.slots:
             raise AttachError(f"region {self.name!r}: null_slot {self.null_slot} is not one of its {self.slots} slots")
         names = [s.name for s in self.sources]
@@ -201,7 +215,10 @@ class Region:
 
     @property
     def attention_window(self) -> int:
-        """How many positions back from the next one attention goes, that one included; 0: all."""
+        """How many positions back from the next one attention goes, that one included; 0: all. In a `RING` back from
+        the group that the next position belongs to."""
+        if self.kind is RegionKind.RING:
+            return self.overlap_tokens + 1
         return 2 if self.kind is RegionKind.STATE else self.window_tokens or 0
 
     @property
@@ -213,6 +230,32 @@ class Region:
     def pool_bytes(self) -> int:
         """Guarded bytes of all slots."""
         return self.slots * self.slot_bytes
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """Rows of a ``page_ring`` that ``slots``, as the map gives them, take turns on; else the same. Negative numbers
+        stay what they are."""
+        if self.page_ring is None:
+            return slots
+        page, rows = self.page_ring
+        return torch.where(slots < 0, slots, slots // page * rows + slots % rows)
+
+    def _require_ring(self) -> None:
+        """Raises `AttachError` unless what is said of a `RING` goes together."""
+        ring = self.kind is RegionKind.RING
+        if ring != (self.group_tokens > 0) or self.overlap_tokens < 0 or (self.overlap_tokens and not ring):
+            raise AttachError(
+                f"region {self.name!r}: group_tokens and overlap_tokens go with kind=RING, got kind={self.kind.value}, "
+                f"group_tokens={self.group_tokens} and overlap_tokens={self.overlap_tokens}"
+            )
+        if self.page_ring is None:
+            return
+        page, rows = self.page_ring
+        if not ring or rows < 1 or page % rows or rows < self.group_tokens + self.overlap_tokens:
+            raise AttachError(
+                f"region {self.name!r}: page_ring must be (slots, rows) of a RING whose rows divide the slots and hold "
+                f"a group and its overlap, got {self.page_ring} with group_tokens={self.group_tokens}, "
+                f"overlap_tokens={self.overlap_tokens} and kind={self.kind.value}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class RegionState:
         # What the back ends remember, until a tensor of this region moves.
         self.arguments: dict[Any, Any] = {}
         read_tiles = -(-config.read_check // READ_TILE)
-        if config.read_check < 0 or region.kind is RegionKind.STATE:
+        if config.read_check < 0 or region.kind in (RegionKind.STATE, RegionKind.RING):
             read_tiles = ALL_TILES
         self.reads = bool(self.sources and read_tiles)
         self.cursors[Cursor.READ_TILES] = read_tiles if self.sources else 0

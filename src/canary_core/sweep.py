@@ -128,7 +128,7 @@ class _Packet:
 
 
 class RecordSweep:
-    """Sweeps of one `Canary`. Regions whose slots are not those of the engine's tables are left out: states, and
+    """Sweeps of one `Canary`. Regions whose slots are not those of the engine's tables are left out: states, rings, and
     windows without a map. Tokens of ``vocabulary`` and above, such as the hash of an image, are not judged."""
 
     def __init__(self, canary: "Canary", vocabulary: int = 1 << 31) -> None:
@@ -137,7 +137,7 @@ class RecordSweep:
         self._states = [
             state
             for state in canary.states.values()
-            if state.region.kind is not RegionKind.STATE
+            if state.region.kind not in (RegionKind.STATE, RegionKind.RING)
             and (state.region.kind is not RegionKind.WINDOW or state.region.slot_map is not None)
         ]
         self._packets: list[_Packet] = []

@@ -52,6 +52,9 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
     window = rng.choice([1, 6]) if kind is RegionKind.WINDOW else None
     page_size = rng.choice([1, 1, 4])
     slot_map = None
+    # Chosen apart, so that the other choices of a seed stay what they are.
+    ring_rng = random.Random(f"ring {seed}")
+    page_ring = (8, 4) if kind is RegionKind.RING and ring_rng.random() < 0.6 else None
     if rng.random() < 0.3:
         slot_map = torch.tensor([rng.randrange(-1, slots) for _ in range(slots + rng.randint(-3, 3))], device=device)
     region = Region(
@@ -61,10 +64,15 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
         kind=kind,
         tokens_per_slot=rng.choice([2, 4]) if kind is RegionKind.COMPRESSED else 1,
         window_tokens=window,
+        group_tokens=ring_rng.choice([2, 3]) if kind is RegionKind.RING else 0,
+        overlap_tokens=ring_rng.choice([0, 1]) if kind is RegionKind.RING else 0,
+        page_ring=page_ring,
         slot_map=slot_map,
         null_slot=rng.choice([None, 0, 3]),
     )
     ring = rng.choice([0, 0, 8]) if window else int(kind is RegionKind.STATE)
+    if kind is RegionKind.RING and page_ring is None:
+        ring = 8
     pool_page = rng.choice([None, None, (7, 5)])
     unknown = random.Random(f"unknown {seed}")
     return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown)

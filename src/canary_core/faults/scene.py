@@ -148,7 +148,7 @@ class Scene:
     @cached_property
     def writes(self) -> plan.Places:
         """All places that the forward stores."""
-        return plan.expand(self.rows.stored_first, self.rows.prefix + self.rows.new)
+        return plan.stored(self.state.region, self.rows)
 
     @cached_property
     def write_slots(self) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from canary_core.kernels.common import (
     load_head,
     lookup,
     mix,
+    readable,
     report_record,
     resolve,
     split_head,
@@ -93,12 +94,14 @@ def check_kernel(
     slots, null_slot,
     p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
-    POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
+    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (every row has
     one at least, for its head), tiles of ``token_ids`` that belong to no row."""
+    RING_PAGE: tl.constexpr = POOL[2]
+    RING_ROWS: tl.constexpr = POOL[3]
     o_row = tl.arange(0, ROWS)
     m_row = o_row < rows
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=m_row, other=0).to(tl.int32), 0)
@@ -107,7 +110,7 @@ def check_kernel(
     b_prefix = b_prefix // GROUP
     b_count = b_prefix
     if WINDOW > 0:
-        b_count = tl.minimum(b_prefix, WINDOW - 1)
+        b_count = readable(b_prefix, tl.load(p_new + o_row, mask=m_row, other=0), WINDOW, ALIGN)
     # Tiles to read, tiles to write and new tokens of each row share an int64, so that one scan counts all three.
     b_read_tiles = ((b_count + TILE - 1) // TILE).to(tl.int64)
     b_write_tiles = tl.where(m_row, tl.maximum((b_raw_new + TILE - 1) // TILE, 1), 0).to(tl.int64)
@@ -143,7 +146,7 @@ def check_kernel(
             prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0) // GROUP
             read_first = tl.zeros_like(prefix)
             if WINDOW > 0:
-                read_first = tl.maximum(prefix - (WINDOW - 1), 0)
+                read_first = prefix - readable(prefix, tl.load(p_new + i_row), WINDOW, ALIGN)
             writer = tl.load(p_writers + i_row).to(tl.int64)
             anchor = ANCHOR + tl.zeros_like(prefix)
             if p_anchors is not None:
@@ -160,14 +163,14 @@ def check_kernel(
             m = position < end
             slot, status = lookup(
                 p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
-                PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+                PAGE_SIZE, RING, POOL, GROUP,
             )  # fmt: skip
             # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
             inside = start > read_first
             prior = tl.maximum(start - 1, 0)
             prior_slot, prior_status = lookup(
                 p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, inside,
-                PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+                PAGE_SIZE, RING, POOL, GROUP,
             )  # fmt: skip
             usable = m & (status == STATUS_OK)
             prior_usable = inside & (prior_status == STATUS_OK)
@@ -204,7 +207,7 @@ def check_kernel(
                         p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map,
                         width, extent, map_length, slots, null_slot, ring_rows, region,
                         start + first_of + tl.arange(0, JUDGED).to(tl.int64), end, prefix, read_first, i_row, row_first,
-                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL, GROUP,
                         JUDGED,
                     )  # fmt: skip
 
@@ -231,7 +234,7 @@ def check_kernel(
                 head_position = tl.maximum(prefix - 1, 0)
                 head_slot, head_status = lookup(
                     p_table, row_first, head_position, width, extent, p_map, map_length, slots, null_slot, prefix > 0,
-                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+                    PAGE_SIZE, RING, POOL, GROUP,
                 )  # fmt: skip
                 head_usable = (prefix > 0) & (head_status == STATUS_OK)
                 head_first, head = load_head(p_records, head_slot, head_usable)
@@ -248,25 +251,26 @@ def check_kernel(
             position = (raw_prefix + o_new + 1) // GROUP - 1
             m_stored = m & ((raw_prefix + o_new + 1) % GROUP == 0)
             if STORED > 0:
-                m_stored = m_stored & (position - prefix >= tl.maximum(new - STORED, 0))
+                last = position - prefix >= tl.maximum(new - STORED, 0)
+                if RING_PAGE > 0:
+                    last = last | (position % RING_PAGE >= RING_PAGE - RING_ROWS)
+                m_stored = m_stored & last
             if p_write_slots is not None:
                 listed = o_token < write_length
                 number = tl.load(p_write_slots + o_token, mask=m_stored & listed, other=-1).to(tl.int64)
-                slot, status = resolve(
-                    number, p_map, map_length, slots, null_slot, m_stored & listed, POOL_ROWS, POOL_SLOTS, GROUP
-                )
+                slot, status = resolve(number, p_map, map_length, slots, null_slot, m_stored & listed, POOL, GROUP)
                 slot = tl.where(listed, slot, -1)
                 status = tl.where(listed, status, STATUS_RANGE)
                 found, found_status = lookup(
                     p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
-                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+                    PAGE_SIZE, RING, POOL, GROUP,
                 )  # fmt: skip
                 table_slot = tl.where(found_status == STATUS_OK, found, -1)
             else:
                 table_slot = tl.full((TILE,), -1, tl.int64)
                 slot, status = lookup(
                     p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
-                    PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+                    PAGE_SIZE, RING, POOL, GROUP,
                 )  # fmt: skip
             word = ((status.to(tl.int64) + 1) << 32) | i_row.to(tl.int64)
             p_entry = p_plan + o_token * PLAN
@@ -290,14 +294,14 @@ def judge(
     p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map, width, extent,
     map_length, slots, null_slot, ring_rows, region, position, end, prefix, read_first, i_row, row_first, writer,
     anchor, chain_hash, chained, step,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
     JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Judges and reports places of a suspect tile, each with the record before it."""
     m = position < end
     slot, status = lookup(
         p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
-        PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+        PAGE_SIZE, RING, POOL, GROUP,
     )  # fmt: skip
     usable = m & (status == STATUS_OK)
     first, hash = load_head(p_records, slot, usable)
@@ -313,7 +317,7 @@ def judge(
     prior = position - 1
     prior_slot, prior_status = lookup(
         p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, m_link,
-        PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP,
+        PAGE_SIZE, RING, POOL, GROUP,
     )  # fmt: skip
     prior_usable = m_link & (prior_status == STATUS_OK)
     prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)

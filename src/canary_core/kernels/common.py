@@ -53,9 +53,14 @@ def mix(token, position):
 @triton.jit
 def resolve(
     number, p_map, map_length, slots, null_slot, m,
-    POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr,
+    POOL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """`reference.plan.resolve`: slot and status of int64 slot numbers. ``null_slot`` -1: none."""
+    """`reference.plan.resolve`: slot and status of int64 slot numbers. ``null_slot`` -1: none. `POOL`: see
+    `launch.TableConstants`."""
+    POOL_ROWS: tl.constexpr = POOL[0]
+    POOL_SLOTS: tl.constexpr = POOL[1]
+    RING_PAGE: tl.constexpr = POOL[2]
+    RING_ROWS: tl.constexpr = POOL[3]
     negative = number < 0
     if GROUP > 1:
         number = tl.where(negative, number, number // GROUP)
@@ -70,6 +75,8 @@ def resolve(
         usable = (negative | bad | unmapped) == 0
         slot = tl.where(usable, tl.load(p_map + slot, mask=m & usable, other=0).to(tl.int64), slot)
         bad = bad | unmapped
+    if RING_PAGE > 0:
+        slot = tl.where(bad | (slot < 0), slot, slot // RING_PAGE * RING_ROWS + slot % RING_ROWS)
     null = (bad == 0) & ((slot < 0) | ((slot == null_slot) & (null_slot >= 0)))
     bad = bad | (slot >= slots)
     status = tl.where(bad, STATUS_RANGE, tl.where(null, STATUS_NULL, STATUS_OK))
@@ -79,7 +86,7 @@ def resolve(
 @triton.jit
 def lookup(
     p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`reference.plan.lookup`: slot and status of int64 positions, of the table row that begins at element
     ``row_first``."""
@@ -93,10 +100,22 @@ def lookup(
     present = (page < width) & (element >= 0) & (element < extent)
     entry = tl.load(p_table + element, mask=m & present, other=-1).to(tl.int64)
     number = tl.where(entry >= 0, entry * PAGE_SIZE + column % PAGE_SIZE, entry)
-    slot, status = resolve(number, p_map, map_length, slots, null_slot, m & present, POOL_ROWS, POOL_SLOTS, GROUP)
+    slot, status = resolve(number, p_map, map_length, slots, null_slot, m & present, POOL, GROUP)
     slot = tl.where(present, slot, -1)
     status = tl.where(present, status, STATUS_RANGE)
     return slot, status
+
+
+@triton.jit
+def readable(prefix, new, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """How many positions before ``prefix`` a forward of ``new`` tokens reads, in a region with a window or in a ring,
+    where it reads if it completes a group. In the type of ``prefix``."""
+    count = tl.minimum(prefix, WINDOW - 1)
+    if ALIGN > 0:
+        end = prefix + tl.maximum(new, 0).to(prefix.dtype)
+        begun = tl.minimum(prefix, prefix % ALIGN + (WINDOW - 1))
+        count = tl.where(end // ALIGN > prefix // ALIGN, begun, 0)
+    return count
 
 
 @triton.jit

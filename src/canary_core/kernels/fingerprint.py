@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.kernels.common import STATUS_OK, lookup, report_record, split_head
+from canary_core.kernels.common import STATUS_OK, lookup, readable, report_record, split_head
 from canary_core.kernels.compare import compare
 from canary_core.kernels.fold import FIELDS, STRIP, describe, fold, strip_constants
 from canary_core.kernels.launch import (
@@ -179,8 +179,8 @@ def read_check_kernel(
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
     p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, POOL_ROWS: tl.constexpr,
-    POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
+    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs over tiles of `SLOTS` readable places, by groups of sources."""
@@ -191,7 +191,7 @@ def read_check_kernel(
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0) // GROUP
     b_first = tl.zeros_like(b_prefix)
     if WINDOW > 0:
-        b_first = tl.maximum(b_prefix - (WINDOW - 1), 0)
+        b_first = b_prefix - readable(b_prefix, tl.load(p_new + o_row, mask=o_row < rows, other=0), WINDOW, ALIGN)
     b_row = o_row
     if p_rows is not None:
         b_row = tl.load(p_rows + o_row, mask=o_row < rows, other=0).to(tl.int32)
@@ -207,12 +207,12 @@ def read_check_kernel(
     # A tile's slots are looked up while the bytes of the one before are read: one wait a tile, not two.
     slot, m, position, i_row = place(
         i, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width, table_stride,
-        extent, map_length, slots, null_slot, PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP, SLOTS,
+        extent, map_length, slots, null_slot, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
     )  # fmt: skip
     while i < tiles:
         next_slot, next_m, next_position, next_row = place(
             i + step, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width,
-            table_stride, extent, map_length, slots, null_slot, PAGE_SIZE, RING, POOL_ROWS, POOL_SLOTS, GROUP, SLOTS,
+            table_stride, extent, map_length, slots, null_slot, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
         )  # fmt: skip
         checked += compare(
             p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
@@ -227,7 +227,7 @@ def read_check_kernel(
 def place(
     i, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width, table_stride, extent,
     map_length, slots, null_slot,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL_ROWS: tl.constexpr, POOL_SLOTS: tl.constexpr, GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Slots of the ``i``-th of this forward's ``tiles``, whether each is one, its position, and the tile's row of the
@@ -243,7 +243,7 @@ def place(
     m = (position < prefix) & (i < tiles)
     slot, status = lookup(
         p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_slot, m, PAGE_SIZE,
-        RING, POOL_ROWS, POOL_SLOTS, GROUP,
+        RING, POOL, GROUP,
     )  # fmt: skip
     return slot, m & (status == STATUS_OK), position, i_row
 

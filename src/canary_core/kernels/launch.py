@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.reference.plan import stored_tokens
 from canary_core.state import RegionState, SourceGroup
 
 INTERPRETED_PROGRAMS = 3
@@ -168,14 +169,18 @@ def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
 
 class TableConstants(NamedTuple):
     """Compile-time constants of a batch: what is fixed for an engine, and its rows rounded up to one of
-    `ROW_STEPS`."""
+    `ROW_STEPS`.
+
+    `ALIGN`: a region's ``group_tokens``. `POOL`: how a table's numbers become slots; rows and slots of a ``pool_page``,
+    slots and rows of a ``page_ring``, 0 where there is none.
+    """
 
     PAGE_SIZE: int
     RING: int
     STORED: int
     WINDOW: int
-    POOL_ROWS: int
-    POOL_SLOTS: int
+    ALIGN: int
+    POOL: tuple[int, int, int, int]
     GROUP: int
     ROWS: int
 
@@ -199,11 +204,11 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
         (entries.shape[0] - 1) * stride + entries.shape[1] if entries.numel() else 0,
         0 if slot_map is None else slot_map.shape[0], writes, 0 if writes is None else writes.shape[0], rows, tokens,
     )  # fmt: skip
-    pool_rows, pool_slots = table.pool_page or (0, 0)
     region = state.region
     constants = TableConstants(
-        table.page_size, table.ring_slots, table.stored_tokens, region.attention_window, pool_rows, pool_slots,
-        region.tokens_per_slot, next(step for step in ROW_STEPS if rows <= step),
+        table.page_size, table.ring_slots, stored_tokens(region, table), region.attention_window, region.group_tokens,
+        (*(table.pool_page or (0, 0)), *(region.page_ring or (0, 0))), region.tokens_per_slot,
+        next(step for step in ROW_STEPS if rows <= step),
     )  # fmt: skip
     state.arguments["batch"] = (batch, table, found, constants)
     return found, constants

@@ -53,19 +53,46 @@ def rows(region: Region, batch: BatchView, table: SlotTable) -> Rows:
     prefix = batch.prefix_lens.long().clamp(min=0)
     new = batch.new_lens.long().clamp(min=0)
     token_first = new.cumsum(0) - new
+    asked = new
     # Rows whose tokens do not fit into token_ids are cut, never read past its end.
     new = torch.minimum(new, (batch.tokens - token_first).clamp(min=0))
     token_zero = token_first - prefix
     group = region.tokens_per_slot
     new = (prefix + new) // group - prefix // group
     prefix = prefix // group
-    read_first = torch.zeros_like(prefix)
-    if region.attention_window:
-        read_first = (prefix - (region.attention_window - 1)).clamp(min=0)
+    read_first = _read_first(region, prefix, asked)
     stored_first = prefix
-    if table.stored_tokens:
-        stored_first = prefix + (new - table.stored_tokens).clamp(min=0)
+    most = stored_tokens(region, table)
+    if most:
+        stored_first = prefix + (new - most).clamp(min=0)
     return Rows(prefix, new, read_first, stored_first, token_zero, group)
+
+
+def _read_first(region: Region, prefix: Tensor, new: Tensor) -> Tensor:
+    """First position that each row reads; its prefix length where it reads nothing."""
+    if not region.attention_window:
+        return torch.zeros_like(prefix)
+    back = region.attention_window - 1
+    if not region.group_tokens:
+        return (prefix - back).clamp(min=0)
+    first = (prefix - prefix % region.group_tokens - back).clamp(min=0)
+    completes = (prefix + new) // region.group_tokens > prefix // region.group_tokens
+    return torch.where(completes, first, prefix)
+
+
+def stored_tokens(region: Region, table: SlotTable) -> int:
+    """How many of its last new tokens a row stores at most, beside those that end a page of a ``page_ring``; 0: all."""
+    return table.stored_tokens or (region.page_ring[1] if region.page_ring else 0)
+
+
+def stored(region: Region, ranges: Rows) -> Places:
+    """The new positions that are stored: of those that take turns on one row, the last one."""
+    if region.page_ring is None:
+        return expand(ranges.stored_first, ranges.prefix + ranges.new)
+    page, ring = region.page_ring
+    places = expand(ranges.prefix, ranges.prefix + ranges.new)
+    keep = (places.position >= ranges.stored_first[places.row]) | (places.position % page >= page - ring)
+    return Places(places.row[keep], places.position[keep])
 
 
 def last_token(position: Tensor, group: int) -> Tensor:
@@ -114,6 +141,7 @@ def resolve(region: Region, table: SlotTable, number: Tensor) -> tuple[Tensor, T
         usable = ~(negative | bad | unmapped)
         slot = torch.where(usable, region.slot_map[torch.where(usable, slot, 0)].long(), slot)
         bad |= unmapped
+    slot = torch.where(bad, slot, region.rows(slot))
     null = ~bad & (slot < 0)
     if region.null_slot is not None:
         null |= ~bad & (slot == region.null_slot)
@@ -141,7 +169,7 @@ class Writes:
 def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable) -> Writes:
     """Fills ``plan`` (`RegionState.plan`) for this forward, and gives what it holds."""
     ranges = rows(region, batch, table)
-    places = expand(ranges.stored_first, ranges.prefix + ranges.new)
+    places = stored(region, ranges)
     token = ranges.token(places)
     slot, status = write_slots(region, table, places, token)
     plan[: batch.tokens] = 0
