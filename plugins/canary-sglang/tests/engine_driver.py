@@ -20,6 +20,7 @@ from typing import Any
 
 import builtin_canary
 import cache_faults
+import fake_compressors
 import fake_deepseek_v4
 import speculation
 import torch
@@ -475,6 +476,10 @@ class Engine:
             raise RuntimeError("broken on purpose")
 
         self.session._batches.view = broken
+
+    def compressed(self) -> dict[str, int]:
+        """What the compressors of DeepSeek-V4 read of their rings since the start."""
+        return fake_compressors.READ
 
     def pool(self) -> str:
         """Class of the engine's pool."""

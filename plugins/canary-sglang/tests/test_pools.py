@@ -9,6 +9,7 @@ import pytest
 import torch
 from canary_sglang import states
 from canary_sglang.pool import SGLangPool
+from canary_sglang.rings import RequestRings
 
 from canary_adapters import slot_table
 from canary_core import plugins
@@ -17,6 +18,8 @@ from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.faults import read_bytes, write_bytes
 from canary_core.hookspecs import hookimpl
+from canary_core.records import Status
+from canary_core.reference import plan
 from canary_core.region import Region, RegionKind
 from canary_core.violation import Violation
 
@@ -298,8 +301,9 @@ def test_dsa_rows_and_indexer(pools, dtype, dim):
     assert adapter.uncovered() == ()
 
 
-def test_deepseek_v4_sub_pools(pools):
-    """The window and both compressed pools with the indexer, scale strips included; states are named as left out."""
+@pytest.fixture
+def deepseek_v4(pools):
+    """A pool of DeepSeek-V4's with one layer of each sort, and one c4 layer more."""
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
     wanted = inspect.signature(DeepSeekV4TokenToKVPool.__init__).parameters
@@ -311,9 +315,13 @@ def test_deepseek_v4_sub_pools(pools):
     )  # fmt: skip
     pool = DeepSeekV4TokenToKVPool(**{name: value for name, value in values.items() if name in wanted})
     pool.register_mapping(torch.zeros(512 + 256 + 1, dtype=torch.int64))
-    adapter = describe(pool, window=127)
-    regions = {region.name: region for region in adapter.regions()}
-    assert list(regions) == ["swa", "c4", "c128"]
+    return pool
+
+
+def test_deepseek_v4_sub_pools(deepseek_v4):
+    """The window and both compressed pools with the indexer, scale strips included, and the compressors' rings."""
+    regions = {region.name: region for region in describe(deepseek_v4, window=127).regions()}
+    assert list(regions) == ["swa", "c4", "c128", "c4_state", "c128_state"]
     assert regions["swa"].kind is RegionKind.WINDOW
     assert regions["swa"].window_tokens == 128
     assert regions["swa"].slot_bytes == 4 * 584
@@ -321,8 +329,58 @@ def test_deepseek_v4_sub_pools(pools):
     assert regions["c4"].slot_bytes == 2 * (584 + 132)
     assert (regions["c4"].tokens_per_slot, regions["c128"].tokens_per_slot) == (4, 128)
     assert regions["c128"].slot_bytes == 584
-    left_out = {item.name.split("/")[0] for item in adapter.uncovered()}
-    assert left_out >= {"compressor states", "indexer states"}
+    names = [
+        f"{half}.{layer}" for index in ("", "index_") for layer in (1, 3) for half in (f"{index}kv", f"{index}score")
+    ]
+    assert [source.name for source in regions["c4_state"].sources] == names
+    assert regions["c4_state"].slot_bytes == 2 * 4 * (512 + 128) * 4
+    assert [source.name for source in regions["c128_state"].sources] == ["kv.2", "score.2"]
+    assert regions["c128_state"].slot_bytes == 2 * 512 * 4
+
+
+def test_deepseek_v4s_rings_are_where_sglang_says(deepseek_v4):
+    """Rows of a page's ring and of a request's are those of SGLang's own translations, for every slot and request."""
+    regions = {region.name: region for region in describe(deepseek_v4, window=127).regions()}
+    paged, own = (deepseek_v4.compress_state_pools[layer] for layer in (1, 2))
+    slots = torch.arange(512 + 256)
+    assert torch.equal(regions["c4_state"].rows(slots), paged.translate_from_swa_loc_to_state_loc(slots))
+    assert regions["c4_state"].slots == 3 * paged.ring_size
+    assert not bool((regions["c4_state"].rows(slots) >= regions["c4_state"].slots).any())
+
+    table = RequestRings("c128_state", SimpleNamespace(regions=regions)).table(torch.tensor([1, 2]))
+    for row, request in enumerate((1, 2)):
+        positions = torch.arange(300)
+        places = plan.Places(torch.full_like(positions, row), positions)
+        found, status = plan.lookup(regions["c128_state"], table, places)
+        expected = own.translate_from_req_position_to_state_loc(torch.full_like(positions, request), positions)
+        assert torch.equal(found, expected)
+        assert set(status.tolist()) == {int(Status.OK)}
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [({"speculative_algorithm": "EAGLE"}, "speculative"), ({"disaggregation_mode": "decode"}, "PD decode")],
+)
+def test_deepseek_v4s_rings_that_something_else_writes_are_left_out(deepseek_v4, about, said):
+    """Where not only the compressors of a forward write to them: named, with the reason, and the rest is guarded."""
+    runner = SimpleNamespace(
+        token_to_kv_pool=deepseek_v4, sliding_window_size=127, server_args=SimpleNamespace(**about)
+    )
+    adapter = SGLangPool(runner)
+    assert [region.name for region in adapter.regions()] == ["swa", "c4", "c128"]
+    left_out = {item.name: item for item in adapter.uncovered() if item.name.endswith("_state")}
+    assert set(left_out) == {"c4_state", "c128_state"}
+    assert all(item.size_bytes and said in item.reason for item in left_out.values())
+
+
+def test_deepseek_v4s_rings_of_another_length_are_left_out(deepseek_v4):
+    """As speculation makes them: their rows would not be those that are described."""
+    for state in deepseek_v4.compress_state_pools:
+        if state is not None and state.ratio == 4:
+            state.ring_size = 16
+    adapter = describe(deepseek_v4, window=127)
+    assert [region.name for region in adapter.regions()] == ["swa", "c4", "c128", "c128_state"]
+    assert {item.name for item in adapter.uncovered()} >= {"c4_state"}
 
 
 def test_mxfp8_scales_that_come_without_a_forward(pools):

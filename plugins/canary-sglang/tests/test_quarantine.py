@@ -34,6 +34,25 @@ def test_a_corrupted_prefix_is_evicted_and_computed_again(start, name, region, s
     assert again["cached"][0] == len(prompt) - 1
 
 
+def test_a_corrupted_ring_row_of_a_cached_page_is_evicted_with_it(start):
+    """A bit flips in what DeepSeek-V4's compressor keeps of a cached page's last tokens. Whoever continues that prefix
+    reads it, and is aborted; the page is evicted, and the same prompt gives what it gave before."""
+    engine = start("deepseek_v4", CANARY_ON_VIOLATION="quarantine")
+    prompt = engine.setup.traffic(0)[0][:516]
+    before = engine.rot(prompt=prompt, region="c4_state", source="index_score.2")
+    engine.serve(prompts=[prompt], new_tokens=40)
+    engine.serve(prompts=[[5, 6, 7]], new_tokens=8)
+    (found,) = engine.findings()["violations"]
+    assert (found["kind"], found["phase"], found["slot"]) == ("bytes", "pre_forward", before["slot"])
+    told = [event["name"] for event in engine.events() if event["name"] in ("quarantined", "aborted")]
+    assert told == ["aborted", "quarantined"]
+    after = engine.serve(prompts=[prompt], new_tokens=4)
+    assert (after["outputs"], after["cached"]) == (before["outputs"], [0])
+    again = engine.serve(prompts=[prompt], new_tokens=4)
+    assert (again["outputs"], again["cached"]) == (before["outputs"], [512])
+    assert engine.findings()["violations"] == []
+
+
 @pytest.mark.parametrize("mode", ["abort", "quarantine"])
 def test_a_corrupted_request_is_aborted_as_retryable(start, mode):
     """A bit flips in what a running request has written. It ends with status 503; the other goes on to its end, and the

@@ -44,6 +44,7 @@ def region_slots(canary: Canary, region: str, slots: Tensor) -> Tensor:
         own = guarded.slot_map[own].long()
     if guarded.tokens_per_slot > 1:
         own = own // guarded.tokens_per_slot
+    own = guarded.rows(own)
     return own if guarded.null_slot is None else torch.where(own == guarded.null_slot, -1, own)
 
 

@@ -10,6 +10,7 @@ from canary_adapters import slot_table
 from canary_core.adapters import BatchAdapter
 from canary_core.batch import BatchView
 from canary_sglang.layout import batches, runners
+from canary_sglang.rings import RequestRings
 from canary_sglang.states import StateGuard
 from canary_sglang.tokens import TABLE_STEP, UNKNOWN, expected_tokens
 from canary_sglang.writers import RequestWriters
@@ -42,7 +43,12 @@ class ForwardBatches(BatchAdapter[Any]):
     """
 
     def __init__(
-        self, runner: Any, regions: Sequence[str], writers: RequestWriters, states: StateGuard | None = None
+        self,
+        runner: Any,
+        regions: Sequence[str],
+        writers: RequestWriters,
+        states: StateGuard | None = None,
+        rings: RequestRings | None = None,
     ) -> None:
         self._entries: Tensor = runner.req_to_token_pool.req_to_token
         self._regions = tuple(regions)
@@ -52,6 +58,7 @@ class ForwardBatches(BatchAdapter[Any]):
         # A draft model's slot at position p holds the token at p + 1.
         self._ahead = int(runners.draft_name(runner) is not None)
         self._states = states
+        self._rings = rings
 
     def view(self, batch: Any) -> BatchView | None:
         """None for a forward without requests, such as a warm-up, and for those that are not `batches.is_checked`."""
@@ -77,6 +84,8 @@ class ForwardBatches(BatchAdapter[Any]):
         state = None if self._states is None else self._states.table(batch, prefix_lens, new_lens)
         if self._states is not None and state is not None:
             tables[self._states.region] = state
+        if self._rings is not None:
+            tables[self._rings.region] = self._rings.table(batch.req_pool_indices)
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
@@ -94,6 +103,8 @@ class ForwardBatches(BatchAdapter[Any]):
         known = lengths.new_full((rows, TABLE_STEP), UNKNOWN)
         table = slot_table(self._entries, numbers, numbers)
         tables = dict.fromkeys(self._regions, table)
+        if self._rings is not None:
+            tables[self._rings.region] = self._rings.table(numbers)
         states = [{}] if self._states is None else [{self._states.region: t} for t in self._states.padding(rows)]
         for state in states:
             for lens, expected in ((numbers, None), (lengths, known)):

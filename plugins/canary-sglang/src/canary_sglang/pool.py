@@ -7,7 +7,7 @@ from canary_adapters import JoinedPools, WindowPool
 from canary_core.adapters import PoolAdapter
 from canary_core.errors import AttachError
 from canary_core.region import Region, Uncovered
-from canary_sglang import states
+from canary_sglang import rings, states
 from canary_sglang.layout import runners
 from canary_sglang.pool_kinds import compressed_sources, known_pool
 from canary_sglang.pool_parts import NULL_SLOT, CompressedPool, Unguarded, tensor_bytes
@@ -16,7 +16,7 @@ from canary_sglang.scales import interleaved_scales
 
 class SGLangPool(PoolAdapter):
     """The pool of one `ModelRunner`, after it was allocated. Regions are named ``full``, ``swa``,
-    ``c4`` and ``c128``.
+    ``c4``, ``c128``, ``c4_state`` and ``c128_state``.
 
     Pools are recognised by the exact name of their class, since a subclass may lay its tensors out in another way.
     """
@@ -27,6 +27,7 @@ class SGLangPool(PoolAdapter):
         self._is_draft = bool(getattr(runner, "is_draft_worker", False))
         self._window_tokens = runners.window_tokens(runner)
         self._scales_refusal = runners.scales_refusal(runner)
+        self._no_rings = rings.refusal(runner)
         self._joined = JoinedPools([*self._parts(), *self._states()])
 
     def regions(self) -> Sequence[Region]:
@@ -92,15 +93,25 @@ class SGLangPool(PoolAdapter):
         pool = self._pool
         if getattr(pool, "swa_kv_pool", None) is None:
             return [Unguarded("pool", tensor_bytes(pool), "DeepSeek-V4's unified and request-window layouts")]
-        state = "rings of the compressor, rewritten in place; not described yet"
         indexer = getattr(pool, "c4_indexer_kv_pool", None)
         return [
             *self._windowed("swa", pool.swa_kv_pool, None),
             *self._compressed("c4", 4, getattr(pool, "c4_kv_pool", None), indexer),
             *self._compressed("c128", 128, getattr(pool, "c128_kv_pool", None), None),
-            *_left_out("compressor states", getattr(pool, "compress_state_pools", None), state),
-            *_left_out("indexer states", getattr(pool, "indexer_compress_state_pools", None), state),
+            *self._rings(),
         ]
+
+    def _rings(self) -> list[PoolAdapter]:
+        """What the compressors keep of tokens whose group is not complete."""
+        found: list[PoolAdapter] = []
+        for name, parts in rings.by_region(self._pool).items():
+            try:
+                if self._no_rings is not None:
+                    raise AttachError(self._no_rings)
+                found.append(rings.ring_pool(name, self._pool))
+            except AttachError as error:
+                found += _left_out(name, parts, str(error))
+        return found
 
     def _minimax_sparse(self) -> list[PoolAdapter]:
         """K and V of all layers, and the indexer's K (of some layers V, too) with the same slots."""

@@ -26,6 +26,7 @@ from canary_core.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, Kind, Phase, State
 from canary_core.region import Region
 from canary_core.violation import Violation
+from canary_sglang import rings
 from canary_sglang.layout import allocators, caches, runners, schedulers
 
 AGREE_EVERY = 8
@@ -174,7 +175,7 @@ class Quarantine:
     def _handle(self, scheduler: Any, suspect: Suspect, first: bool) -> None:
         canary = self._canary(suspect.region)
         # Slots of other regions are none of those in the engine's tables, such as a request's recurrent state.
-        ours = suspect.slot >= 0 and suspect.region.rpartition("/")[2] in allocators.ALLOCATED_REGIONS
+        ours = suspect.slot >= 0 and suspect.region.rpartition("/")[2] in (*allocators.ALLOCATED_REGIONS, rings.C4)
         region = canary.regions[suspect.region] if canary is not None and ours else None
         in_use = False
         for request in schedulers.running_requests(scheduler):
@@ -274,7 +275,7 @@ def _names(slots: Tensor, region: Region, slot: int) -> Tensor:
     own = slots.long() // region.tokens_per_slot
     if region.slot_map is not None:
         own = region.slot_map[own].long()
-    return own == slot
+    return region.rows(own) == slot
 
 
 def _is_cached(scheduler: Any, region: Region, slot: int) -> bool:

@@ -21,13 +21,14 @@ from canary_core.events import Event
 from canary_core.region import Region, RegionKind, Uncovered
 from canary_sglang import disaggregation, hicache
 from canary_sglang.allocator import Lifetime
-from canary_sglang.arrivals import Arrivals
+from canary_sglang.arrivals import Arrivals, region_slots
 from canary_sglang.batch import ForwardBatches
 from canary_sglang.divergence import WindowDivergence
 from canary_sglang.draft import DraftBatches
 from canary_sglang.layout import batches, runners
 from canary_sglang.pool import SGLangPool
 from canary_sglang.pool_parts import tensor_bytes
+from canary_sglang.rings import C128, RequestRings
 from canary_sglang.states import StateGuard
 from canary_sglang.sweep import PrefixSweep
 from canary_sglang.vet import EmbeddingVet
@@ -71,9 +72,10 @@ class Session:
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
         self._states = None if state is None else StateGuard(runner.req_to_token_pool, state, self.canary)
-        paged = [name for name in names if name != state]
-        self.drafts = DraftBatches(runner, paged, self.requests)
-        self._batches = ForwardBatches(runner, paged, self.requests, self._states)
+        self._rings = RequestRings(C128, self.canary) if C128 in names else None
+        self._paged = [name for name in names if name not in (state, C128)]
+        self.drafts = DraftBatches(runner, self._paged, self.requests)
+        self._batches = ForwardBatches(runner, self._paged, self.requests, self._states, self._rings)
         self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size), self._parked)
         self._divergence = WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token)
         self._inside = False
@@ -146,10 +148,8 @@ class Session:
 
     def forget(self, slots: Tensor) -> None:
         """Nothing is known any more of these slots of the engine's tables."""
-        for name, region in self.canary.regions.items():
-            if region.kind is not RegionKind.STATE:
-                own = slots if region.slot_map is None else region.slot_map[slots]
-                self.canary.forget_slots(name, own)
+        for name in self._paged:
+            self.canary.forget_slots(name, region_slots(self.canary, name, slots))
 
     def guarded(self, what: str, work: Callable[[], Result]) -> Result | None:
         """Work of ours; None if it failed, which disables the session in log mode."""
@@ -223,6 +223,8 @@ class Session:
         self.guarded("unguarded forward", lambda: self.forget(slots))
         if self._states is not None:
             self.guarded("unguarded forward", partial(self._states.forget, batch))
+        if self._rings is not None:
+            self.guarded("unguarded forward", partial(self._rings.forget, batch.req_pool_indices))
         # With no check before the forward, nothing else lets the allocator's events take effect.
         self.guarded("unguarded forward", self.canary.settle)
 
