@@ -42,13 +42,17 @@ def test_coverage_is_told_at_start(engine):
 
 
 def test_traffic_is_what_it_claims_to_be(engine, request):
-    """The setups do what they are named after: prefixes are hit, requests retracted."""
+    """The setups do what they are named after: prefixes are hit, requests retracted; DeepSeek-V4's compressors read rows
+    of their rings, each of the token that they should."""
     setup = engine.setup
     served = engine.serve(prompts=setup.traffic(2), new_tokens=setup.new_tokens)
     assert engine.findings()["violations"] == []
     name = request.node.callspec.params["engine"]
     assert (sum(served["cached"]) > 0) == (name != "radix_off")
     assert (served["retracted"] > 0) == (name == "pressure")
+    compressed = engine.compressed()
+    assert (compressed["rows"] > 0) == (name == "deepseek_v4")
+    assert compressed["misread"] == 0
 
 
 def test_a_flipped_bit_is_found_in_every_source(engine):
