@@ -7,6 +7,7 @@ import builtin_canary
 import torch
 
 from canary_core.records import POSITION, STATES, TOKEN
+from canary_core.region import RegionKind
 
 SWA_CACHE = "swa_radix_cache_of_tests"
 
@@ -81,6 +82,8 @@ def token(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
     slot = int(_value(engine, node)[-1])
     changed = []
     for name, state in engine.session.canary.states.items():
+        if state.region.kind is RegionKind.RING:
+            continue
         own = slot // state.region.tokens_per_slot
         if state.region.slot_map is not None:
             own = int(state.region.slot_map[own])

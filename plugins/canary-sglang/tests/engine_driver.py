@@ -32,6 +32,7 @@ from canary_core import faults, plugins
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
 from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, POSITION, STATES, STEP_WRITTEN, TOKEN, State
+from canary_core.region import RegionKind
 from canary_core.violation import Violation
 
 MODELS = {**CPU_MODELS, **HYBRID_MODELS, **GPU_MODELS}
@@ -303,6 +304,10 @@ class Engine:
         row, _ = table_row(self.scheduler, request)
         slot = int(row[position])
         slot = slot // about.tokens_per_slot if about.slot_map is None else int(about.slot_map[slot])
+        if about.kind is RegionKind.RING:
+            # Its newest row: that of a token close to the end may be another's by now.
+            words = state.records[:, POSITION]
+            slot = int(torch.where(words % STATES == State.WRITTEN, words, -1).argmax())
         _flip_bit(next(s for s in state.sources if s.name == source), slot, random.Random(seed))
         while not request.finished():
             self._step()

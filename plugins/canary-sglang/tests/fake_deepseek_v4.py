@@ -34,7 +34,7 @@ def install() -> None:
             if ratio == 4:
                 index = pool.c4_indexer_kv_pool.index_k_with_scale_buffer
                 write(index, slots[whole] // ratio, content[whole], (page_size, 128, 4))
-        fake_compressors.run(self, batch)
+        fake_compressors.run(runner, batch)
         rows = torch.arange(batch.batch_size)
         last = batch.extend_seq_lens.cumsum(0) - 1 if batch.forward_mode.is_extend() else rows
         logits = torch.zeros(batch.batch_size, vocabulary)

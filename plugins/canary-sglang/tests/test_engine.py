@@ -42,8 +42,8 @@ def test_coverage_is_told_at_start(engine):
 
 
 def test_traffic_is_what_it_claims_to_be(engine, request):
-    """The setups do what they are named after: prefixes are hit, requests retracted; DeepSeek-V4's compressors read rows
-    of their rings, each of the token that they should."""
+    """The setups do what they are named after: prefixes are hit, requests retracted; DeepSeek-V4's compressors read
+    rows of their rings, each of the token that they should."""
     setup = engine.setup
     served = engine.serve(prompts=setup.traffic(2), new_tokens=setup.new_tokens)
     assert engine.findings()["violations"] == []
