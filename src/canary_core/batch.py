@@ -78,7 +78,8 @@ class BatchView:
     checked.
     tables: region name → `SlotTable`; regions without one are left alone by this forward.
     expected_tokens: int32 or int64 ``[rows, width]``, the requests' own tokens by position, -1 where unknown.
-    anchors: int64 ``[rows]``, start of each row's prefix hash (`hashing.anchor`), None for the common one.
+    anchors: int64 ``[rows]``, start of each row's prefix hash (`hashing.anchor`), None for the common one; 0 where the
+    prefixes of a region's rows can't be judged: hashes that follow are unknown.
 
     Raises `AttachError` if dtypes, shapes or devices do not fit.
     """

@@ -141,7 +141,7 @@ def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
             tables={"r": slot_table},
             positions=torch.tensor(positions, dtype=kind, device=device) if rng.random() < 0.5 else None,
             expected_tokens=expected if rng.random() < 0.7 else None,
-            anchors=torch.tensor([rng.getrandbits(60) for _ in range(rows)], device=device)
+            anchors=torch.tensor([max(rng.getrandbits(60) - (1 << 58), 0) for _ in range(rows)], device=device)
             if rng.random() < 0.3
             else None,
         )

@@ -1,0 +1,46 @@
+"""Rows whose prefix hash starts at 0: to which sequence a slot belongs is not judged, all else is."""
+
+import pytest
+import torch
+
+from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable
+from canary_core.records import PREFIX_HASH
+
+
+def forward(canary: Canary, entries: torch.Tensor, row: int, lens: tuple[int, int], anchors: bool) -> None:
+    """One request writes ``lens[1]`` tokens after ``lens[0]``; ``anchors``: from the common one."""
+    batch = BatchView(
+        prefix_lens=torch.tensor([lens[0]]),
+        new_lens=torch.tensor([lens[1]]),
+        token_ids=torch.arange(lens[1]) + 100 * row,
+        writers=torch.tensor([row], dtype=torch.int32),
+        tables={"full": SlotTable(entries, rows=torch.tensor([row]))},
+        anchors=None if anchors else torch.zeros(1, dtype=torch.int64),
+    )
+    canary.pre_forward(batch)
+    for slot in entries[row, lens[0] : sum(lens)].tolist():
+        next(iter(canary.regions.values())).sources[0].tensor[slot] = slot + 1
+    canary.post_forward(batch)
+    canary.drain()
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_a_row_without_an_anchor_may_have_anothers_slot(anchored: bool) -> None:
+    """The slot of another request's token at the same position breaks the prefix of an anchored row only; one of
+    another position is found in either."""
+    pool = torch.zeros(16, 8)
+    canary = Canary([Region("full", 16, (KVSource(pool, "k", 0, 32, 32),))], CanaryConfig.load(backend="torch"))
+    entries = torch.tensor([[4, 5, 6, 0, 0, 0], [1, 2, 3, 7, 8, 9]])
+    forward(canary, entries, 0, (0, 3), anchored)
+    forward(canary, entries, 1, (0, 3), anchored)
+    known = canary.states["full"].records[1:7, PREFIX_HASH : PREFIX_HASH + 2] != 0
+    assert bool(known.any()) is anchored
+    entries[1, 1] = 5
+    forward(canary, entries, 1, (3, 1), anchored)
+    assert canary.stats().get("prefix", 0) == (2 if anchored else 0)
+    before = canary.stats()["violations"]
+    entries[1, 1] = 4
+    forward(canary, entries, 1, (4, 1), anchored)
+    assert canary.stats().get("position", 0) == 1
+    assert canary.stats()["violations"] > before
+    canary.close()
