@@ -1,5 +1,6 @@
 """Speculative decoding with tiny random models."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -17,24 +18,36 @@ def draft_model(scheduler: Any) -> torch.nn.Module | None:
     return None
 
 
-def allow_on_a_cpu() -> None:
+def allow_on_a_cpu(algorithm: str) -> None:
     """SGLang's tree kernels for a CPU are in a package that isn't on PyPI for one; those in Triton, which it has for
     another device, run in the interpreter."""
     from sglang.kernels.ops.speculative import cache_locs
     from sglang.srt.speculative import eagle_utils
 
     eagle_utils._is_xpu = cache_locs._is_xpu = True
+    if algorithm == "NGRAM":
+        from sglang.srt import utils
+
+        usual, utils.is_xpu = utils.is_xpu, lambda: True
+        importlib.import_module("sglang.srt.speculative.ngram_worker")
+        utils.is_xpu = usual
 
 
 def let_agree(target: torch.nn.Module, draft: torch.nn.Module | None) -> None:
-    """Makes what both models say depend mostly on the last token, and on that alike: so some proposals are accepted and
-    some are not. Random models never agree."""
-    if draft is None:
-        return
+    """Makes what both models say depend mostly on the last token, and on that nearly alike: so some proposals are
+    accepted and some are not. Random models never agree, nor do they repeat themselves."""
+    said, says = dict(target.named_parameters()), {} if draft is None else dict(draft.named_parameters())
+    embedding = "model.embed_tokens.weight"
     with torch.no_grad():
-        for name, weight in [*target.named_parameters(), *draft.named_parameters()]:
+        for name, weight in says.items() if says.get(embedding) is not said[embedding] else ():
+            # The draft model has embeddings of its own.
+            if name in (embedding, "lm_head.weight"):
+                weight.copy_(said[name] + 0.02 * torch.randn_like(weight))
+            elif weight.dim() == 1:
+                weight.fill_(1.0)
+        for name, weight in [*said.items(), *says.items()]:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.normal_(0, 1e-4)
             elif name.endswith("model.fc.weight"):
-                weight.zero_()
+                weight.normal_(0, 0.005)
                 weight[:, : weight.shape[0]].fill_diagonal_(1.0)

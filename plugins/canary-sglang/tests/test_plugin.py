@@ -82,7 +82,6 @@ def test_an_engine_that_runs_without_our_hooks_is_told(monkeypatch):
     ("change", "word"),
     [
         ({"is_draft_worker": True, "speculative_algorithm": "DFLASH"}, "DFLASH"),
-        ({"is_draft_worker": True, "speculative_algorithm": "STANDALONE"}, "STANDALONE"),
         ({"is_draft_worker": True, "enable_multi_layer_eagle": True}, "multi-layer"),
         ({"enable_lmcache": True}, "LMCache"),
         ({"enable_hisparse": True}, "HiSparse"),
@@ -134,7 +133,7 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     monkeypatch.setattr("canary_sglang.hooks.attach", FakeSession)
     hooks = Hooks()
     # The hooks of SGLang's draft workers need SGLang.
-    hooks._drafts = SimpleNamespace(register=lambda: None)
+    hooks._drafts = SimpleNamespace(register=lambda runner: None)
     hooks._config = CanaryConfig.load(silence_s=0)
     target, draft, later = (SimpleNamespace(is_draft_worker=d, draft_model_idx=i) for d, i in ((0, 0), (1, 0), (1, 2)))
     for runner in (target, draft, later):

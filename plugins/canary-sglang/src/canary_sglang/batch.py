@@ -9,7 +9,7 @@ from torch import Tensor
 from canary_adapters import slot_table
 from canary_core.adapters import BatchAdapter
 from canary_core.batch import BatchView
-from canary_sglang.layout import batches, runners
+from canary_sglang.layout import batches, drafts, runners
 from canary_sglang.rings import RequestRings
 from canary_sglang.states import StateGuard
 from canary_sglang.tokens import TABLE_STEP, UNKNOWN, expected_tokens
@@ -20,18 +20,34 @@ FIRST_ROWS = 256
 
 
 class UniformLens:
-    """Lengths that are alike in all rows, as static tensors: no launch once the engine's largest batch was seen."""
+    """Numbers that are alike in all rows, as static tensors: no launch once the engine's largest batch was seen."""
 
     def __init__(self) -> None:
-        self._filled: dict[int, Tensor] = {}
+        self._filled: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def of(self, value: int, like: Tensor) -> Tensor:
-        """``value`` for each entry of ``like``, in its type. Not to be written to."""
-        known = self._filled.get(value)
-        if known is None or known.shape[0] < like.shape[0] or known.dtype != like.dtype:
+    def of(self, value: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``value`` for each entry of ``like``, in its type unless one is given. Not to be written to."""
+        dtype = dtype or like.dtype
+        known = self._filled.get((value, dtype))
+        if known is None or known.shape[0] < like.shape[0]:
             rows = max(like.shape[0], FIRST_ROWS)
-            known = self._filled[value] = torch.full((rows,), value, dtype=like.dtype, device=like.device)
+            known = self._filled[value, dtype] = torch.full((rows,), value, dtype=dtype, device=like.device)
         return known[: like.shape[0]]
+
+
+class Anchors:
+    """Where the prefix hashes of one runner's rows start: at the common anchor, or at 0, which makes them unknown,
+    where a shared prefix may end in another request's token (`drafts.shared_with_next_token`). Of such a pool's slots
+    the positions, the tokens that were written, and the bytes are judged; that a table's slots are of one sequence is
+    judged in the served model's pool, which has the same slots by the same table."""
+
+    def __init__(self, runner: Any) -> None:
+        self.sure = drafts.shared_with_next_token(runner)
+        self._zeros = UniformLens()
+
+    def of(self, rows: Tensor) -> Tensor | None:
+        """For rows like ``rows``, as `BatchView.anchors`. Not to be written to."""
+        return None if self.sure else self._zeros.of(0, rows, torch.int64)
 
 
 class ForwardBatches(BatchAdapter[Any]):
@@ -54,6 +70,7 @@ class ForwardBatches(BatchAdapter[Any]):
         self._regions = tuple(regions)
         self._writers = writers
         self._uniform = UniformLens()
+        self._anchors = Anchors(runner)
         self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
         # A draft model's slot at position p holds the token at p + 1.
         self._ahead = int(runners.draft_name(runner) is not None)
@@ -94,6 +111,7 @@ class ForwardBatches(BatchAdapter[Any]):
             tables=tables,
             positions=positions,
             expected_tokens=expected,
+            anchors=self._anchors.of(prefix_lens),
         )
 
     def padding(self, rows: int) -> Iterator[BatchView]:
@@ -116,6 +134,7 @@ class ForwardBatches(BatchAdapter[Any]):
                     tables={**tables, **state},
                     positions=numbers,
                     expected_tokens=expected,
+                    anchors=self._anchors.of(lens),
                 )
 
     def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,5 +160,6 @@ class ForwardBatches(BatchAdapter[Any]):
             if mixed and new == 1 and request is not None and len(request.output_ids):
                 requests[i] = None
         ends = [prefix + new + self._ahead for prefix, new in zip(prefixes, news, strict=True)]
-        tokens = expected_tokens(requests, ends, batch.input_ids.device)
+        begins = None if self._anchors.sure else [prefix + self._ahead for prefix in prefixes]
+        tokens = expected_tokens(requests, ends, batch.input_ids.device, begins)
         return tokens if tokens is None else tokens[:, self._ahead :]

@@ -1,11 +1,12 @@
-"""Draft models of EAGLE, whose steps SGLang runs around `ModelRunner.forward` or within one CUDA graph.
+"""Draft models of EAGLE and STANDALONE, whose steps SGLang runs around `ModelRunner.forward` or within one CUDA graph.
 
 One iteration of the engine, with ``L`` tokens in the cache and one that was sampled and isn't in it: the draft model
 writes ``steps - 1`` guesses from position ``L`` on (`DraftBatches.steps`), the target verifies (`ForwardBatches`), and
 the draft model writes what the target says over its guesses (`DraftBatches.extend`). Rejected tokens stay in the
 request's slots, beyond the prefix that anybody reads, until the next iteration writes over them.
 
-A draft pool's slot at position ``p`` holds the token at ``p + 1``, with the hidden state at ``p``.
+A draft pool's slot at position ``p`` holds the token at ``p + 1``, with EAGLE's hidden state at ``p``. Requests that
+share a prefix share its slots, the last one too: see `Anchors`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from canary_adapters import slot_table
 from canary_core.batch import BatchView
-from canary_sglang.batch import UniformLens
+from canary_sglang.batch import Anchors, UniformLens
 from canary_sglang.writers import RequestWriters
 
 
@@ -28,6 +29,7 @@ class DraftBatches:
         self._regions = tuple(regions)
         self._writers = writers
         self._uniform = UniformLens()
+        self._anchors = Anchors(runner)
         self._tokens = torch.zeros(0, dtype=torch.int64, device=self._entries.device)
 
     def steps(self, batch: Any, written: int) -> BatchView:
@@ -54,7 +56,8 @@ class DraftBatches:
         writers = self._entries.new_zeros(rows, dtype=torch.int32)
         for tokens, slots in ((numbers, None), (writers, numbers)):
             table = slot_table(self._entries, numbers, slots)
-            yield BatchView(numbers, numbers, tokens, writers, dict.fromkeys(self._regions, table))
+            tables = dict.fromkeys(self._regions, table)
+            yield BatchView(numbers, numbers, tokens, writers, tables, anchors=self._anchors.of(numbers))
 
     def accepted(self, batch: Any, roots: Tensor, result: Any) -> BatchView:
         """What a tree's accepted path became once it was moved to the front of each request's slots; the tokens beyond
@@ -94,6 +97,7 @@ class DraftBatches:
             token_ids=tokens,
             writers=self._writers.ids([request.rid for request in batch.reqs]),
             tables=dict.fromkeys(self._regions, table),
+            anchors=self._anchors.of(batch.seq_lens),
         )
 
     def _room(self, tokens: int) -> Tensor:

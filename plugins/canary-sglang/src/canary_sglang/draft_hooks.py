@@ -1,4 +1,4 @@
-"""What SGLang calls in its draft worker: wrapped once there is a draft model to guard."""
+"""What SGLang calls in its draft workers: wrapped once there is a model that needs it."""
 
 import importlib
 from collections.abc import Callable
@@ -6,28 +6,36 @@ from typing import Any
 
 from canary_core.batch import BatchView
 from canary_sglang.layout import targets
+from canary_sglang.layout.drafts import draft_targets
 from canary_sglang.session import Session
 
 
 class DraftHooks:
-    """Functions of SGLang's draft worker, wrapped through its `HookRegistry` once there is a draft model to guard.
+    """Functions of SGLang's draft workers, wrapped through its `HookRegistry` once a model is guarded that they run.
 
     ``session_of``: the session of a `ModelRunner`, None where it has none.
     """
 
     def __init__(self, session_of: Callable[[Any], Session | None]) -> None:
         self._session_of = session_of
-        self._registered = False
+        self._registered: set[str] = set()
 
-    def register(self) -> None:
-        """Called when a draft model's pool was allocated: SGLang's hooks were applied, and its worker imported."""
-        if self._registered:
+    def register(self, runner: Any) -> None:
+        """Called when the pool of a model that is guarded was allocated: SGLang's other hooks were applied, and the
+        worker imported."""
+        missing = [target for target in draft_targets(runner) if target not in self._registered]
+        if not missing:
             return
-        self._registered = True
+        self._registered.update(missing)
         registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-        hooks = {targets.DRAFT_STEPS: self._steps, targets.DRAFT_EXTEND: self._extend, targets.VERIFY: self._verify}
-        for target, hook in hooks.items():
-            registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
+        hooks = {
+            targets.DRAFT_STEPS: self._steps,
+            targets.DRAFT_EXTEND: self._extend,
+            targets.VERIFY: self._verify,
+            targets.NGRAM: self._ngram,
+        }
+        for target in missing:
+            registry.HookRegistry.register(target, hooks[target], registry.HookType.AROUND)
         registry.HookRegistry.apply_hooks()
 
     def _steps(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +72,26 @@ class DraftHooks:
         tree = not batch.forward_mode.is_idle() and drafted.topk > 1 and drafted.draft_token_num > 1
         result = original(worker, batch, *args, **kwargs)
         if session is not None and tree:
-            drafts = session.drafts
-            roots = drafted.draft_token.view(-1, drafted.draft_token_num)[:, 0]
-            session.around(lambda: None, lambda: drafts.accepted(batch, roots, result))
-            session.guarded("rejected tokens", lambda: session.forget(drafts.rejected_slots(batch, result)))
+            _accept(session, batch, drafted, result)
         return result
+
+    def _ngram(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """All that the worker does with a batch; it verifies decodes."""
+        session = self._session_of(worker.target_worker.model_runner)
+        verifies = batch.forward_mode.is_decode()
+        result = original(worker, batch, *args, **kwargs)
+        if session is not None and verifies:
+            _accept(session, batch, batch.spec_info, result)
+        return result
+
+
+def _accept(session: Session, batch: Any, drafted: Any, result: Any) -> None:
+    """A verified tree's accepted path was moved to the front of each request's slots; the rest is none."""
+    drafts = session.drafts
+
+    def accepted() -> BatchView:
+        return drafts.accepted(batch, drafted.draft_token.view(-1, drafted.draft_token_num)[:, 0], result)
+
+    session.around(lambda: None, accepted)
+    if session.canary.enabled:
+        session.guarded("rejected tokens", lambda: session.forget(drafts.rejected_slots(batch, result)))

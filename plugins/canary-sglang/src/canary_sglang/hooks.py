@@ -97,8 +97,7 @@ class Hooks:
         session = attach(runner, self._config, others[0].requests if others else None)
         if session is not None:
             self._by_runner[id(runner)] = session
-            if model is not None:
-                self._drafts.register()
+            self._drafts.register(runner)
 
     def _close(self, sessions: Iterable[Session]) -> None:
         for session in sessions:

@@ -13,9 +13,11 @@ MOST_TOKENS = 1 << 22
 """Most entries of one table; positions beyond what fits are not judged."""
 
 
-def expected_tokens(requests: Sequence[Any | None], ends: Sequence[int], device: torch.device) -> Tensor | None:
-    """Tokens of SGLang's `Req` objects by position up to ``ends``, int32 ``[requests, width]``; -1 where unknown.
-    None if nothing is known. One copy to the device, which the host does not wait for."""
+def expected_tokens(
+    requests: Sequence[Any | None], ends: Sequence[int], device: torch.device, begins: Sequence[int] | None = None
+) -> Tensor | None:
+    """Tokens of SGLang's `Req` objects by position up to ``ends``, int32 ``[requests, width]``; -1 where unknown, and
+    before ``begins``. None if nothing is known. One copy to the device, which the host does not wait for."""
     if all(request is None for request in requests):
         return None
     width = -(-min(max(ends), MOST_TOKENS // len(requests)) // TABLE_STEP) * TABLE_STEP
@@ -29,6 +31,8 @@ def expected_tokens(requests: Sequence[Any | None], ends: Sequence[int], device:
         output = request.output_ids[: min(end, width) - known] if known == len(prompt) else ()
         if len(output):
             row[known : known + len(output)] = as_tensor(output)
+    for row, begin in zip(table, begins or (), strict=begins is not None):
+        row[:begin] = UNKNOWN
     return table.to(device, non_blocking=True)
 
 

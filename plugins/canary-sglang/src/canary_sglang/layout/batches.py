@@ -14,8 +14,13 @@ def is_checked(batch: Any) -> bool:
     not mix extends with requests that speculate, whose lengths the overlap scheduler sets later than the host's copy.
     """
     mode = batch.forward_mode.name
+    return mode in CHECKED_MODES and not (mode == "MIXED" and speculates(batch))
+
+
+def speculates(batch: Any) -> bool:
+    """Whether the decodes of a `ForwardBatch` or `ScheduleBatch` draft ahead."""
     algorithm = getattr(batch, "spec_algorithm", None)
-    return mode in CHECKED_MODES and not (mode == "MIXED" and algorithm is not None and not algorithm.is_none())
+    return algorithm is not None and not algorithm.is_none()
 
 
 def is_tree(batch: Any) -> bool:
@@ -27,6 +32,9 @@ def verified_tokens(batch: Any) -> int | None:
     """How many drafted tokens a ``TARGET_VERIFY`` writes for each request, as a chain; 0 for a tree, whose tokens share
     positions; None where that isn't known."""
     drafted = batch.spec_info
+    if type(drafted).__name__ == "NgramVerifyInput":
+        # What it found in the text may branch anywhere.
+        return 0
     if type(drafted).__name__ != "EagleVerifyInput":
         return None
     if drafted.topk > 1 and drafted.draft_token_num > 1:

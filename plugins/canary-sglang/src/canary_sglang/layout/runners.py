@@ -1,11 +1,10 @@
 """`ModelRunner`: what serves, how it was started, and whether that can be guarded."""
 
-import os
 from typing import Any
 
 import torch
 
-from canary_sglang.layout.targets import DRAFT_EXTEND, DRAFT_STEPS, VERIFY, existing
+from canary_sglang.layout.drafts import draft_refusal
 
 
 def refusal(runner: Any) -> str | None:
@@ -25,22 +24,6 @@ def refusal(runner: Any) -> str | None:
     if _encoder_only(runner):
         return "encoder-only attention needs no KV, so some back ends store none in the slots that are handed out"
     return None
-
-
-def draft_refusal(runner: Any) -> str | None:
-    """Why a draft model's pool can't be guarded without false alarms, None if it can: `DRAFT_WORKER` runs it, and what
-    that writes is known."""
-    args = runner.server_args
-    algorithm = str(args.speculative_algorithm)
-    if algorithm.upper() not in ("EAGLE", "EAGLE3", "NEXTN"):
-        return f"a draft model of {algorithm}; not covered yet"
-    if getattr(args, "enable_multi_layer_eagle", False):
-        return "draft models of multi-layer EAGLE write each other's positions ahead; not covered yet"
-    if os.environ.get("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "").lower() in ("1", "true", "yes"):
-        return "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND leaves verified tokens out of the draft model's pool"
-    needed = (DRAFT_STEPS, DRAFT_EXTEND, VERIFY)
-    missing = [name for name in needed if name not in existing(needed)]
-    return f"this SGLang has no {', '.join(missing)}" if missing else None
 
 
 def draft_name(runner: Any) -> str | None:

@@ -41,11 +41,15 @@ DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 DRAFT_STEPS = f"{DRAFT_WORKER}.draft"
 DRAFT_EXTEND = f"{DRAFT_WORKER}._draft_extend_for_decode"
 VERIFY = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify"
+DRAFT_MODEL_TARGETS = (DRAFT_STEPS, DRAFT_EXTEND, VERIFY)
+NGRAM = "sglang.srt.speculative.ngram_worker.NGRAMWorker.forward_batch_generation"
+NGRAM_MOVES = "sglang.srt.speculative.ngram_worker.move_accept_tokens_to_target_kvcache"
 
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 COMMON = "sglang.srt.mem_cache.common"
 
-PREPARES = (f"{BATCH}.prepare_for_extend", f"{BATCH}.prepare_for_decode")
+DECODES = f"{BATCH}.prepare_for_decode"
+PREPARES = (f"{BATCH}.prepare_for_extend", DECODES)
 """Where slots are handed out to the requests of a batch."""
 
 RELEASES = (f"{COMMON}.release_kv_cache", f"{COMMON}.maybe_cache_unfinished_req")
