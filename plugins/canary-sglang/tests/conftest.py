@@ -81,6 +81,7 @@ class Setup:
 def speculative(options: dict[str, Any] | None = None, **fields: Any) -> Setup:
     """EAGLE with a draft model of one layer, three steps and no branches, unless ``options`` say otherwise."""
     eagle = {
+        "model": "llama_small",
         "draft_model": "llama_draft",
         "speculative_algorithm": "EAGLE",
         "speculative_num_steps": 3,
@@ -88,6 +89,7 @@ def speculative(options: dict[str, Any] | None = None, **fields: Any) -> Setup:
         "speculative_num_draft_tokens": 4,
         "attention_backend": "triton",
         "dtype": "float32",
+        "triton_attention_num_kv_splits": 1,
         # The size is given; draft weights, which SGLang counts, mustn't fail on a machine that others use, too.
         "mem_fraction_static": 0.5,
     }
@@ -98,9 +100,26 @@ def speculative(options: dict[str, Any] | None = None, **fields: Any) -> Setup:
 SPECULATIVE = {
     "eagle": speculative(),
     "eagle_tree": speculative({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}),
+    "eagle_pages": speculative({"page_size": 4}),
+    "eagle_overlap": speculative({"max_total_tokens": 112, "disable_overlap_schedule": False}),
     "eagle_pressure": speculative({"max_total_tokens": 112, "chunked_prefill_size": 32}, prompts=5, new_tokens=24),
     "standalone": speculative(
-        {"speculative_algorithm": "STANDALONE", "draft_model": "llama"}, regions=("full",), new_tokens=12
+        {"speculative_algorithm": "STANDALONE", "draft_model": "llama_small"}, prompts=8, new_tokens=12
+    ),
+    "ngram": Setup(
+        {
+            "model": "llama_small",
+            "speculative_algorithm": "NGRAM",
+            "speculative_num_draft_tokens": 4,
+            "speculative_ngram_min_bfs_breadth": 1,
+            "speculative_ngram_max_bfs_breadth": 2,
+            "attention_backend": "triton",
+            "dtype": "float32",
+            "triton_attention_num_kv_splits": 1,
+        },
+        {**TRITON, "TORCHDYNAMO_DISABLE": "1"},
+        prompts=4,
+        new_tokens=16,
     ),
 }
 """Ways to speculate, for `test_speculation`."""

@@ -42,7 +42,7 @@ DEEPSEEK_V4 = dict(
     rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, hc_mult=4,
     hc_sinkhorn_iters=2, hc_eps=1e-6, num_hash_layers=0, swiglu_limit=10.0,
 )  # fmt: skip
-LLAMA_SMALL: dict[str, Any] = {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+LLAMA_SMALL: dict[str, Any] = {**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1}
 LLAMA_DRAFT: dict[str, Any] = {**LLAMA_SMALL, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 CPU_MODELS = {
     "llama": LLAMA,

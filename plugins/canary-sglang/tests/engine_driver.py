@@ -22,6 +22,7 @@ import builtin_canary
 import cache_faults
 import fake_compressors
 import fake_deepseek_v4
+import overlap
 import speculation
 import torch
 from cpu_models import CPU_DEFAULTS, CPU_MODELS
@@ -97,7 +98,7 @@ class Engine:
             options["speculative_draft_model_path"] = _write_model(folder / "draft", options.pop("draft_model"))
         defaults = GPU_DEFAULTS if options.get("device") == "cuda" else CPU_DEFAULTS
         if "speculative_algorithm" in options and defaults is CPU_DEFAULTS:
-            speculation.allow_on_a_cpu()
+            speculation.allow_on_a_cpu(options["speculative_algorithm"])
         self.args = ServerArgs(**{**defaults, **options})
         if hasattr(self.args, "resolve_once"):
             self.args.resolve_once()
@@ -113,7 +114,8 @@ class Engine:
         self.steps = 0
         self.graphed: Counter[str] = Counter()
         _randomize(self.runner.model)
-        speculation.let_agree(self.runner.model, speculation.draft_model(self.scheduler))
+        if "speculative_algorithm" in options:
+            speculation.let_agree(self.runner.model, speculation.draft_model(self.scheduler))
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
@@ -208,6 +210,10 @@ class Engine:
             "retracted": sum(int(getattr(r, "retraction_count", 0) or 0) for r in served),
             **counts,
         }
+
+    def storm_overlapped(self, seed: int, turns: int, new_tokens: int) -> dict[str, Any]:
+        """Random traffic through SGLang's own loop with the overlap scheduler: see `overlap.storm`."""
+        return overlap.storm(self, seed, turns, new_tokens)
 
     def findings(self) -> dict[str, Any]:
         """What was found since the last call, after everything was waited for."""

@@ -14,6 +14,7 @@ _EXPERTS = dict(
 
 GPU_MODELS: dict[str, dict[str, Any]] = {
     "gpu_llama": dict(_BASE, architectures=["LlamaForCausalLM"], model_type="llama"),
+    "gpu_llama_small": dict(_BASE, architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=1),
     "gpu_llama_draft": dict(
         _BASE, architectures=["LlamaForCausalLMEagle"], model_type="llama", num_hidden_layers=1
     ),

@@ -3,9 +3,10 @@
 import pytest
 
 pytestmark = pytest.mark.timeout(900)
+SETUPS = ["mha", "pages", "swa", "hicache", "eagle"]
 
 
-@pytest.mark.parametrize("name", ["mha", "pages", "swa", "hicache"])
+@pytest.mark.parametrize("name", SETUPS)
 def test_a_free_page_that_is_freed_again(start, name):
     """The engine's own ``free`` on slots that nobody has: one finding for the page, with the step of the first free."""
     engine = start(name)
@@ -15,7 +16,7 @@ def test_a_free_page_that_is_freed_again(start, name):
     assert [(v["region"], v["slot"]) for v in found] == [("full", done["slots"][0])]
 
 
-@pytest.mark.parametrize("name", ["mha", "pages", "swa", "hicache"])
+@pytest.mark.parametrize("name", SETUPS)
 def test_slots_freed_under_a_running_request(start, name):
     """The engine's own ``free`` on a page of a running request: its slots are found before the next forward reads
     them, with the reader, which wrote them too, and the step of the free."""
@@ -31,7 +32,7 @@ def test_slots_freed_under_a_running_request(start, name):
     assert all(v["step_freed"] == v["step"] - 1 for v in found if v["step"] == min(v["step"] for v in found))
 
 
-@pytest.mark.parametrize("name", ["mha", "pages", "swa", "hicache"])
+@pytest.mark.parametrize("name", SETUPS)
 def test_a_held_page_is_handed_out(start, name):
     """The allocator's list names a page that a request still has: both requests are in the finding."""
     engine = start(name)

@@ -17,7 +17,7 @@ from torch import Tensor
 from canary_core.canary import Canary
 from canary_core.events import Event
 from canary_core.region import Region
-from canary_sglang.layout import allocators, targets
+from canary_sglang.layout import allocators, batches, schedulers, targets
 from canary_sglang.writers import RequestWriters
 
 
@@ -78,15 +78,19 @@ class Owners:
         self._writers = writers
         self._batch: Any = None
         self._request: str | None = None
+        self._ahead: _Ahead | None = None
 
     @contextmanager
-    def preparing(self, batch: Any) -> Iterator[None]:
-        """What is handed out meanwhile is for the requests of ``batch``."""
-        before, self._batch = self._batch, batch
+    def preparing(self, batch: Any, decode: bool = False) -> Iterator[None]:
+        """What is handed out meanwhile is for the requests of ``batch``, an extend or a decode."""
+        before, self._batch = (self._batch, self._ahead), batch
+        self._ahead = ahead = _Ahead(batch) if decode and batches.speculates(batch) else None
         try:
             yield
         finally:
-            self._batch = before
+            self._batch, self._ahead = before
+            if ahead is not None:
+                ahead.prepared()
 
     @contextmanager
     def releasing(self, request: Any) -> Iterator[None]:
@@ -103,12 +107,15 @@ class Owners:
 
     def taker(self, count: int, shares: Sequence[int] | None) -> int | Callable[[], int | Tensor]:
         """Who gets ``count`` pages of which each request of the batch gets ``shares``, in its order; None for one each
-        or, where slots are handed out one by one, what its extend needs."""
+        or, where slots are handed out one by one, what its extend needs, or what it has more of once it was prepared to
+        draft ahead."""
         if self._batch is None or not count:
             return -1
         names = [request.rid for request in self._batch.reqs]
         if len(names) == 1:
             return partial(self._writers.id, names[0])
+        if shares is None and self._ahead is not None:
+            return partial(self._ahead.takers, self._writers, names, count)
         if shares is None and count == len(names):
             return partial(self._writers.ids, names)
         if shares is None:
@@ -116,6 +123,25 @@ class Owners:
         if shares is None or len(shares) != len(names) or sum(shares) != count:
             return -1
         return partial(self._writers.repeated, names, list(shares))
+
+
+class _Ahead:
+    """How many slots each request of a batch gets when it is prepared to draft ahead. SGLang tells only after it took
+    them all at once; the core asks who got them later still, when the event takes effect."""
+
+    def __init__(self, batch: Any) -> None:
+        self._requests = tuple(batch.reqs)
+        self._before = [schedulers.allocated_tokens(request) for request in self._requests]
+        self._shares: list[int] = []
+
+    def prepared(self) -> None:
+        """The batch was prepared."""
+        after = [schedulers.allocated_tokens(request) for request in self._requests]
+        self._shares = [end - begin for begin, end in zip(self._before, after, strict=True)]
+
+    def takers(self, writers: RequestWriters, names: Sequence[str], count: int) -> int | Tensor:
+        """Writer ids of ``count`` slots, -1 if the requests' lengths don't tell."""
+        return writers.repeated(names, self._shares) if sum(self._shares) == count else -1
 
 
 class Follower:
@@ -242,9 +268,9 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Callable
             return original(allocator, *args, **kwargs)
         return followed.call(name, original, allocator, *args, **kwargs)
 
-    def preparing(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def preparing(decode: bool, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         followed = lifetime()
-        with followed.owners.preparing(batch) if followed else nullcontext():
+        with followed.owners.preparing(batch, decode) if followed else nullcontext():
             return original(batch, *args, **kwargs)
 
     def releasing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +281,7 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Callable
     functions = allocators.allocator_functions()
     return {
         **{target: partial(changing, target.rpartition(".")[2]) for target in functions},
-        **dict.fromkeys(targets.existing(targets.PREPARES), preparing),
+        **{target: partial(preparing, target == targets.DECODES) for target in targets.existing(targets.PREPARES)},
         **dict.fromkeys(targets.existing(targets.RELEASES), releasing),
     }
 

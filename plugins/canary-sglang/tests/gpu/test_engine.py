@@ -45,6 +45,17 @@ SETUPS = {
         },
         regions=("full", "draft/full"),
     ),
+    "standalone": setup(
+        {
+            "model": "gpu_llama",
+            "draft_model": "gpu_llama_small",
+            "speculative_algorithm": "STANDALONE",
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+        },
+        regions=("full", "draft/full"),
+    ),
     "gated_delta": setup({"model": "gpu_qwen3_5", "max_mamba_cache_size": 64}, regions=("full", "mamba")),
     "gated_delta_checkpoints": setup(
         {
@@ -129,6 +140,17 @@ def test_what_is_guarded_is_told_at_start(engine, record_property):
     assert all(event["coverage_ratio"] > 0 for event in coverages)
     assert all(item["bytes"] and item["reason"] for item in left_out)
     assert {"disabled", "silence", "start_failed"}.isdisjoint(event["name"] for event in events)
+
+
+def test_canary_and_the_allocator_agree_on_every_slot(engine):
+    """After traffic the slots that Canary holds to be free are those of the allocator's own list, in each region that
+    an allocator hands out; speculation, which takes slots ahead of their use, is no exception."""
+    engine.serve(prompts=engine.setup.traffic(2), new_tokens=engine.setup.new_tokens)
+    told = engine.ownership()
+    assert told
+    assert {region: about["differences"] for region, about in told.items()} == {region: [] for region in told}
+    assert engine.findings()["violations"] == []
+    assert "lifetime_off" not in {event["name"] for event in engine.events()}
 
 
 def test_a_flipped_bit_is_found_in_every_source(engine, record_property):

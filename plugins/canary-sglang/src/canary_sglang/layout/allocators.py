@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from canary_sglang.layout.drafts import FOLLOWED_SPECULATION
+from canary_sglang.layout.runners import disaggregation, host_cache
 from canary_sglang.layout.targets import existing
 
 ALLOCATORS = "sglang.srt.mem_cache.allocator"
@@ -20,8 +22,11 @@ ALLOCATED_REGIONS = {"full": "full", "c4": "full", "c128": "full", "swa": "windo
 def lifetime_refusal(runner: Any) -> str | None:
     """Why the allocator is not followed though we know it, None if it is."""
     args = runner.server_args
-    if getattr(args, "speculative_algorithm", None):
-        return "speculative decoding hands slots out ahead of their use; not followed yet"
+    algorithm = getattr(args, "speculative_algorithm", None)
+    if algorithm and str(algorithm).upper() not in FOLLOWED_SPECULATION:
+        return f"speculative decoding by {algorithm}; what it does with slots was not looked at"
+    if algorithm and (host_cache(runner) or disaggregation(runner) != "null"):
+        return "speculative decoding with HiCache or PD disaggregation; not followed yet"
     return None
 
 

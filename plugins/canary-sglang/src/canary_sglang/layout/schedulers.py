@@ -22,8 +22,13 @@ def table_row(scheduler: Any, request: Any) -> tuple[torch.Tensor | None, int]:
     index = getattr(holder, "req_pool_idx", None)
     if index is None:
         return None, 0
-    length = getattr(kv if hasattr(kv, "kv_allocated_len") else request, "kv_allocated_len", 0)
-    return scheduler.req_to_token_pool.req_to_token[index], int(length)
+    return scheduler.req_to_token_pool.req_to_token[index], allocated_tokens(request)
+
+
+def allocated_tokens(request: Any) -> int:
+    """For how many tokens a request has slots."""
+    kv = getattr(request, "kv", None)
+    return int(getattr(kv if hasattr(kv, "kv_allocated_len") else request, "kv_allocated_len", 0))
 
 
 def abort(scheduler: Any, request: Any, message: str) -> bool:
