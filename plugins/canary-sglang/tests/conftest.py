@@ -212,6 +212,7 @@ SETUPS = {
         new_tokens=4,
         regions=("full", "mamba"),
         storm_steps=20,
+        since="0.5.21",
     ),
     "radix_off": Setup({"disable_radix_cache": True}),
 }
