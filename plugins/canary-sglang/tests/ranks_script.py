@@ -35,7 +35,10 @@ def main() -> None:
     options = {**options, "disable_overlap_schedule": False, **json.loads(sys.argv[2])}
     engine = sglang.Engine(model_path=str(folder), **options)
     for phase in json.loads(folder.joinpath("phases.json").read_text()):
-        folder.joinpath("control").write_text(phase["control"])
+        # At once, so that nobody reads half of it.
+        fresh = folder / "control.new"
+        fresh.write_text(phase["control"])
+        fresh.replace(folder / "control")
         done = engine.loop.run_until_complete(serve(engine, phase["prompts"], phase["new_tokens"]))
         sys.stdout.write("\nPHASE " + json.dumps(done) + "\n")
         sys.stdout.flush()
