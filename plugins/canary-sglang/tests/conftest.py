@@ -100,6 +100,7 @@ def speculative(options: dict[str, Any] | None = None, **fields: Any) -> Setup:
 SPECULATIVE = {
     "eagle": speculative(),
     "eagle_tree": speculative({"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}),
+    "eagle_layers": speculative({"enable_multi_layer_eagle": True}, regions=("full",)),
     "eagle_pages": speculative({"page_size": 4}),
     "eagle_overlap": speculative({"max_total_tokens": 112, "disable_overlap_schedule": False}),
     "eagle_pressure": speculative({"max_total_tokens": 112, "chunked_prefill_size": 32}, prompts=5, new_tokens=24),

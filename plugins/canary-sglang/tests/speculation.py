@@ -25,12 +25,26 @@ def allow_on_a_cpu(algorithm: str) -> None:
     from sglang.srt.speculative import eagle_utils
 
     eagle_utils._is_xpu = cache_locs._is_xpu = True
+    _take_a_number()
     if algorithm == "NGRAM":
         from sglang.srt import utils
 
         usual, utils.is_xpu = utils.is_xpu, lambda: True
         importlib.import_module("sglang.srt.speculative.ngram_worker")
         utils.is_xpu = usual
+
+
+def _take_a_number() -> None:
+    """Multi-layer EAGLE tells each draft model which layer it is. The models that it was made for are large; LLaMA's
+    has but one layer and doesn't ask."""
+    from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
+
+    usual = LlamaForCausalLMEagle.__init__
+
+    def init(self: Any, *args: Any, draft_model_idx: int | None = None, **kwargs: Any) -> None:
+        usual(self, *args, **kwargs)
+
+    LlamaForCausalLMEagle.__init__ = init
 
 
 def let_agree(target: torch.nn.Module, draft: torch.nn.Module | None) -> None:

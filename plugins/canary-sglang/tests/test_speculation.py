@@ -50,6 +50,24 @@ def test_clean_speculation_raises_nothing(start, name):
     assert 0 < verifies < decoded
 
 
+def test_refused_draft_models_leave_the_target_clean(start):
+    """Multi-layer EAGLE: the pool of each of its draft models is named as not guarded; the target's is guarded, without
+    a finding, and its allocator followed."""
+    engine = start("eagle_layers")
+    traffic = engine.setup
+    served = [engine.serve(prompts=traffic.traffic(0, 3), new_tokens=traffic.new_tokens) for _ in range(2)]
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["checked_slots"] > 0
+    assert found["stats"]["unknown_slots"] == 0
+    assert set(engine.regions()) == {"full"}
+    assert engine.ownership()["full"]["differences"] == []
+    left_out = [item for event in engine.events() if event["name"] == "coverage" for item in event["uncovered"]]
+    assert [item["name"] for item in left_out] == ["draft/pool", "draft1/pool", "draft2/pool"]
+    assert all("multi-layer" in item["reason"] for item in left_out)
+    assert sum(turn["verifies"] for turn in served) > 0
+
+
 @pytest.mark.parametrize("name", ["eagle", "standalone"])
 def test_what_breaks_is_found_in_a_draft_models_pool(start, name):
     """A flipped bit in each source, and each fault of the core, where only the draft model reads."""
