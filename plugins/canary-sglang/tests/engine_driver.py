@@ -409,6 +409,22 @@ class Engine:
             "violations": [v.fields() for v in self.told.violations],
         }
 
+    def misuse_idle(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Serves the prompts to their end, then frees a free page; gives its slots, and the findings without another
+        forward. The engine is of no use afterwards."""
+        self.serve(prompts, 2)
+        self.session.canary.drain()
+        pages = self.runner.token_to_kv_pool_allocator
+        slots = pages.alloc(pages.page_size).clone()
+        pages.free(slots)
+        pages.free(slots)
+        self.told.violations = []
+        for _ in range(2):
+            # Not by the scheduler, whose own check would end the process; and as if time had passed.
+            self.session._idle_read = 0.0
+            self.session.idle()
+        return {"slots": slots.tolist(), "violations": [v.fields() for v in self.told.violations]}
+
     def rot(self, prompt: list[int], region: str, source: str) -> dict[str, Any]:
         """Serves ``prompt``, then flips a bit of a slot that the prefix cache holds of it; gives the slot and what was
         served."""

@@ -41,3 +41,10 @@ def test_a_held_page_is_handed_out(start, name):
     assert [(v["region"], v["slot"]) for v in found] == [("full", done["slots"][0])]
     assert found[0]["stored_request"] == done["requests"][-1]
     assert found[0]["request"] in done["requests"]
+
+
+def test_an_idle_engine_tells_what_its_allocator_did(start):
+    """A page that is freed again after the last request has ended: found without another forward."""
+    engine = start("mha")
+    done = engine.misuse_idle(prompts=engine.setup.traffic(0, 4))
+    assert [(v["kind"], v["slot"]) for v in done["violations"]] == [("double_free", done["slots"][0])]

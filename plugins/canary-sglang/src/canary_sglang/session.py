@@ -164,6 +164,8 @@ class Session:
         now = time.monotonic()
         if self.canary.enabled and now - self._idle_read >= IDLE_READ_S:
             self._idle_read = now
+            # Nothing is in flight, so this stream does for what would wait for the next forward.
+            self.guarded("idle", self.canary.settle)
             self.canary.end_step()
 
     def flushed(self) -> None:
