@@ -244,8 +244,8 @@ def test_two_engines(options):
     """A prefill and a decode engine: clean requests raise nothing on either side; KV that is corrupted on the prefill
     side after its forward is reported by the decode side, with layer and half, and not by the prefill side; so are a
     transfer that is cut short and one whose pages are swapped. A page that is freed twice, or while it is in use, is
-    reported by the side that does it. With Canary on one side only nothing happens, and neither where SGLang lets
-    transfers fail, and retracts and resumes requests, all the time."""
+    reported by the side that does it. With Canary on one side only nothing happens, and neither where transfers fail,
+    and SGLang retracts and resumes requests all the time."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "cpu"), os.environ.get("PYTHONPATH", "")])}
     script = [sys.executable, str(HERE / "gpu" / "pd.py"), "--device", "cpu", *options]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=1400)

@@ -39,12 +39,14 @@ def first_time() -> bool:
 
 @hookimpl
 def canary_attached(canary: Any) -> None:
-    """On the prefill side, stands between the engine and its sender."""
+    """Stands between the engine and its sender on the prefill side, and its receiver on the decode side."""
     if SIDE != "prefill":
         if not torch.cuda.is_available():
             import host_copies
 
             host_copies.install()
+        if SIDE == "decode":
+            fail_some()
         return
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
@@ -64,6 +66,20 @@ def canary_attached(canary: Any) -> None:
 
     send.witness = True
     NixlKVManager.send_kvcache = send
+
+
+def fail_some() -> None:
+    """In the case ``stress`` one of four transfers ends as failed where it had succeeded."""
+    from sglang.srt.disaggregation.nixl import conn
+
+    original = conn.NixlKVReceiver.poll
+
+    def poll(receiver: Any) -> Any:
+        status = original(receiver)
+        fails = status == conn.KVPoll.Success and receiver.bootstrap_room % 4 == 0 and control()[1] == "stress"
+        return conn.KVPoll.Failed if fails else status
+
+    conn.NixlKVReceiver.poll = poll
 
 
 @hookimpl
