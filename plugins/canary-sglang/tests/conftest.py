@@ -104,7 +104,9 @@ SPECULATIVE = {
     "eagle_pages": speculative({"page_size": 4}),
     "eagle_overlap": speculative({"max_total_tokens": 112, "disable_overlap_schedule": False}),
     "eagle_pressure": speculative(
-        {"max_total_tokens": 112, "chunked_prefill_size": 32, "schedule_conservativeness": 0.1}, prompts=5, new_tokens=24
+        {"max_total_tokens": 112, "chunked_prefill_size": 32, "schedule_conservativeness": 0.1},
+        prompts=5,
+        new_tokens=24,
     ),
     "standalone": speculative(
         {"speculative_algorithm": "STANDALONE", "draft_model": "llama_small"}, prompts=8, new_tokens=12
