@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +143,7 @@ class RegionState:
         written = self.claims >> 32 == self.shared.clock[Clock.NEXT]
         self.fingerprints.masked_fill_(written[:, None], 0)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Fingerprinted bytes of one slot."""
         return sum(s.slot_bytes for s in self.sources)

@@ -27,7 +27,7 @@ from canary_core.kernels.launch import (
     source_arguments,
 )
 from canary_core.records import PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Descriptor, Kind, Phase
-from canary_core.state import RegionState, SourceGroup
+from canary_core.state import RegionState
 
 
 class Tile(NamedTuple):
@@ -71,56 +71,55 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     if tiles == 0:
         return
     given = arguments(batch.token_ids, batch.writers, batch.tokens)
-    for group, launcher in _launchers(state, fingerprint_kernel, WRITE_TILE):
-        launcher((len(group.columns), tiles), given)
+    for blocks, _, launcher in _launchers(state, fingerprint_kernel, WRITE_TILE):
+        launcher((blocks, tiles), given)
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.reference.fingerprint.read_check`. One launch a source group; may be captured."""
     given, constants = batch_arguments(state, batch, table)
-    for group, launcher in _launchers(state, read_check_kernel, READ_CHECK_TILE, constants):
-        launcher((len(group.columns), _tiles(state, group)), given)
+    for blocks, tiles, launcher in _launchers(state, read_check_kernel, READ_CHECK_TILE, constants):
+        launcher((blocks, tiles), given)
 
 
 def scrub(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.scrub`. One launch a source group; may be captured."""
-    for group, launcher in _launchers(state, scrub_kernel, SCRUB_TILE):
-        launcher((len(group.columns), _tiles(state, group)))
+    for blocks, tiles, launcher in _launchers(state, scrub_kernel, SCRUB_TILE):
+        launcher((blocks, tiles))
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
     """As `canary_core.reference.fingerprint.verify`. One launch a source group."""
     given = arguments(slots, slots.shape[0])
-    tiles = max(-(-slots.shape[0] // SCRUB_TILE.slots), 1)
-    for group, launcher in _launchers(state, verify_kernel, SCRUB_TILE):
-        launcher((len(group.columns), min(tiles, _tiles(state, group))), given)
+    needed = max(-(-slots.shape[0] // SCRUB_TILE.slots), 1)
+    for blocks, tiles, launcher in _launchers(state, verify_kernel, SCRUB_TILE):
+        launcher((blocks, min(needed, tiles)), given)
 
 
 def baseline(state: RegionState) -> None:
     """As `canary_core.reference.fingerprint.baseline`. One launch a source group."""
-    for group, launcher in _launchers(state, baseline_kernel, SCRUB_TILE):
-        launcher((len(group.columns), _tiles(state, group)))
+    for blocks, tiles, launcher in _launchers(state, baseline_kernel, SCRUB_TILE):
+        launcher((blocks, tiles))
 
 
 def _launchers(
     state: RegionState, kernel: Any, tile: Tile, table: TableConstants | None = None
-) -> list[tuple[SourceGroup, Launcher]]:
-    """One launcher for each source group of the region."""
-    key = (kernel, table)
-    known: list[tuple[SourceGroup, Launcher]] | None = state.arguments.get(key)
+) -> list[tuple[int, int, Launcher]]:
+    """For each source group of the region its programs over sources, the programs over slots that fill the device with
+    those, and its launcher."""
+    # Not the kernel: to hash one is to hash its source, each time.
+    key = (id(kernel), table)
+    known: list[tuple[int, int, Launcher]] | None = state.arguments.get(key)
     if known is None:
         known = state.arguments[key] = []
         for group in state.groups:
             fixed = (region_arguments(state), source_arguments(state, group))
             strips = tuple(value for shape in group.shapes for value in strip_constants(shape, tile.unrolled))
             constants = {**(table._asdict() if table else {}), "STRIPS": strips, "SLOTS": tile.slots}
-            known.append((group, Launcher(kernel, state, fixed, constants, num_warps=tile.warps)))
+            blocks = len(group.columns)
+            tiles = max(-(-programs(state, PROGRAMS_PER_PROCESSOR) // blocks), 1)
+            known.append((blocks, tiles, Launcher(kernel, state, fixed, constants, num_warps=tile.warps)))
     return known
-
-
-def _tiles(state: RegionState, group: SourceGroup) -> int:
-    """Programs over slots, so that with those over sources the device is full."""
-    return max(-(-programs(state, PROGRAMS_PER_PROCESSOR) // len(group.columns)), 1)
 
 
 @jit("tokens")

@@ -54,7 +54,7 @@ SETUPS = {
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": 4,
         },
-        regions=("full", "draft/full"),
+        regions=("full",),
     ),
     "gated_delta": setup({"model": "gpu_qwen3_5", "max_mamba_cache_size": 64}, regions=("full", "mamba")),
     "gated_delta_checkpoints": setup(
