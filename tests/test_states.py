@@ -80,9 +80,9 @@ def test_a_flip_after_a_step_that_was_looked_at_is_found_before_the_next(start):
     assert engine.found == [("BYTES", "PRE_FORWARD", 4)]
 
 
-def test_a_flip_after_a_prefill_that_was_looked_at_is_found(start):
-    """Prefills are forwards like others."""
-    engine = start(1)
+def test_a_flip_after_a_prefill_is_found(start):
+    """Prefills are always looked at."""
+    engine = start(64)
     engine.step(new=4)
     engine.states[7, 0] += 1
     engine.step()
@@ -103,8 +103,9 @@ def test_a_flip_between_two_steps_that_are_not_looked_at_goes_unseen(start):
 def test_what_a_graph_replays_is_always_looked_at():
     """The host does not know which forward a replay will be."""
     looks = Looks(64)
-    assert looks.begin(captured=False)
-    assert not looks.begin(captured=False)
+    batch = BatchView(*(torch.ones(2, dtype=torch.int64) for _ in range(4)), tables={})
+    assert looks.begin(batch, captured=False)
+    assert not looks.begin(batch, captured=False)
     for _ in range(3):
-        assert looks.begin(captured=True)
+        assert looks.begin(batch, captured=True)
         assert looks.now

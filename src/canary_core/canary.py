@@ -142,7 +142,7 @@ class Canary(SlotEvents):
                 state = self._states[name]
                 state.require_capacity(batch)
                 self._backend.check(state, batch, table)
-                compare = self._looks[name].begin(self._captured)
+                compare = self._looks[name].begin(batch, self._captured)
                 if state.reads and compare:
                     self._backend.read_check(state, batch, table)
         except Exception as error:

@@ -76,8 +76,8 @@ class CanaryConfig(BaseSettings):
     )
     state_interval: Annotated[int, Field(ge=1)] = Field(
         default=2048,
-        description="Forwards between two whose recurrent states (Mamba, linear attention) are fingerprinted and "
-        "compared before the next one, since every forward rewrites all their bytes. 1: every forward.",
+        description="Decode steps between two whose recurrent states (Mamba, linear attention) are fingerprinted and "
+        "compared before the next step, since every step rewrites all their bytes; prefills always are. 1: every step.",
         json_schema_extra=_unit("forwards"),
     )
     on_violation: Literal["report", "abort", "quarantine"] = Field(
