@@ -27,7 +27,7 @@ class SGLangPool(PoolAdapter):
         self._is_draft = bool(getattr(runner, "is_draft_worker", False))
         self._window_tokens = runners.window_tokens(runner)
         self._scales_refusal = runners.scales_refusal(runner)
-        self._no_rings = rings.refusal(runner)
+        self._no_rings = runners.rings_refusal(runner)
         self._joined = JoinedPools([*self._parts(), *self._states()])
 
     def regions(self) -> Sequence[Region]:

@@ -10,14 +10,13 @@ c4 layers those of the indexer (``index_kv.N``, ``index_score.N``).
 Read in SGLang's ``c_plan.cuh`` (which rows are stored and read), ``c4_v2.cuh`` and ``c128_v2.cuh``, which agree on this
 from 0.5.15 to 0.5.23 where nothing speculates. Whoever continues a cached prefix begins with a page: it reads the last
 four c4 rows of the page before, which stay what they are as long as that page, and no c128 row. Beside the compressors
-nothing writes to the rings; where something does, they are left out (`refusal`).
+nothing writes to the rings; where something does, they are left out (`rings_refusal`).
 
 Of a prefill only rows that can be read later are stored, and releases differ in how many more. So every row that one of
 its tokens could have taken counts as written, with the bytes that it then has. Some of them may be what they were
 before, so lost writes are not judged.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,20 +58,6 @@ class RingPool(PoolAdapter):
     def uncovered(self) -> Sequence[Uncovered]:
         """The rest."""
         return (self._rest,) if self._rest.size_bytes > 0 else ()
-
-
-def refusal(runner: Any) -> str | None:
-    """Why the rings of a `ModelRunner` can't be guarded without false alarms, None if they can."""
-    args = getattr(runner, "server_args", None)
-    if getattr(args, "speculative_algorithm", None):
-        return "speculative decoding clears rows of rejected tokens; not covered yet"
-    if getattr(args, "disaggregation_mode", "null") == "decode":
-        return "a PD decode engine receives them without a forward; not covered yet"
-    if torch.version.hip is not None:
-        return "AMD's compressors store them in another way; not described"
-    switched = os.environ.get("SGLANG_OPT_USE_COMPRESSOR_V2", "1").lower() in ("0", "false", "no", "off")
-    older = os.environ.get("SGLANG_OPT_USE_OLD_COMPRESSOR", "0").lower() not in ("0", "false", "no", "off", "")
-    return "an older compressor is switched on; not described" if switched or older else None
 
 
 def by_region(pool: Any) -> dict[str, list[Any]]:

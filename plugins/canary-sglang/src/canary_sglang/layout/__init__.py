@@ -13,4 +13,5 @@ and of what is guarded in `pool_kinds`, `states` and `tree`.
 | DSA's indexer                            | `index_k_with_scale_buffer`: a list, from 0.5.21 a property          |
 | `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
 | `HybridCacheController.start_loading`    | to 0.5.20 a method of its own, then that of `HiCacheController`      |
+| switches of `sglang.srt.environ`         | older compressors to 0.5.17, the cache in C++ to 0.5.20              |
 """

@@ -1,9 +1,9 @@
 """Draft models and other ways to speculate."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
+from canary_sglang.layout.switches import switched_on
 from canary_sglang.layout.targets import DRAFT_MODEL_TARGETS, NGRAM, NGRAM_MOVES, existing
 
 FOLLOWED_SPECULATION = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"})
@@ -22,7 +22,7 @@ def draft_refusal(runner: Any) -> str | None:
         return "a draft model of STANDALONE on a GPU: seen clean on CPUs only"
     if getattr(args, "enable_multi_layer_eagle", False):
         return "draft models of multi-layer EAGLE write each other's positions ahead; not covered yet"
-    if os.environ.get("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "").lower() in ("1", "true", "yes"):
+    if switched_on("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"):
         return "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND leaves verified tokens out of the draft model's pool"
     missing = [name for name in DRAFT_MODEL_TARGETS if name not in existing(DRAFT_MODEL_TARGETS)]
     return f"this SGLang has no {', '.join(missing)}" if missing else None
@@ -43,4 +43,4 @@ def shared_with_next_token(runner: Any) -> bool:
     if not runner.is_draft_worker or getattr(runner.server_args, "disable_radix_cache", False):
         return True
     by_pairs = runner.spec_algorithm.is_eagle() and not hasattr(runner.req_to_token_pool, "mamba_pool")
-    return bool(by_pairs) and not os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE")
+    return bool(by_pairs) and not switched_on("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE")

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from canary_sglang.layout.drafts import draft_refusal
+from canary_sglang.layout.switches import switched_on
 
 
 def refusal(runner: Any) -> str | None:
@@ -50,6 +51,22 @@ def scales_refusal(runner: Any) -> str | None:
     args = getattr(runner, "server_args", None)
     if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "disaggregation_mode", "null") != "null":
         return "interleaved scales come without a forward; not followed"
+    return None
+
+
+def rings_refusal(runner: Any) -> str | None:
+    """Why the rings of DeepSeek-V4's compressors can't be guarded without false alarms, None if they can."""
+    args = getattr(runner, "server_args", None)
+    if getattr(args, "speculative_algorithm", None):
+        return "speculative decoding clears rows of rejected tokens; not covered yet"
+    if getattr(args, "disaggregation_mode", "null") == "decode":
+        return "a PD decode engine receives them without a forward; not covered yet"
+    if torch.version.hip is not None:
+        return "AMD's compressors store them in another way; not described"
+    # Later releases have none but the newer compressor.
+    newer = switched_on("SGLANG_OPT_USE_COMPRESSOR_V2", absent=True)
+    if not newer or switched_on("SGLANG_OPT_USE_OLD_COMPRESSOR"):
+        return "an older compressor is switched on; not described"
     return None
 
 
