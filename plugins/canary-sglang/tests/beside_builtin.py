@@ -15,7 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from conftest import SETUPS, SPECULATIVE, TRITON, EngineProcess, Setup
+from engine_process import EngineProcess
+from setups import SETUPS, SPECULATIVE, TRITON, Setup
 
 BUILT_IN = {"kv_canary": "log", "kv_canary_real_data": "all", "kv_canary_sweep_interval": 1}
 BEST = {"SGLANG_KV_CANARY_ENABLE_MHA_V": "1", "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1"}

@@ -40,13 +40,14 @@ def sweep(engine: Any) -> dict[str, Any]:
     raise RuntimeError("the sweep does not end")
 
 
-def break_cache(engine: Any, how: str, which: str) -> dict[str, Any]:
-    """``how``: a function below. ``which``: any node of two tokens or more, one that a request holds (``locked``), one
-    whose window has passed (``passed``), or one that is in host memory only (``hosted``)."""
+def break_cache(engine: Any, how: str, which: str = "any") -> dict[str, Any]:
+    """Corrupts the prefix cache, sweeps, repairs it again; gives what was found. ``how``: a function below. ``which``:
+    any node of two tokens or more, one that a request holds (``locked``), one whose window has passed (``passed``), or
+    one that is in host memory only (``hosted``)."""
     if which == "locked":
-        engine._submit(list(max((r.origin_input_ids for r in engine.requests), key=len)), 30)
+        engine.submit(list(max((r.origin_input_ids for r in engine.requests), key=len)), 30)
         for _ in range(4):
-            engine._step()
+            engine.step()
     if which == "passed":
         _evict_windows(engine)
     if which == "hosted":
@@ -60,7 +61,7 @@ def break_cache(engine: Any, how: str, which: str) -> dict[str, Any]:
     report = sweep(engine)
     found, engine.told.violations = engine.told.violations, []
     undo()
-    while which == "locked" and engine._step():
+    while which == "locked" and engine.step():
         pass
     return {"node": node.id, **about, "sweep": report, "violations": [v.fields() for v in found]}
 

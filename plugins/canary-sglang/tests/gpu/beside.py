@@ -50,9 +50,8 @@ ALONE = frozenset({"dsv4"})
 
 def run_cell(cell: str) -> None:
     """Prints the rows of a cell of `beside_builtin`, with the engines of `test_engine`."""
+    from setups import Setup
     from test_engine import GUARD, SETUPS
-
-    from conftest import Setup
 
     setups = {name: Setup(**fields) for name, (fields, _) in SETUPS.items()}
     for row in beside_builtin.run(cell, setups, GUARD):

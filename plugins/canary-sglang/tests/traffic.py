@@ -1,0 +1,46 @@
+"""Requests that an engine serves to their end, or until they decode."""
+
+from typing import Any
+
+
+def serve(engine: Any, prompts: list[list[int]], new_tokens: int, together: int = 3) -> dict[str, Any]:
+    """Serves the prompts, ``together`` at a time join every few steps; gives outputs, cached tokens, steps, and how
+    many of each forward mode were replayed from a CUDA graph."""
+    first, waiting = len(engine.requests), list(prompts)
+    before = engine.steps
+    engine.graphed.clear()
+    for turn in range(5001):
+        if waiting and turn % 4 == 0:
+            for prompt in waiting[:together]:
+                engine.submit(prompt, new_tokens)
+            waiting = waiting[together:]
+        idle = not engine.step()
+        if idle and not waiting and all(r.finished() for r in engine.requests[first:]):
+            break
+    else:
+        raise RuntimeError("the traffic does not end")
+    served = engine.requests[first:]
+    return {
+        "outputs": [list(r.output_ids) for r in served],
+        "cached": [int(r.cached_tokens) for r in served],
+        "retracted": sum(int(getattr(r, "retraction_count", 0) or 0) for r in served),
+        "steps": engine.steps - before,
+        "graphed": dict(engine.graphed),
+        "verifies": sum(r.spec_verify_ct for r in served),
+    }
+
+
+def decoding(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[Any]:
+    """The prompts' requests, together, once each of them has more than its first token."""
+    first = len(engine.requests)
+    for prompt in prompts:
+        engine.submit(prompt, new_tokens)
+    served = engine.requests[first:]
+    while not all(len(r.output_ids) > 1 for r in served):
+        engine.step()
+    return served
+
+
+def flush(engine: Any) -> bool:
+    """Empties the prefix cache, as a client may ask for at any time."""
+    return bool(engine.scheduler.flush_cache())
