@@ -117,6 +117,33 @@ def test_events_between_two_forwards_keep_their_order(guarded):
     assert states.tolist() == [0, freed, State.ALLOCATED, freed, freed, freed]
 
 
+@pytest.mark.parametrize("next_event", ["alloc", "clear", "settle"])
+def test_events_that_are_told_later_keep_their_place(guarded, next_event):
+    """What was freed one by one and is told as one event counts as freed before what comes next, and is told once."""
+    canary, freed, told = guarded.canary, [], []
+
+    def tell() -> None:
+        told.append(list(freed))
+        canary.free_slots("full", torch.tensor(freed))
+
+    canary.alloc_slots("full", torch.tensor([1, 2, 3]))
+    for slot in (1, 2):
+        freed.append(slot)
+        canary.tell_later(tell)
+    assert told == []
+    if next_event == "alloc":
+        canary.alloc_slots("full", torch.tensor([2]))
+    elif next_event == "clear":
+        canary.clear_slots("full", torch.tensor([2]))
+    canary.settle()
+    canary.drain()
+    assert told == [[1, 2]]
+    assert guarded.found == []
+    expected = {"alloc": State.ALLOCATED, "clear": State.UNWRITTEN, "settle": State.FREED | State.ALLOCATED}
+    states = guarded.words()[:4, POSITION] % STATES
+    assert states.tolist() == [0, State.FREED | State.ALLOCATED, expected[next_event], State.ALLOCATED]
+
+
 def test_an_allocator_that_is_followed_no_longer_frees_nothing(guarded):
     """After `end_lifetime` a slot that was freed is what it was before."""
     request = guarded.submit("a")

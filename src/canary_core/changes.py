@@ -11,7 +11,8 @@ from canary_core.streams import capturing
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """Something that the host issued between two forwards. ``tensors`` are what it uses, made by ``ready``;
+    """Something that the host issued between two forwards. ``tensors`` are what it uses, made by ``ready``, which if
+    empty is what the current stream has to do when it is queued;
     ``arrival``: it changes what slots hold, not only whose they are. Changes of the same ``key``, one after the other,
     take effect together."""
 
@@ -30,13 +31,20 @@ class Changes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._waiting: list[Change] = []
+        self._going_on: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._going_on)
+
+    def go_on(self, tell: Callable[[], None]) -> None:
+        """Something goes on of which ``tell`` queues the changes: once, before any other is queued or takes effect."""
+        if tell not in self._going_on:
+            self._going_on.append(tell)
 
     def queue(self, change: Change) -> None:
         """``change`` waits until it is settled."""
-        if any(t.is_cuda for t in change.tensors):
+        self._end()
+        if not change.ready and any(t.is_cuda for t in change.tensors):
             # They may be made on another stream than the forwards run on.
             ready = torch.cuda.Event()
             ready.record()
@@ -51,6 +59,7 @@ class Changes:
     def arrive(self, apply: Callable[[], None], *tensors: Tensor) -> None:
         """Slots get other content: now, or after the allocator's events that the host issued before and that wait for
         the next forward; applied to a slot later, those would take it back."""
+        self._end()
         if self._waiting and not capturing(self._device):
             self.queue(Change(lambda _: apply(), list(tensors), arrival=True))
         else:
@@ -58,8 +67,9 @@ class Changes:
 
     def settle(self) -> None:
         """Applies what waits on the current stream: after all forwards issued so far, before the next."""
-        if not self._waiting or capturing(self._device):
+        if not len(self) or capturing(self._device):
             return
+        self._end()
         changes, self._waiting = self._waiting, []
         for change in changes:
             for ready in change.ready:
@@ -74,3 +84,8 @@ class Changes:
         """Where what slots hold is about to be read: as `settle`, if anything that waits changes it."""
         if any(change.arrival for change in self._waiting):
             self.settle()
+
+    def _end(self) -> None:
+        going_on, self._going_on = self._going_on, []
+        for tell in going_on:
+            tell()

@@ -114,19 +114,32 @@ class SlotEvents(ABC):
         """``slots`` hold nothing any more (a roll-back, a reset): reading one before it is written is a finding."""
         self._mark(region, slots, State.UNWRITTEN)
 
-    def free_slots(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+    def free_slots(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         """The engine's allocator got ``slots`` back, from request ``writer``. With ``page_slots`` above 1 they number
-        pages of so many slots.
+        pages of so many slots. ``ready``: after which ``slots`` are there; none for what the current stream has to do.
 
         Events take effect in the order in which the host issues them, before the next forward that it issues: call it
         from any stream; ``slots`` must stay as they are until then. Once slots of a region are freed by events, they
         must be handed out by `alloc_slots` too, until `end_lifetime`.
         """
-        self._own(region, slots, writer, ("free", page_slots))
+        self._own(region, slots, writer, ("free", page_slots), ready)
 
     def alloc_slots(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
         """The engine's allocator handed ``slots`` out to ``writer``; see `free_slots`."""
         self._own(region, slots, writer, ("alloc", page_slots))
+
+    def tell_later(self, tell: Callable[[], None]) -> None:
+        """Events go on that are cheaper told as one. ``tell`` does so: it is called once, before any other event and
+        before the next forward, so that the order stays what it was."""
+        if self.enabled:
+            self._changes.go_on(tell)
 
     def end_lifetime(self, region: str) -> None:
         """The engine's allocator can't be followed any more: no slot of the region counts as freed from now on."""
@@ -147,7 +160,14 @@ class SlotEvents(ABC):
         if self.enabled:
             self._changes.settle()
 
-    def _own(self, region: str, slots: Tensor, writer: Owner, event: tuple[str, int]) -> None:
+    def _own(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner,
+        event: tuple[str, int],
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         state = self._states.get(region)
         if state is None or not self.enabled or not len(slots):
             return
@@ -163,7 +183,7 @@ class SlotEvents(ABC):
             )
 
         key = None if callable(writer) else (region, writer, event)
-        self._changes.queue(Change(apply, [slots], key=key))
+        self._changes.queue(Change(apply, [slots], list(ready), key=key))
 
     def _mark(self, region: str, slots: Tensor, new: State) -> None:
         state = self._states.get(region)

@@ -2,8 +2,8 @@
 
 An allocator keeps a list of free pages. What a call of it really did is what that list lost or gained, however the call
 got there (groups, segments, deduplication), so that is what is followed: it costs a few comparisons of lengths on the
-host, and the pages themselves are views of the lists, which SGLang replaces and never changes in place. Nothing is
-copied and nothing waits for the device; the core lets events take effect before the next forward, on its stream.
+host, and the pages themselves are views of the lists, which SGLang replaces and never changes in place. Nothing
+waits for the device; the core lets events take effect before the next forward, on its stream.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class Lifetime:
             slots = {n: _page_slots(part, r) for n, r in wanted.items() if allocators.ALLOCATED_REGIONS[n] == kind}
             followed = {name: count for name, count in slots.items() if count}
             if followed:
-                self._followers[id(part)] = Follower(part, canary, followed)
+                self._followers[id(part)] = Follower(part, canary, followed, writers)
         left = wanted.keys() - {name for f in self._followers.values() for name in f.regions}
         if left:
             self._off(left, f"{type(allocator).__name__} is not an allocator that this canary-sglang knows")
@@ -147,14 +147,16 @@ class _Ahead:
 class Follower:
     """One list of free pages. ``regions``: the slots that a page has in each region it stands for."""
 
-    def __init__(self, allocator: Any, canary: Canary, regions: Mapping[str, int]) -> None:
+    def __init__(self, allocator: Any, canary: Canary, regions: Mapping[str, int], writers: RequestWriters) -> None:
         self.regions = regions
         self._allocator = allocator
         self._canary = canary
+        self._writers = writers
         self._appends = type(allocator).__name__ in allocators.APPENDING_ALLOCATORS
         # Pages that wait for the end of a group, by the function that took them: whose, and how many; -1 for a number
         # that only the end will tell.
         self._waiting: dict[str, list[tuple[int, int]]] = {}
+        self._run: _Run | None = None
         self._look()
 
     def intact(self) -> bool:
@@ -170,14 +172,16 @@ class Follower:
     def called(self, name: str, owners: Owners, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Tells what the function ``name`` of the allocator, which has just run with these arguments, did to the list.
         False where it did what a function of this name doesn't do."""
+        freed = name not in allocators.ALLOCS and name not in (allocators.CLEAR, allocators.MERGE)
+        if freed:
+            return self._taken_back(name, owners, args[0] if args else next(iter(kwargs.values()), None))
+        self._tell()
         if name == allocators.CLEAR:
             self._cleared()
         elif name == allocators.MERGE:
             self._look()
-        elif name in allocators.ALLOCS:
-            return self._handed_out(owners, allocators.page_shares(name, self._allocator, args, kwargs))
         else:
-            return self._taken_back(name, owners, args[0] if args else next(iter(kwargs.values()), None))
+            return self._handed_out(owners, allocators.page_shares(name, self._allocator, args, kwargs))
         return True
 
     def _look(self) -> None:
@@ -202,49 +206,95 @@ class Follower:
         return count >= 0
 
     def _taken_back(self, name: str, owners: Owners, pages: Any) -> bool:
-        back, sound = self._grown(self._appends and name != allocators.RESTORE)
-        if not back:
-            if isinstance(pages, Tensor) and len(pages):
-                self._waiting.setdefault(name, []).append((owners.freer(), self._count(name, pages)))
-            return sound
-        # What a group gathered comes back under the name of its end where a function of its own has no part in it.
-        pile = name if name in self._waiting else next(iter(self._waiting), name)
-        shares = self._waiting.pop(pile, None) or [(owners.freer(), -1)]
-        for part in back:
-            self._free_as(part, shares)
-        return sound
-
-    def _grown(self, appends: bool) -> tuple[list[Tensor], bool]:
-        """What came to the list since the last look, and whether nothing went."""
-        before, released = self._free, self._released
-        self._look()
-        pairs = [(before, self._free)]
-        if len(self._released) == len(released) == 1:
-            pairs += zip(released, self._released, strict=True)
-            back = []
+        free, released = self._free, self._released
+        now_free, now_released = self._allocator.free_pages, allocators.released_pages(self._allocator)
+        at_end = self._appends and name != allocators.RESTORE
+        back = {("free", at_end): len(now_free) - len(free)}
+        staged: Sequence[Tensor] = ()
+        if len(now_released) == len(released) == 1:
+            back["released", at_end] = len(now_released[0]) - len(released[0])
         else:
-            back = list(self._released[len(released) :])
-        for old, new in pairs:
-            count = len(new) - len(old)
-            if count > 0:
-                back.append(new[-count:] if appends else new[:count])
-        return back, len(self._released) >= len(released) and all(len(new) >= len(old) for old, new in pairs)
+            staged = now_released[len(released) :]
+            back["staged", True] = sum(len(part) for part in staged)
+        sound = len(now_released) >= len(released) and min(back.values()) >= 0
+        grown = {place: count for place, count in back.items() if count > 0}
+        if not grown and isinstance(pages, Tensor) and len(pages):
+            self._waiting.setdefault(name, []).append((owners.freer(), self._count(name, pages)))
+        if not sound or (grown and self._run is not None and list(grown) != [self._run.place]):
+            self._tell()
+        self._look()
+        if grown:
+            # What a group gathered comes back under the name of its end where a function of its own has no part in it.
+            pile = name if name in self._waiting else next(iter(self._waiting), name)
+            shares = self._waiting.pop(pile, None) or [(owners.freer(), -1)]
+        for place, count in grown.items():
+            if self._run is None or self._run.place != place:
+                # Of both lists at once there is no run: each is told by itself.
+                self._tell()
+                self._run = _Run(place)
+                self._canary.tell_later(self._tell)
+            self._run.grow(count, shares, staged if place[0] == "staged" else ())
+        return sound
 
     def _count(self, name: str, pages: Tensor) -> int:
         if self._appends or name == "free_page_ids":
             return len(pages)
         return -(-len(pages) // self._allocator.page_size) if name == "free_segment" else -1
 
-    def _free_as(self, pages: Tensor, shares: Sequence[tuple[int, int]]) -> None:
-        writers = {writer for writer, _ in shares}
-        parts: Sequence[Tensor] = [pages]
-        by = [writers.pop() if len(writers) == 1 else -1]
-        counts = [count for _, count in shares]
-        if writers and min(counts) >= 0 and sum(counts) == len(pages):
-            parts, by = pages.split(counts), [writer for writer, _ in shares]
+    def _tell(self) -> None:
+        """The run is at its end, its pages are in the lists as they were looked at last."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        pages = run.pages(self._free, self._released)
+        owner = run.owner(self._writers)
         for region, page_slots in self.regions.items():
-            for part, writer in zip(parts, by, strict=True):
-                self._canary.free_slots(region, part, writer, page_slots)
+            self._canary.free_slots(region, pages, owner, page_slots, list(run.ready.values()))
+
+
+class _Run:
+    """Pages that came back in a row to one end of a list: a batch of requests that end gives them back one by one. They
+    are told as one event, of the list as it is in the end: views of those that SGLang replaced meanwhile would keep
+    their memory, megabytes each.
+
+    ``place``: ``free``, ``released`` or ``staged``, and whether pages are appended to it."""
+
+    def __init__(self, place: tuple[str, bool]) -> None:
+        self.place = place
+        self.ready: dict[int, torch.cuda.Event] = {}
+        self._count = 0
+        self._parts: list[Tensor] = []
+        self._shares: list[list[tuple[int, int]]] = []
+
+    def grow(self, count: int, shares: Sequence[tuple[int, int]], parts: Sequence[Tensor]) -> None:
+        """``count`` more pages, on the current stream; ``parts``: themselves, where no list holds them. ``shares``:
+        whose they are, and how many of each, -1 if that isn't known."""
+        self._count += count
+        self._parts += parts
+        counts = [share for _, share in shares]
+        if min(counts) < 0 or sum(counts) != count:
+            writers = {writer for writer, _ in shares}
+            shares = [(writers.pop() if len(writers) == 1 else -1, count)]
+        self._shares.append(list(shares))
+        if torch.cuda.is_initialized():
+            stream = torch.cuda.current_stream()
+            event = self.ready.setdefault(stream.cuda_stream, torch.cuda.Event())
+            event.record(stream)
+
+    def pages(self, free: Tensor, released: Sequence[Tensor]) -> Tensor:
+        """All of them, in the lists' order."""
+        where, at_end = self.place
+        if where == "staged":
+            return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+        pages = free if where == "free" else released[0]
+        return pages[-self._count :] if at_end else pages[: self._count]
+
+    def owner(self, writers: RequestWriters) -> int | Callable[[], Tensor]:
+        """Whose each of `pages` was."""
+        ordered = self._shares if self.place[1] else self._shares[::-1]
+        shares = [share for group in ordered for share in group]
+        ids, counts = [writer for writer, _ in shares], [count for _, count in shares]
+        return ids[0] if len(set(ids)) == 1 else partial(writers.spread, ids, counts)
 
 
 class Guarded(Protocol):

@@ -40,8 +40,11 @@ class RequestWriters:
 
     def repeated(self, names: Sequence[str], counts: Sequence[int]) -> Tensor:
         """Writer ids, each ``counts`` times, int32 ``[sum(counts)]``; on the current stream."""
-        ids = torch.tensor([self.writers.id(name) for name in names], dtype=torch.int32)
-        host = ids.repeat_interleave(torch.tensor(counts))
+        return self.spread([self.writers.id(name) for name in names], counts)
+
+    def spread(self, ids: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """As `repeated`, of writer ids."""
+        host = torch.tensor(ids, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
 
     def ids(self, names: Sequence[str]) -> Tensor:
