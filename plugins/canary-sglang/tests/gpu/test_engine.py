@@ -53,8 +53,12 @@ SETUPS = {
             "speculative_num_steps": 3,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": 4,
+            # With graphs and without the overlap scheduler this SGLang merges requests that have hidden states into
+            # such that have none, and ends with an index out of bounds, unguarded too. See `test_overlap`.
+            "disable_cuda_graph": True,
         },
-        regions=("full",),
+        graphed=(),
+        regions=("full", "draft/full"),
     ),
     "gated_delta": setup({"model": "gpu_qwen3_5", "max_mamba_cache_size": 64}, regions=("full", "mamba")),
     "gated_delta_checkpoints": setup(
@@ -178,7 +182,8 @@ def test_every_fault_is_found_as_what_it_is(engine, fault, record_property):
     for region in engine.setup.faulty(fault):
         for attempt in range(3):
             prompts = engine.setup.traffic(4 + FAULTS.index(fault) + 10 * attempt, 6)
-            text = f"{fault}:warmup=3,region={region}"
+            # Later each time: a prefill writes over a request's whole ring, a decode over one row of it.
+            text = f"{fault}:warmup={3 + 40 * attempt},region={region}"
             done = engine.inject(text=text, prompts=prompts, new_tokens=engine.setup.new_tokens)
             assert len(done["injections"]) == 1
             assert done["explained"] == [True] or done["rewritten"] == [True]

@@ -18,8 +18,6 @@ def draft_refusal(runner: Any) -> str | None:
     algorithm = str(args.speculative_algorithm)
     if algorithm.upper() not in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):
         return f"a draft model of {algorithm}; not covered yet"
-    if algorithm.upper() == "STANDALONE" and str(runner.device) != "cpu":
-        return "a draft model of STANDALONE on a GPU: seen clean on CPUs only"
     if getattr(args, "enable_multi_layer_eagle", False):
         return "draft models of multi-layer EAGLE write each other's positions ahead; not covered yet"
     if switched_on("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"):
