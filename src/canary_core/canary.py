@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pluggy
@@ -24,7 +25,7 @@ from canary_core.region import Region, Uncovered
 from canary_core.scrub import Scrub
 from canary_core.slot_events import SlotEvents
 from canary_core.state import RegionState, Shared
-from canary_core.streams import capturing
+from canary_core.streams import Aside, capturing
 from canary_core.violation import Violation
 from canary_core.warm_up import row_counts, warm_up
 from canary_core.watch import Watch
@@ -84,6 +85,7 @@ class Canary(SlotEvents):
         budget = ScrubBudget.parse(self.config.scrub_budget)
         self._scrub = Scrub(list(self._states.values()), self._backend, budget)
         self._changes = Changes(device)
+        self._aside = Aside(device) if device.type == "cuda" else None
         self._captured = False
         self._read_interval = self.config.read_interval
         if device.type == "cpu" or self.config.mode == "raise":
@@ -127,24 +129,32 @@ class Canary(SlotEvents):
         except Exception as error:
             self.fail("warm_up", error)
 
-    def pre_forward(self, batch: BatchView) -> None:
-        """Checks every slot the forward will read. May be captured in a graph."""
+    def pre_forward(self, batch: BatchView, beside: bool = False) -> None:
+        """Checks every slot the forward will read. May be captured in a graph. ``beside``: the check may run beside the
+        forward on a stream of ours, since until `post_forward` nothing writes to tensors of ``batch``: no kernel of the
+        forward, and nobody who does not wait for them."""
         if not self.enabled:
             return
         try:
             self._watch.alive()
             self.forwards += 1
             self._captured = self._captured or capturing(self._shared.counters.device)
-            self._changes.settle()
-            self._call(self._hooks.hook.canary_pre_forward, batch)
             self._require_place(batch)
-            for name, table in batch.tables.items():
-                state = self._states[name]
-                state.require_capacity(batch)
-                self._backend.check(state, batch, table)
-                compare = self._looks[name].begin(batch, self._captured)
-                if state.reads and compare:
-                    self._backend.read_check(state, batch, table)
+            compared = [name for name in batch.tables if self._looks[name].begin(batch, self._captured)]
+            compared = [name for name in compared if self._states[name].reads]
+            # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
+            hooked = bool(self._hooks.hook.canary_pre_forward.get_hookimpls())
+            apart = beside and not (compared or hooked or self._captured)
+            for name in batch.tables:
+                self._states[name].require_capacity(batch)
+            with self._aside if apart and self._aside is not None else nullcontext():
+                self._changes.settle()
+                if hooked:
+                    self._hooks.hook.canary_pre_forward(canary=self, batch=batch)
+                for name, table in batch.tables.items():
+                    self._backend.check(self._states[name], batch, table)
+                    if name in compared:
+                        self._backend.read_check(self._states[name], batch, table)
         except Exception as error:
             self.fail("pre_forward", error)
 
@@ -154,6 +164,8 @@ class Canary(SlotEvents):
         if not self.enabled:
             return
         try:
+            if self._aside is not None:
+                self._aside.join(for_good=True)
             self._call(self._hooks.hook.canary_post_forward, batch)
             for name, table in batch.tables.items():
                 state = self._states[name]
@@ -204,8 +216,9 @@ class Canary(SlotEvents):
         if not self.enabled:
             return
         try:
-            # The first read may only learn that there are rows; the second one takes them.
+            self._join()
             self._changes.settle()
+            # The first read may only learn that there are rows; the second one takes them.
             for _ in range(2):
                 self._open(self._mailbox.collect_now())
         except Exception as error:

@@ -14,6 +14,7 @@ from canary_core.config import CanaryConfig
 from canary_core.records import POSITION, STATES, State
 from canary_core.region import KVSource
 from canary_core.state import RegionState
+from canary_core.streams import Aside
 
 Owner = int | Callable[[], int | Tensor]
 """Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
@@ -29,6 +30,7 @@ class SlotEvents(ABC):
     _states: dict[str, RegionState]
     _backend: Backend
     _changes: Changes
+    _aside: Aside | None
 
     @abstractmethod
     def fail(self, where: str, error: Exception) -> None:
@@ -40,6 +42,7 @@ class SlotEvents(ABC):
         that are no slots are left out."""
         state = self._states.get(region)
         if state is not None and self.enabled:
+            self._join()
             self._changes.arrive(partial(_copy_records, state, source, destination), source, destination)
 
     def payload_layout(self, region: str) -> twin.PayloadLayout | None:
@@ -56,6 +59,7 @@ class SlotEvents(ABC):
             return slots.new_empty((slots.shape[0], 0), dtype=torch.int64)
         try:
             if self.enabled:
+                self._join()
                 self._changes.settle_arrivals()
                 return twin.export_records(state, slots)
         except Exception as error:
@@ -72,6 +76,7 @@ class SlotEvents(ABC):
         if state is None or not self.enabled:
             return
         try:
+            self._join()
             payload = payload.to(slots.device, non_blocking=True)
             self._changes.arrive(partial(twin.import_records, state, slots, payload, writer), slots, payload)
         except Exception as error:
@@ -88,6 +93,7 @@ class SlotEvents(ABC):
         state = self._states.get(region)
         if state is not None and self.enabled:
             try:
+                self._join()
                 _expect_bytes(state, slots)
             except Exception as error:
                 self.fail("expect_slots", error)
@@ -100,6 +106,7 @@ class SlotEvents(ABC):
         if state is None or not self.enabled or not state.sources:
             return
         try:
+            self._join()
             self._changes.settle_arrivals()
             self._backend.verify(state, slots)
         except Exception as error:
@@ -145,6 +152,7 @@ class SlotEvents(ABC):
         """The engine's allocator can't be followed any more: no slot of the region counts as freed from now on."""
         state = self._states.get(region)
         if state is not None and self.enabled:
+            self._join()
             self._changes.arrive(partial(_forget_frees, state))
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
@@ -158,7 +166,13 @@ class SlotEvents(ABC):
         """Lets events that wait for the next forward take effect now, on the current stream, which must be the
         forwards'. Never captured."""
         if self.enabled:
+            self._join()
             self._changes.settle()
+
+    def _join(self) -> None:
+        """The current stream waits for a check that runs beside a forward, whose records must stay what they are."""
+        if self._aside is not None:
+            self._aside.join()
 
     def _own(
         self,
@@ -188,6 +202,7 @@ class SlotEvents(ABC):
     def _mark(self, region: str, slots: Tensor, new: State) -> None:
         state = self._states.get(region)
         if state is not None and self.enabled:
+            self._join()
             self._changes.arrive(partial(_mark_records, state, slots, new), slots)
 
 

@@ -215,12 +215,20 @@ class Run:
 
     ``graph``: the bracket is captured and replayed. ``warm`` False: without an eager run before the capture, so that
     Canary's scratch grows inside it. ``guard`` False: the same engine without Canary. ``audit`` True lets every wait
-    for the device within our calls raise, and adds to ``allocated`` what they allocate there.
+    for the device within our calls raise, and adds to ``allocated`` what they allocate there. ``beside``: checks run
+    beside the forward.
     """
 
     def __init__(
-        self, device: str, graph: bool = False, size: Size | None = None, warm: bool = True, guard: bool = True
+        self,
+        device: str,
+        graph: bool = False,
+        beside: bool = False,
+        size: Size | None = None,
+        warm: bool = True,
+        guard: bool = True,
     ) -> None:
+        self.beside = beside
         self.size = size or Size()
         self.device = device
         self.model, self.traffic, self.writers = Model(self.size, device), Traffic(self.size, seed=3), Writers()
@@ -276,7 +284,7 @@ class Run:
         if self.canary is None:
             self.model.forward()
         elif self.graph is None or eager:
-            self._ours(self.canary.pre_forward, self.view)
+            self._ours(self.canary.pre_forward, self.view, self.beside)
             self.model.forward()
             self._ours(self.canary.post_forward, self.view)
         else:

@@ -15,8 +15,9 @@ from canary_core import BatchView, Kind, SlotTable
 pytestmark = [pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 MODES = {
-    "cpu": ("cpu", False),
-    "gpu_eager": ("cuda", False),
+    "cpu": ("cpu",),
+    "gpu_eager": ("cuda",),
+    "gpu_beside": ("cuda", False, True),
     "gpu_graph": ("cuda", True),
 }
 ANYWHERE = [m if m == "cpu" else pytest.param(m, marks=pytest.mark.gpu) for m in MODES]

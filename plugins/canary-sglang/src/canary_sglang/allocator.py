@@ -234,6 +234,8 @@ class Follower:
                 self._run = _Run(place)
                 self._canary.tell_later(self._tell)
             self._run.grow(count, shares, staged if place[0] == "staged" else ())
+            if now_free.is_cuda:
+                self._run.streams.add(torch.cuda.current_stream(now_free.device))
         return sound
 
     def _count(self, name: str, pages: Tensor) -> int:
@@ -249,7 +251,7 @@ class Follower:
         pages = run.pages(self._free, self._released)
         owner = run.owner(self._writers)
         for region, page_slots in self.regions.items():
-            self._canary.free_slots(region, pages, owner, page_slots, list(run.ready.values()))
+            self._canary.free_slots(region, pages, owner, page_slots, run.ready())
 
 
 class _Run:
@@ -257,17 +259,17 @@ class _Run:
     are told as one event, of the list as it is in the end: views of those that SGLang replaced meanwhile would keep
     their memory, megabytes each.
 
-    ``place``: ``free``, ``released`` or ``staged``, and whether pages are appended to it."""
+    ``place``: ``free``, ``released`` or ``staged``, and whether pages are appended to it. ``streams``: on which."""
 
     def __init__(self, place: tuple[str, bool]) -> None:
         self.place = place
-        self.ready: dict[int, torch.cuda.Event] = {}
+        self.streams: set[torch.cuda.Stream] = set()
         self._count = 0
         self._parts: list[Tensor] = []
         self._shares: list[list[tuple[int, int]]] = []
 
     def grow(self, count: int, shares: Sequence[tuple[int, int]], parts: Sequence[Tensor]) -> None:
-        """``count`` more pages, on the current stream; ``parts``: themselves, where no list holds them. ``shares``:
+        """``count`` more pages; ``parts``: themselves, where no list holds them. ``shares``:
         whose they are, and how many of each, -1 if that isn't known."""
         self._count += count
         self._parts += parts
@@ -276,10 +278,10 @@ class _Run:
             writers = {writer for writer, _ in shares}
             shares = [(writers.pop() if len(writers) == 1 else -1, count)]
         self._shares.append(list(shares))
-        if torch.cuda.is_initialized():
-            stream = torch.cuda.current_stream()
-            event = self.ready.setdefault(stream.cuda_stream, torch.cuda.Event())
-            event.record(stream)
+
+    def ready(self) -> list[torch.cuda.Event]:
+        """After which `pages` are there: what the streams have to do on which they came back."""
+        return [stream.record_event() for stream in self.streams]
 
     def pages(self, free: Tensor, released: Sequence[Tensor]) -> Tensor:
         """All of them, in the lists' order."""

@@ -105,7 +105,8 @@ class Session:
         self.sweep.issue()
         if view is not None:
             self._divergence.before_forward(batch, view)
-            self.canary.pre_forward(view)
+            # `ModelRunner.forward` makes new tensors for what it changes of a batch. Draft workers don't: see `around`.
+            self.canary.pre_forward(view, beside=True)
         output = original()
         self._landed()
         if view is None:
