@@ -12,7 +12,9 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # Engines small enough to run in the tests and the demo.
 ENGINES := transformers
 STAMP := $(VENV)/.stamp
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-dev.txt
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints-dev.txt
+# What pip brings is compiled as far as it is imported, and kept.
+unexport PYTHONDONTWRITEBYTECODE
 empty :=
 space := $(empty) $(empty)
 
@@ -25,10 +27,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
 
-# Each engine that the tests share is a group, so that it starts once.
+# Each engine that the tests share is a group, so that it starts once; they are in an order that ends with small ones.
 test-sglang: $(VENV_SGLANG)/.stamp
-	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --timeout 900 $(PYTEST_FLAGS) \
-		plugins/canary-sglang/tests
+	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
+		$(PYTEST_FLAGS) plugins/canary-sglang/tests
 
 check: $(STAMP)
 	$(VENV)/bin/python -m ruff check .

@@ -11,17 +11,26 @@ from setups import SETUPS, SPECULATIVE, Setup
 def pytest_configure(config: pytest.Config) -> None:
     """Our markers."""
     config.addinivalue_line("markers", "without_engine: runs where SGLang is not installed, too")
+    config.addinivalue_line(
+        "markers", "first: takes long, so it begins before others, which then share what time is left"
+    )
     config.addinivalue_line("markers", "last: leaves its engine unfit for other tests, so it runs after them")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``last`` come last among those of their engine; tests that run the engine are skipped where it isn't
-    installed."""
+    """Tests marked ``first`` come first of all, tests marked ``last`` last among those of their engine; tests that run
+    the engine are skipped where it isn't installed."""
     places: dict[str, int] = {}
     for place, item in enumerate(items):
         places.setdefault(_group(item), place)
-    items.sort(key=lambda item: (places[_group(item)], item.get_closest_marker("last") is not None))
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("first") is None,
+            places[_group(item)],
+            item.get_closest_marker("last") is not None,
+        )
+    )
     if find_spec("sglang") is not None:
         return
     here = Path(__file__).parent
