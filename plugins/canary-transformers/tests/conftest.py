@@ -197,3 +197,12 @@ def _new_model(kind: str) -> Any:
     ).eval()
     made.set_attn_implementation("sdpa")
     return made
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models lose more by threads than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,159 @@
+"""A cache of `generate()` that is not what it should be is found before it is read: flipped bits, lost stores, rows and
+roll-backs that a layer, or all, did not follow."""
+
+from typing import Any
+
+import pytest
+import torch
+from canary_transformers import guard
+from generation import (
+    LOOP,
+    WINDOW,
+    build,
+    expect_clean,
+    flip,
+    forwards,
+    generate,
+    listening,
+    new_cache,
+    prompts,
+)
+from transformers.cache_utils import Cache, DynamicLayer
+
+from canary_core import Kind, ViolationError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("half", ["keys", "values"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_one_flipped_bit_is_found_before_it_is_read(name: str, kind: str, layer: int, half: str) -> None:
+    """Layer, half, row and position are named, also where a window has moved on."""
+    model = build(name)
+    with listening(model)[0] as watch:
+        cache = new_cache(model, kind)
+        forwards(model, cache, prompts(2, 12), prompts(2, 1), prompts(2, 3))
+        expect_clean(watch)
+        window = 0 if name == "llama" or (name == "gemma3" and layer == 2) else WINDOW - (kind == "dynamic")
+        flip(cache, layer, half, row=1, index=4)
+        forwards(model, cache, prompts(2, 1))
+        (found,) = watch.violations
+    assert (found.kind, found.layer, found.half) == (Kind.BYTES, layer, half[0])
+    assert found.position == (16 - window + 4 if window else 4)
+    assert found.request is not None
+    assert found.request.endswith("row 1")
+    assert found.region == ("window" if window else "full")
+
+
+def test_a_store_that_never_ran_is_found() -> None:
+    """A static layer keeps its zeros where the new token should be."""
+    model = build("llama")
+    with listening(model)[0] as watch:
+        cache = new_cache(model, "static")
+        forwards(model, cache, prompts(2, 6))
+        layer = cache.layers[1]
+        original = layer.update
+
+        def update(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            kept = layer.values.clone()
+            out = original(keys, values, *args, **kwargs)
+            layer.values.copy_(kept)
+            return out
+
+        layer.update = update
+        forwards(model, cache, prompts(2, 1))
+    assert {(v.kind, v.source, v.position) for v in watch.violations} == {(Kind.LOST_WRITE, "v.1", 6)}
+    assert len(watch.violations) == 2
+
+
+def test_a_layer_that_is_not_reordered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams move to other rows; one layer stays behind."""
+    model = build("llama")
+    original = DynamicLayer.reorder_cache
+
+    def forgetful(layer: Any, rows: torch.Tensor) -> None:
+        if layer is not forgetful.victim:  # type: ignore[attr-defined]
+            original(layer, rows)
+
+    def choose(cache: Any, rows: torch.Tensor) -> None:
+        forgetful.victim = cache.layers[1]  # type: ignore[attr-defined]
+        reorder(cache, rows)
+
+    reorder = Cache.reorder_cache
+    monkeypatch.setattr(Cache, "reorder_cache", choose)
+    monkeypatch.setattr(DynamicLayer, "reorder_cache", forgetful)
+    with listening(model)[0] as watch:
+        generate(model, prompts(1), num_beams=3)
+    assert {(v.kind, v.layer) for v in watch.violations} == {(Kind.BYTES, 1)}
+
+
+def test_a_cache_reordered_by_the_wrong_beams_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers agree, but the rows are not the sequences that go on: tokens differ from the caller's own."""
+    model = build("llama")
+    with listening(model)[0] as watch:
+        reorder = Cache.reorder_cache
+        monkeypatch.setattr(Cache, "reorder_cache", lambda cache, rows: reorder(cache, rows.roll(1)))
+        generate(model, prompts(1), num_beams=3)
+        monkeypatch.undo()
+    assert Kind.TOKEN in {v.kind for v in watch.violations}
+    assert {v.kind for v in watch.violations} <= {Kind.TOKEN, Kind.PREFIX}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_roll_back_that_is_forgotten_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected drafts stay in the cache, and are read as tokens that the sequence does not have."""
+    model = build(name)
+    with listening(model)[0] as watch:
+        crop = Cache.crop
+        monkeypatch.setattr(Cache, "crop", lambda cache, tokens: crop(cache, 0))
+        generate(model, LOOP, prompt_lookup_num_tokens=3)
+        monkeypatch.undo()
+    assert Kind.TOKEN in {v.kind for v in watch.violations}
+
+
+def test_layers_that_do_not_roll_back_are_named() -> None:
+    """Told to crop, one layer keeps its slots; attention reads them all the same."""
+    model = build("llama")
+    watch, listener = listening(model)
+    with watch:
+        cache = new_cache(model, "dynamic")
+        forwards(model, cache, prompts(2, 9))
+        cache.layers[1].crop = lambda tokens: None
+        cache.crop(-3)
+        forwards(model, cache, prompts(2, 1))
+    assert {(v.kind, v.position) for v in watch.violations} == {(Kind.UNWRITTEN, p) for p in (6, 7, 8)}
+    (told,) = listener.named("cache_layers_disagree")
+    assert told["layer_tokens"] == {1: 9}
+    assert told["expected_tokens"] == 6
+
+
+def test_a_crop_that_no_layer_follows_is_found_and_guarding_goes_on() -> None:
+    """All layers keep the slots that are said to be gone."""
+    model = build("llama")
+    watch, listener = listening(model)
+    with watch:
+        cache = new_cache(model, "dynamic")
+        forwards(model, cache, prompts(2, 9))
+        for layer in cache.layers:
+            layer.crop = lambda tokens: None
+        cache.crop(-2)
+        forwards(model, cache, prompts(2, 1))
+        assert {(v.kind, v.position) for v in watch.violations} == {(Kind.UNWRITTEN, p) for p in (7, 8)}
+        flip(cache, 0, "keys", row=0, index=3)
+        forwards(model, cache, prompts(2, 1))
+        assert watch.violations[-1].source == "k.0"
+    assert len(listener.named("cache_layers_disagree")) == 1
+
+
+def test_raise_mode_stops_the_generation_that_reads_a_wrong_byte() -> None:
+    """`generate()` raises the finding."""
+    model = build("llama")
+    with guard(model, mode="raise", read_check=-1, log_level="error"):
+        cache = new_cache(model, "dynamic")
+        first = generate(model, prompts(1), past_key_values=cache, max_new_tokens=3)
+        flip(cache, 1, "keys", row=0, index=2)
+        with pytest.raises(ViolationError) as raised:
+            generate(model, torch.cat([first, prompts(1, 4)], dim=1), past_key_values=cache)
+        assert raised.value.violation.source == "k.1"  # type: ignore[attr-defined]

@@ -1,0 +1,192 @@
+"""Every kind of cache under guard, and what is done with one between forwards."""
+
+import copy
+
+import pytest
+import torch
+from generation import (
+    TINY,
+    build,
+    expect_clean,
+    flip,
+    forwards,
+    generate,
+    listening,
+    new_cache,
+    prompts,
+)
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+)
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from canary_core import Kind
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_cache_goes_on_over_two_generations(name: str, kind: str) -> None:
+    """The second call extends the sequence of the first, whether it is given all tokens or the new ones only."""
+    model = build(name)
+
+    def both() -> torch.Tensor:
+        cache = new_cache(model, kind)
+        first = generate(model, prompts(1), past_key_values=cache, max_new_tokens=5)
+        longer = torch.cat([first, prompts(1, 4)], dim=1)
+        return generate(model, longer, past_key_values=cache, max_new_tokens=5)
+
+    expected = both()
+    with listening(model)[0] as watch:
+        assert torch.equal(both(), expected)
+        assert watch.stats()["forwards"] == 10
+    expect_clean(watch)
+
+
+def test_direct_forwards_and_a_cache_that_outgrows_its_room() -> None:
+    """Chunks of any length; records survive the move to a larger region, where a flip is still found."""
+    model = build("gemma3")
+    chunks = [prompts(2, n) for n in (3, 90, 1, 60, 120, 2)]
+    expected = forwards(model, new_cache(model, "dynamic"), *chunks)
+    watch, listener = listening(model)
+    with watch:
+        cache = new_cache(model, "dynamic")
+        for got, want in zip(forwards(model, cache, *chunks), expected, strict=True):
+            assert torch.equal(got, want)
+        expect_clean(watch)
+        assert watch.stats()["forwards"] == len(chunks)
+        assert len(listener.named("attached")) == 2
+        flip(cache, 2, "values", row=1, index=17)
+        forwards(model, cache, prompts(2, 1))
+        (found,) = watch.violations
+    assert (found.kind, found.layer, found.half, found.stored_position) == (Kind.BYTES, 2, "v", 17)
+    assert found.step_written == 2
+
+
+def test_layers_cropped_one_by_one_are_taken_as_they_are() -> None:
+    """What is done behind `Cache`'s back but to all layers alike is no finding; it is told, and guarding goes on."""
+    model = build("llama")
+    watch, listener = listening(model)
+    with watch:
+        cache = new_cache(model, "dynamic")
+        forwards(model, cache, prompts(2, 9))
+        for layer in cache.layers:
+            layer.crop(-2)
+        forwards(model, cache, prompts(2, 2))
+        expect_clean(watch)
+        flip(cache, 0, "keys", row=0, index=3)
+        forwards(model, cache, prompts(2, 1))
+        assert [v.source for v in watch.violations] == ["k.0"]
+    assert len(listener.named("cache_changed")) == 1
+    assert [f["tokens"] for f in listener.named("adopted")] == [14]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_may_be_chosen_repeated_and_reset(name: str) -> None:
+    """`Cache`'s other methods carry the records with the rows; what they leave is still guarded."""
+    model = build(name)
+    with listening(model)[0] as watch:
+        cache = new_cache(model, "dynamic")
+        forwards(model, cache, prompts(2, 9), prompts(2, 3))
+        cache.batch_repeat_interleave(3)
+        forwards(model, cache, prompts(6, 2))
+        cache.batch_select_indices(torch.tensor([5, 0]))
+        forwards(model, cache, prompts(2, 2))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        forwards(model, cache, prompts(2, 1))
+        expect_clean(watch)
+        flip(cache, 2, "keys", row=0, index=2)
+        forwards(model, cache, prompts(2, 1))
+        assert [(v.source, v.position) for v in watch.violations] == [("k.2", 2)]
+        cache = new_cache(model, "static")
+        forwards(model, cache, prompts(2, 9))
+        cache.reset()
+        forwards(model, cache, prompts(2, 4), prompts(2, 1))
+        assert len(watch.violations) == 1
+
+
+def test_a_copied_or_filled_cache_is_adopted_and_guarded_from_then_on() -> None:
+    """Prompt caching by `copy.deepcopy`: the copy came without records."""
+    model = build("llama")
+    watch, listener = listening(model)
+    with watch:
+        prompt = new_cache(model, "dynamic")
+        forwards(model, prompt, prompts(1, 9))
+        for seed in range(2):
+            cache = copy.deepcopy(prompt)
+            ids = torch.cat([prompts(1, 9), prompts(1, 3) + seed], dim=1)
+            generate(model, ids, past_key_values=cache, max_new_tokens=4)
+            expect_clean(watch)
+        flip(cache, 1, "values", row=0, index=2)
+        forwards(model, cache, prompts(1, 1))
+        assert [(v.source, v.position) for v in watch.violations] == [("v.1", 2)]
+    assert [f["tokens"] for f in listener.named("adopted")] == [9, 9]
+
+
+def test_fp8_layers_are_guarded_and_others_are_named() -> None:
+    """The frozen scale of fp8 keeps written bytes as they are."""
+    if not hasattr(__import__("transformers.cache_utils").cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this Transformers has no fp8 cache")
+    model = build("llama")
+    settings = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    expected = generate(model, prompts(), **settings)
+    with listening(model, non_finite=False)[0] as watch:
+        assert torch.equal(generate(model, prompts(), **settings), expected)
+        stats = expect_clean(watch)
+    assert stats["checked_bytes"] > 0
+
+
+def test_cross_attention_is_named_and_the_rest_guarded() -> None:
+    """An encoder-decoder cache: its self-attention half has slots, the other is told."""
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=256, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=128,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config).eval()
+    settings = {"num_beams": 2, "decoder_start_token_id": 2}
+    expected = generate(model, prompts(), **settings)
+    watch, listener = listening(model)
+    with watch:
+        assert torch.equal(generate(model, prompts(), **settings), expected)
+        stats = expect_clean(watch)
+    assert stats["checked_bytes"] > 0
+    assert [u["name"] for u in listener.named("coverage")[0]["uncovered"]] == ["cross_attention"]
+
+
+def test_hybrid_layers_are_named_and_the_rest_guarded() -> None:
+    """Convolution states are told, attention layers between them guarded."""
+    torch.manual_seed(0)
+    config = Lfm2Config(**{**TINY, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"])
+    model = Lfm2ForCausalLM(config).eval()
+    expected = generate(model, prompts())
+    watch, listener = listening(model)
+    with watch:
+        assert torch.equal(generate(model, prompts()), expected)
+        stats = expect_clean(watch)
+    assert stats["checked_bytes"] > 0
+    (coverage,) = listener.named("coverage")
+    assert [u["name"] for u in coverage["uncovered"]] == ["LinearAttentionLayer.0", "LinearAttentionLayer.2"]
+    assert 0 < coverage["coverage_ratio"] < 1
+
+
+def test_a_window_that_records_its_past_is_followed() -> None:
+    """`activate_past_recording`: the window is cut by the next crop only."""
+    model = build("mistral")
+    with listening(model)[0] as watch:
+        cache = new_cache(model, "dynamic")
+        cache.activate_past_recording()
+        forwards(model, cache, prompts(1, 20))
+        assert isinstance(cache.layers[0], DynamicSlidingWindowLayer)
+        assert cache.layers[0].keys.shape[2] == 20
+        cache.crop(-3)
+        for _ in range(3):
+            forwards(model, cache, prompts(1, 2))
+            cache.crop(0)
+        forwards(model, cache, prompts(1, 2))
+        stats = expect_clean(watch)
+    assert stats["checked_bytes"] > 0
