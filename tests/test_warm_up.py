@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.toy import ToyEngine
 
-from canary_core import BatchView, Canary, CanaryConfig, SlotTable, hookimpl
+from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, hookimpl
 from canary_core.kernels import check, fingerprint, launch, lifetime, record
 from canary_core.plugins import Plugins
 
@@ -132,3 +132,31 @@ def test_compiling_together_ends_with_what_it_compiles(monkeypatch):
         launch.compile_together(launches)
     assert current.get() is None
     assert not launch._compiling_together
+
+
+@pytest.mark.gpu
+def test_after_a_warm_up_nothing_is_compiled_for_states():
+    """Be they of few requests or of many, in prefills or decodes."""
+    states = torch.randn(64, 4096, device="cuda")
+    source = KVSource(states, "ssm", 0, chunk_bytes=1 << 14, slot_stride_bytes=1 << 14, dtype=torch.float32)
+    region = Region("mamba", 64, (source,), RegionKind.STATE, null_slot=0)
+    canary = Canary([region], CanaryConfig(mode="raise", state_interval=1), hooks=Plugins().manager)
+
+    def batch(rows: int, prefix: int, new: int, slot: int = 1) -> BatchView:
+        none = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        tokens = torch.arange(rows * max(new, 1), device="cuda")
+        table = SlotTable(torch.arange(rows, device="cuda")[:, None] * slot + slot, ring_slots=1)
+        writers = torch.arange(rows, dtype=torch.int32, device="cuda")
+        return BatchView(none + prefix, none + new, tokens, writers, {"mamba": table})
+
+    canary.warm_up(lambda rows: [batch(rows, 0, 0, slot=0)], most_rows=40)
+    before = compiled()
+    for rows in (3, 40):
+        for prefix, new in ((0, 7), (7, 1), (8, 1)):
+            forward = batch(rows, prefix, new)
+            canary.pre_forward(forward)
+            states += 1
+            canary.post_forward(forward)
+            canary.end_step()
+    canary.drain()
+    assert compiled() == before

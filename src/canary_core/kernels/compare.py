@@ -1,10 +1,10 @@
-"""What the bytes of a tile of slots are, against what was recorded of them."""
+"""What the bytes of a tile are, against what was recorded of them."""
 
 import triton
 import triton.language as tl
 
 from canary_core.kernels.common import STATE_VALUES, WRITTEN, report_record, split_head
-from canary_core.kernels.fold import STRIP, fold, load_strip
+from canary_core.kernels.fold import STRIP, fold, fold_abreast, load_strip
 from canary_core.records import Clock, Kind
 
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
@@ -17,20 +17,27 @@ def compare(
     region, slot, m, position, p_writers, i_row, phase,
     STRIPS: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
-    """Compares the bytes of written slots, in a ``source`` and the ``strip`` that may go with it, with their
-    fingerprints and reports BYTES; gives the bytes compared. A fingerprint of 0 is not known and is not compared.
-    `EAGER` asks only of slots that differ whether they were written: right where nearly all are. What differs is rare,
-    so all doubt about it (written after all? known?) is settled there and costs the others no register."""
+    """Compares the bytes of written slots, a row of the tile each, in a ``source`` and the ``strip`` that may go with
+    it, with their fingerprints and reports BYTES; gives the bytes compared. A fingerprint of 0 is not known and is not
+    compared. `EAGER` asks only of slots that differ whether they were written: right where nearly all are. What differs
+    is rare, so all doubt about it (written after all? known?) is settled there and costs the others no register. Of
+    long slots it is asked before they are read whether they are known: most aren't, and to read one takes long."""
+    ABREAST: tl.constexpr = len(source[0].shape) > 0
     if not EAGER:
         m = m & is_written(tl.load(p_records + slot * 4, mask=m, other=0))
     present = m & (slot.to(tl.int32) % STRIPS[0] < source[6])
     old = tl.load(p_fingerprints + slot * sources + source[0], mask=present, other=0)
+    if ABREAST:
+        present = present & (old != 0)
     if len(STRIPS) > STRIP:
         # Asked for before the wide source's bytes and looked at after them, so that there is one wait, not two.
         strip_present = m & (slot.to(tl.int32) % STRIPS[STRIP] < strip[6])
         strip_old = tl.load(p_fingerprints + slot * sources + strip[0], mask=strip_present, other=0)
         strip_words, strip_keys = load_strip(strip, p_keys, slot, strip_present, STRIPS)
-    value, _odd = fold(p_descriptors, source, p_keys, slot, present, STRIPS, 0, True, False)
+    if ABREAST:
+        value, _odd = fold_abreast(p_descriptors, source, p_keys, slot, present, STRIPS, 0, False)
+    else:
+        value, _odd = fold(p_descriptors, source, p_keys, slot, present, STRIPS, 0, True, False)
     differs = present & (value != old)
     suspect = differs
     if len(STRIPS) > STRIP:

@@ -1,4 +1,7 @@
-"""The fingerprint of a tile of slots: where their bytes lie in a source, how they are loaded, and their sum.
+"""The fingerprint of a tile: where a slot's bytes lie in a source, how they are loaded, and their sum.
+
+The rows of a tile are slots of one source, or sources abreast that a long slot has; then what describes a source is a
+block (see `tiles.Tile`).
 
 The inner loop is a masked 16-byte load, a widening multiply and an add per 4 bytes: memory is the limit, not
 arithmetic.
@@ -8,10 +11,6 @@ import triton
 import triton.language as tl
 
 from canary_core.records import DESCRIPTOR_WORDS, Descriptor
-from canary_core.state import SourceShape
-
-COLUMNS = 32
-"""Words of a slot in one load: 8 lanes of 16 bytes."""
 
 STRIP = tl.constexpr(6)
 """Constants of one source of a group in ``STRIPS``, one flat tuple: page size, chunks, bytes of a chunk, alignment,
@@ -29,32 +28,28 @@ INCREMENT = tl.constexpr(int(Descriptor.INCREMENT))
 CARRY = tl.constexpr(int(Descriptor.CARRY))
 
 
-def strip_constants(shape: SourceShape, unrolled: int) -> tuple[int, ...]:
-    """The `STRIP` constants of a source, at most ``unrolled`` loads in flight: loads are the widest up to `COLUMNS`
-    that divide a slot, so that no lane is masked off, else `COLUMNS`."""
-    words = shape.words
-    widest = max(w for w in (1, 2, 4, 8, 16, 32) if w <= COLUMNS and words % w == 0)
-    block = COLUMNS
-    if widest >= min(4, words):
-        block = widest
-    elif words < COLUMNS:
-        block = 1 << (words - 1).bit_length()
-    blocks = -(-words // block)
-    return (*shape, block, max(n for n in range(1, unrolled + 1) if blocks % n == 0))
-
-
 @triton.jit
-def describe(p_descriptors, p_columns, p_salts, N: tl.constexpr, S: tl.constexpr):
+def describe(p_descriptors, p_columns, p_salts, N: tl.constexpr, S: tl.constexpr, ABREAST: tl.constexpr):
     """The `S`-th of the `N` sources of this program: its column, salt, address, strides of page, slot and chunk in
-    bytes, slots of a page that have bytes, words of a slot."""
-    column = tl.load(p_columns + tl.program_id(0) * N + S)
+    bytes, slots of a page that have bytes, words of a slot. `ABREAST`: how many programs take together, of how many;
+    each field is a block of theirs then, and beyond the last one no slot has bytes."""
+    ROWS: tl.constexpr = ABREAST[0]
+    if ROWS > 0:
+        o_source = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        column = tl.load(p_columns + tl.minimum(o_source, ABREAST[1] - 1) * N + S)
+    else:
+        column = tl.load(p_columns + tl.program_id(0) * N + S)
     p_source = p_descriptors + column * FIELDS
     chunk_words = (tl.load(p_source + CHUNK_LENGTH) + 3) // 4
     words = (tl.load(p_source + CHUNK_COUNT) * chunk_words).to(tl.int32)
-    return (
-        column, tl.load(p_salts + column), tl.load(p_source + ADDRESS), tl.load(p_source + PAGE_STRIDE),
-        tl.load(p_source + SLOT_STRIDE), tl.load(p_source + CHUNK_STRIDE), tl.load(p_source + PRESENT), words,
+    salt, address = tl.load(p_salts + column), tl.load(p_source + ADDRESS)
+    page, slot, chunk = (
+        tl.load(p_source + PAGE_STRIDE), tl.load(p_source + SLOT_STRIDE), tl.load(p_source + CHUNK_STRIDE)
     )  # fmt: skip
+    present = tl.load(p_source + PRESENT)
+    if ROWS > 0:
+        present = tl.where(o_source < ABREAST[1], present, 0)
+    return column, salt, address, page, slot, chunk, present, words
 
 
 @triton.jit
@@ -100,6 +95,50 @@ def fold(
 
 
 @triton.jit
+def fold_abreast(
+    p_descriptors, source, p_keys, slot, m,
+    STRIPS: tl.constexpr, S: tl.constexpr, FLOATS: tl.constexpr,
+):  # fmt: skip
+    """As `fold` for sources abreast; takes no time where ``m`` is false for all of them."""
+    CHUNK_WORDS: tl.constexpr = (STRIPS[S * STRIP + 2] + 3) // 4
+    WORDS: tl.constexpr = STRIPS[S * STRIP + 1] * CHUNK_WORDS
+    COLUMNS: tl.constexpr = STRIPS[S * STRIP + 4]
+    UNROLL: tl.constexpr = STRIPS[S * STRIP + 5]
+    ROUND: tl.constexpr = COLUMNS * UNROLL
+    QUAD: tl.constexpr = COLUMNS if COLUMNS < 4 else 4
+    ROWS: tl.constexpr = slot.shape[0]
+    first = first_byte(source, slot, STRIPS[S * STRIP])
+    total = tl.zeros((ROWS, COLUMNS // QUAD), tl.uint64)
+    odd = tl.zeros((ROWS, COLUMNS // QUAD), tl.uint32)
+    if FLOATS:
+        p_source = p_descriptors + source[0] * FIELDS
+        exponent = tl.load(p_source + EXPONENT).to(tl.uint32)[:, None]
+        increment = tl.load(p_source + INCREMENT).to(tl.uint32)[:, None]
+        carry = tl.load(p_source + CARRY).to(tl.uint32)[:, None]
+    for w in range(0, tl.where(tl.max(m.to(tl.int32), 0) > 0, WORDS, 0), ROUND):
+        # One load, not one a column: the compiler would wait for the first before it asks for the last.
+        o_word = w + tl.arange(0, ROUND)
+        word = load_words(
+            source[2], first, source[5], m, o_word, STRIPS[S * STRIP + 2], WORDS, STRIPS[S * STRIP + 3], ROUND, 1
+        )  # fmt: skip
+        # In the shape of the words, so that each thread loads the keys of its own and none waits for another's.
+        p_key = p_keys + tl.zeros((ROWS, ROUND), tl.int32) + o_word[None, :]
+        if WORDS % ROUND == 0:
+            key = tl.load(p_key)
+        else:
+            key = tl.load(p_key, mask=(o_word < WORDS)[None, :] & tl.full((ROWS, ROUND), True, tl.int1), other=0)
+        terms = word.to(tl.uint64) * key.to(tl.uint64, bitcast=True)
+        total += tl.sum(tl.sum(tl.reshape(terms, (ROWS, UNROLL, COLUMNS // QUAD, QUAD)), 3), 1)
+        if FLOATS:
+            bits = ((word & exponent) + increment) & carry
+            odd = odd | tl.max(tl.max(tl.reshape(bits, (ROWS, UNROLL, COLUMNS // QUAD, QUAD)), 3), 1)
+    found = tl.zeros_like(slot).to(tl.uint32)
+    if FLOATS:
+        found = tl.max(odd, 1)
+    return source[1] + tl.sum(total, 1).to(tl.int64, bitcast=True), found
+
+
+@triton.jit
 def load_strip(source, p_keys, slot, m, STRIPS: tl.constexpr):
     """All words of each slot in the second source of a group, and their keys: uint64 ``[slots, words]``."""
     CHUNK_BYTES: tl.constexpr = STRIPS[STRIP + 2]
@@ -131,22 +170,33 @@ def load_words(
 ):  # fmt: skip
     """Words ``o_word`` of each slot, which begins ``first`` bytes after ``address``; 0 beyond the slot's end and where
     ``m`` is false."""  # [slots, BLOCK_WORDS]
+    ABREAST: tl.constexpr = len(address.shape) > 0
     CHUNK_WORDS: tl.constexpr = (CHUNK_BYTES + 3) // 4
     m_word = m[:, None] & tl.full((1, BLOCK_WORDS), True, tl.int1)
     if WORDS % (BLOCK_WORDS * UNROLL) != 0:
         m_word = m_word & (o_word < WORDS)[None, :]
     if ALIGNMENT >= 4:
         p_words = tl.multiple_of(tl.multiple_of(address, ALIGNMENT).to(tl.pointer_type(tl.uint32)), ALIGNMENT)
+        if ABREAST:
+            p_words = p_words[:, None]
         offset = o_word
         if WORDS > CHUNK_WORDS:
             chunk_words = tl.multiple_of(chunk_stride // 4, ALIGNMENT // 4)
+            if ABREAST:
+                chunk_words = chunk_words[:, None]
             offset = o_word // CHUNK_WORDS * chunk_words + o_word % CHUNK_WORDS
-        p_word = p_words + tl.multiple_of(first // 4, ALIGNMENT // 4)[:, None] + offset[None, :]
+        if len(offset.shape) == 1:
+            offset = offset[None, :]
+        p_word = p_words + tl.multiple_of(first // 4, ALIGNMENT // 4)[:, None] + offset
         word = tl.load(p_word, mask=m_word, other=0, eviction_policy="evict_first")
     else:
         inside = o_word % CHUNK_WORDS * 4
+        if ABREAST:
+            address, chunk_stride = address[:, None], chunk_stride[:, None]
         offset = o_word // CHUNK_WORDS * chunk_stride + inside
-        p_byte = address.to(tl.pointer_type(tl.uint8)) + first[:, None] + offset[None, :]
+        if len(offset.shape) == 1:
+            offset = offset[None, :]
+        p_byte = address.to(tl.pointer_type(tl.uint8)) + first[:, None] + offset
         word = tl.zeros((m.shape[0], BLOCK_WORDS), tl.uint32)
         for b in tl.static_range(4):
             m_byte = m_word & (inside + b < CHUNK_BYTES)[None, :]
