@@ -73,16 +73,17 @@ def storm_overlapped(engine: Any, seed: int, turns: int, new_tokens: int) -> dic
         return []
 
     # Where requests come from: a method of its own since 0.5.2x.
-    whence, name = scheduler, "ingest_requests"
+    whence, name = type(scheduler), "ingest_requests"
     if not hasattr(scheduler, name):
-        whence, name = scheduler.request_receiver, "recv_requests"
+        whence, name = type(scheduler.request_receiver), "recv_requests"
+    usual = getattr(whence, name)
     setattr(whence, name, ingest)
     try:
         scheduler.run_event_loop()
     except _Served:
         pass
     finally:
-        delattr(whence, name)
+        setattr(whence, name, usual)
     served = engine.requests[first:]
     return {
         "outputs": [list(r.output_ids) for r in served],
