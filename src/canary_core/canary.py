@@ -18,6 +18,7 @@ from canary_core.coverage import Coverage
 from canary_core.errors import AttachError, ViolationError
 from canary_core.events import Event, Level
 from canary_core.findings import Findings
+from canary_core.kept import keep
 from canary_core.looks import Looks
 from canary_core.mailbox import Letter, Mailbox
 from canary_core.records import Counter
@@ -174,6 +175,8 @@ class Canary(SlotEvents):
                 elif state.sources:
                     state.forget_written()
                 self._backend.record(state, batch, table)
+                if table.kept is not None:
+                    keep(self._backend, state, batch, table)
             self._scrub.run(self._captured)
             self._call(self._hooks.hook.canary_recorded, batch)
         except Exception as error:

@@ -224,9 +224,9 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
     """``slots`` (integer ``[n]``, each at most once) hold what ``payload`` (``[n, layout.words]``, on the region's
     device) was exported with. Numbers that are no slots are left out. Never waits for the device.
 
-    A slot becomes *unknown* where the payload is of another layout or lacks the fingerprint of bytes that the slot has.
-    Who wrote it, and when, is kept only from the same Canary; else it is ``writer``, now. Freed or not is the slot's
-    own, not the payload's.
+    A slot becomes *unknown* where the payload is of another layout. Where it lacks the fingerprint of bytes that the
+    slot has, those bytes are not compared, and what the slot is stays known. Who wrote it, and when, is kept only from
+    the same Canary; else it is ``writer``, now. Freed or not is the slot's own, not the payload's.
     """
     layout = PayloadLayout.of(state)
     slots = slots.long()
@@ -240,9 +240,7 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
     known, new = _records_of(layout, payload)
     own = known & (payload[:, PAYLOAD_STAMP] & 0xFFFFFFFF == layout.origin)
     fingerprints = torch.where(known[:, None], payload[:, PAYLOAD_FINGERPRINTS:], 0)
-    complete = ((fingerprints != 0) | ~_present(state, slot)).all(1)
-    content = new[:, POSITION] & _CONTENT
-    content = torch.where(known & (complete | (content != State.WRITTEN)), content, int(State.UNKNOWN))
+    content = torch.where(known, new[:, POSITION] & _CONTENT, int(State.UNKNOWN))
     freed = old[:, POSITION] & int(State.FREED)
     new = torch.where(known[:, None], new, 0)
     new[:, POSITION] = new[:, POSITION] // STATES * STATES + content + freed

@@ -287,7 +287,8 @@ def test_content_that_arrives_after_an_allocation_stays(arrival):
 
 
 def test_slots_without_bytes_have_no_fingerprint():
-    """A cache that grows: a fingerprint is carried only where there are bytes, and bytes without one are unknown."""
+    """A cache that grows: a fingerprint is carried only where there are bytes, and bytes that come without one are not
+    compared. What the slot holds is known all the same."""
     s = next(s for s in map(scenario, range(100)) if any(x.present < x.page_size for x in s.region.sources))
     state = s.state()
     column = next(i for i, x in enumerate(state.sources) if x.present < x.page_size)
@@ -298,7 +299,23 @@ def test_slots_without_bytes_have_no_fingerprint():
     import_records(state, torch.tensor([6, 7]), payload)
     assert state.records[[6, 7], POSITION].tolist() == [State.WRITTEN] * 2
     import_records(state, torch.tensor([10]), payload[1:])
-    assert state.records[10, POSITION] == State.UNKNOWN
+    assert state.records[10, POSITION] == State.WRITTEN
+    assert state.fingerprints[10, column] == 0
+
+
+def test_a_slot_whose_bytes_are_not_known_stays_what_it_is_when_it_moves():
+    """As of a recurrent state in a step that isn't looked at: whoever reads the copy as something else is told of it,
+    its bytes are not judged."""
+    g = served()
+    state = g.canary.states["full"]
+    old, new = torch.arange(1, 13), torch.arange(20, 32)
+    state.fingerprints[old] = 0
+    g.canary.copy_slots("full", old, new)
+    assert (state.records[new, POSITION] % STATES).tolist() == [State.WRITTEN] * 12
+    assert torch.equal(state.records[new], state.records[old])
+    g.canary.check_slots("full", new)
+    g.canary.drain()
+    assert g.violations == []
 
 
 def test_what_does_not_belong_is_said():

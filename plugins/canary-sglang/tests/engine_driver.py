@@ -22,6 +22,7 @@ import allocator_misuse
 import bit_flips
 import builtin_canary
 import cache_faults
+import cached_states
 import device_waits
 import fake_deepseek_v4
 import fault_injection
@@ -221,6 +222,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         fault_injection.break_us,
         cache_faults.sweep,
         cache_faults.break_cache,
+        cached_states.cached_states,
+        cached_states.reuse_wrong_state,
         allocator_misuse.ownership,
         allocator_misuse.misuse,
         allocator_misuse.misuse_idle,

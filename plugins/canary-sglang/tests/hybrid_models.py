@@ -98,9 +98,24 @@ def _linear_attention() -> None:
 def _checkpoints_on_cpu() -> None:
     """SGLang takes checkpoints of states inside of a forward only on the devices that it has listed, and pins what it
     copies to them."""
-    from sglang.srt.arg_groups import mamba_hook
+    try:
+        from sglang.srt.arg_groups import mamba_hook
+    except ImportError:
+        from sglang.srt import server_args
 
-    mamba_hook.get_platform = lambda: SimpleNamespace(is_cuda=True, is_sm100=False, has_flashinfer=False)
+        validate = server_args.ServerArgs._validate_mamba_extra_buffer
+        there = validate.__globals__
+
+        def as_if_on_a_gpu(self: Any, *args: Any) -> None:
+            is_cuda, there["is_cuda"] = there["is_cuda"], lambda: True
+            try:
+                validate(self, *args)
+            finally:
+                there["is_cuda"] = is_cuda
+
+        server_args.ServerArgs._validate_mamba_extra_buffer = as_if_on_a_gpu
+    else:
+        mamba_hook.get_platform = lambda: SimpleNamespace(is_cuda=True, is_sm100=False, has_flashinfer=False)
     tensor = torch.tensor
     torch.Tensor.pin_memory = lambda self, *args: self
     torch.tensor = lambda *args, pin_memory=False, **kwargs: tensor(*args, **kwargs)

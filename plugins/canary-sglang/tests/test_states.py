@@ -1,14 +1,12 @@
 """Recurrent states that are looked at now and then, as by default, on real SGLang."""
 
 import random
-from importlib.metadata import version
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from canary_sglang.states import StateGuard
-from packaging.version import Version
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -54,26 +52,69 @@ def test_states_without_a_prefix_cache_raise_nothing(launch):
     assert found["stats"]["checked_forwards"] == (served["steps"] + again["steps"]) * len(engine.setup.served)
 
 
-def test_checkpoints_from_inside_of_a_forward_raise_nothing(launch):
-    """Linear attention under ``extra_buffer``: states as of every 64th token are put aside within prefills and decodes,
-    and reused by others. They are read as not known, nothing is found, and the states that go on from them are checked
-    again."""
-    if Version(version("sglang")) < Version("0.5.21"):
-        pytest.skip("what keeps this strategy off a CPU is elsewhere in this SGLang")
-    options = {"mamba_radix_cache_strategy": "extra_buffer", "mamba_track_interval": 64, "chunked_prefill_size": 128}
-    engine = launch({"options": {**options, "max_mamba_cache_size": 32}}, "kimi_delta")
+CHECKPOINTS = {
+    "mamba_radix_cache_strategy": "extra_buffer",
+    "mamba_track_interval": 64,
+    "chunked_prefill_size": 128,
+    "max_mamba_cache_size": 32,
+}
+
+
+def checkpointing(launch, **settings):
+    """Linear attention under ``extra_buffer``: states as of every 64th token are put aside within prefills and
+    decodes."""
+    return launch({"options": CHECKPOINTS}, "gated_delta", **settings)
+
+
+@pytest.mark.parametrize("interval", ["1", "64"])
+def test_checkpoints_from_inside_of_a_forward_raise_nothing(launch, interval):
+    """They are reused by others, as states that are known in full: nothing is found, and nothing is read that isn't
+    known, also where hardly a decode is looked at."""
+    engine = checkpointing(launch, CANARY_STATE_INTERVAL=interval)
     r = random.Random(0)
     shared, other = ([r.randrange(3, 250) for _ in range(length)] for length in (70, 60))
+    long = [r.randrange(3, 250) for _ in range(140)]
     cached, steps = [], 0
     for tail in ([], [5, 6], [7]):
-        served = engine.serve(prompts=[shared + tail, other + tail], new_tokens=8)
-        cached.append(sum(served["cached"]))
+        served = engine.serve(prompts=[shared + tail, other + tail, long + tail], new_tokens=6)
+        cached.append(served["cached"])
         steps += served["steps"]
     found = engine.findings()
     assert found["violations"] == []
-    assert (cached[0], min(cached[1:]) >= 64) == (0, True)
-    assert found["stats"]["unknown_slots"] > 0
+    assert cached[0] == [0, 0, 0]
+    assert min(min(row[0], row[2]) for row in cached[1:]) >= 64
+    assert found["stats"]["unknown_slots"] == 0
     assert found["stats"]["checked_forwards"] == steps * len(engine.setup.served)
+    checkpoints = engine.cached_states()
+    assert len(checkpoints) > 2
+    assert all(state["tokens"] and state["bytes"] for state in checkpoints)
+
+
+def test_what_is_wrong_with_a_checkpoint_is_found(launch):
+    """A bit of it that flips in the prefix cache; one that is reused at another position, or for another prompt."""
+    engine = checkpointing(launch, CANARY_STATE_INTERVAL="64")
+    r = random.Random(1)
+    prompts = [[r.randrange(3, 250) for _ in range(length)] for length in (70, 80, 128 + 12)]
+    for prompt in prompts:
+        engine.serve(prompts=[prompt], new_tokens=2)
+    assert engine.findings()["violations"] == []
+    checkpoints = {state["slot"]: state["tokens"] for state in engine.cached_states()}
+    assert sorted(checkpoints.values()) == [64, 64, 128]
+    (longest,) = [slot for slot, tokens in checkpoints.items() if tokens == 128]
+    for seed, source in enumerate(engine.regions()["mamba"]["sources"]):
+        engine.flip(region="mamba", source=source, seed=seed, among=[longest])
+        engine.serve(prompts=[prompts[2]], new_tokens=1)
+        found = engine.findings()["violations"]
+        half, layer = source.split(".")
+        told = {(v["kind"], v["slot"], v["layer"], v["half"]) for v in found}
+        assert told == {("bytes", longest, int(layer), half)}
+    engine.reuse_wrong_state(slot=longest, prompt=prompts[0])
+    (found,) = engine.findings()["violations"]
+    assert (found["kind"], found["region"], found["slot"]) == ("position", "mamba", longest)
+    for slot in (slot for slot, tokens in checkpoints.items() if tokens == 64):
+        engine.reuse_wrong_state(slot=slot, prompt=prompts[0])
+    found = engine.findings()["violations"]
+    assert [(v["kind"], v["region"]) for v in found] == [("token", "mamba")]
 
 
 @pytest.mark.without_engine

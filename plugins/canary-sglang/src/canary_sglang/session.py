@@ -26,6 +26,7 @@ from canary_sglang.batch import ForwardBatches
 from canary_sglang.divergence import WindowDivergence
 from canary_sglang.draft import DraftBatches
 from canary_sglang.layout import batches, runners
+from canary_sglang.layout.checkpoints import Checkpoints
 from canary_sglang.pool import SGLangPool
 from canary_sglang.pool_parts import tensor_bytes
 from canary_sglang.rings import C128, RequestRings
@@ -71,7 +72,9 @@ class Session:
         plugins.manager().register(self._vet)
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
-        self._states = None if state is None else StateGuard(runner.req_to_token_pool, state, self.canary)
+        self._states = None
+        if state is not None:
+            self._states = StateGuard(runner.req_to_token_pool, state, self.canary, Checkpoints.of(runner))
         self._rings = RequestRings(C128, self.canary) if C128 in names else None
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)

@@ -4,7 +4,7 @@ request, which every forward rewrites.
 SGLang keeps them in a `MambaPool` beside the KV pool. A request's slot stands in ``req_index_to_mamba_index_mapping``;
 the prefix cache holds slots of its own. States move between slots in two ways, and records go with them: ``copy_from``,
 when an unfinished request's state is cached, and a copy that is noted in the `ForwardBatch` and done in the forward,
-when a cached state is reused.
+when a cached state is reused. With ``extra_buffer`` forwards themselves put states aside, see `checkpoints`.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from canary_core.batch import SlotTable
 from canary_core.canary import Canary
 from canary_core.errors import AttachError
 from canary_core.region import KVSource, Region, RegionKind, Uncovered
+from canary_sglang.layout.checkpoints import Checkpoints, tracked_slots
 
 REGION = "mamba"
 
@@ -77,10 +78,12 @@ def refusal(requests: Any) -> str | None:
 
 class StateGuard:
     """Where the requests' states are, for one runner, and what moves between them. ``region``: the name under which
-    ``canary`` has them. Copies between slots carry its records until `close`."""
+    ``canary`` has them. Copies between slots carry its records until `close`. ``checkpoints``: None where forwards put
+    no states aside."""
 
-    def __init__(self, requests: Any, region: str, canary: Canary) -> None:
+    def __init__(self, requests: Any, region: str, canary: Canary, checkpoints: Checkpoints | None = None) -> None:
         self.region = region
+        self._checkpoints = checkpoints
         self._canary = canary
         self._slots: Tensor = requests.req_index_to_mamba_index_mapping
         self._pool = requests.mamba_pool
@@ -102,7 +105,11 @@ class StateGuard:
         if batch.forward_mode.name not in REWRITING_MODES:
             self.forget(batch)
             return None
-        self._forget_tracked(batch)
+        table = self._table(batch, prefix_lens, new_lens)
+        kept = None if self._checkpoints is None else self._checkpoints.kept(batch, prefix_lens)
+        return table if kept is None else replace(table, kept=kept)
+
+    def _table(self, batch: Any, prefix_lens: Tensor, new_lens: Tensor) -> SlotTable:
         sources, destinations = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
         if batch.forward_mode.name == "DECODE" or sources is None or not len(sources):
             return self._own(batch.req_pool_indices)
@@ -116,8 +123,12 @@ class StateGuard:
         return self._own(numbers), self._reusing(numbers, 0, (numbers, numbers), (numbers[:0], numbers[:0]))
 
     def forget(self, batch: Any) -> None:
-        """A forward that wasn't checked may have rewritten the states of its requests."""
+        """A forward that wasn't checked may have rewritten the states of its requests, and what follows it may put some
+        aside."""
         self._canary.forget_slots(self.region, self._slots[batch.req_pool_indices])
+        tracked = tracked_slots(batch)
+        if tracked is not None:
+            self._canary.forget_slots(self.region, tracked)
 
     def copied(self, sources: Tensor, destinations: Tensor) -> None:
         """The engine copied states."""
@@ -126,13 +137,6 @@ class StateGuard:
     def arrived(self, slots: Tensor) -> None:
         """States came from host memory."""
         self._canary.forget_slots(self.region, slots)
-
-    def _forget_tracked(self, batch: Any) -> None:
-        """The checkpoints of ``extra_buffer``, whose positions are inside of what the forward computes, are not known.
-        Before `Canary.pre_forward`, since the scrub must not compare them after the forward."""
-        tracked, mask = batch.mamba_track_indices, batch.mamba_track_mask
-        if tracked is not None:
-            self._canary.forget_slots(self.region, tracked if mask is None else torch.where(mask, tracked, -1))
 
     def _own(self, requests: Tensor) -> SlotTable:
         return ring_table(slot_table(self._slots[:, None], requests), 1)

@@ -12,6 +12,7 @@ and of what is guarded in `pool_kinds`, `states` and `tree`.
 |                                          | `restore_state` up to 0.5.14                                         |
 | DSA's indexer                            | `index_k_with_scale_buffer`: a list, from 0.5.21 a property          |
 | `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
+| `mamba_cache_chunk_size`                 | to 0.5.17 a property of `ServerArgs`, then of `runtime_context`      |
 | `HybridCacheController.start_loading`    | to 0.5.20 a method of its own, then that of `HiCacheController`      |
 | switches of `sglang.srt.environ`         | older compressors to 0.5.17, the cache in C++ to 0.5.20              |
 """
