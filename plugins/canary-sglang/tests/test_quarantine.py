@@ -1,8 +1,12 @@
 """``CANARY_ON_VIOLATION``: what is corrupted is not served, on real SGLang; several ranks decide alike."""
 
+import random
+from importlib.metadata import version
+
 import pytest
 import torch
 from canary_sglang.quarantine import Ranks, Suspect
+from packaging.version import Version
 
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
@@ -32,6 +36,35 @@ def test_a_corrupted_prefix_is_evicted_and_computed_again(start, name, region, s
     again = engine.serve(prompts=[prompt], new_tokens=4)
     assert again["outputs"] == before["outputs"]
     assert again["cached"][0] == len(prompt) - 1
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize(("name", "source"), [("mha", "v.1"), ("swa", "k.1")])
+def test_only_the_corrupted_node_is_evicted_and_what_follows_it(start, core, name, source):
+    """Two prompts share a beginning, one of them is the beginning of a third, and a fourth has nothing to do with them.
+    A bit flips where the first one goes its own way: it and the third are computed again from there, all else stays
+    cached."""
+    if core == "rust" and Version(version("sglang")) < Version("0.5.21"):
+        pytest.skip("this SGLang has the core in Python only")
+    engine = start(name, CANARY_ON_VIOLATION="quarantine", SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=core)
+    r = random.Random(0)
+    begin, own, next_, other, last = ([r.randrange(3, 250) for _ in range(20)] for _ in range(5))
+    long, beside, apart = begin + own + next_, begin + other, last + last
+    served = [engine.serve(prompts=[prompt], new_tokens=4) for prompt in (apart, beside, long) * 2]
+    slot = engine.rot(prompt=begin + own, region="full", source=source)["slot"]
+    engine.scrub(prompt=[9, 8, 7])
+    (found,) = engine.findings()["violations"]
+    assert found["slot"] == slot
+    engine.serve(prompts=[[5, 6, 7]], new_tokens=8)
+    (told,) = [event for event in engine.events() if event["name"] in ("quarantined", "aborted", "quarantine_failed")]
+    assert told["name"] == "quarantined"
+    # Both ways on from there, with what was computed for each.
+    assert 40 < told["evicted_tokens"] <= 20 + 24 + 4
+    again = [engine.serve(prompts=[prompt], new_tokens=4) for prompt in (apart, beside, long)]
+    assert [done["cached"][0] for done in again] == [*(done["cached"][0] for done in served[3:5]), 20]
+    assert [done["outputs"] for done in again] == [done["outputs"] for done in served[:3]]
+    engine.scrub(prompt=[9, 8, 7])
+    assert engine.findings()["violations"] == []
 
 
 def test_a_corrupted_ring_row_of_a_cached_page_is_evicted_with_it(start):

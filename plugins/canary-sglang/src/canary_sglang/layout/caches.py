@@ -1,6 +1,7 @@
 """Prefix caches: what is in them, and how it is evicted. How they are walked is in `canary_sglang.tree`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,24 +22,75 @@ def cached_slots(cache: Any) -> torch.Tensor | None:
     return slots
 
 
-def evict_nodes(cache: Any, doomed: Callable[[torch.Tensor], torch.Tensor]) -> int:
+Doomed = Callable[[torch.Tensor], torch.Tensor]
+"""Which of some full slots have to go."""
+
+
+def evict_nodes(cache: Any, doomed: Doomed) -> int:
     """Evicts the nodes of which `doomed` marks a slot, and all below them, as far as they are not in use; gives the
     number of tokens. Where the kind of cache doesn't let us choose, all that is not in use."""
+    if type(cache).__name__ == "RadixCache":
+        return _evict_from_radix(cache, doomed)
+    full = cache.full_evictable_size() if cache.supports_swa() else cache.evictable_size()
+    window = cache.swa_evictable_size() if cache.supports_swa() else 0
+    if _lets_us_choose(cache):
+        with _only_doomed(cache, doomed):
+            return _evict(cache, full)
+    return _evict(cache, full, window)
+
+
+def _evict(cache: Any, tokens: int, window_tokens: int = 0) -> int:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    if type(cache).__name__ != "RadixCache":
-        full = cache.full_evictable_size() if cache.supports_swa() else cache.evictable_size()
-        window = cache.swa_evictable_size() if cache.supports_swa() else 0
-        if not full and not window:
-            return 0
-        return int(cache.evict(EvictParams(num_tokens=full, swa_num_tokens=window)).num_tokens_evicted)
+    if not tokens and not window_tokens:
+        return 0
+    return int(cache.evict(EvictParams(num_tokens=tokens, swa_num_tokens=window_tokens)).num_tokens_evicted)
+
+
+def _lets_us_choose(cache: Any) -> bool:
+    """Whether the cache asks a core of its own, in Python or Rust, for one leaf after the other."""
+    core = getattr(cache, "tree_core", None)
+    return type(cache).__name__ == "UnifiedRadixCache" and all(
+        hasattr(owner, name)
+        for owner, name in (
+            (core, "evict_device_next_node"),
+            (core, "collect_full_device_indices"),
+            (cache, "root_node_handle"),
+        )
+    )
+
+
+@contextmanager
+def _only_doomed(cache: Any, doomed: Doomed) -> Iterator[None]:
+    """Meanwhile the core of a `UnifiedRadixCache` names for eviction only leaves on whose way from the root there is a
+    doomed slot, until it has been through all of them; what becomes a leaf by that has its turn, too."""
+    core = cache.tree_core
+    advance = core.evict_device_next_node
+
+    def next_doomed(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            step = advance(*args, **kwargs)
+            # With something that it has freed the cache has to deal by itself.
+            if step.node_id is None or step.device_frees or step.host_frees:
+                return step
+            if bool(doomed(core.collect_full_device_indices(step.node_id, cache.root_node_handle())).any()):
+                return step
+
+    core.evict_device_next_node = next_doomed
+    try:
+        yield
+    finally:
+        del core.evict_device_next_node
+
+
+def _evict_from_radix(cache: Any, doomed: Doomed) -> int:
     order = _Doomed(cache.root_node, doomed)
     if not order.tokens:
         return 0
     usual = cache.eviction_strategy
     cache.eviction_strategy = order
     try:
-        return int(cache.evict(EvictParams(num_tokens=order.tokens)).num_tokens_evicted)
+        return _evict(cache, order.tokens)
     finally:
         cache.eviction_strategy = usual
 
@@ -47,7 +99,7 @@ class _Doomed:
     """An eviction strategy of `RadixCache` under which chosen nodes go first, those below before those above.
     ``tokens``: how many those have that are not in use."""
 
-    def __init__(self, root: Any, doomed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, root: Any, doomed: Doomed) -> None:
         self._nodes: set[int] = set()
         self.tokens = 0
         todo = [(node, False) for node in root.children.values()]
