@@ -42,6 +42,33 @@ def misuse(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
     }
 
 
+def misuse_states(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """As `misuse`, of the allocator of recurrent states and the last request's own."""
+    served = decoding(engine, prompts, 400)
+    engine.session.canary.drain()
+    pool = engine.runner.req_to_token_pool
+    allocator = pool.mamba_allocator
+    holder = served[-1] if hasattr(served[-1], "req_pool_idx") else served[-1].kv
+    slot = int(pool.req_index_to_mamba_index_mapping[holder.req_pool_idx])
+    if what == "double_free":
+        slot = int(allocator.free_slots[-1])
+    if what == "hand_out_held":
+        # As if the list itself had been overwritten.
+        allocator.free_slots[0] = slot
+        allocator.alloc(1)
+    else:
+        allocator.free(torch.tensor([slot]))
+    engine.told.violations = []
+    for _ in range(2):
+        engine.step()
+    engine.session.canary.drain()
+    return {
+        "request": served[-1].rid,
+        "slot": slot,
+        "violations": [v.fields() for v in engine.told.violations],
+    }
+
+
 def misuse_idle(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     """Serves the prompts to their end, then frees a free page; gives its slots, and the findings without another
     forward. The engine is of no use afterwards."""
@@ -61,6 +88,8 @@ def misuse_idle(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 def ownership(engine: Any) -> dict[str, Any]:
     """By region: how many slots of a page, and where Canary and the allocator differ about which slots are free."""
+    from canary_sglang.layout import allocators
+
     lifetime, told = engine.session.lifetime, {}
     engine.session.canary.drain()
     for follower in lifetime._followers.values():
@@ -69,7 +98,7 @@ def ownership(engine: Any) -> dict[str, Any]:
             words = engine.session.canary.states[name].records[:, POSITION]
             free = (words & State.FREED != 0) | (words % STATES == State.UNWRITTEN)
             # Page 0 is padding; a pool may be larger than what is handed out of it.
-            end = (follower._allocator.size // follower._allocator.page_size + 1) * page_slots
+            end = (follower._allocator.size // allocators.page_tokens(follower._allocator) + 1) * page_slots
             ours = {s for s in free.nonzero()[:, 0].tolist() if page_slots <= s < end}
             theirs = {page * page_slots + i for page in pages for i in range(page_slots)}
             told[name] = {"page_slots": page_slots, "differences": sorted(ours ^ theirs)}

@@ -98,7 +98,7 @@ def test_canary_and_the_allocator_agree_on_every_slot(engine, request):
     """After traffic with chunks, prefix hits, eviction and retraction the slots that Canary holds to be free are those
     of the allocator's own list, in every region; after a flush, too."""
     setup = engine.setup
-    regions = [name for name in setup.regions if name in ("full", "swa", "c4", "c128")]
+    regions = [name for name in setup.regions if name in ("full", "swa", "c4", "c128", "mamba")]
     for seed in (20, 21):
         engine.serve(prompts=setup.traffic(seed), new_tokens=setup.new_tokens)
         told = engine.ownership()

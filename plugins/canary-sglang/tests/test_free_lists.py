@@ -175,3 +175,41 @@ def test_a_list_that_something_else_changes(followed):
     allocator.alloc(allocator.page_size)
     assert [event.name for event in told.events] == ["lifetime_off"]
     assert told.free == set()
+
+
+def test_every_change_of_the_list_of_states_is_told():
+    """Random allocations, one by one, together and out of a group that was taken ahead, frees, and a flush."""
+    module = pytest.importorskip("sglang.srt.mem_cache.allocator.mamba")
+    allocator, told = module.MambaSlotAllocator(SIZE, "cpu"), Told()
+    told.pages = SIZE
+    told.regions = {"mamba": SimpleNamespace(name="mamba", slots=SIZE + 1, tokens_per_slot=1, device="cpu")}
+    runner = SimpleNamespace(
+        token_to_kv_pool_allocator=None,
+        req_to_token_pool=SimpleNamespace(mamba_allocator=allocator),
+        server_args=None,
+    )
+    lifetime = Lifetime(runner, told, RequestWriters(Writers(), torch.device("cpu")))
+    for target in allocators.allocator_functions():
+        owner, _, name = target.rpartition(".")
+        if owner.endswith("MambaSlotAllocator"):
+            setattr(allocator, name, partial(lifetime.call, name, getattr(type(allocator), name), allocator))
+    rng = random.Random(0)
+    held: list[torch.Tensor] = []
+    for step in range(400):
+        grouped = rng.random() < 0.3
+        if grouped:
+            allocator.alloc_group_begin(rng.randrange(6))
+        for _ in range(rng.randrange(4)):
+            if rng.random() < 0.55 or not held:
+                slots = allocator.alloc(rng.choice([1, 1, 2]))
+                held += [] if slots is None else [slots]
+            else:
+                allocator.free(held.pop(rng.randrange(len(held))))
+        if grouped:
+            allocator.alloc_group_end()
+        if step == 200:
+            allocator.clear()
+            held = []
+        told.settle()
+        assert told.free == set(allocator.free_slots.tolist()), step
+    assert told.events == []

@@ -117,6 +117,22 @@ def test_what_is_wrong_with_a_checkpoint_is_found(launch):
     assert [(v["kind"], v["region"]) for v in found] == [("token", "mamba")]
 
 
+@pytest.mark.parametrize(
+    ("what", "kind"), [("double_free", "double_free"), ("free_in_use", "freed"), ("hand_out_held", "double_alloc")]
+)
+def test_misuse_of_states_is_found_as_what_it_is(start, what, kind):
+    """A free state that is freed again, one that is freed while its request runs, and one that is handed out while it
+    is held: found as what it is, with the request whose state it is."""
+    engine = start("short_conv")
+    engine.serve(prompts=engine.setup.traffic(0, 4), new_tokens=2)
+    assert engine.findings()["violations"] == []
+    done = engine.misuse_states(what=what, prompts=engine.setup.traffic(1, 4)[2:])
+    found = [v for v in done["violations"] if v["region"] == "mamba" and v["kind"] == kind]
+    assert {v["slot"] for v in found} == {done["slot"]}
+    if what != "double_free":
+        assert {v["stored_request"] for v in found} == {done["request"]}
+
+
 @pytest.mark.without_engine
 def test_padding_has_the_tables_that_forwards_have():
     """In shape, types and strides, so that what a start compiles is what serving needs."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from canary_core.canary import Canary
 from canary_core.events import Event
 from canary_core.region import Region
+from canary_sglang import states
 from canary_sglang.layout import allocators, batches, schedulers, targets
 from canary_sglang.writers import RequestWriters
 
@@ -38,16 +39,21 @@ class Lifetime:
             return
         # Keeps the lists' owners alive, which are known by their ids.
         self._lists = allocators.free_lists(allocator)
-        wanted = {name: r for name, r in canary.regions.items() if name in allocators.ALLOCATED_REGIONS}
+        states_allocator = allocators.state_allocator(runner)
+        if allocators.hands_out_states(states_allocator):
+            self._lists[states.REGION] = states_allocator
+        lists = {**allocators.ALLOCATED_REGIONS, states.REGION: states.REGION}
+        wanted = {name: r for name, r in canary.regions.items() if name in lists}
         for kind, part in self._lists.items():
             # A page has the same number in all regions that share a list, and so many slots in each.
-            slots = {n: _page_slots(part, r) for n, r in wanted.items() if allocators.ALLOCATED_REGIONS[n] == kind}
+            slots = {n: _page_slots(part, r) for n, r in wanted.items() if lists[n] == kind}
             followed = {name: count for name, count in slots.items() if count}
             if followed:
                 self._followers[id(part)] = Follower(part, canary, followed, writers)
         left = wanted.keys() - {name for f in self._followers.values() for name in f.regions}
         if left:
-            self._off(left, f"{type(allocator).__name__} is not an allocator that this canary-sglang knows")
+            unknown = states_allocator if left == {states.REGION} else allocator
+            self._off(left, f"{type(unknown).__name__} is not an allocator that this canary-sglang knows")
 
     def call(self, name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs one function of an allocator and tells what it did."""
@@ -164,7 +170,7 @@ class Follower:
         allocator = self._allocator
         released = allocators.released_pages(allocator)
         return (
-            allocator.free_pages is self._free
+            allocators.free_pages(allocator) is self._free
             and len(released) == len(self._released)
             and all(a is b for a, b in zip(released, self._released, strict=True))
         )
@@ -185,7 +191,7 @@ class Follower:
         return True
 
     def _look(self) -> None:
-        self._free: Tensor = self._allocator.free_pages
+        self._free: Tensor = allocators.free_pages(self._allocator)
         self._released = tuple(allocators.released_pages(self._allocator))
 
     def _cleared(self) -> None:
@@ -200,14 +206,15 @@ class Follower:
         self._look()
         count = len(before) - len(self._free)
         if count > 0:
-            taker = owners.taker(count, shares)
+            # States are taken ahead for whoever waits, so nothing says who gets them.
+            taker = -1 if allocators.hands_out_states(self._allocator) else owners.taker(count, shares)
             for region, page_slots in self.regions.items():
                 self._canary.alloc_slots(region, before[:count], taker, page_slots)
         return count >= 0
 
     def _taken_back(self, name: str, owners: Owners, pages: Any) -> bool:
         free, released = self._free, self._released
-        now_free, now_released = self._allocator.free_pages, allocators.released_pages(self._allocator)
+        now_free, now_released = allocators.free_pages(self._allocator), allocators.released_pages(self._allocator)
         at_end = self._appends and name != allocators.RESTORE
         back = {("free", at_end): len(now_free) - len(free)}
         staged: Sequence[Tensor] = ()
@@ -340,5 +347,5 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Callable
 
 def _page_slots(allocator: Any, region: Region) -> int:
     """Slots of ``region`` in a page of the allocator, 0 where pages and slots don't go together."""
-    slots, rest = divmod(int(allocator.page_size), region.tokens_per_slot)
+    slots, rest = divmod(allocators.page_tokens(allocator), region.tokens_per_slot)
     return 0 if rest else slots

@@ -11,8 +11,9 @@ from canary_sglang.layout.targets import existing
 
 ALLOCATORS = "sglang.srt.mem_cache.allocator"
 CLEAR, MERGE, RESTORE = "clear", "merge_and_sort_free", "restore_state"
-ALLOCS = frozenset({"alloc", "alloc_extend", "alloc_decode"})
-APPENDING_ALLOCATORS = frozenset({"TokenToKVPoolAllocator"})
+ALLOCS = frozenset({"alloc", "alloc_extend", "alloc_decode", "alloc_group_begin"})
+STATE_ALLOCATOR = "MambaSlotAllocator"
+APPENDING_ALLOCATORS = frozenset({"TokenToKVPoolAllocator", STATE_ALLOCATOR})
 """What comes back goes to the end of their list; others put it in front."""
 
 ALLOCATED_REGIONS = {"full": "full", "c4": "full", "c128": "full", "swa": "window"}
@@ -36,8 +37,15 @@ def allocator_functions() -> Sequence[str]:
     one, many = ("alloc", "free", CLEAR, MERGE, RESTORE), ("alloc_extend", "alloc_decode", "free_group_end")
     # The innermost of those that take back parts of a row.
     parts = "free_page_ids" if existing([f"{paged}.free_page_ids"]) else "free_segment"
-    names = [*(f"{token}.{name}" for name in one), *(f"{paged}.{name}" for name in (*one, *many, parts))]
-    return existing(names)
+    # A group of states that is not used up comes back through ``free``.
+    state, states = f"{ALLOCATORS}.mamba.{STATE_ALLOCATOR}", ("alloc", "alloc_group_begin", "free", CLEAR)
+    return existing(
+        [
+            *(f"{token}.{name}" for name in one),
+            *(f"{paged}.{name}" for name in (*one, *many, parts)),
+            *(f"{state}.{name}" for name in states),
+        ]
+    )
 
 
 def free_lists(allocator: Any) -> dict[str, Any]:
@@ -55,19 +63,41 @@ def free_lists(allocator: Any) -> dict[str, Any]:
     return {name: part for name, part in lists.items() if type(part).__name__ in known}
 
 
+def state_allocator(runner: Any) -> Any:
+    """What hands out slots of recurrent states; None where there are none."""
+    return getattr(getattr(runner, "req_to_token_pool", None), "mamba_allocator", None)
+
+
+def hands_out_states(allocator: Any) -> bool:
+    """Whether it hands out slots of recurrent states, and we know how. By the exact class, as in `free_lists`."""
+    return type(allocator).__name__ == STATE_ALLOCATOR
+
+
+def free_pages(allocator: Any) -> torch.Tensor:
+    """The list of what can be handed out at once, but for `released_pages`."""
+    pages: torch.Tensor = allocator.free_slots if hands_out_states(allocator) else allocator.free_pages
+    return pages
+
+
+def page_tokens(allocator: Any) -> int:
+    """Slots of a page."""
+    return 1 if hands_out_states(allocator) else int(allocator.page_size)
+
+
 def released_pages(allocator: Any) -> Sequence[torch.Tensor]:
     """Pages that came back and wait to be sorted in; a list of them from 0.5.2x on, before that one tensor."""
     staged = getattr(allocator, "staged_pages", None)
     if staged is not None:
         pages: Sequence[torch.Tensor] = staged
         return pages
-    return () if allocator.release_pages is None else (allocator.release_pages,)
+    released = getattr(allocator, "release_pages", None)
+    return () if released is None else (released,)
 
 
 def page_shares(name: str, allocator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int] | None:
     """How many new pages each row of a batch gets from the call ``name`` with these arguments; None where it doesn't
     say. From lengths on the host."""
-    size = int(allocator.page_size)
+    size = page_tokens(allocator)
     ends = kwargs.get("seq_lens_cpu")
     if name == "alloc_extend":
         ends = args[3] if ends is None and len(args) > 3 else ends
