@@ -117,6 +117,25 @@ def test_what_is_wrong_with_a_checkpoint_is_found(launch):
     assert [(v["kind"], v["region"]) for v in found] == [("token", "mamba")]
 
 
+def test_a_state_of_other_tokens_is_found_though_it_is_as_long_and_ends_alike(start):
+    """Two prompts of the same length, with the same last token, as chat templates make them. The state of one, reused
+    for the other, is not of the tokens whose KV is reused with it."""
+    engine = start("short_conv", CANARY_STATE_INTERVAL="64")
+    r = random.Random(2)
+    one, two = ([*(r.randrange(3, 250) for _ in range(29)), 7] for _ in range(2))
+    for prompt in (one, two):
+        engine.serve(prompts=[prompt], new_tokens=1)
+    slots = [state["slot"] for state in engine.cached_states() if state["tokens"] == 30]
+    assert len(slots) == 2
+    assert engine.serve(prompts=[[*one, 8]], new_tokens=1)["cached"] == [30]
+    assert engine.findings()["violations"] == []
+    for tail, slot in enumerate(slots):
+        engine.reuse_wrong_state(slot=slot, prompt=[*one, 9 + tail])
+    (found,) = engine.findings()["violations"]
+    assert (found["kind"], found["region"], found["phase"]) == ("prefix", "mamba", "pre_forward")
+    assert found["slot"] in slots
+
+
 @pytest.mark.parametrize(
     ("what", "kind"), [("double_free", "double_free"), ("free_in_use", "freed"), ("hand_out_held", "double_alloc")]
 )

@@ -98,16 +98,18 @@ class ForwardBatches(BatchAdapter[Any]):
             prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
             expected = self._expected(batch, names)
         tables = dict.fromkeys(self._regions, slot_table(self._entries, batch.req_pool_indices, slots))
+        writers = self._writers.ids(names)
         state = None if self._states is None else self._states.table(batch, prefix_lens, new_lens)
         if self._states is not None and state is not None:
             tables[self._states.region] = state
+            self._states.expect(batch, self._entries, (prefix_lens, writers))
         if self._rings is not None:
             tables[self._rings.region] = self._rings.table(batch.req_pool_indices)
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
             token_ids=batch.input_ids,
-            writers=self._writers.ids(names),
+            writers=writers,
             tables=tables,
             positions=positions,
             expected_tokens=expected,

@@ -19,10 +19,14 @@ from canary_core.adapters import PoolAdapter
 from canary_core.batch import SlotTable
 from canary_core.canary import Canary
 from canary_core.errors import AttachError
+from canary_core.links import expect_sequences
 from canary_core.region import KVSource, Region, RegionKind, Uncovered
 from canary_sglang.layout.checkpoints import Checkpoints, tracked_slots
 
 REGION = "mamba"
+
+KV = "full"
+"""The region with the KV of the same tokens."""
 
 NULL_STATE = 0
 """Where padded rows go."""
@@ -109,9 +113,18 @@ class StateGuard:
         kept = None if self._checkpoints is None else self._checkpoints.kept(batch, prefix_lens)
         return table if kept is None else replace(table, kept=kept)
 
+    def expect(self, batch: Any, entries: Tensor, rows: tuple[Tensor, Tensor]) -> None:
+        """Before a forward: a cached state that is reused must be of the very tokens whose KV is reused with it.
+        ``entries``: the slot table. ``rows``: prefix lengths and writers of the forward's."""
+        states = self._canary.states
+        if not _reuses(batch) or KV not in states:
+            return
+        slots = entries[batch.req_pool_indices, (rows[0].long() - 1).clamp(min=0)]
+        expect_sequences(states[self.region], states[KV], slots, rows)
+
     def _table(self, batch: Any, prefix_lens: Tensor, new_lens: Tensor) -> SlotTable:
         sources, destinations = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
-        if batch.forward_mode.name == "DECODE" or sources is None or not len(sources):
+        if not _reuses(batch):
             return self._own(batch.req_pool_indices)
         lengths = prefix_lens, new_lens
         return self._reusing(batch.req_pool_indices, batch.input_ids.shape[0], lengths, (sources, destinations))
@@ -182,6 +195,12 @@ def loaded(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
     guard = _GUARDS.get(id(pool))
     if guard is not None:
         guard.arrived(args[1] if len(args) > 1 else kwargs["indices"])
+
+
+def _reuses(batch: Any) -> bool:
+    """Whether requests of a forward go on from cached states."""
+    sources = batch.mamba_cow_src_indices
+    return batch.forward_mode.name != "DECODE" and sources is not None and len(sources) > 0
 
 
 def _sources(half: str, tensor: Tensor, layers: Sequence[int]) -> list[KVSource]:
