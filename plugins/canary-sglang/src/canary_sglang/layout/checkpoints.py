@@ -20,19 +20,22 @@ class Checkpoints:
 
     An extend does so for requests that have a whole chunk to compute, as of the last whole chunk's end, or where the
     cache's sequences branch; a decode where a sequence's length is a multiple of an interval. The scheduler decides.
-    Raises `PluginError` where this SGLang doesn't say how long a chunk is.
+
+    ``chunk_tokens``: of a chunk. ``interval_tokens``: a number that divides the lengths at which decodes do so, 0 if
+    none is known.
     """
 
-    def __init__(self, server_args: Any) -> None:
-        self._chunk = _chunk_tokens(server_args)
-        self._interval = _interval_tokens(server_args)
+    def __init__(self, chunk_tokens: int, interval_tokens: int) -> None:
+        self._chunk = chunk_tokens
+        self._interval = interval_tokens
 
     @classmethod
     def of(cls, runner: Any) -> "Checkpoints | None":
-        """None where forwards put no states aside."""
-        return (
-            cls(runner.server_args) if getattr(runner.req_to_token_pool, "enable_mamba_extra_buffer", False) else None
-        )
+        """Those of one `ModelRunner`; None where its forwards put no states aside. Raises `PluginError` where this
+        SGLang doesn't say how long a chunk is."""
+        if not getattr(runner.req_to_token_pool, "enable_mamba_extra_buffer", False):
+            return None
+        return cls(_chunk_tokens(runner.server_args), _interval_tokens(runner.server_args))
 
     def kept(self, batch: Any, prefix_lens: Tensor) -> Kept | None:
         """What a decode or an extend puts aside; None for nothing. ``prefix_lens``: tokens that its states have before
@@ -78,7 +81,7 @@ def _chunk_tokens(server_args: Any) -> int:
 
 
 def _interval_tokens(server_args: Any) -> int:
-    """A number that divides the length of every sequence of which a decode puts a state aside, 0 if none is known."""
+    """How many tokens apart decodes may put a state aside: the real distance is a multiple of it. 0 if not known."""
     context = importlib.import_module(CONTEXT)
     said = context.get_exec().mamba if hasattr(context, "get_exec") else server_args
     return int(getattr(said, "mamba_track_interval", 0) or 0)
