@@ -20,9 +20,10 @@ NONE = (-1, -1, -1)
 class Engine:
     """Three requests, whose states every forward rewrites; now and then it keeps one as of an earlier token."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, device: str = "cpu", **settings: object) -> None:
         self.found = []
-        self.states = torch.zeros(12, 32)
+        self.device = device
+        self.states = torch.zeros(12, 32, device=device)
         self.lengths = torch.zeros(ROWS, dtype=torch.int64)
         self.tokens = [[] for _ in range(ROWS)]
         region = Region("mamba", 12, (row_source(self.states, Part("ssm", 0)),), RegionKind.STATE, null_slot=0)
@@ -39,11 +40,12 @@ class Engine:
         tokens = torch.randint(0, 1 << 30, (ROWS, new))
         for row, mine in zip(self.tokens, tokens.tolist(), strict=True):
             row += mine
-        table = ring_table(slot_table(torch.tensor([[slot] for slot in OWN])), 1)
-        table = replace(table, kept=Kept(torch.tensor(kept), self.lengths + new - 1 - back))
+        table = ring_table(slot_table(torch.tensor([[slot] for slot in OWN], device=self.device)), 1)
+        slots, positions = torch.tensor(kept), self.lengths + new - 1 - back
+        table = replace(table, kept=Kept(slots.to(self.device), positions.to(self.device)))
         self._run(news, tokens.flatten(), table)
         if stores:
-            self.states[[slot for slot in kept if slot > 0]] += torch.randn(32)
+            self.states[[slot for slot in kept if slot > 0]] += torch.randn(32).to(self.device)
         self._end(news)
 
     def reuse(self, row: int, length: int, slot: int) -> None:
@@ -65,14 +67,14 @@ class Engine:
 
     def _run(self, news, tokens, table) -> None:
         self._batch = BatchView(
-            prefix_lens=self.lengths.clone(),
-            new_lens=news,
-            token_ids=tokens,
-            writers=torch.arange(ROWS),
+            prefix_lens=self.lengths.to(self.device, copy=True),
+            new_lens=news.to(self.device),
+            token_ids=tokens.to(self.device),
+            writers=torch.arange(ROWS, device=self.device),
             tables={"mamba": table},
         )
         self.canary.pre_forward(self._batch)
-        self.states[list(OWN)] += torch.randn(ROWS, 32)
+        self.states[list(OWN)] += torch.randn(ROWS, 32).to(self.device)
 
     def _end(self, news) -> None:
         self.canary.post_forward(self._batch)
@@ -151,19 +153,21 @@ def test_rows_that_keep_nothing_that_is_new_are_left_out(engine):
     assert engine.found == []
 
 
-def test_kernels_keep_what_the_reference_keeps():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kernels_keep_what_the_reference_keeps(device):
     """Both back ends end in the same memory of ours."""
     ends = []
-    for name, backend in (("torch", torch_backend()), ("triton", triton_backend())):
+    for name, where, backend in (("torch", "cpu", torch_backend()), ("triton", device, triton_backend())):
         torch.manual_seed(0)
-        engine = Engine(backend=name)
+        engine = Engine(where, backend=name)
         try:
             assert engine.canary._backend.name == backend.name
             engine.step(new=5)
             engine.step(new=7, kept=(8, -1, 10), back=3)
             engine.step(kept=(-1, 11, -1))
             state = engine.canary.states["mamba"]
-            ends.append((state.records, state.fingerprints, state.chains, state.claims))
+            memory = (state.records, state.fingerprints, state.chains, state.claims)
+            ends.append([tensor.cpu() for tensor in memory])
             assert engine.found == []
         finally:
             plugins.manager().unregister(engine)
