@@ -13,7 +13,8 @@ from torch import Tensor
 
 from canary_core.errors import ViolationError
 from canary_transformers import caches
-from canary_transformers.guarded_cache import Forward, GuardedCache
+from canary_transformers.forward import Forward
+from canary_transformers.guarded_cache import GuardedCache
 from canary_transformers.patches import Patches
 
 

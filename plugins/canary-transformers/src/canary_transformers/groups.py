@@ -100,6 +100,21 @@ def groups_of(views: Sequence[LayerView], end: int) -> list[Group]:
     return groups
 
 
+def disagreeing(views: Sequence[LayerView], groups: Sequence[Group], end: int) -> dict[int, int]:
+    """Layers that do not hold what their group does, with the length of their sequences."""
+    by_layer = {view.layer: view for view in views}
+    off = {}
+    for group in groups:
+        for layer in group.layers:
+            view = by_layer.get(layer)
+            if view is None:
+                if end:
+                    off[layer] = 0
+            elif view.end is not None and (view.end, view.held) != (end, group.held):
+                off[layer] = view.end
+    return off
+
+
 def _moved(old: KVSource | None, tensor: Tensor) -> KVSource | None:
     """``old`` where it is now, without another search for overlaps; None if more than the place is new."""
     if old is None or old.tensor.dtype != tensor.dtype or tensor.stride(3) != 1:

@@ -3,7 +3,6 @@
 import contextlib
 from collections import Counter as Tally
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pluggy
@@ -17,51 +16,12 @@ from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import ViolationError
 from canary_core.events import Event, Level
-from canary_core.hookspecs import hookimpl
-from canary_core.records import Kind
-from canary_core.violation import Violation
 from canary_transformers import caches
 from canary_transformers.caches import LayerView
-from canary_transformers.groups import Group, capacity_for, groups_of
-
-REMEMBERED = 65536
-"""Byte findings that `MovedSlots` remembers."""
-
-UNKNOWN = -1
-"""Token that was given as an embedding, or before the guard began: never judged."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Forward:
-    """What a forward is given: ``rows`` times ``new`` tokens. ``tokens``: their ids, integer ``[rows, new]``, None for
-    embeddings. ``history``: the sequences themselves, integer ``[rows, n]``, ending with this forward's tokens, where
-    the caller is `generate()`."""
-
-    rows: int
-    new: int
-    tokens: Tensor | None
-    history: Tensor | None
-
-
-class MovedSlots:
-    """Dismisses a byte finding that was reported before its slot moved: windows and beams carry wrong bytes along."""
-
-    def __init__(self) -> None:
-        self._known: set[tuple[object, ...]] = set()
-
-    @hookimpl
-    def canary_vet(self, violation: Violation) -> str | None:
-        """The reason, where there is one."""
-        v = violation
-        if v.kind is not Kind.BYTES:
-            return None
-        key = (v.source, v.stored_position, v.stored_token, v.stored_request, v.step_written, v.found_value)
-        if key in self._known:
-            return "the same bytes were reported at the slot where they were before"
-        if len(self._known) >= REMEMBERED:
-            self._known.clear()
-        self._known.add(key)
-        return None
+from canary_transformers.forward import UNKNOWN, Forward
+from canary_transformers.groups import Group, capacity_for, disagreeing, groups_of
+from canary_transformers.moves import carry, excuse_pads, expect_zeros, move
+from canary_transformers.vet import MovedSlots
 
 
 class GuardedCache:
@@ -161,7 +121,7 @@ class GuardedCache:
             self._end -= removed
             self._unknown_end = min(self._unknown_end, self._end)
             for group in self._groups:
-                self._move(canary, group, group.keeping.held_after_crop(group.held, removed))
+                move(canary, group, self._end, group.keeping.held_after_crop(group.held, removed))
 
     def cleared(self) -> None:
         """Nothing is left; tensors that stay are zeroed."""
@@ -171,9 +131,9 @@ class GuardedCache:
                 return
             self._end = self._unknown_end = 0
             for group in self._groups:
-                self._move(canary, group, 0)
+                move(canary, group, 0, 0)
                 if group.keeping.static_tokens is not None:
-                    _expect_zeros(canary, group, range(group.capacity))
+                    expect_zeros(group, canary.states[group.name], range(group.capacity))
             self._new_writers(len(self._writer_ids))
 
     def drain(self) -> None:
@@ -229,7 +189,7 @@ class GuardedCache:
             return
         before, self._end = self._end, self._end + forward.new
         for group in self._groups:
-            self._move(canary, group, (self._pending or {})[group.name])
+            move(canary, group, self._end, (self._pending or {})[group.name])
         self._rebind(views, canary)
         device = self._device(canary)
         tables = {group.name: group.table(self._end, device) for group in self._groups}
@@ -250,7 +210,7 @@ class GuardedCache:
                 self._tell("coverage", "warning", {"cache": self.name, "coverage_ratio": 0.0, "uncovered": listed})
             return
         rows = views[0].keys.shape[0]
-        if rows != forward.rows or not 0 < forward.new <= end or self._disagreeing(views, groups_of(views, end), end):
+        if rows != forward.rows or not 0 < forward.new <= end or disagreeing(views, groups_of(views, end), end):
             self._release(f"{rows} rows of {end} tokens do not fit the forward's {forward.rows} rows of {forward.new}")
             return
         self._groups = groups_of(views, end)
@@ -260,7 +220,7 @@ class GuardedCache:
         self._new_writers(rows)
         device = self._device(canary)
         tokens = torch.full((rows, end), UNKNOWN, dtype=torch.int64, device=device)
-        for known in (forward.tokens, self._history(forward, end)):
+        for known in (forward.tokens, forward.history_to(end)):
             if known is not None and known.shape[1]:
                 tokens[:, end - known.shape[1] :] = known.to(device)
         if end > forward.new:
@@ -268,10 +228,10 @@ class GuardedCache:
         for group in self._groups:
             written = range(group.held)
             if group.keeping.static_tokens is not None and self._was_empty:
-                _expect_zeros(canary, group, written)
+                expect_zeros(group, canary.states[group.name], written)
             elif group.held:
                 canary.states[group.name].fingerprints[group.slots(written, torch.arange(rows, device=device))] = 0
-        history = self._history(forward, end)
+        history = forward.history_to(end)
         known_tokens = forward.new if history is None else max(history.shape[1], forward.new)
         self._unknown_end = end if forward.tokens is None else end - known_tokens
         tables = {g.name: g.table(0, device, g.first, end) for g in self._groups}
@@ -281,19 +241,11 @@ class GuardedCache:
         canary.post_forward(batch)
 
     def _excuse_pads(self, canary: Canary, tokens: Tensor | None) -> None:
-        """A zero embedding gives zero K and V: what a zeroed tensor held before. Such a write is not seen if lost."""
-        if tokens is None or self._pad is None:
+        if tokens is None or self._pad is None or self._config.bytes == "off":
             return
-        tokens = tokens.to(self._device(canary))
-        every = torch.arange(tokens.shape[0], device=tokens.device)
+        pads = tokens.to(self._device(canary)) == self._pad
         for group in self._groups:
-            if group.keeping.static_tokens is None or self._config.bytes == "off":
-                continue
-            stored = min(tokens.shape[1], group.held)
-            slots = group.slots(range(group.held - stored, group.held), every)
-            pads = tokens[:, tokens.shape[1] - stored :].reshape(-1, 1) == self._pad
-            fingerprints = canary.states[group.name].fingerprints
-            fingerprints[slots] = fingerprints[slots].masked_fill(pads, 0)
+            excuse_pads(group, canary.states[group.name], pads)
 
     def _replace(
         self, views: Sequence[LayerView], old: Canary, rows: Tensor | None, held: dict[str, int] | None = None
@@ -312,15 +264,8 @@ class GuardedCache:
             )
         regions = [group.region(views) for group in self._groups]
         canary = Canary(regions, self._config, hooks=self.hooks, writers=self._writers, uncovered=old.uncovered)
-        every = torch.arange(len(rows), device=device)
         for before, group in zip(old_groups, self._groups, strict=True):
-            source, target = old.states[before.name], canary.states[group.name]
-            kept = range(group.held)
-            from_slots, to_slots = before.slots(kept, rows), group.slots(kept, every)
-            target.records[to_slots] = source.records[from_slots]
-            target.fingerprints[to_slots] = source.fingerprints[from_slots]
-            target.chains.copy_(source.chains)
-            target.shared.clock.copy_(source.shared.clock)
+            carry((before, old.states[before.name]), (group, canary.states[group.name]), rows)
         self._retire()
         self._canary = canary
         return canary
@@ -341,7 +286,7 @@ class GuardedCache:
 
     def _as_left(self, canary: Canary, views: Sequence[LayerView]) -> bool:
         """Whether all layers hold what they should. If not, that is told, and what attention will read is checked."""
-        off = self._disagreeing(views, self._groups, self._end)
+        off = disagreeing(views, self._groups, self._end)
         if not off:
             return True
         ends = {view.end or 0 for view in views if view.end is not None}
@@ -358,20 +303,6 @@ class GuardedCache:
         self._was_empty = False
         self._over = not together
         return False
-
-    def _disagreeing(self, views: Sequence[LayerView], groups: Sequence[Group], end: int) -> dict[int, int]:
-        """Layers that do not hold what their group does, with the length of their sequences."""
-        by_layer = {view.layer: view for view in views}
-        off = {}
-        for group in groups:
-            for layer in group.layers:
-                view = by_layer.get(layer)
-                if view is None:
-                    if end:
-                        off[layer] = 0
-                elif view.end is not None and (view.end, view.held) != (end, group.held):
-                    off[layer] = view.end
-        return off
 
     def _check_disagreeing(self, canary: Canary, views: Sequence[LayerView], off: dict[int, int]) -> None:
         """Finds what attention reads beyond what all layers hold."""
@@ -391,19 +322,6 @@ class GuardedCache:
         canary.pre_forward(self._batch(end, nothing, tables, device))
         canary.drain()
 
-    def _move(self, canary: Canary, group: Group, held: int) -> None:
-        """The group now ends with ``_end`` and holds ``held`` tokens: records go where the bytes went."""
-        every = torch.arange(group.rows, device=self._device(canary))
-        first = self._end - held
-        distance = first - group.first
-        kept = min(group.held - distance, held)
-        if distance > 0 and kept > 0:
-            source = group.slots(range(distance, distance + kept), every)
-            canary.copy_slots(group.name, source, group.slots(range(kept), every))
-        if held < group.held:
-            canary.clear_slots(group.name, group.slots(range(held, group.held), every))
-        group.first, group.held = first, held
-
     def _rebind(self, views: Sequence[LayerView], canary: Canary) -> None:
         for group in self._groups:
             mine = [view for view in views if view.layer in group.layers]
@@ -415,34 +333,15 @@ class GuardedCache:
                 canary.rebind(group.name, group.sources(mine))
 
     def _batch(self, prefix: int, forward: Forward, tables: dict[str, SlotTable], device: torch.device) -> BatchView:
-        rows, end = forward.rows, prefix + forward.new
-        if forward.tokens is None:
-            tokens = torch.full((rows * forward.new,), UNKNOWN, dtype=torch.int64, device=device)
-        else:
-            tokens = forward.tokens.to(device, torch.int64).reshape(-1)
-        expected = None
-        history = self._history(forward, end)
-        if history is not None:
-            expected = torch.full((rows, end), UNKNOWN, dtype=torch.int64, device=device)
-            expected[:, end - history.shape[1] :] = history.to(device)
-            expected[:, : self._unknown_end] = UNKNOWN
-            if forward.tokens is None:
-                expected[:, prefix:] = UNKNOWN
+        rows = forward.rows
         return BatchView(
             prefix_lens=torch.full((rows,), prefix, dtype=torch.int64, device=device),
             new_lens=torch.full((rows,), forward.new, dtype=torch.int64, device=device),
-            token_ids=tokens,
+            token_ids=forward.token_ids(device),
             writers=torch.tensor(self._writer_ids, dtype=torch.int64, device=device),
             tables=tables,
-            expected_tokens=expected,
+            expected_tokens=forward.expected_tokens(prefix, self._unknown_end, device),
         )
-
-    def _history(self, forward: Forward, end: int) -> Tensor | None:
-        """The sequences' last tokens up to position ``end``; None where they are not known, or are longer."""
-        history = forward.history
-        if history is None or history.dim() != 2 or history.shape[0] != forward.rows:
-            return None
-        return history if 0 < history.shape[1] <= end else None
 
     def _new_writers(self, rows: int) -> None:
         """A row that was reordered has another history than its name had."""
@@ -474,11 +373,3 @@ class GuardedCache:
                 raise
             else:
                 self._tell("disabled", "error", {"where": f"canary_transformers: {where}", "error": repr(error)})
-
-
-def _expect_zeros(canary: Canary, group: Group, indices: range) -> None:
-    """The tensors were zero there before: a write that leaves them so is lost."""
-    state = canary.states[group.name]
-    slots = group.slots(indices, torch.arange(group.rows, device=state.records.device))
-    # The fingerprint of zero bytes is the salt alone.
-    state.fingerprints[slots] = state.salts[: state.fingerprints.shape[1]]

@@ -9,6 +9,9 @@ from canary_core.hookspecs import hookimpl
 from canary_core.records import Kind
 from canary_core.violation import Violation
 
+REMEMBERED = 65536
+"""Byte findings that `MovedSlots` remembers."""
+
 
 class EmbeddingVet:
     """Dismisses a `LOST_WRITE` where the old and the new token enter the model as the very same numbers.
@@ -54,6 +57,27 @@ class AdoptedVet:
         """The reason, where there is one."""
         if violation.kind is Kind.LOST_WRITE and not violation.step_written:
             return "the bytes were there before Canary, and may be this very token's"
+        return None
+
+
+class MovedSlots:
+    """Dismisses a byte finding that was reported before its slot moved: windows and beams carry wrong bytes along."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[object, ...]] = set()
+
+    @hookimpl
+    def canary_vet(self, violation: Violation) -> str | None:
+        """The reason, where there is one."""
+        v = violation
+        if v.kind is not Kind.BYTES:
+            return None
+        key = (v.source, v.stored_position, v.stored_token, v.stored_request, v.step_written, v.found_value)
+        if key in self._known:
+            return "the same bytes were reported at the slot where they were before"
+        if len(self._known) >= REMEMBERED:
+            self._known.clear()
+        self._known.add(key)
         return None
 
 
