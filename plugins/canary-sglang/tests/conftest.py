@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -6,6 +7,10 @@ from typing import Any
 import pytest
 from engine_process import EngineProcess
 from setups import SETUPS, SPECULATIVE, Setup
+
+from canary_core import plugins
+from canary_core.hookspecs import hookimpl
+from canary_core.violation import Violation
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,3 +100,51 @@ def start(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
     yield start_engine
     for process in processes:
         process.close()
+
+
+@pytest.fixture(scope="session")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """SGLang's module of pools, with the global arguments that some of them ask for."""
+    from sglang.srt.server_args import ServerArgs
+
+    folder = tmp_path_factory.mktemp("model")
+    config = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=256, hidden_size=64, intermediate_size=128,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    folder.joinpath("config.json").write_text(json.dumps(config))
+    args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native", skip_tokenizer_init=True)
+    if hasattr(args, "resolve_once"):
+        args.resolve_once()
+    try:
+        from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+    except ImportError:
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(args)
+    else:
+        ranks = SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=0, pp_rank=0), dp_rank=None, gpu_id=0)
+        publish(args, role="scheduler", ranks=ranks)
+    from sglang.srt.mem_cache import memory_pool
+
+    return memory_pool
+
+
+class Findings:
+    """Keeps what a `Canary` found."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        self.violations.append(violation)
+
+
+@pytest.fixture
+def findings() -> Any:
+    """What is found during the test."""
+    listener = Findings()
+    plugins.manager().register(listener)
+    yield listener.violations
+    plugins.manager().unregister(listener)
