@@ -61,10 +61,10 @@ CHECKPOINTS = {
 }
 
 
-def checkpointing(launch, **settings):
+def checkpointing(launch, options=None, **settings):
     """Linear attention under ``extra_buffer``: states as of every 64th token are put aside within prefills and
     decodes."""
-    return launch({"options": CHECKPOINTS}, "gated_delta", **settings)
+    return launch({"options": {**CHECKPOINTS, **(options or {})}}, "gated_delta", **settings)
 
 
 @pytest.mark.parametrize("interval", ["1", "64"])
@@ -89,6 +89,23 @@ def test_checkpoints_from_inside_of_a_forward_raise_nothing(launch, interval):
     checkpoints = engine.cached_states()
     assert len(checkpoints) > 2
     assert all(state["tokens"] and state["bytes"] for state in checkpoints)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_random_traffic_with_checkpoints_raises_nothing(launch, overlapped):
+    """Requests in bursts, with aborts, under pressure for states; decodes that pass where checkpoints are due, also
+    under the overlap scheduler. Canary and the allocator agree in the end on which states are free."""
+    options = {"max_mamba_cache_size": 24, "disable_overlap_schedule": not overlapped}
+    engine = checkpointing(launch, options, CANARY_STATE_INTERVAL="64")
+    if overlapped:
+        engine.storm_overlapped(seed=5, turns=80, new_tokens=70)
+    else:
+        assert engine.storm(seed=5, steps=50, prefix=130, new_tokens=16)["cached"] > 0
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["unknown_slots"] == 0
+    assert engine.ownership()["mamba"]["differences"] == []
+    assert "lifetime_off" not in {event["name"] for event in engine.events()}
 
 
 def test_what_is_wrong_with_a_checkpoint_is_found(launch):
