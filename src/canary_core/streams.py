@@ -8,6 +8,12 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def current_handle(device: torch.device) -> int:
+    """Of the current stream of a GPU: what tells it from others, at a tenth of the cost of `torch.cuda.current_stream`;
+    Triton asks in the same way."""
+    return torch._C._cuda_getCurrentRawStream(0 if device.index is None else device.index)
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for all that was issued to the device."""
     if device.type == "cuda":

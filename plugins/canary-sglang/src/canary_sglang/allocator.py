@@ -6,6 +6,7 @@ host, and the pages themselves are views of the lists, which SGLang replaces and
 waits for the device; the core lets events take effect before the next forward, on its stream.
 """
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from torch import Tensor
 from canary_core.canary import Canary
 from canary_core.events import Event
 from canary_core.region import Region
+from canary_core.streams import current_handle
 from canary_sglang import states
 from canary_sglang.layout import allocators, batches, schedulers, targets
 from canary_sglang.writers import RequestWriters
@@ -169,11 +171,7 @@ class Follower:
         """Whether the list is still what our last look at it left."""
         allocator = self._allocator
         released = allocators.released_pages(allocator)
-        return (
-            allocators.free_pages(allocator) is self._free
-            and len(released) == len(self._released)
-            and all(a is b for a, b in zip(released, self._released, strict=True))
-        )
+        return allocators.free_pages(allocator) is self._free and self._same(released)
 
     def called(self, name: str, owners: Owners, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Tells what the function ``name`` of the allocator, which has just run with these arguments, did to the list.
@@ -212,11 +210,21 @@ class Follower:
                 self._canary.alloc_slots(region, before[:count], taker, page_slots)
         return count >= 0
 
+    def _same(self, released: Sequence[Tensor]) -> bool:
+        return len(released) == len(self._released) and all(map(operator.is_, released, self._released))
+
     def _taken_back(self, name: str, owners: Owners, pages: Any) -> bool:
         free, released = self._free, self._released
         now_free, now_released = allocators.free_pages(self._allocator), allocators.released_pages(self._allocator)
         at_end = self._appends and name != allocators.RESTORE
-        back = {("free", at_end): len(now_free) - len(free)}
+        grown_free, run = len(now_free) - len(free), self._run
+        in_run = run is not None and run.place == ("free", at_end) and not self._waiting
+        if run is not None and in_run and grown_free > 0 and self._same(now_released):
+            # The next request of many that end: there is nothing more to find out.
+            self._free = now_free
+            run.grow(now_free, grown_free, ((owners.freer(), grown_free),))
+            return True
+        back = {("free", at_end): grown_free}
         staged: Sequence[Tensor] = ()
         if len(now_released) == len(released) == 1:
             back["released", at_end] = len(now_released[0]) - len(released[0])
@@ -240,9 +248,7 @@ class Follower:
                 self._tell()
                 self._run = _Run(place)
                 self._canary.tell_later(self._tell)
-            self._run.grow(count, shares, staged if place[0] == "staged" else ())
-            if now_free.is_cuda:
-                self._run.streams.add(torch.cuda.current_stream(now_free.device))
+            self._run.grow(now_free, count, shares, staged if place[0] == "staged" else ())
         return sound
 
     def _count(self, name: str, pages: Tensor) -> int:
@@ -266,29 +272,33 @@ class _Run:
     are told as one event, of the list as it is in the end: views of those that SGLang replaced meanwhile would keep
     their memory, megabytes each.
 
-    ``place``: ``free``, ``released`` or ``staged``, and whether pages are appended to it. ``streams``: on which."""
+    ``place``: ``free``, ``released`` or ``staged``, and whether pages are appended to it."""
 
     def __init__(self, place: tuple[str, bool]) -> None:
         self.place = place
-        self.streams: set[torch.cuda.Stream] = set()
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._count = 0
         self._parts: list[Tensor] = []
         self._shares: list[list[tuple[int, int]]] = []
 
-    def grow(self, count: int, shares: Sequence[tuple[int, int]], parts: Sequence[Tensor]) -> None:
-        """``count`` more pages; ``parts``: themselves, where no list holds them. ``shares``:
-        whose they are, and how many of each, -1 if that isn't known."""
+    def grow(self, free: Tensor, count: int, shares: Sequence[tuple[int, int]], parts: Sequence[Tensor] = ()) -> None:
+        """``count`` more pages on the current stream of the device of ``free``; ``parts``: themselves, where no list
+        holds them. ``shares``: whose they are, and how many of each, -1 if that isn't known."""
+        if free.is_cuda:
+            handle = current_handle(free.device)
+            if handle not in self._streams:
+                self._streams[handle] = torch.cuda.current_stream(free.device)
         self._count += count
         self._parts += parts
         counts = [share for _, share in shares]
-        if min(counts) < 0 or sum(counts) != count:
+        if counts != [count] and (min(counts) < 0 or sum(counts) != count):
             writers = {writer for writer, _ in shares}
             shares = [(writers.pop() if len(writers) == 1 else -1, count)]
         self._shares.append(list(shares))
 
     def ready(self) -> list[torch.cuda.Event]:
         """After which `pages` are there: what the streams have to do on which they came back."""
-        return [stream.record_event() for stream in self.streams]
+        return [stream.record_event() for stream in self._streams.values()]
 
     def pages(self, free: Tensor, released: Sequence[Tensor]) -> Tensor:
         """All of them, in the lists' order."""

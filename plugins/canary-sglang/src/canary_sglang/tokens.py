@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 UNKNOWN = -1
@@ -22,22 +24,23 @@ def expected_tokens(
         return None
     width = -(-min(max(ends), MOST_TOKENS // len(requests)) // TABLE_STEP) * TABLE_STEP
     table = torch.full((len(requests), width), UNKNOWN, dtype=torch.int32, pin_memory=device.type == "cuda")
-    for row, request, end in zip(table, requests, ends, strict=True):
+    # A batch of cached prompts is idle until this is done; numpy's views cost a fifth of torch's.
+    for row, request, end in zip(table.numpy(), requests, ends, strict=True):
         if request is None:
             continue
         prompt = request.origin_input_ids
         known = min(len(prompt), end, width)
-        row[:known] = as_tensor(prompt)[:known]
+        row[:known] = as_array(prompt)[:known]
         output = request.output_ids[: min(end, width) - known] if known == len(prompt) else ()
         if len(output):
-            row[known : known + len(output)] = as_tensor(output)
-    for row, begin in zip(table, begins or (), strict=begins is not None):
+            row[known : known + len(output)] = as_array(output)
+    for row, begin in zip(table.numpy(), begins or (), strict=begins is not None):
         row[:begin] = UNKNOWN
     return table.to(device, non_blocking=True)
 
 
-def as_tensor(tokens: Any) -> Tensor:
+def as_array(tokens: Any) -> NDArray[np.int64]:
     """Without a copy where SGLang keeps them as an array."""
-    if getattr(tokens, "typecode", None) == "q":
-        return torch.frombuffer(tokens, dtype=torch.int64) if len(tokens) else torch.empty(0, dtype=torch.int64)
-    return torch.tensor(list(tokens), dtype=torch.int64)
+    if getattr(tokens, "typecode", None) == "q" and len(tokens):
+        return np.frombuffer(tokens, dtype=np.int64)
+    return np.array(tokens, dtype=np.int64)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from canary_core.sweep import CachedRun, FreeList
-from canary_sglang.tokens import as_tensor
+from canary_sglang.tokens import as_array
 
 FULL, WINDOW = "full", "swa"
 """What a cache holds of a node, each with locks and sizes of its own; also the names of the regions."""
@@ -342,7 +342,8 @@ def tree_of(cache: Any) -> "NodeTree | RustTree | str":
 
 def node_tokens(key: Any, first: int, count: int) -> Tensor:
     """Tokens of a node's key from its ``first`` on, int64 ``[count]``; of a key of pairs, their first ones."""
-    tokens = as_tensor(key.token_ids[first : first + count])
+    # SGLang's own arrays may be read-only to numpy.
+    tokens = torch.tensor(as_array(key.token_ids[first : first + count]))
     return tokens[:, 0] if tokens.dim() > 1 else tokens
 
 
