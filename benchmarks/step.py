@@ -89,7 +89,7 @@ class Step:
                 torch.cuda.synchronize()
                 torch.mm(busy, busy, out=out)
             start = clock()
-            self.canary.pre_forward(batch)
+            self.canary.pre_forward(batch, beside=True)
             pre = clock()
             torch.mm(busy, busy, out=out)
             forward = clock()
@@ -118,7 +118,7 @@ class Step:
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
             for _ in range(PROFILED_STEPS):
-                self.canary.pre_forward(batch)
+                self.canary.pre_forward(batch, beside=True)
                 self.canary.post_forward(batch)
                 self.canary.end_step()
             torch.cuda.synchronize()
