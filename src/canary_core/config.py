@@ -75,7 +75,7 @@ class CanaryConfig(BaseSettings):
         json_schema_extra=_unit("forwards"),
     )
     state_interval: Annotated[int, Field(ge=1)] = Field(
-        default=2048,
+        default=256,
         description="Decode steps between two whose recurrent states (Mamba, linear attention) are fingerprinted and "
         "compared before the next step, since every step rewrites all their bytes; prefills always are. 1: every step.",
         json_schema_extra=_unit("forwards"),

@@ -26,10 +26,9 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of one kernel: for slots as KV rows are, for long slots of a few requests, and for long slots of more."""
+    """Of one kernel: for slots as KV rows are, and for long ones."""
 
     usual: Tile
-    few_long: Tile
     long: Tile
 
 
@@ -40,20 +39,14 @@ READ_CHECK_TILE = Tile(READ_TILE, 1, 3)
 # Long slots are few, and of a batch's tokens or places few have one: tiles of slots would be nearly empty and most of a
 # device idle. A key is 8 bytes for a word of 4 and comes from the second cache, so sources abreast share keys. Columns
 # are 4 words a thread of all warps: then a thread has the same words of all sources, and adds them up by itself.
-LONG_TILE = Tile(1, 4, 2, columns=512, abreast=4)
-"""As many sources abreast as let memory be the limit, not the keys."""
-FEW_LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
-"""Few programs, so each has as much in flight as one multiprocessor takes."""
-FEW_ROWS = 16
-"""Requests up to which a batch has few; the first of `launch.ROW_STEPS`, so nothing more is compiled for it."""
+LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
+"""Of many warps, since a few requests have few programs; docs/tuning.md has those that were measured against it."""
 LOOKED_UP = 128
 """Tokens of a batch that a program looks at together for long slots."""
 
-WRITE_TILES = Tiles(WRITE_TILE, FEW_LONG_TILE._replace(slots=LOOKED_UP), LONG_TILE._replace(slots=LOOKED_UP))
-READ_CHECK_TILES = Tiles(
-    READ_CHECK_TILE, FEW_LONG_TILE._replace(slots=READ_TILE), LONG_TILE._replace(slots=READ_TILE)
-)  # fmt: skip
-SCRUB_TILES = Tiles(SCRUB_TILE, FEW_LONG_TILE, LONG_TILE)
+WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP))
+READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE))
+SCRUB_TILES = Tiles(SCRUB_TILE, LONG_TILE)
 
 LONG_WORDS = 8192
 """A slot of more words in one source is long: more than a row of 128 heads of 128 bfloat16 has."""
