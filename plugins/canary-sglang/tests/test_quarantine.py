@@ -69,7 +69,7 @@ def test_only_the_corrupted_node_is_evicted_and_what_follows_it(start, core, nam
 
 def test_a_corrupted_ring_row_of_a_cached_page_is_evicted_with_it(start):
     """A bit flips in what DeepSeek-V4's compressor keeps of a cached page's last tokens. Whoever continues that prefix
-    reads it, and is aborted; the page is evicted, and the same prompt gives what it gave before."""
+    reads it, and is aborted; the page is evicted but not the one before it, and the same prompt gives what it gave."""
     engine = start("deepseek_v4", CANARY_ON_VIOLATION="quarantine")
     prompt = engine.setup.traffic(0)[0][:516]
     before = engine.rot(prompt=prompt, region="c4_state", source="index_score.2")
@@ -80,7 +80,7 @@ def test_a_corrupted_ring_row_of_a_cached_page_is_evicted_with_it(start):
     told = [event["name"] for event in engine.events() if event["name"] in ("quarantined", "aborted")]
     assert told == ["aborted", "quarantined"]
     after = engine.serve(prompts=[prompt], new_tokens=4)
-    assert (after["outputs"], after["cached"]) == (before["outputs"], [0])
+    assert (after["outputs"], after["cached"]) == (before["outputs"], [256])
     again = engine.serve(prompts=[prompt], new_tokens=4)
     assert (again["outputs"], again["cached"]) == (before["outputs"], [512])
     assert engine.findings()["violations"] == []
