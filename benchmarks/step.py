@@ -93,7 +93,7 @@ class Step:
             pre = clock()
             torch.mm(busy, busy, out=out)
             forward = clock()
-            self.canary.post_forward(batch)
+            self.canary.post_forward(batch, beside=True)
             post = clock()
             self.canary.end_step()
             end = clock()
@@ -119,7 +119,7 @@ class Step:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
             for _ in range(PROFILED_STEPS):
                 self.canary.pre_forward(batch, beside=True)
-                self.canary.post_forward(batch)
+                self.canary.post_forward(batch, beside=True)
                 self.canary.end_step()
             torch.cuda.synchronize()
         on_device = (e for e in profiled.events() if e.device_type == DeviceType.CUDA)

@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pluggy
@@ -137,6 +137,7 @@ class Canary(SlotEvents):
         if not self.enabled:
             return
         try:
+            self.join(for_good=True)
             self._watch.alive()
             self.forwards += 1
             self._captured = self._captured or capturing(self._shared.counters.device)
@@ -148,7 +149,7 @@ class Canary(SlotEvents):
             apart = beside and not (compared or hooked or self._captured)
             for name in batch.tables:
                 self._states[name].require_capacity(batch)
-            with self._aside if apart and self._aside is not None else nullcontext():
+            with self._beside(apart):
                 self._changes.settle()
                 if hooked:
                     self._hooks.hook.canary_pre_forward(canary=self, batch=batch)
@@ -159,26 +160,36 @@ class Canary(SlotEvents):
         except Exception as error:
             self.fail("pre_forward", error)
 
-    def post_forward(self, batch: BatchView) -> None:
+    def post_forward(self, batch: BatchView, beside: bool = False) -> None:
         """Records the slots the forward has written (the same ``batch`` as `pre_forward`), then scrubs the next
-        stretch of every region. May be captured in a graph."""
+        stretch of every region. May be captured in a graph. ``beside``: that may run beside what comes next, on a
+        stream of ours, since until `join`, which the next `pre_forward` and all events begin with, nothing writes to
+        any guarded slot or to tensors of ``batch``."""
         if not self.enabled:
             return
         try:
-            if self._aside is not None:
-                self._aside.join(for_good=True)
-            self._call(self._hooks.hook.canary_post_forward, batch)
-            for name, table in batch.tables.items():
-                state = self._states[name]
-                if state.sources and self._looks[name].now:
-                    self._backend.fingerprint(state, batch, table)
-                elif state.sources:
-                    state.forget_written()
-                self._backend.record(state, batch, table)
-                if table.kept is not None:
-                    keep(self._backend, state, batch, table)
-            self._scrub.run(self._captured)
-            self._call(self._hooks.hook.canary_recorded, batch)
+            hooks = self._hooks.hook
+            hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
+            apart = beside and not (hooked or self._captured)
+            if not apart:
+                self.join(for_good=True)
+            if hooked:
+                hooks.canary_post_forward(canary=self, batch=batch)
+            with self._beside(apart):
+                for name, table in batch.tables.items():
+                    state = self._states[name]
+                    if state.sources and self._looks[name].now:
+                        self._backend.fingerprint(state, batch, table)
+                    elif state.sources:
+                        state.forget_written()
+                    self._backend.record(state, batch, table)
+                    if table.kept is not None:
+                        keep(self._backend, state, batch, table)
+                self._scrub.run(self._captured)
+            if hooked:
+                hooks.canary_recorded(canary=self, batch=batch)
+            if apart and self._aside is not None:
+                self._aside.keep(batch)
         except Exception as error:
             self.fail("post_forward", error)
 
@@ -200,10 +211,12 @@ class Canary(SlotEvents):
             self._ended = self.forwards
             self._scrub.step(idle)
             if idle or self._steps % self._read_interval == 0:
-                letter = self._mailbox.collect()
+                # What runs beside the engine's stream is read, and told how far to go, where it runs.
+                with self._beside(self._aside is not None and self._aside.open):
+                    letter = self._mailbox.collect()
+                    self._scrub.adjust(self._captured)
                 if letter is not None:
                     self._open(letter)
-                self._scrub.adjust(self._captured)
             interval = self.config.stats_interval
             if interval and not idle and self._steps % interval == 0:
                 self._tell("stats", fields={**self.stats(), **self.scrub_stats()})
@@ -219,7 +232,7 @@ class Canary(SlotEvents):
         if not self.enabled:
             return
         try:
-            self._join()
+            self.join()
             self._changes.settle()
             # The first read may only learn that there are rows; the second one takes them.
             for _ in range(2):
@@ -287,6 +300,8 @@ class Canary(SlotEvents):
         if self.config.mode == "raise":
             raise error
         self.enabled = False
+        # Our tensors may be given up now.
+        self.join(for_good=True)
         self._tell(
             "disabled",
             "error",
@@ -299,10 +314,9 @@ class Canary(SlotEvents):
                 self._require_place(batch)
                 yield batch
 
-    def _call(self, hook: pluggy.HookCaller, batch: BatchView) -> None:
-        # Most have no implementation, and pluggy takes microseconds to find that out.
-        if hook.get_hookimpls():
-            hook(canary=self, batch=batch)
+    def _beside(self, apart: bool) -> AbstractContextManager[None]:
+        """``apart``: what is issued within runs on a stream of our own, where the device has such."""
+        return self._aside if apart and self._aside is not None else nullcontext()
 
     def _require_place(self, batch: BatchView) -> None:
         """Raises `AttachError` for a batch of another device (a kernel would read foreign addresses) or an unknown

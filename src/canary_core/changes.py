@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from canary_core.streams import capturing
+from canary_core.streams import capturing, current
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Changes:
         if not change.ready and any(t.is_cuda for t in change.tensors):
             # They may be made on another stream than the forwards run on.
             ready = torch.cuda.Event()
-            ready.record()
+            ready.record(current(self._device))
             change.ready.append(ready)
         last = self._waiting[-1] if self._waiting else None
         if last is not None and change.key is not None and last.key == change.key:
@@ -77,7 +77,7 @@ class Changes:
             for tensor in change.tensors if change.ready else ():
                 if tensor.is_cuda:
                     # Made on another stream, its memory must not be handed out there before this one has read it.
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                    tensor.record_stream(current(tensor.device))
             change.apply(change.tensors)
 
     def settle_arrivals(self) -> None:

@@ -276,5 +276,5 @@ def require_index_tensor(what: str, tensor: Tensor, device: torch.device, dims: 
         raise AttachError(f"{what} must be on {device} beside the pool, got {tensor.device}; copy it there")
     if tensor.dim() != dims:
         raise AttachError(f"{what} must have {dims} dimension(s), got shape {tuple(tensor.shape)}")
-    if tensor.numel() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if not tensor.is_contiguous() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise AttachError(f"{what} must be contiguous in its last dimension, got strides {tensor.stride()}")

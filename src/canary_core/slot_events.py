@@ -36,13 +36,19 @@ class SlotEvents(ABC):
     def fail(self, where: str, error: Exception) -> None:
         """An exception of ours."""
 
+    def join(self, for_good: bool = False) -> None:
+        """The current stream waits for what of ours runs beside the forwards, if anything: before slots, records, or
+        tensors of the last forward's batch change. ``for_good``: it is the stream of the forwards."""
+        if self._aside is not None:
+            self._aside.join(for_good)
+
     def copy_slots(self, region: str, source: Tensor, destination: Tensor) -> None:
         """The engine copied slots ``source`` to ``destination`` (integer tensors ``[n]``, region slots): records
         travel with the bytes. Call it when the copy was issued, on the same stream. Overlaps are read first; numbers
         that are no slots are left out."""
         state = self._states.get(region)
         if state is not None and self.enabled:
-            self._join()
+            self.join()
             self._changes.arrive(partial(_copy_records, state, source, destination), source, destination)
 
     def payload_layout(self, region: str) -> twin.PayloadLayout | None:
@@ -59,7 +65,7 @@ class SlotEvents(ABC):
             return slots.new_empty((slots.shape[0], 0), dtype=torch.int64)
         try:
             if self.enabled:
-                self._join()
+                self.join()
                 self._changes.settle_arrivals()
                 return twin.export_records(state, slots)
         except Exception as error:
@@ -76,7 +82,7 @@ class SlotEvents(ABC):
         if state is None or not self.enabled:
             return
         try:
-            self._join()
+            self.join()
             payload = payload.to(slots.device, non_blocking=True)
             self._changes.arrive(partial(twin.import_records, state, slots, payload, writer), slots, payload)
         except Exception as error:
@@ -93,7 +99,7 @@ class SlotEvents(ABC):
         state = self._states.get(region)
         if state is not None and self.enabled:
             try:
-                self._join()
+                self.join()
                 _expect_bytes(state, slots)
             except Exception as error:
                 self.fail("expect_slots", error)
@@ -106,7 +112,7 @@ class SlotEvents(ABC):
         if state is None or not self.enabled or not state.sources:
             return
         try:
-            self._join()
+            self.join()
             self._changes.settle_arrivals()
             self._backend.verify(state, slots)
         except Exception as error:
@@ -152,7 +158,7 @@ class SlotEvents(ABC):
         """The engine's allocator can't be followed any more: no slot of the region counts as freed from now on."""
         state = self._states.get(region)
         if state is not None and self.enabled:
-            self._join()
+            self.join()
             self._changes.arrive(partial(_forget_frees, state))
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
@@ -166,13 +172,8 @@ class SlotEvents(ABC):
         """Lets events that wait for the next forward take effect now, on the current stream, which must be the
         forwards'. Never captured."""
         if self.enabled:
-            self._join()
+            self.join()
             self._changes.settle()
-
-    def _join(self) -> None:
-        """The current stream waits for a check that runs beside a forward, whose records must stay what they are."""
-        if self._aside is not None:
-            self._aside.join()
 
     def _own(
         self,
@@ -202,7 +203,7 @@ class SlotEvents(ABC):
     def _mark(self, region: str, slots: Tensor, new: State) -> None:
         state = self._states.get(region)
         if state is not None and self.enabled:
-            self._join()
+            self.join()
             self._changes.arrive(partial(_mark_records, state, slots, new), slots)
 
 

@@ -216,7 +216,7 @@ class Run:
     ``graph``: the bracket is captured and replayed. ``warm`` False: without an eager run before the capture, so that
     Canary's scratch grows inside it. ``guard`` False: the same engine without Canary. ``audit`` True lets every wait
     for the device within our calls raise, and adds to ``allocated`` what they allocate there. ``beside``: checks run
-    beside the forward.
+    beside the forward, and records are made beside what follows it.
     """
 
     def __init__(
@@ -260,6 +260,8 @@ class Run:
 
     def stage(self, step: Step) -> None:
         """Fills the static buffers."""
+        if self.canary is not None:
+            self.canary.join()
         live, m = step.live, self.model
         requests = step.rows
         fill(m.prefix_lens, [r.cached if r else 0 for r in requests])
@@ -286,7 +288,7 @@ class Run:
         elif self.graph is None or eager:
             self._ours(self.canary.pre_forward, self.view, self.beside)
             self.model.forward()
-            self._ours(self.canary.post_forward, self.view)
+            self._ours(self.canary.post_forward, self.view, self.beside)
         else:
             self._ours(self.graph.replay)
         if self.canary is not None:

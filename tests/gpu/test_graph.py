@@ -109,6 +109,7 @@ def test_nothing_is_allocated_and_nothing_waits(mode):
     step = prepare(run)
     broken = flipped_bit(0, 1)(run, step)
     run.issue()
+    run.canary.join()
     broken.undo()
     run.traffic.commit(step)
     torch.cuda.synchronize()

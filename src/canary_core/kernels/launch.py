@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -51,17 +50,16 @@ def jit(*varying: str) -> Callable[[Any], Any]:
     return decorate
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(NamedTuple):
     """Consecutive arguments of a kernel: as Triton's compiler wants to see them, as a compiled kernel takes them
     (addresses for tensors), and a number that stands for all that compiled code may depend on in them."""
 
     objects: tuple[Any, ...]
-    raw: tuple[int | None, ...]
+    raw: list[int | None]
     kind: int
 
 
-NO_ARGUMENTS = Arguments((), (), -1)
+NO_ARGUMENTS = Arguments((), [], -1)
 
 
 def arguments(*objects: Tensor | int | None) -> Arguments:
@@ -74,12 +72,12 @@ def arguments(*objects: Tensor | int | None) -> Arguments:
             seen.append(None)
         elif isinstance(value, int):
             raw.append(value)
-            seen.append((value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31))
+            seen += (value == 1, value & 15 == 0, -(1 << 31) <= value < 1 << 31)
         else:
             address = value.data_ptr()
             raw.append(address)
-            seen.append((value.dtype, address % 16 == 0))
-    return Arguments(objects, tuple(raw), _kinds.setdefault(tuple(seen), len(_kinds)))
+            seen += (value.dtype, address & 15 == 0)
+    return Arguments(objects, raw, _kinds.setdefault(tuple(seen), len(_kinds)))
 
 
 class Launcher:
@@ -114,11 +112,11 @@ class Launcher:
             compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
             if compiled is not None:
-                self._compiled[given.kind] = compiled
+                self._compiled[given.kind] = (compiled.run, compiled.function, compiled.packed_metadata)
             return
-        stream = triton.runtime.driver.active.get_current_stream(self._device)
-        compiled.run(
-            grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+        run, function, metadata = compiled
+        run(
+            grid[0], grid[1], 1, _current_stream()(self._device), function, metadata, None, None, None,
             *self._raw, *given.raw, *self._unread,
         )  # fmt: skip
 
@@ -212,6 +210,13 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
     )  # fmt: skip
     state.arguments["batch"] = (batch, table, found, constants)
     return found, constants
+
+
+@cache
+def _current_stream() -> Callable[[int], int]:
+    """Triton's function for the current stream of a device."""
+    found: Callable[[int], int] = triton.runtime.driver.active.get_current_stream
+    return found
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from canary_core.canary import Canary
 from canary_core.events import Event
 from canary_core.region import Region
-from canary_core.streams import current_handle
+from canary_core.streams import current, current_handle
 from canary_sglang import states
 from canary_sglang.layout import allocators, batches, schedulers, targets
 from canary_sglang.writers import RequestWriters
@@ -285,9 +285,7 @@ class _Run:
         """``count`` more pages on the current stream of the device of ``free``; ``parts``: themselves, where no list
         holds them. ``shares``: whose they are, and how many of each, -1 if that isn't known."""
         if free.is_cuda:
-            handle = current_handle(free.device)
-            if handle not in self._streams:
-                self._streams[handle] = torch.cuda.current_stream(free.device)
+            self._streams[current_handle(free.device)] = current(free.device)
         self._count += count
         self._parts += parts
         counts = [share for _, share in shares]

@@ -24,15 +24,20 @@ class UniformLens:
 
     def __init__(self) -> None:
         self._filled: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._last: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def of(self, value: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """``value`` for each entry of ``like``, in its type unless one is given. Not to be written to."""
-        dtype = dtype or like.dtype
-        known = self._filled.get((value, dtype))
-        if known is None or known.shape[0] < like.shape[0]:
-            rows = max(like.shape[0], FIRST_ROWS)
-            known = self._filled[value, dtype] = torch.full((rows,), value, dtype=dtype, device=like.device)
-        return known[: like.shape[0]]
+        key, rows = (value, dtype or like.dtype), like.shape[0]
+        last = self._last.get(key)
+        if last is not None and last.shape[0] == rows:
+            return last
+        known = self._filled.get(key)
+        if known is None or known.shape[0] < rows:
+            known = torch.full((max(rows, FIRST_ROWS),), value, dtype=key[1], device=like.device)
+            self._filled[key] = known
+        found = self._last[key] = known[:rows]
+        return found
 
 
 class Anchors:

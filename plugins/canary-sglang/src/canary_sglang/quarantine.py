@@ -214,6 +214,7 @@ class Quarantine:
         canary = self._canary(suspect.region)
         if suspect.slot < 0 or suspect.written < 0 or canary is None:
             return False
+        canary.join()
         record: list[int] = canary.states[suspect.region].records[suspect.slot].tolist()
         return record[STEP_WRITTEN] != suspect.written or record[POSITION] % STATES != State.WRITTEN
 

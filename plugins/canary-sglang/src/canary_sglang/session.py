@@ -82,6 +82,8 @@ class Session:
         self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size), self._parked)
         self._divergence = WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token)
         self._inside = False
+        # Whether nothing but forwards writes to the pool, and to tensors that a batch has on the device.
+        self._alone = self._states is None and self._rings is None and self.model is None
         warm_rows = min(MOST_WARM_ROWS, runners.most_rows(runner))
         self.canary.warm_up(self._batches.padding, warm_rows)
         if self.model is not None:
@@ -104,6 +106,8 @@ class Session:
         # Without names it is the engine's own warm-up, or within the capture of a graph, where the host may do nothing.
         if not self.canary.enabled or self._inside or batch.rids is None:
             return original()
+        # A view may be made in the tensors of the one before.
+        self.canary.join(for_good=True)
         view = self._arrive(batch, self.guarded("batch", lambda: self._batches.view(batch)))
         self.sweep.issue()
         if view is not None:
@@ -117,7 +121,8 @@ class Session:
         else:
             if batches.is_tree(batch):
                 self.guarded("tree", lambda: self.forget(batch.out_cache_loc))
-            self.canary.post_forward(view)
+            alone = self._alone and not self.arrivals and not batches.speculates(batch)
+            self.canary.post_forward(view, beside=alone)
         self.canary.end_step()
         if not self.canary.enabled:
             self._end_arrivals()
