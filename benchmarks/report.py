@@ -76,7 +76,8 @@ def facts(report: Report) -> list[str]:
         found.append(
             f"host time per forward in our hooks, device busy: {host['all']:.1f} µs (pre_forward "
             f"{host['pre_forward']:.1f}, post_forward {host['post_forward']:.1f}, end_step {host['end_step']:.1f}; "
-            f"90th percentile of single forwards {host['all_p90']:.1f}); bar ≤ {MOST_HOST_US} µs: {met}"
+            f"90th percentile of single forwards {host['all_p90']:.1f}); bar ≤ {MOST_HOST_US} µs: {met}. One call of "
+            f"torch.mm takes this host {host['one_mm']:.1f} µs"
         )
     if launches := report.get("launches"):
         kernels = {n: c for n, c in launches.items() if not n.startswith("Mem")}

@@ -79,28 +79,35 @@ class Step:
 
     def host_us(self) -> dict[str, float]:
         """The host's time in each hook of one forward while the device is busy: medians of averages over as many
-        forwards as share one read of the counters; ``all_p90`` is of single forwards."""
+        forwards as share one read of the counters; ``all_p90`` is of single forwards. ``pre_forward``: with
+        `begin_forward`. ``one_mm``, one call of `torch.mm`, says how fast the host is."""
         batch, clock = self.setting.forwards[0].batch, time.perf_counter
         busy = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
         out = torch.empty_like(busy)
-        taken: dict[str, list[float]] = {"pre_forward": [], "post_forward": [], "end_step": []}
+        hooks: dict[str, list[float]] = {"pre_forward": [], "post_forward": [], "end_step": []}
+        calls: list[float] = []
         for i in range(HOST_STEPS + HOST_BATCH):
             if i % HOST_BATCH == 0:
                 torch.cuda.synchronize()
                 torch.mm(busy, busy, out=out)
             start = clock()
-            self.canary.pre_forward(batch, beside=True)
-            pre = clock()
+            self.canary.begin_forward()
+            begun = clock()
             torch.mm(busy, busy, out=out)
             forward = clock()
+            with self.canary.aside():
+                self.canary.pre_forward(batch, beside=True)
+            pre = clock()
             self.canary.post_forward(batch, beside=True)
             post = clock()
             self.canary.end_step()
             end = clock()
             if i >= HOST_BATCH:
-                for name, seconds in zip(taken, (pre - start, post - forward, end - post), strict=True):
-                    taken[name].append(seconds * 1e6)
-        taken["all"] = [sum(values) for values in zip(*taken.values(), strict=True)]
+                calls.append((forward - begun) * 1e6)
+                seconds = (begun - start + pre - forward, post - pre, end - post)
+                for values, value in zip(hooks.values(), seconds, strict=True):
+                    values.append(value * 1e6)
+        taken = {**hooks, "all": [sum(values) for values in zip(*hooks.values(), strict=True)], "one_mm": calls}
         every = self.canary.config.read_interval
         medians = {
             name: statistics.median(statistics.mean(values[i : i + every]) for i in range(0, len(values), every))

@@ -129,7 +129,14 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
         "results": [good.to_dict(), Result("b", "work b", refused="check differs").to_dict()],
         "steps": {"s": {"work": "whole", **point}},
         "curves": {"pool_slots": [point], "context_tokens": [point | {"refused": "why"}]},
-        "host_us": {"pre_forward": 1.0, "post_forward": 1.0, "end_step": 1.0, "all": 3.0, "all_p90": 4.0},
+        "host_us": {
+            "pre_forward": 1.0,
+            "post_forward": 1.0,
+            "end_step": 1.0,
+            "all": 3.0,
+            "all_p90": 4.0,
+            "one_mm": 1.0,
+        },
         "launches": {"check_kernel": 1.0, "Memcpy DtoH": 1.0},
         "memory": step.memory(1000),
         "states": {"shape": "2 requests"}

@@ -130,10 +130,31 @@ class Canary(SlotEvents):
         except Exception as error:
             self.fail("warm_up", error)
 
+    def begin_forward(self) -> bool:
+        """The forward is issued next, on the current stream. True: its `pre_forward`, ``beside`` and after it was
+        issued, is as good as one before if it is called `aside`, so that the device needn't wait for the host's work of
+        ours. False: it has to come first."""
+        if not self.enabled or self._aside is None:
+            return False
+        try:
+            self.join(for_good=True)
+            hooked = bool(self._hooks.hook.canary_pre_forward.get_hookimpls())
+            if hooked or self._captured or any(state.reads for state in self._states.values()):
+                return False
+            self._aside.mark()
+        except Exception as error:
+            self.fail("begin_forward", error)
+        return self.enabled
+
+    def aside(self) -> AbstractContextManager[None]:
+        """After `begin_forward` gave True: what is issued within comes after what the current stream had to do then,
+        and does not wait for the forward. A view whose tensors are made for it is made here."""
+        return self._beside(True)
+
     def pre_forward(self, batch: BatchView, beside: bool = False) -> None:
         """Checks every slot the forward will read. May be captured in a graph. ``beside``: the check may run beside the
         forward on a stream of ours, since until `post_forward` nothing writes to tensors of ``batch``: no kernel of the
-        forward, and nobody who does not wait for them."""
+        forward, and nobody who does not wait for them. Called before the forward is issued, or see `begin_forward`."""
         if not self.enabled:
             return
         try:
@@ -209,6 +230,8 @@ class Canary(SlotEvents):
             # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
             idle = self._steps > 1 and self.forwards == self._ended and not self._captured
             self._ended = self.forwards
+            if self._aside is not None:
+                self._aside.unmark()
             self._scrub.step(idle)
             if idle or self._steps % self._read_interval == 0:
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.

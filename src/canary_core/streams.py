@@ -32,8 +32,9 @@ def synchronize(device: torch.device) -> None:
 
 
 class Aside:
-    """A stream beside the one of the forwards, for what a forward needn't wait for. As a context: what is issued within
-    runs there, after all that was issued before on the current stream. `join` is for whoever needs it done.
+    """A stream beside the one of the forwards, for what a forward needn't wait for. As a context, also within itself:
+    what is issued there runs after all that was issued on the current stream before, or before the last `mark`. `join`
+    is for whoever needs it done.
 
     Its priority is high: what runs there is short, and kernels of a forward would fill the device.
     """
@@ -43,20 +44,37 @@ class Aside:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._main = self._stream
+        self._depth = 0
         self._read: object = None
+        self._marked = False
         self.open = False
         """Whether something was issued there since everybody waits for it."""
 
     def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
         self._main = current(self._device)
-        self._begun.record(self._main)
-        self._stream.wait_event(self._begun)
+        if not self._marked:
+            self._begun.record(self._main)
+        self._marked = False
+        self._begun.wait(self._stream)
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *raised: object) -> None:
-        torch.cuda.set_stream(self._main)
-        self._done.record(self._stream)
-        self.open = True
+        self._depth -= 1
+        if not self._depth:
+            torch.cuda.set_stream(self._main)
+            self.open = True
+
+    def mark(self) -> None:
+        """What is issued next on this stream waits for what the current one has to do by now, and for nothing after."""
+        self._begun.record(current(self._device))
+        self._marked = True
+
+    def unmark(self) -> None:
+        """Takes the last `mark` back, if nothing came of it."""
+        self._marked = False
 
     def keep(self, read: object) -> None:
         """Tensors of ``read`` live until what runs aside is done: their memory would be handed out otherwise."""
@@ -69,6 +87,7 @@ class Aside:
             return
         # Whoever captures has waited for the device before, and may not wait for what lies outside of the graph.
         if not capturing(self._device):
+            self._done.record(self._stream)
             self._done.wait(current(self._device))
         if for_good:
             self.open, self._read = False, None

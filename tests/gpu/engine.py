@@ -216,7 +216,7 @@ class Run:
     ``graph``: the bracket is captured and replayed. ``warm`` False: without an eager run before the capture, so that
     Canary's scratch grows inside it. ``guard`` False: the same engine without Canary. ``audit`` True lets every wait
     for the device within our calls raise, and adds to ``allocated`` what they allocate there. ``beside``: checks run
-    beside the forward, and records are made beside what follows it.
+    beside the forward and are issued after it, and records are made beside what follows it.
     """
 
     def __init__(
@@ -286,8 +286,13 @@ class Run:
         if self.canary is None:
             self.model.forward()
         elif self.graph is None or eager:
-            self._ours(self.canary.pre_forward, self.view, self.beside)
+            follows = self.beside and self._ours(self.canary.begin_forward)
+            if not follows:
+                self._ours(self.canary.pre_forward, self.view, self.beside)
             self.model.forward()
+            if follows:
+                with self.canary.aside():
+                    self._ours(self.canary.pre_forward, self.view, self.beside)
             self._ours(self.canary.post_forward, self.view, self.beside)
         else:
             self._ours(self.graph.replay)
@@ -328,14 +333,14 @@ class Run:
             self.bracket()
         return graph
 
-    def _ours(self, call, *arguments) -> None:
+    def _ours(self, call, *arguments):
         if not self.audit:
-            call(*arguments)
-            return
+            return call(*arguments)
         before = allocations()
         with no_waiting():
-            call(*arguments)
+            given = call(*arguments)
         self.allocated += allocations() - before
+        return given
 
 
 def warm_up(bracket) -> None:

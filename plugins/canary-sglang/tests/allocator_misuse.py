@@ -20,10 +20,10 @@ def misuse(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
     row, _ = schedulers.table_row(engine.scheduler, served[-1])
     pages = getattr(allocator, "full_attn_allocator", allocator)
     page = int(row[pages.page_size]) // pages.page_size
-    slots = torch.arange(page * pages.page_size, (page + 1) * pages.page_size)
+    slots = torch.arange(page * pages.page_size, (page + 1) * pages.page_size, device=row.device)
     if what == "double_free":
         last = int(pages.free_pages[-1])
-        slots = torch.arange(last * pages.page_size, (last + 1) * pages.page_size)
+        slots = torch.arange(last * pages.page_size, (last + 1) * pages.page_size, device=row.device)
         pages.free(slots)
     elif what == "free_in_use":
         pages.free(slots)

@@ -1,6 +1,7 @@
 """`Session`: one `ModelRunner` under guard, from its pool's allocation on."""
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -82,6 +83,7 @@ class Session:
         self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size), self._parked)
         self._divergence = WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token)
         self._inside = False
+        self._read: Any = None
         # Whether nothing but forwards writes to the pool, and to tensors that a batch has on the device.
         self._alone = self._states is None and self._rings is None and self.model is None
         warm_rows = min(MOST_WARM_ROWS, runners.most_rows(runner))
@@ -108,25 +110,40 @@ class Session:
             return original()
         # A view may be made in the tensors of the one before.
         self.canary.join(for_good=True)
-        view = self._arrive(batch, self.guarded("batch", lambda: self._batches.view(batch)))
-        self.sweep.issue()
-        if view is not None:
-            self._divergence.before_forward(batch, view)
-            # `ModelRunner.forward` makes new tensors for what it changes of a batch. Draft workers don't: see `around`.
-            self.canary.pre_forward(view, beside=True)
-        output = original()
+        alone = self._alone and not self.arrivals and not batches.speculates(batch)
+        if alone:
+            self.sweep.issue()
+        if alone and self.canary.begin_forward():
+            # The device has the forward before the host works for us. The engine puts other tensors into its batch; those
+            # that we read live until the next forward, when all that runs aside is joined.
+            batch = self._read = copy.copy(batch)
+            output = original()
+            with self.canary.aside():
+                view = self._check(batch)
+        else:
+            view = self._check(batch)
+            output = original()
         self._landed()
         if view is None:
             self._unguarded_forward(batch)
         else:
             if batches.is_tree(batch):
                 self.guarded("tree", lambda: self.forget(batch.out_cache_loc))
-            alone = self._alone and not self.arrivals and not batches.speculates(batch)
             self.canary.post_forward(view, beside=alone)
         self.canary.end_step()
         if not self.canary.enabled:
             self._end_arrivals()
         return output
+
+    def _check(self, batch: Any) -> BatchView | None:
+        """Checks what a forward reads; gives its view, None where it can't be checked."""
+        view = self._arrive(batch, self.guarded("batch", lambda: self._batches.view(batch)))
+        self.sweep.issue()
+        if view is not None:
+            self._divergence.before_forward(batch, view)
+            # `ModelRunner.forward` makes new tensors for what it changes of a batch. Draft workers don't: see `around`.
+            self.canary.pre_forward(view, beside=True)
+        return view
 
     def around(
         self,
