@@ -114,8 +114,8 @@ class Session:
         if alone:
             self.sweep.issue()
         if alone and self.canary.begin_forward():
-            # The device has the forward before the host works for us. The engine puts other tensors into its batch; those
-            # that we read live until the next forward, when all that runs aside is joined.
+            # The device has the forward before the host works for us. The engine puts other tensors into its batch, so
+            # those that we read are kept until the next forward, when all that runs aside is joined.
             batch = self._read = copy.copy(batch)
             output = original()
             with self.canary.aside():

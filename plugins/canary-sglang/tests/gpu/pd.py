@@ -142,9 +142,10 @@ def run(options: argparse.Namespace) -> bool:
         say({"case": "up", "seconds": round(time.monotonic() - started)})
         cases = STRESS if options.stress else CASES[options.model] + (MISUSES if options.guard == "both" else ())
         for number, case in enumerate(cases):
-            good = (
-                judge(options, number, case, serve(sides, folder, (number, case), (bootstrap, options.device))) and good
-            )
+            seen = serve(sides, folder, (number, case), (bootstrap, options.device))
+            if not judge(options, number, case, seen):
+                good = False
+                say({"case": case, "logs": {side.name: side.log[-3000:] for side in sides}})
         for side in sides:
             for line in lines(folder, side.name):
                 if line.get("event") in TOLD:
@@ -182,11 +183,15 @@ def serve(sides: list[Side], folder: Path, numbered: tuple[int, str], place: tup
     lasts = case != "misuse decode"
     outputs = {side.name: side.answer(case_s) if lasts else [] for side in sides}
     end = time.monotonic() + (settle_s if lasts else case_s)
+    seen = 0
     while time.monotonic() < end:
         found = {side.name: [x for x in lines(folder, side.name) if x["case"] == str(number)] for side in sides}
-        if case != "clean" and any("violation" in x for x in found["decode"]):
+        told = sum("violation" in x for x in found["decode"])
+        # What is told after this case has ended counts as the next one's.
+        if case != "clean" and told and told == seen:
             break
-        time.sleep(0.3)
+        seen = told
+        time.sleep(0.5)
     return {"outputs": outputs, "found": found}
 
 
