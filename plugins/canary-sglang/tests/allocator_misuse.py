@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from storms import loop
 from traffic import decoding, serve
 
 from canary_core.records import POSITION, STATES, State
@@ -84,6 +85,27 @@ def misuse_idle(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
         engine.session._idle_read = 0.0
         engine.session.idle()
     return {"slots": slots.tolist(), "violations": [v.fields() for v in engine.told.violations]}
+
+
+def misuse_and_fail(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Serves the prompts to their end; then, within SGLang's own event loop, frees a free page, and the loop fails
+    before anything is read. Gives the page's slots, the error and the findings. The engine is of no use afterwards."""
+    serve(engine, prompts, 2)
+    engine.session.canary.drain()
+    engine.told.violations = []
+    pages = engine.runner.token_to_kv_pool_allocator
+    slots = pages.alloc(pages.page_size).clone()
+
+    def ingest(*args: Any, **kwargs: Any) -> list[Any]:
+        pages.free(slots)
+        pages.free(slots)
+        raise RuntimeError("as an engine that finds its own books wrong")
+
+    try:
+        loop(engine.scheduler, ingest)
+    except RuntimeError as error:
+        raised = str(error)
+    return {"slots": slots.tolist(), "error": raised, "violations": [v.fields() for v in engine.told.violations]}
 
 
 def ownership(engine: Any) -> dict[str, Any]:

@@ -228,6 +228,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse,
         allocator_misuse.misuse_states,
         allocator_misuse.misuse_idle,
+        allocator_misuse.misuse_and_fail,
         device_waits.waits,
         beside,
         uninstall,

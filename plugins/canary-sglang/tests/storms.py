@@ -1,6 +1,8 @@
 """Long random traffic, the same for a seed: through the scheduler step by step, and through SGLang's own loop."""
 
+import contextlib
 import random
+from collections.abc import Callable
 from typing import Any
 
 from traffic import flush
@@ -72,6 +74,19 @@ def storm_overlapped(engine: Any, seed: int, turns: int, new_tokens: int) -> dic
             raise _Served
         return []
 
+    with contextlib.suppress(_Served):
+        loop(scheduler, ingest)
+    served = engine.requests[first:]
+    return {
+        "outputs": [list(r.output_ids) for r in served],
+        "retracted": sum(int(getattr(r, "retraction_count", 0) or 0) for r in served),
+        "verifies": sum(r.spec_verify_ct for r in served),
+        "aborted": aborted,
+    }
+
+
+def loop(scheduler: Any, ingest: Callable[..., list[Any]]) -> None:
+    """SGLang's own event loop with requests from ``ingest``, which ends it with an exception."""
     # Where requests come from: a method of its own since 0.5.2x.
     whence, name = type(scheduler), "ingest_requests"
     if not hasattr(scheduler, name):
@@ -80,17 +95,8 @@ def storm_overlapped(engine: Any, seed: int, turns: int, new_tokens: int) -> dic
     setattr(whence, name, ingest)
     try:
         scheduler.run_event_loop()
-    except _Served:
-        pass
     finally:
         setattr(whence, name, usual)
-    served = engine.requests[first:]
-    return {
-        "outputs": [list(r.output_ids) for r in served],
-        "retracted": sum(int(getattr(r, "retraction_count", 0) or 0) for r in served),
-        "verifies": sum(r.spec_verify_ct for r in served),
-        "aborted": aborted,
-    }
 
 
 class _Served(Exception):

@@ -43,6 +43,16 @@ def test_a_held_page_is_handed_out(start, name):
     assert found[0]["request"] in done["requests"]
 
 
+def test_an_engine_that_fails_tells_first_what_was_found(start):
+    """A page that is freed again, then an exception out of the scheduler's loop, as SGLang's own checks raise it: the
+    finding is told, and the exception goes its way."""
+    engine = start("mha")
+    done = engine.misuse_and_fail(prompts=engine.setup.traffic(0, 4))
+    found = [v for v in done["violations"] if v["kind"] == "double_free"]
+    assert [(v["region"], v["slot"]) for v in found] == [("full", done["slots"][0])]
+    assert done["error"] == "as an engine that finds its own books wrong"
+
+
 def test_an_idle_engine_tells_what_its_allocator_did(start):
     """A page that is freed again after the last request has ended: found without another forward."""
     engine = start("mha")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang import disaggregation, hicache, version
+from canary_sglang import disaggregation, hicache, session, version
 from canary_sglang.hooks import Hooks
 from canary_sglang.layout import runners
 from canary_sglang.plugin import start
@@ -221,3 +221,19 @@ def test_raise_mode_never_runs_unguarded():
     assert done.returncode == 1
     assert "went on" not in done.stdout
     assert "supports sglang >=99" in done.stderr
+
+
+@pytest.mark.without_engine
+def test_a_device_that_cannot_be_read_any_more_is_told(monkeypatch):
+    """An engine that has failed with its device: its last findings are lost, which is said, and nothing is raised."""
+
+    def broken(device):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    told = []
+    monkeypatch.setattr(session, "synchronize", broken)
+    canary = SimpleNamespace(enabled=True, tell=told.append, drain=lambda: pytest.fail("read"))
+    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1)))
+    session.Session.last_words(SimpleNamespace(canary=canary, runner=runner))
+    assert [(event.name, event.level) for event in told] == [("findings_lost", "warning")]
+    assert "device-side assert" in told[0].fields["reason"]

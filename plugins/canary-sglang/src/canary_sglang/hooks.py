@@ -1,11 +1,16 @@
-"""What SGLang calls: five or six functions of two classes, wrapped through its own `HookRegistry`."""
+"""What SGLang calls: a few functions of its runner, scheduler and pools, wrapped through its own `HookRegistry`."""
 
+import contextlib
 import importlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from canary_core import plugins
 from canary_core.config import CanaryConfig
+from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.watch import Watch
 from canary_sglang import states
@@ -14,6 +19,9 @@ from canary_sglang.draft_hooks import DraftHooks
 from canary_sglang.layout import runners, targets
 from canary_sglang.quarantine import Quarantine
 from canary_sglang.session import Session, attach
+
+LAST_WORDS_S = 5.0
+"""Most time to read the last findings of an engine that has failed, whose device may hang."""
 
 
 class Hooks:
@@ -58,6 +66,7 @@ class Hooks:
                 targets.STATE_COPY: (states.copied, registry.HookType.AFTER),
                 targets.STATE_LOAD: (states.loaded, registry.HookType.AFTER),
                 targets.TURN: (self._turn, registry.HookType.BEFORE),
+                targets.LOOP: (self._loop, registry.HookType.AROUND),
             }
             for name in names:
                 registry.HookRegistry.register(name, *hooks[name])
@@ -141,6 +150,22 @@ class Hooks:
             self.session.sweep.idle(scheduler)
         for session in self.sessions:
             session.idle()
+
+    def _loop(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(scheduler, *args, **kwargs)
+        except Exception:
+            # What was found in the last steps may be why the engine fails, and the host reads it some steps late.
+            reader = threading.Thread(target=self._last_words, daemon=True)
+            reader.start()
+            reader.join(LAST_WORDS_S)
+            raise
+
+    def _last_words(self) -> None:
+        for session in self.sessions:
+            # The engine's mode of its threads: what it made in this one can't be written to in another.
+            with contextlib.suppress(ViolationError), torch.inference_mode():
+                session.last_words()
 
     def _silent(self) -> None:
         what = "no pool was attached" if not self._by_runner else "no forward was seen"

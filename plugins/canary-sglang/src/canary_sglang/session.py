@@ -20,6 +20,7 @@ from canary_core.coverage import Coverage
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.region import Region, RegionKind, Uncovered
+from canary_core.streams import synchronize
 from canary_sglang import disaggregation, hicache
 from canary_sglang.allocator import Lifetime
 from canary_sglang.arrivals import Arrivals, region_slots
@@ -199,6 +200,19 @@ class Session:
         if not self.canary.enabled:
             return
         self.guarded("flush", self._clear)
+
+    def last_words(self) -> None:
+        """The engine has failed: reports what the last forwards left behind, if the device can still be read. Raises
+        `ViolationError` in raise mode."""
+        if not self.canary.enabled:
+            return
+        try:
+            synchronize(self.runner.req_to_token_pool.req_to_token.device)
+        except Exception as error:
+            reason = f"the engine failed, and the device can't be read any more: {error}"
+            self.canary.tell(Event("findings_lost", "warning", {"reason": reason}))
+            return
+        self.canary.drain()
 
     def close(self) -> None:
         """Drains and ends. Never raises `ViolationError`: what it finds is reported."""

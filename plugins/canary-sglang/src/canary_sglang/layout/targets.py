@@ -17,9 +17,10 @@ IDLE = f"{SCHEDULER}.on_idle"
 STATE_COPY = "sglang.srt.mem_cache.memory_pool.MambaPool.copy_from"
 STATE_LOAD = "sglang.srt.mem_cache.memory_pool.MambaPool.load_cpu_copy"
 TURN = f"{SCHEDULER}.get_next_batch_to_run"
+LOOP = f"{SCHEDULER}.run_event_loop"
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
-OPTIONAL = (RESIZE,)
+OPTIONAL = (RESIZE, LOOP)
 
 HICACHE = "sglang.srt.managers.cache_controller.HiCacheController"
 HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
