@@ -93,7 +93,19 @@ def rot_running(engine: Any, prompts: list[list[int]], region: str, source: str)
     """Serves the prompts together and, once all are decoding, flips a bit of the last one's own KV; gives how each
     ended."""
     served = decoding(engine, prompts, 30)
-    slot = flip(engine, region, source, 1, [_of_prompt(engine, region, prompts[-1])[-1]])
+    return _serve_on(engine, served, flip(engine, region, source, 1, [_of_prompt(engine, region, prompts[-1])[-1]]))
+
+
+def rot_running_state(engine: Any, prompts: list[list[int]], source: str) -> dict[str, Any]:
+    """As `rot_running`, of the last one's recurrent state."""
+    from canary_sglang.layout import schedulers
+
+    served = decoding(engine, prompts, 30)
+    slot = schedulers.state_slot(engine.scheduler, served[-1])
+    return _serve_on(engine, served, flip(engine, "mamba", source, 1, [slot]))
+
+
+def _serve_on(engine: Any, served: list[Any], slot: int) -> dict[str, Any]:
     while not all(r.finished() for r in served):
         engine.step()
     return {

@@ -217,6 +217,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         bit_flips.flip_running,
         bit_flips.rot,
         bit_flips.rot_running,
+        bit_flips.rot_running_state,
         bit_flips.scrub,
         fault_injection.inject,
         fault_injection.break_us,

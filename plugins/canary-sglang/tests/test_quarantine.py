@@ -86,6 +86,43 @@ def test_a_corrupted_ring_row_of_a_cached_page_is_evicted_with_it(start):
     assert engine.findings()["violations"] == []
 
 
+def test_a_corrupted_cached_state_is_evicted_and_computed_again(start):
+    """A bit flips in a recurrent state that the prefix cache holds and nobody uses. It is found, all such states are
+    evicted, and the same prompt gives what it gave before."""
+    engine = start("short_conv", CANARY_ON_VIOLATION="quarantine")
+    prompt = engine.setup.traffic(0)[0]
+    before = engine.serve(prompts=[prompt], new_tokens=4)
+    (slot,) = [state["slot"] for state in engine.cached_states() if state["bytes"]][-1:]
+    engine.flip(region="mamba", source=engine.regions()["mamba"]["sources"][-1], seed=1, among=[slot])
+    engine.scrub(prompt=[9, 8, 7])
+    (found,) = engine.findings()["violations"]
+    assert (found["kind"], found["region"], found["slot"]) == ("bytes", "mamba", slot)
+    engine.serve(prompts=[[5, 6, 7]], new_tokens=8)
+    (told,) = [event for event in engine.events() if event["name"] in ("quarantined", "aborted", "quarantine_failed")]
+    assert (told["name"], told["region"], told["slot"]) == ("quarantined", "mamba", slot)
+    assert told["evicted_states"] > 0
+    again = engine.serve(prompts=[prompt], new_tokens=4)
+    assert again["outputs"] == before["outputs"]
+    engine.scrub(prompt=[9, 8, 7])
+    assert engine.findings()["violations"] == []
+    assert engine.ownership()["mamba"]["differences"] == []
+
+
+@pytest.mark.parametrize("mode", ["abort", "quarantine"])
+def test_a_request_whose_state_is_corrupted_is_aborted(start, mode):
+    """A bit flips in the recurrent state of a request that is decoding: it ends with status 503, another goes on."""
+    engine = start("short_conv", CANARY_ON_VIOLATION=mode)
+    prompts = [engine.setup.traffic(0)[0], engine.setup.traffic(1)[0]]
+    clean = engine.serve(prompts=prompts, new_tokens=30, together=2)["outputs"]
+    engine.flush()
+    done = engine.rot_running_state(prompts=prompts, source=engine.regions()["mamba"]["sources"][0])
+    assert {(v["kind"], v["slot"]) for v in engine.findings()["violations"]} == {("bytes", done["slot"])}
+    good, bad = done["reasons"]
+    assert good["type"] == "length"
+    assert (bad["type"], bad["status_code"]) == ("abort", 503)
+    assert done["outputs"][0] == clean[0]
+
+
 @pytest.mark.parametrize("mode", ["abort", "quarantine"])
 def test_a_corrupted_request_is_aborted_as_retryable(start, mode):
     """A bit flips in what a running request has written. It ends with status 503; the other goes on to its end, and the

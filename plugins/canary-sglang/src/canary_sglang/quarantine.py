@@ -12,7 +12,7 @@ same turn. What they act with (tables, slots, tree) is the same on all of them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from canary_core.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, Kind, Phase, State
 from canary_core.region import Region
 from canary_core.violation import Violation
-from canary_sglang import rings
+from canary_sglang import rings, states
 from canary_sglang.layout import allocators, caches, runners, schedulers
 
 AGREE_EVERY = 8
@@ -166,6 +166,9 @@ class Quarantine:
             self._ours &= self._open.keys()
             gone |= {s for s in self._ours if self._is_gone(s)}
             fresh = {s for s in found if not self._is_gone(s)}
+            # A recurrent state is rewritten by each forward, out of what was corrupted.
+            passed = {s for s in found if s.requests and s.region.rpartition("/")[2] == states.REGION} - fresh
+            fresh |= {replace(s, slot=-1, spoiled=False, written=-1) for s in passed}
             self._ours |= fresh
         except Exception as error:
             self._tell("quarantine_failed", {"reason": repr(error)}, "error")
@@ -173,41 +176,37 @@ class Quarantine:
         return sorted(fresh), sorted(gone)
 
     def _handle(self, scheduler: Any, suspect: Suspect, first: bool) -> None:
-        canary = self._canary(suspect.region)
-        # Slots of other regions are none of those in the engine's tables, such as a request's recurrent state.
-        ours = suspect.slot >= 0 and suspect.region.rpartition("/")[2] in (*allocators.ALLOCATED_REGIONS, rings.C4)
-        region = canary.regions[suspect.region] if canary is not None and ours else None
+        place = self._place(scheduler, suspect)
         in_use = False
         for request in schedulers.running_requests(scheduler):
-            holds = suspect.spoiled and region is not None and self._held(scheduler, request, region, suspect.slot)
+            holds = suspect.spoiled and place is not None and place.held(request)
             in_use |= holds
             if holds or (first and request.rid in suspect.requests):
                 self._abort(scheduler, request, suspect)
-        cached = False
-        if region is not None and self._evicts:
-            cached = self._evict(scheduler, region, suspect)
-        elif region is not None:
-            cached = _is_cached(scheduler, region, suspect.slot)
+        cached = place is not None and place.cached()
+        if cached and place is not None and self._evicts:
+            evicted = place.evict()
+            if any(evicted.values()):
+                self._tell("quarantined", {**_about(suspect), **evicted}, "warning")
+            cached = place.cached()
         if not cached and not in_use:
             del self._open[suspect]
 
-    def _held(self, scheduler: Any, request: Any, region: Region, slot: int) -> bool:
-        row, length = schedulers.table_row(scheduler, request)
-        return row is not None and bool(_names(row[:length], region, slot).any())
+    def _place(self, scheduler: Any, suspect: Suspect) -> "_Slot | _State | None":
+        """None for slots that neither requests nor the prefix cache name."""
+        canary, name = self._canary(suspect.region), suspect.region.rpartition("/")[2]
+        if canary is None or suspect.slot < 0:
+            return None
+        if name == states.REGION:
+            return _State(scheduler, suspect.slot)
+        if name in (*allocators.ALLOCATED_REGIONS, rings.C4):
+            return _Slot(scheduler, suspect.slot, canary.regions[suspect.region])
+        return None
 
     def _abort(self, scheduler: Any, request: Any, suspect: Suspect) -> None:
         message = f"the KV cache of this request is corrupted ({suspect.kind}); try again"
         if schedulers.abort(scheduler, request, message):
             self._tell("aborted", {"request": request.rid, **_about(suspect)}, "error")
-
-    def _evict(self, scheduler: Any, region: Region, suspect: Suspect) -> bool:
-        """Evicts what holds the slot and is not in use; whether the cache still has it."""
-        if not _is_cached(scheduler, region, suspect.slot):
-            return False
-        tokens = caches.evict_nodes(scheduler.tree_cache, lambda slots: _names(slots, region, suspect.slot))
-        if tokens:
-            self._tell("quarantined", {**_about(suspect), "evicted_tokens": tokens}, "warning")
-        return _is_cached(scheduler, region, suspect.slot)
 
     def _is_gone(self, suspect: Suspect) -> bool:
         """Whether the slot holds something else by now. Reads the device, but only after a finding."""
@@ -223,6 +222,57 @@ class Quarantine:
 
     def _tell(self, name: str, fields: dict[str, object], level: Any) -> None:
         plugins.emit(Event(name, level, {"rank": self._rank, "turn": self._turn, **fields}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A slot of a region whose slots are those of the engine's tables, by its map at most."""
+
+    scheduler: Any
+    slot: int
+    region: Region
+
+    def held(self, request: Any) -> bool:
+        """Whether a running request has it."""
+        row, length = schedulers.table_row(self.scheduler, request)
+        return row is not None and bool(self._is(row[:length]).any())
+
+    def cached(self) -> bool:
+        """Whether the prefix cache has it."""
+        slots = caches.cached_slots(self.scheduler.tree_cache)
+        return slots is not None and bool(self._is(slots).any())
+
+    def evict(self) -> dict[str, object]:
+        """Evicts what holds it and is not in use; how much, as a field to tell."""
+        return {"evicted_tokens": caches.evict_nodes(self.scheduler.tree_cache, self._is)}
+
+    def _is(self, slots: Tensor) -> Tensor:
+        """Which of ``slots``, as the engine's tables number them, are this one."""
+        own = slots.long() // self.region.tokens_per_slot
+        if self.region.slot_map is not None:
+            own = self.region.slot_map[own].long()
+        return self.region.rows(own) == self.slot
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The slot of a recurrent state."""
+
+    scheduler: Any
+    slot: int
+
+    def held(self, request: Any) -> bool:
+        """As `_Slot.held`."""
+        return schedulers.state_slot(self.scheduler, request) == self.slot
+
+    def cached(self) -> bool:
+        """As `_Slot.cached`."""
+        slots = caches.cached_states(self.scheduler.tree_cache)
+        return slots is not None and bool((slots == self.slot).any())
+
+    def evict(self) -> dict[str, object]:
+        """As `_Slot.evict`."""
+        return {"evicted_states": caches.evict_states(self.scheduler.tree_cache)}
 
 
 class Ranks:
@@ -269,16 +319,3 @@ class Ranks:
 def _about(suspect: Suspect) -> dict[str, object]:
     slot = {"slot": suspect.slot} if suspect.slot >= 0 else {}
     return {"kind": suspect.kind, "region": suspect.region, **slot}
-
-
-def _names(slots: Tensor, region: Region, slot: int) -> Tensor:
-    """Which of ``slots``, as the engine's tables number them, are ``slot`` of ``region``."""
-    own = slots.long() // region.tokens_per_slot
-    if region.slot_map is not None:
-        own = region.slot_map[own].long()
-    return region.rows(own) == slot
-
-
-def _is_cached(scheduler: Any, region: Region, slot: int) -> bool:
-    slots = caches.cached_slots(scheduler.tree_cache)
-    return slots is not None and bool(_names(slots, region, slot).any())

@@ -22,6 +22,24 @@ def cached_slots(cache: Any) -> torch.Tensor | None:
     return slots
 
 
+def cached_states(cache: Any) -> torch.Tensor | None:
+    """Slots of all recurrent states in the prefix cache; None where it keeps none."""
+    if not cache.supports_mamba():
+        return None
+    slots: torch.Tensor = cache.all_mamba_values_flatten()
+    return slots
+
+
+def evict_states(cache: Any) -> int:
+    """Evicts all recurrent states that are not in use; gives their number. The KV of the same tokens stays, of no use
+    without them. The kinds of cache that keep states don't let us choose."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    before = len(cache.all_mamba_values_flatten())
+    cache.evict(EvictParams(num_tokens=0, mamba_num=cache.mamba_evictable_size()))
+    return before - len(cache.all_mamba_values_flatten())
+
+
 Doomed = Callable[[torch.Tensor], torch.Tensor]
 """Which of some full slots have to go."""
 

@@ -17,18 +17,27 @@ def running_requests(scheduler: Any) -> list[Any]:
 
 def table_row(scheduler: Any, request: Any) -> tuple[torch.Tensor | None, int]:
     """A request's row of the slot table, and how many entries of it are its own; None before it has one."""
-    kv = getattr(request, "kv", None)
-    holder = request if hasattr(request, "req_pool_idx") else kv
-    index = getattr(holder, "req_pool_idx", None)
+    index = _row_number(request)
     if index is None:
         return None, 0
     return scheduler.req_to_token_pool.req_to_token[index], allocated_tokens(request)
+
+
+def state_slot(scheduler: Any, request: Any) -> int | None:
+    """In which slot a request has its recurrent state; None before it has one. Reads the device."""
+    index = _row_number(request)
+    return None if index is None else int(scheduler.req_to_token_pool.req_index_to_mamba_index_mapping[index])
 
 
 def allocated_tokens(request: Any) -> int:
     """For how many tokens a request has slots."""
     kv = getattr(request, "kv", None)
     return int(getattr(kv if hasattr(kv, "kv_allocated_len") else request, "kv_allocated_len", 0))
+
+
+def _row_number(request: Any) -> Any:
+    kv = getattr(request, "kv", None)
+    return getattr(request if hasattr(request, "req_pool_idx") else kv, "req_pool_idx", None)
 
 
 def abort(scheduler: Any, request: Any, message: str) -> bool:
