@@ -2,6 +2,7 @@
 
     python3 overhead.py --out overhead.jsonl              # all four engines, both workloads
     python3 overhead.py --configs ours --arms off,on,on@0.2%,on@0    # how much of it is the scrub
+    python3 overhead.py --model window                    # Cohere2: a full pool and one of a sliding window
     python3 overhead.py --small --device cpu --configs ours,off      # a check that the script runs
 
 Two workloads: 64 requests of 1024 tokens that give 256 each, and one prompt of 8000 tokens alone. One engine at a time,
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from workloads import CONFIGS, OFF, ON, SMALL, WORKLOADS, Workload, model_config, server_args
+from workloads import CONFIGS, MODELS, OFF, ON, SMALL, WORKLOADS, Workload, model_config, server_args
 
 HERE = Path(__file__).parent
 
@@ -46,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--configs", default=",".join(CONFIGS), help=f"of {', '.join(CONFIGS)}")
     parser.add_argument("--arms", default=f"{OFF},{ON}", help="of engine ours: off, on, on@<scrub budget>")
     parser.add_argument("--workloads", default="batch,prompt")
+    parser.add_argument("--model", default=MODELS[0], choices=MODELS, help="window: sliding layers, two pools")
     parser.add_argument(
         "--pairs", type=int, default=8, help="turns of the engine ours through its arms, first workload"
     )
@@ -65,9 +67,9 @@ class Served:
     def __init__(self, config: str, args: argparse.Namespace) -> None:
         import sglang
 
-        model = args.log_folder / ("model-tiny" if args.small else "model-8b")
+        model = args.log_folder / f"{args.model}-{'tiny' if args.small else '8b'}"
         model.mkdir(parents=True, exist_ok=True)
-        model.joinpath("config.json").write_text(json.dumps(model_config(args.small)))
+        model.joinpath("config.json").write_text(json.dumps(model_config(args.model, args.small)))
         self._vocabulary = 500 if args.small else 100_000
         options = server_args(args.device == "cpu") | CONFIGS[config].options
         self._engine = sglang.Engine(model_path=str(model), **options)

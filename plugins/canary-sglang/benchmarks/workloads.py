@@ -50,12 +50,27 @@ _TINY = dict(
 )  # fmt: skip
 
 
-def model_config(tiny: bool) -> dict[str, Any]:
-    """Llama-8B's shape, or one that a CPU can serve."""
-    return dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", max_position_embeddings=32768, rms_norm_eps=1e-5,
-        rope_theta=500000.0, hidden_act="silu", tie_word_embeddings=False, torch_dtype="bfloat16", bos_token_id=1,
-        eos_token_id=2, **(_TINY if tiny else _SIZES),
+MODELS = ("llama", "window")
+"""Llama, and Cohere2, of whose layers three of four see the last 4096 tokens only, from a pool of their own."""
+
+
+def model_config(model: str, tiny: bool) -> dict[str, Any]:
+    """One of `MODELS` in Llama-8B's shape, or in one that a CPU can serve."""
+    sizes = _TINY if tiny else _SIZES
+    known = dict(
+        max_position_embeddings=32768, rope_theta=500000.0, hidden_act="silu", tie_word_embeddings=False,
+        torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2, **sizes,
+    )  # fmt: skip
+    if model == "llama":
+        return known | dict(architectures=["LlamaForCausalLM"], model_type="llama", rms_norm_eps=1e-5)
+    sliding = [int((layer + 1) % 4 > 0) for layer in range(sizes["num_hidden_layers"])]
+    if tiny:
+        sliding[-1] = 0
+    return known | dict(
+        architectures=["Cohere2ForCausalLM"], model_type="cohere2", sliding_window=32 if tiny else 4096,
+        layer_types=["sliding_attention" if slides else "full_attention" for slides in sliding],
+        sliding_window_pattern=4, layer_norm_eps=1e-5, logit_scale=1.0, pad_token_id=0, tie_word_embeddings=True,
+        is_hybrid_swa=True, hybrid_layer_pattern=sliding,
     )  # fmt: skip
 
 

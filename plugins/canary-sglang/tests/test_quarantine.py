@@ -86,10 +86,11 @@ def test_a_corrupted_ring_row_of_a_cached_page_is_evicted_with_it(start):
     assert engine.findings()["violations"] == []
 
 
-def test_a_corrupted_cached_state_is_evicted_and_computed_again(start):
+@pytest.mark.parametrize("name", ["short_conv"])
+def test_a_corrupted_cached_state_is_evicted_and_computed_again(start, name):
     """A bit flips in a recurrent state that the prefix cache holds and nobody uses. It is found, all such states are
     evicted, and the same prompt gives what it gave before."""
-    engine = start("short_conv", CANARY_ON_VIOLATION="quarantine")
+    engine = start(name, CANARY_ON_VIOLATION="quarantine")
     prompt = engine.setup.traffic(0)[0]
     before = engine.serve(prompts=[prompt], new_tokens=4)
     (slot,) = [state["slot"] for state in engine.cached_states() if state["bytes"]][-1:]
@@ -108,10 +109,11 @@ def test_a_corrupted_cached_state_is_evicted_and_computed_again(start):
     assert engine.ownership()["mamba"]["differences"] == []
 
 
+@pytest.mark.parametrize("name", ["short_conv"])
 @pytest.mark.parametrize("mode", ["abort", "quarantine"])
-def test_a_request_whose_state_is_corrupted_is_aborted(start, mode):
+def test_a_request_whose_state_is_corrupted_is_aborted(start, name, mode):
     """A bit flips in the recurrent state of a request that is decoding: it ends with status 503, another goes on."""
-    engine = start("short_conv", CANARY_ON_VIOLATION=mode)
+    engine = start(name, CANARY_ON_VIOLATION=mode)
     prompts = [engine.setup.traffic(0)[0], engine.setup.traffic(1)[0]]
     clean = engine.serve(prompts=prompts, new_tokens=30, together=2)["outputs"]
     engine.flush()
