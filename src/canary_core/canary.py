@@ -192,8 +192,8 @@ class Canary(SlotEvents):
             hooks = self._hooks.hook
             hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
             apart = beside and not (hooked or self._captured)
-            if not apart:
-                self.join(for_good=True)
+            # The check is done before the engine does anything more: it may write to what that reads.
+            self.join(for_good=not apart)
             if hooked:
                 hooks.canary_post_forward(canary=self, batch=batch)
             with self._beside(apart):
