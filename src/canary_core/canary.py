@@ -210,7 +210,11 @@ class Canary(SlotEvents):
             if hooked:
                 hooks.canary_recorded(canary=self, batch=batch)
             if apart and self._aside is not None:
-                self._aside.keep(batch)
+                # The rest of the batch was read by the check alone, which is done.
+                self._aside.reads(batch.prefix_lens, batch.new_lens, batch.token_ids, batch.writers)
+                self._aside.reads(batch.positions, batch.expected_tokens)
+                for kept in (table.kept for table in batch.tables.values() if table.kept is not None):
+                    self._aside.reads(kept.slots, kept.positions)
         except Exception as error:
             self.fail("post_forward", error)
 

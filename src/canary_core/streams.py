@@ -1,6 +1,7 @@
 """What the host may do on a device's streams just now, and a stream of our own."""
 
 import torch
+from torch import Tensor
 
 _streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
@@ -45,7 +46,6 @@ class Aside:
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._main = self._stream
         self._depth = 0
-        self._read: object = None
         self._marked = False
         self.open = False
         """Whether something was issued there since everybody waits for it."""
@@ -76,9 +76,11 @@ class Aside:
         """Takes the last `mark` back, if nothing came of it."""
         self._marked = False
 
-    def keep(self, read: object) -> None:
-        """Tensors of ``read`` live until what runs aside is done: their memory would be handed out otherwise."""
-        self._read = read
+    def reads(self, *tensors: Tensor | None) -> None:
+        """What was issued aside reads ``tensors``: their memory is handed out on no stream before that is done."""
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self._stream)
 
     def join(self, for_good: bool = False) -> None:
         """What the current stream does from now on comes after what ran aside. ``for_good``: so does all that is issued
@@ -90,4 +92,4 @@ class Aside:
             self._done.record(self._stream)
             self._done.wait(current(self._device))
         if for_good:
-            self.open, self._read = False, None
+            self.open = False

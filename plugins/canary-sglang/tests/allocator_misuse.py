@@ -47,10 +47,10 @@ def misuse_states(engine: Any, what: str, prompts: list[list[int]]) -> dict[str,
     """As `misuse`, of the allocator of recurrent states and the last request's own."""
     served = decoding(engine, prompts, 400)
     engine.session.canary.drain()
-    pool = engine.runner.req_to_token_pool
-    allocator = pool.mamba_allocator
-    holder = served[-1] if hasattr(served[-1], "req_pool_idx") else served[-1].kv
-    slot = int(pool.req_index_to_mamba_index_mapping[holder.req_pool_idx])
+    from canary_sglang.layout import schedulers
+
+    allocator = engine.runner.req_to_token_pool.mamba_allocator
+    slot = schedulers.state_slot(engine.scheduler, served[-1])
     if what == "double_free":
         slot = int(allocator.free_slots[-1])
     if what == "hand_out_held":

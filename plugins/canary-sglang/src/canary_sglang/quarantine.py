@@ -57,6 +57,11 @@ class Suspect:
     kind: str
     requests: tuple[str, ...]
 
+    @property
+    def plain_region(self) -> str:
+        """Without the model's name."""
+        return self.region.rpartition("/")[2]
+
     @classmethod
     def of(cls, violation: Violation) -> "Suspect | None":
         """None for findings that nothing can be done about, such as a slot that was freed twice."""
@@ -167,7 +172,7 @@ class Quarantine:
             gone |= {s for s in self._ours if self._is_gone(s)}
             fresh = {s for s in found if not self._is_gone(s)}
             # A recurrent state is rewritten by each forward, out of what was corrupted.
-            passed = {s for s in found if s.requests and s.region.rpartition("/")[2] == states.REGION} - fresh
+            passed = {s for s in found if s.requests and s.plain_region == states.REGION} - fresh
             fresh |= {replace(s, slot=-1, spoiled=False, written=-1) for s in passed}
             self._ours |= fresh
         except Exception as error:
@@ -194,7 +199,7 @@ class Quarantine:
 
     def _place(self, scheduler: Any, suspect: Suspect) -> "_Slot | _State | None":
         """None for slots that neither requests nor the prefix cache name."""
-        canary, name = self._canary(suspect.region), suspect.region.rpartition("/")[2]
+        canary, name = self._canary(suspect.region), suspect.plain_region
         if canary is None or suspect.slot < 0:
             return None
         if name == states.REGION:

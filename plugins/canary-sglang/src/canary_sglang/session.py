@@ -84,7 +84,6 @@ class Session:
         self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size), self._parked)
         self._divergence = WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token)
         self._inside = False
-        self._read: Any = None
         # Whether nothing but forwards writes to the pool, and to tensors that a batch has on the device.
         self._alone = self._states is None and self._rings is None and self.model is None
         warm_rows = min(MOST_WARM_ROWS, runners.most_rows(runner))
@@ -115,9 +114,8 @@ class Session:
         if alone:
             self.sweep.issue()
         if alone and self.canary.begin_forward():
-            # The device has the forward before the host works for us. The engine puts other tensors into its batch, so
-            # those that we read are kept until the next forward, when all that runs aside is joined.
-            batch = self._read = copy.copy(batch)
+            # The device has the forward before the host works for us. The engine puts other tensors into its batch.
+            batch = copy.copy(batch)
             output = original()
             with self.canary.aside():
                 view = self._check(batch)

@@ -35,9 +35,9 @@ def evict_states(cache: Any) -> int:
     without them. The kinds of cache that keep states don't let us choose."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    before = len(cache.all_mamba_values_flatten())
-    cache.evict(EvictParams(num_tokens=0, mamba_num=cache.mamba_evictable_size()))
-    return before - len(cache.all_mamba_values_flatten())
+    states = int(cache.mamba_evictable_size())
+    cache.evict(EvictParams(num_tokens=0, mamba_num=states))
+    return states - int(cache.mamba_evictable_size())
 
 
 Doomed = Callable[[torch.Tensor], torch.Tensor]
