@@ -86,7 +86,12 @@ SETUPS = {
 NEEDS = {"dsv4": "tilelang"}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.gpu) for name in SETUPS])
+# All tests of one engine go to the same worker of `pytest -n 8 --dist loadgroup`, the longest of them first.
+MARKS = {name: [pytest.mark.gpu, pytest.mark.xdist_group(f"gpu_{name}")] for name in SETUPS}
+MARKS["dsv4"].append(pytest.mark.first)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS[name]) for name in SETUPS])
 def name(request):
     """One of `SETUPS`."""
     needed = NEEDS.get(request.param)
@@ -97,7 +102,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def engine(name, launch):
-    """The engine of a setup, shared by all tests of this module; one at a time, since each takes GPU memory."""
+    """The engine of a setup, shared by its tests; a worker has one at a time, since each takes GPU memory."""
     if "canary" not in {point.name for point in entry_points(group="sglang.srt.plugins")}:
         pytest.fail("canary-sglang is on the path, but not installed: SGLang finds its plugins by their entry points")
     process = launch(SETUPS[name][0], **GUARD)

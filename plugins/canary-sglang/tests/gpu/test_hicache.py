@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.gpu
+@pytest.mark.first
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script",

@@ -12,7 +12,9 @@ SETUPS = {"llama": ("gpu_llama", ("full",)), "swa": ("gpu_cohere2", ("full", "sw
 SETTINGS = {"CANARY_SWEEP_INTERVAL": "1", "CANARY_DIVERGENCE_INTERVAL": "10", "CANARY_LOG_LEVEL": "warning"}
 
 
-@pytest.fixture(scope="module", params=SETUPS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"gpu_sweep_{name}")) for name in SETUPS]
+)
 def engine(request, launch):
     """An engine with CUDA graphs that is swept all the time."""
     model, regions = SETUPS[request.param]
