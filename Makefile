@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Python for test-gpu; name one that has a CUDA build of torch, and nothing is installed: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(VENV)/bin/python
-# Engines and tests that share the GPU.
+# Engines and tests that share the GPU. (pytest-benchmark, where it is installed, warns beside workers.)
 GPU_WORKERS ?= 8
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
@@ -42,7 +42,7 @@ check: $(STAMP)
 
 test-gpu: $(filter $(STAMP),$(patsubst $(VENV)/bin/python,$(STAMP),$(GPU_PYTHON)))
 	PYTHONPATH=$(subst $(space),:,$(strip src $(wildcard plugins/*/src))):$$PYTHONPATH \
-		$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder --timeout 900 \
+		$(GPU_PYTHON) -m pytest -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
 
 # Says what is missing where there is no GPU. BENCH_FLAGS="--quick --no-builtin", "--list", "--json raw.json", ...

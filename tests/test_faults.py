@@ -118,6 +118,35 @@ def test_all_faults_at_once_are_each_found(seed):
     assert unseen == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fault", ["real_kv_unused_cache", "stray_write"])
+def test_a_slot_that_is_broken_already_is_left_alone(fault, seed):
+    """Whoever broke it: another row that lands there could repair it. Of many such slots a single one is intact."""
+    run = Run(f"{fault}:warmup=4,region=full,source=k.0", seed)
+    intact = []
+
+    class Vandal:
+        @hookimpl(tryfirst=True)
+        def canary_pre_forward(self, canary, batch):
+            state = canary.states["full"]
+            if canary.forwards != 5:
+                return
+            busy = {0, *batch.tables["full"].write_slots.tolist()}
+            written = [s for s in range(state.region.slots) if state.records[s, 1] % 8 == 1 and s not in busy]
+            # Held by the request that has ended, so that no forward reads it.
+            intact.append(written[0])
+            others = torch.tensor(written[1:])
+            (source,) = (s for s in state.sources if s.name == "k.0")
+            write_bytes(source, others, read_bytes(source, others) ^ 1)
+
+    run.manager.register(Vandal())
+    run.serve()
+    (injection,) = run.injector.injections
+    assert injection.step == 5
+    assert list(injection.slots) == intact
+    assert any(injection.explains(v) for v in run.violations)
+
+
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1 << 30), fault=st.sampled_from([f for f in AIMED if FAULTS[f].moment == "pre_forward"]))
 def test_slot_picking_spares_this_forwards_writes_and_the_null_slot(seed, fault):

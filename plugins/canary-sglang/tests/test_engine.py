@@ -79,7 +79,7 @@ def test_every_fault_is_found_as_what_it_is(engine, fault):
             text = f"{fault}:warmup=3,region={region}"
             done = engine.inject(text=text, prompts=prompts, new_tokens=setup.new_tokens)
             assert len(done["injections"]) == 1
-            assert done["explained"] == [True] or done["rewritten"] == [True]
+            assert done["explained"] == [True] or done["rewritten"] == [True], done
             if done["explained"] == [True]:
                 break
         assert done["explained"] == [True]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import SlotTable
-from canary_core.faults.scene import Injection, Pending, Scene, has_bytes, read_bytes, write_bytes
+from canary_core.faults.scene import PICKS, Injection, Pending, Scene, has_bytes, read_bytes, write_bytes
 from canary_core.records import STEP_WRITTEN, Kind, State, Status
 from canary_core.reference import plan
 from canary_core.reference.check import Seen, expected_tokens, see
@@ -18,23 +18,19 @@ from canary_core.state import RegionState
 
 Moment = Literal["pre_forward", "post_forward", "recorded"]
 
-PICKS = 32
-"""How often a fault draws a pair of slots before it gives up for this forward."""
-
 
 def _flip(scene: Scene, mask: Tensor) -> Injection | None:
     """Flips bits of one byte of one slot of ``mask`` in one source."""
     source = scene.source()
     if source is None:
         return None
-    slot = scene.pick(mask & has_bytes(source, torch.arange(len(mask), device=mask.device)))
+    slot = scene.pick_intact(mask & has_bytes(source, torch.arange(len(mask), device=mask.device)), source)
     if slot is None:
         return None
     where = torch.tensor([slot], device=mask.device)
     content = read_bytes(source, where)
     content[0, scene.random.randrange(source.slot_bytes)] ^= scene.random.randrange(1, 256)
     write_bytes(source, where, content)
-    scene.broke(slot)
     return scene.injection((Kind.BYTES,), slots=(slot,), source=source.name)
 
 
@@ -162,7 +158,7 @@ def _stray_write(scene: Scene) -> Injection | None:
         return None
     present = has_bytes(source, torch.arange(scene.state.region.slots, device=scene.sound.device))
     for _ in range(PICKS):
-        victim = scene.pick(scene.sound & ~scene.write_mask & present)
+        victim = scene.pick_intact(scene.sound & ~scene.write_mask & present, source)
         stray = scene.pick(scene.write_mask & present)
         if victim is None or stray is None:
             return None
@@ -170,7 +166,6 @@ def _stray_write(scene: Scene) -> Injection | None:
         content = read_bytes(source, where)
         if not torch.equal(content[0], content[1]):
             write_bytes(source, where[:1], content[1:])
-            scene.broke(victim)
             return scene.injection((Kind.BYTES,), slots=(victim,), source=source.name)
     return None
 
@@ -188,6 +183,8 @@ def _swap_pages(scene: Scene) -> Injection | None:
     for _ in range(PICKS if len(free) > 1 else 0):
         first, second = (int(free[i]) for i in scene.random.sample(range(len(free)), 2))
         slots = torch.stack((first * size + inside, second * size + inside))
+        if bool(scene.broken(slots[scene.sound[slots]]).any()):
+            continue
         changed = torch.zeros_like(slots, dtype=torch.bool)
         for source in sources:
             there = has_bytes(source, slots).all(0)
@@ -199,7 +196,6 @@ def _swap_pages(scene: Scene) -> Injection | None:
         wrong = slots[changed & scene.sound[slots]].tolist()
         if not wrong:
             continue
-        scene.broke(*slots.flatten().tolist())
         return scene.injection((Kind.BYTES,), slots=tuple(wrong), source=scene.armed.spec.source)
     return None
 

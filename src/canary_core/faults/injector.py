@@ -37,7 +37,6 @@ class FaultInjector:
         ]
         self._pending: list[Pending] = []
         self._unseen: list[_Unseen] = []
-        self._hit: dict[tuple[str, int], int] = {}
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> "FaultInjector":
@@ -109,7 +108,7 @@ class FaultInjector:
             names = [n for n in batch.tables if n in canary.states and armed.spec.region in (None, n)]
             armed.random.shuffle(names)
             for name in names:
-                scene = Scene(canary, batch, name, armed, self._hit)
+                scene = Scene(canary, batch, name, armed)
                 injection = fault.inject(scene)
                 if injection is None:
                     continue

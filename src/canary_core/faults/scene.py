@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.records import POSITION, STATES, STEP_WRITTEN, Clock, Kind, State, Status
+from canary_core.records import POSITION, STATES, Clock, Kind, State, Status
 from canary_core.reference import plan
+from canary_core.reference.fingerprint import stacks
 from canary_core.region import KVSource, Role
 from canary_core.state import RegionState
 from canary_core.violation import Violation
@@ -19,6 +20,12 @@ from canary_core.violation import Violation
 if TYPE_CHECKING:
     from canary_core.canary import Canary
     from canary_core.faults.spec import FaultSpec
+
+PICKS = 32
+"""How often a fault draws a pair of slots before it gives up for this forward."""
+
+LOOKED = 64
+"""Slots that a fault draws of which one must be unbroken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +116,6 @@ class Scene:
     batch: BatchView
     name: str
     armed: Armed
-    hit: dict[tuple[str, int], int]
-    """(region, slot) → the step written of the content that was already broken there: flipping it once more could
-    repair it."""
     pending: list[Pending] = field(default_factory=list)
 
     @property
@@ -168,14 +172,11 @@ class Scene:
 
     @cached_property
     def sound(self) -> Tensor:
-        """Slots with recorded content, whose bytes are known, that no fault has broken yet."""
+        """Slots with recorded content, whose bytes are known."""
         records = self.state.records
         mask = records[:, POSITION] % STATES == State.WRITTEN
         if self.state.sources:
             mask &= (self.state.fingerprints != 0).any(1)
-        for (name, slot), step in self.hit.items():
-            if name == self.name and int(records[slot, STEP_WRITTEN]) == step:
-                mask[slot] = False
         if self.state.region.null_slot is not None:
             mask[self.state.region.null_slot] = False
         return mask
@@ -191,10 +192,25 @@ class Scene:
         slots = mask.nonzero()[:, 0]
         return int(slots[self.random.randrange(len(slots))]) if len(slots) else None
 
-    def broke(self, *slots: int) -> None:
-        """Notes that the content of ``slots`` is broken now."""
-        for slot in slots:
-            self.hit[self.name, slot] = int(self.state.records[slot, STEP_WRITTEN])
+    def pick_intact(self, mask: Tensor, source: KVSource) -> int | None:
+        """One slot of ``mask`` at random whose bytes in ``source`` are known and unbroken, by a fault or anything else:
+        what is done to a broken one could repair it."""
+        column = next(i for i, s in enumerate(self.state.sources) if s.name == source.name)
+        slots = (mask & (self.state.fingerprints[:, column] != 0)).nonzero()[:, 0]
+        drawn = self.random.sample(range(len(slots)), min(len(slots), LOOKED))
+        slots = slots[torch.tensor(drawn, dtype=torch.int64, device=slots.device)]
+        slots = slots[~self.broken(slots)[:, column]]
+        return int(slots[0]) if len(slots) else None
+
+    def broken(self, slots: Tensor) -> Tensor:
+        """Which of ``slots`` (int64 ``[n]``) have other bytes than were fingerprinted: bool ``[n, sources]``."""
+        broken = torch.zeros(len(slots), len(self.state.sources), dtype=torch.bool, device=slots.device)
+        for stack in stacks(self.state):
+            there = stack.present(slots)
+            value, _ = stack.fold(self.state, torch.where(there, slots, 0))
+            stored = self.state.fingerprints[slots[:, None], stack.columns].T
+            broken[:, stack.columns] = (there & (stored != 0) & (value != stored)).T
+        return broken
 
     def injection(self, kinds: tuple[Kind, ...], **about: object) -> Injection:
         """An `Injection` of this fault, now and here."""
