@@ -1,7 +1,8 @@
-"""``sglang.Engine`` with several ranks on a CPU: ``ranks_script.py FOLDER OPTIONS`` serves FOLDER/phases.json.
+"""``sglang.Engine`` with several ranks: ``ranks_script.py FOLDER OPTIONS`` serves FOLDER/phases.json.
 
 A phase has ``control`` (see `ranks_witness`), ``prompts`` and ``new_tokens``. Prints one JSON line for each, after
-``PHASE``: by prompt its tokens and how it ended. ``OPTIONS`` are more `ServerArgs`, as a JSON object.
+``PHASE``: by prompt its tokens and how it ended. ``OPTIONS``, a JSON object: more `ServerArgs`, and ``model``, one of
+`models.MODELS`.
 """
 
 import asyncio
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_script import on_cpu
+from gpu_models import GPU_DEFAULTS
+from models import write_model
 
 
 async def serve(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[dict[str, Any]]:
@@ -30,10 +33,10 @@ def main() -> None:
     import sglang
 
     folder = Path(sys.argv[1])
-    config, options = on_cpu()
-    folder.joinpath("config.json").write_text(json.dumps(config))
-    options = {**options, "disable_overlap_schedule": False, **json.loads(sys.argv[2])}
-    engine = sglang.Engine(model_path=str(folder), **options)
+    options = json.loads(sys.argv[2])
+    defaults = GPU_DEFAULTS if options.get("device") == "cuda" else on_cpu()[1]
+    path = write_model(folder / "model", options.pop("model"))
+    engine = sglang.Engine(model_path=path, **{**defaults, "disable_overlap_schedule": False, **options})
     for phase in json.loads(folder.joinpath("phases.json").read_text()):
         # At once, so that nobody reads half of it.
         fresh = folder / "control.new"

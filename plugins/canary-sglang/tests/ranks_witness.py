@@ -17,7 +17,7 @@ from canary_core.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, WRITER, State
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
-BROKEN_RANK, SOURCE = 1, "v.1"
+BROKEN_RANK = 1
 _ranks: list[int] = []
 _done: set[str] = set()
 
@@ -41,26 +41,26 @@ def canary_recorded(canary: Any, batch: Any) -> None:
     slots = victims(canary, batch, wanted.split()[-1])
     if slots:
         _done.add(wanted)
-        spoil(next(s for s in canary.states["full"].sources if s.name == SOURCE), slots[0])
+        spoil(canary.states["full"].sources[-1], slots[0])
         tell({"broken": wanted, "slot": slots[0], "request": rows[0]})
 
 
 def victims(canary: Any, batch: Any, wanted: str) -> list[int]:
-    """Slots to choose from: ``cached`` by a request that is over, or held by the last one of those that are decoding
-    (``running``), or none."""
+    """Slots to choose from, with the token at position 10: ``cached`` by a request that is over, or written by the last
+    one of those that are decoding (``running``), or none."""
     records = canary.states["full"].records
     written = records[:, POSITION] == 10 * STATES + State.WRITTEN
     last = records[:, WRITER] == batch.writers[-1]
     if wanted == "cached":
         return [int(s) for s in (written & ~last).nonzero()[:, 0]]
-    if wanted == "running" and batch.new_lens.tolist() == [1, 1] and int(batch.prefix_lens.min()) > 10:
+    if wanted == "running" and set(batch.new_lens.tolist()) == {1} and int(batch.prefix_lens.min()) > 10:
         return [int(s) for s in (written & last).nonzero()[:, 0]]
     return []
 
 
 def spoil(source: Any, slot: int) -> None:
     """Small numbers become huge ones: whoever reads them says something else."""
-    where = torch.tensor([slot])
+    where = torch.tensor([slot], device=source.tensor.device)
     content = faults.read_bytes(source, where)
     content[0, 1::2] ^= 0x40
     faults.write_bytes(source, where, content)

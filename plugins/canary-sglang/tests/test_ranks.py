@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, each a process of SGLang's own: one of them is corrupted, both act."""
+"""Two ranks, each a process of SGLang's own: one of them is corrupted, and those act that schedule the same batches."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
 
@@ -16,7 +17,17 @@ HERE = Path(__file__).parent
 R = random.Random(0)
 SHARED = [R.randrange(3, 250) for _ in range(30)]
 TRAFFIC = [SHARED[: R.randrange(12, 30)] + [R.randrange(3, 250) for _ in range(10)] for _ in range(12)]
-OTHERS = [[R.randrange(3, 250) for _ in range(20)] for _ in range(2)]
+OTHERS = [[R.randrange(3, 250) for _ in range(20)] for _ in range(6)]
+
+
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def two_ranks(device: str, **options: Any) -> dict[str, Any]:
+    """Options of an engine with two ranks. A CPU has both; GPUs one each."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, there are {torch.cuda.device_count()}")
+    return {"tp_size": 2, **options, **({"device": "cuda"} if device == "cuda" else {})}
 
 
 def phase(control: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -28,15 +39,20 @@ def serve(folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], *
     """What came of each phase; the engine in a process group of its own, since one that is killed takes its parent
     along."""
     folder.mkdir()
+    points = "[canary]\nranks_witness = ranks_witness\n"
+    path = [folder, HERE]
+    if options.get("enable_dp_attention") and "device" not in options:
+        points += "[sglang.srt.plugins]\ndata_parallel = data_parallel:install\n"
+        path.append(HERE / "cpu")
     info = folder / "ranks_witness-1.0.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ranks-witness\nVersion: 1.0\n")
-    info.joinpath("entry_points.txt").write_text("[canary]\nranks_witness = ranks_witness\n")
+    info.joinpath("entry_points.txt").write_text(points)
     folder.joinpath("phases.json").write_text(json.dumps(phases))
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
     cores = sorted(os.sched_getaffinity(0))
     known = {
-        "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")]),
         "RANKS_FOLDER": str(folder),
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
         "OMP_NUM_THREADS": "1",
@@ -63,7 +79,8 @@ def told(folder: Path, rank: int, key: str) -> list[Any]:
     return [line if key in ("event", "broken") else line[key] for line in lines if key in line]
 
 
-def test_one_rank_is_corrupted_and_both_act(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_rank_is_corrupted_and_both_act(tmp_path, device):
     """Clean traffic raises nothing on either rank. Then rank 1's part of an idle cached token breaks, and later that of
     a running request: only rank 1 finds it and says so; both ranks evict the same tokens and abort the same request, in
     the same turn; the client of that may try again. They go on with the same batches, and all that is served is what an
@@ -72,10 +89,11 @@ def test_one_rank_is_corrupted_and_both_act(tmp_path):
         phase("nothing", TRAFFIC, 12),
         phase("1 cached", OTHERS[:1], 60),
         phase("nothing", TRAFFIC, 12),
-        phase("2 running", OTHERS, 60),
+        phase("2 running", OTHERS[:2], 60),
         phase("nothing", TRAFFIC, 12),
     ]
-    options = {"tp_size": 2}
+    model, last_layer = {"cpu": ("llama", 2), "cuda": ("gpu_llama", 3)}[device]
+    options = two_ranks(device, model=model)
     plain = serve(tmp_path / "plain", options, [{**p, "control": "nothing"} for p in phases])
     folder = tmp_path / "guarded"
     guarded = serve(
@@ -93,7 +111,7 @@ def test_one_rank_is_corrupted_and_both_act(tmp_path):
     cached, running = told(folder, 1, "broken")
     assert told(folder, 0, "violation") == []
     found = [(v["kind"], v["layer"], v["half"], v["slot"], v["rank"]) for v in told(folder, 1, "violation")]
-    assert found == [("bytes", 1, "v", cached["slot"], 1), ("bytes", 1, "v", running["slot"], 1)]
+    assert found == [("bytes", last_layer, "v", broken["slot"], 1) for broken in (cached, running)]
     assert sorted(request["status"] for request in guarded[3]) == [200, 503]
     (kept,) = [n for n, request in enumerate(guarded[3]) if request["status"] == 200]
     assert tokens[3][kept] == expected[3][kept]
@@ -109,3 +127,60 @@ def test_one_rank_is_corrupted_and_both_act(tmp_path):
     assert told(folder, 0, "forward") == told(folder, 1, "forward")
     names = {e["event"] for rank in (0, 1) for e in told(folder, rank, "event")}
     assert names.isdisjoint({"disabled", "quarantine_failed", "reporting_failed", "silence"})
+
+
+BY_TURNS = dict(dp_size=2, enable_dp_attention=True, attention_backend="triton", load_balance_method="round_robin")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_data_parallel_attention_each_rank_acts_for_itself(tmp_path, device):
+    """Each rank schedules requests of its own, in step with the other, pads its batches to the other's and idles where
+    it has none. Clean traffic raises nothing on either. Then an idle cached token of rank 1 breaks, and later a running
+    request of it: rank 1 finds, evicts and aborts; rank 0, whose slots have the same numbers, does nothing of that."""
+    # On a GPU findings are read every few steps; on a CPU each step takes long.
+    model, last_layer, long = {"cpu": ("deepseek_v2", 1, 16), "cuda": ("gpu_deepseek_v2", 3, 60)}[device]
+    phases = [
+        phase("nothing", TRAFFIC[:6], 6),
+        phase("nothing", TRAFFIC[:1], 6),
+        phase("1 cached", OTHERS[:2], long),
+        phase("nothing", TRAFFIC[:6], 6),
+        phase("2 running", OTHERS[2:], long),
+        phase("nothing", TRAFFIC[:6], 6),
+    ]
+    interpreted = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"} if device == "cpu" else {}
+    options = two_ranks(device, model=model, **BY_TURNS, **({"dtype": "float32"} if device == "cpu" else {}))
+    plain = serve(tmp_path / "plain", options, [{**p, "control": "nothing"} for p in phases], **interpreted)
+    folder = tmp_path / "guarded"
+    guarded = serve(
+        folder,
+        options,
+        phases,
+        CANARY_PLUGINS="sglang,ranks_witness",
+        CANARY_ON_VIOLATION="quarantine",
+        CANARY_SCRUB_BUDGET="8MiB",
+        **interpreted,
+    )
+    tokens = [[request["tokens"] for request in done] for done in guarded]
+    expected = [[request["tokens"] for request in done] for done in plain]
+    assert [tokens[n] for n in (0, 1, 2, 3, 5)] == [expected[n] for n in (0, 1, 2, 3, 5)]
+
+    cached, running = told(folder, 1, "broken")
+    assert told(folder, 0, "violation") == []
+    found = [(v["kind"], v["layer"], v["half"], v["slot"], v["rank"]) for v in told(folder, 1, "violation")]
+    assert found == [("bytes", last_layer, "kv", broken["slot"], 1) for broken in (cached, running)]
+    assert sorted(request["status"] for request in guarded[4]) == [200, 200, 200, 503]
+    kept = [n for n, request in enumerate(guarded[4]) if request["status"] == 200]
+    assert [tokens[4][n] for n in kept] == [expected[4][n] for n in kept]
+
+    acts = [[e for e in told(folder, rank, "event") if e["event"] in ("quarantined", "aborted")] for rank in (0, 1)]
+    assert acts[0] == []
+    assert [(e["event"], e["slot"]) for e in acts[1]][:2] == [
+        ("quarantined", cached["slot"]),
+        ("aborted", running["slot"]),
+    ]
+    assert acts[1][1]["request"] == running["request"]
+    forwards = [told(folder, rank, "forward") for rank in (0, 1)]
+    assert all(forwards)
+    assert len(set(forwards[0]) & set(forwards[1])) < min(map(len, forwards))
+    names = {e["event"] for rank in (0, 1) for e in told(folder, rank, "event")}
+    assert names.isdisjoint({"disabled", "quarantine_failed", "reporting_failed", "silence", "unguarded_forward"})

@@ -1,0 +1,21 @@
+"""Data-parallel attention on a machine without CUDA: pinned memory, and what gathers over NCCL, are stood in for.
+
+Everything else is SGLang's own: the scheduler of each rank, how they agree on each batch, padding, idle ranks, caches.
+"""
+
+from typing import Any
+
+
+def install() -> None:
+    """A plugin of SGLang's (group ``sglang.srt.plugins``), which each of its processes runs before anything else."""
+    import torch
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    GroupCoordinator.all_gather_into_tensor = GroupCoordinator._all_gather_into_tensor
+    GroupCoordinator.reduce_scatter_tensor = GroupCoordinator._reduce_scatter_tensor
+    make = torch.tensor
+
+    def tensor(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return make(*args, **options)
+
+    torch.tensor = tensor
