@@ -218,6 +218,17 @@ class Canary(SlotEvents):
         except Exception as error:
             self.fail("post_forward", error)
 
+    def follow_check(self) -> None:
+        """After `post_forward`: what the current stream does from now on comes after that forward's check. For a stream
+        other than the forwards', on which an engine writes to its tables while a forward runs and the check beside it
+        may still have to read them."""
+        if not self.enabled or self._aside is None:
+            return
+        try:
+            self._aside.follow()
+        except Exception as error:
+            self.fail("follow_check", error)
+
     def end_step(self) -> None:
         """Host only, never captured: starts a late read of the counters and reports what the last one brought. On the
         stream of the forwards, where these are replayed from a graph that holds our bracket.

@@ -93,3 +93,7 @@ class Aside:
             self._done.wait(current(self._device))
         if for_good:
             self.open = False
+
+    def follow(self) -> None:
+        """What the current stream does from now on comes after what ran aside at the last `join`, whoever joined."""
+        self._done.wait(current(self._device))

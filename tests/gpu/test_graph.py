@@ -40,6 +40,24 @@ def test_clean_traffic_has_no_findings(mode):
     assert stats["unknown_slots"] == 0
 
 
+@pytest.mark.gpu
+def test_tables_may_change_on_a_stream_that_follows_the_check():
+    """An engine prepares its next batch on a stream of its own while a forward runs. However late the check beside that
+    forward comes, it reads the tables as they were."""
+    run = Run(*MODES["gpu_beside"])
+    run.clean(12)
+    prepare(run)
+    scheduler = torch.cuda.Stream()
+    scheduler.wait_stream(torch.cuda.current_stream())
+    # A tenth of a second, for which the check waits.
+    torch.cuda._sleep(200_000_000)
+    run.issue()
+    with torch.cuda.stream(scheduler):
+        run.canary.follow_check()
+        run.model.table.zero_()
+    assert run.found() == []
+
+
 @pytest.mark.parametrize("mode", ON_GPU)
 def test_the_engine_computes_the_same_under_guard(mode):
     """Every byte of the pools but the padding slot's is that of the same engine without Canary."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import SlotTable
-from canary_core.faults.scene import PICKS, Injection, Pending, Scene, has_bytes, read_bytes, write_bytes
+from canary_core.faults.scene import Injection, Pending, Scene, has_bytes, read_bytes, write_bytes
 from canary_core.records import STEP_WRITTEN, Kind, State, Status
 from canary_core.reference import plan
 from canary_core.reference.check import Seen, expected_tokens, see
@@ -17,6 +17,9 @@ from canary_core.region import KVSource, RegionKind, Role
 from canary_core.state import RegionState
 
 Moment = Literal["pre_forward", "post_forward", "recorded"]
+
+PICKS = 32
+"""How often a fault draws a pair of slots before it gives up for this forward."""
 
 
 def _flip(scene: Scene, mask: Tensor) -> Injection | None:

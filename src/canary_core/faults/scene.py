@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from canary_core.canary import Canary
     from canary_core.faults.spec import FaultSpec
 
-PICKS = 32
-"""How often a fault draws a pair of slots before it gives up for this forward."""
-
 LOOKED = 64
 """Slots that a fault draws of which one must be unbroken."""
 

@@ -60,7 +60,7 @@ class Hooks:
                 targets.ALLOCATE: (self._allocated, registry.HookType.AFTER),
                 targets.RESIZE: (self._resized, registry.HookType.AFTER),
                 targets.FORWARD: (self._forward, registry.HookType.AROUND),
-                targets.RUN_BATCH: (self._batch, registry.HookType.BEFORE),
+                targets.RUN_BATCH: (self._batch, registry.HookType.AROUND),
                 targets.FLUSH: (self._flushed, registry.HookType.AFTER),
                 targets.IDLE: (self._idle, registry.HookType.AFTER),
                 targets.STATE_COPY: (states.copied, registry.HookType.AFTER),
@@ -122,12 +122,18 @@ class Hooks:
         batch = args[0] if args else kwargs["forward_batch"]
         return session.forward(lambda: original(runner, *args, **kwargs), batch)
 
-    def _batch(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        if self._config is None:
-            return
-        batch = args[0] if args else kwargs["batch"]
+    def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._config is not None:
+            self._begin_batch(self._config, scheduler, args[0] if args else kwargs["batch"])
+        result = original(scheduler, *args, **kwargs)
+        # Under the overlap scheduler this is its own stream, on which it prepares the next batch while this one runs.
+        for session in self.sessions:
+            session.canary.follow_check()
+        return result
+
+    def _begin_batch(self, config: CanaryConfig, scheduler: Any, batch: Any) -> None:
         if self._watch is None:
-            self._watch = Watch(self._config.silence_s, self._silent)
+            self._watch = Watch(config.silence_s, self._silent)
         if self._quarantine is not None:
             # Not every loop of SGLang makes turns; those that don't are told of.
             self._quarantine.begin(scheduler)
