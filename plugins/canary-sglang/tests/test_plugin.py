@@ -59,7 +59,7 @@ def test_hooks_without_a_configuration_only_call_on():
     hooks = Hooks()
     hooks.stop()
     assert hooks._forward(lambda runner, batch: (runner, batch), "runner", "batch") == ("runner", "batch")
-    assert hooks._batch("scheduler", SimpleNamespace(reqs=[])) is None
+    assert hooks._batch(lambda scheduler, batch: (scheduler, batch), "scheduler", "batch") == ("scheduler", "batch")
     assert hooks._flushed(True, "scheduler") is None
     assert hooks._idle(None, "scheduler") is None
 
@@ -71,7 +71,7 @@ def test_an_engine_that_runs_without_our_hooks_is_told(monkeypatch):
     monkeypatch.setattr(plugins, "emit", told.append)
     hooks = Hooks()
     hooks._config = CanaryConfig.load(silence_s=0.01)
-    hooks._batch("scheduler", SimpleNamespace(reqs=[]))
+    hooks._batch(lambda scheduler, batch: None, "scheduler", SimpleNamespace(reqs=[]))
     hooks._watch._timer.join(10)
     assert [(event.name, event.level) for event in told] == [("silence", "error")]
     assert "no pool was attached" in told[0].fields["reason"]
@@ -141,13 +141,13 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     assert [session.model for session in hooks.sessions] == [None, "draft", "draft2"]
     assert hooks.session.runner is target
     assert len({session.requests for session in hooks.sessions}) == 1
-    hooks._batch("scheduler", SimpleNamespace(reqs=[]))
+    batch = SimpleNamespace(reqs=[])
+    assert hooks._batch(lambda scheduler, batch: batch, "scheduler", batch) is batch
     hooks._flushed(True, "scheduler")
     hooks._idle(None, "scheduler")
     hooks._forward(None, draft, "batch")
-    assert told == [(s, call) for call in ("notice", "flushed", "idle") for s in (None, "draft", "draft2")] + [
-        ("draft", "forward")
-    ]
+    calls = ("notice", "launched", "flushed", "idle")
+    assert told == [(s, call) for call in calls for s in (None, "draft", "draft2")] + [("draft", "forward")]
     del told[:]
     hooks._attach(SimpleNamespace(is_draft_worker=False))
     assert told == [(None, "close"), ("draft", "close"), ("draft2", "close")]

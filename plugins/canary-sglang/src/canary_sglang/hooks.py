@@ -126,9 +126,8 @@ class Hooks:
         if self._config is not None:
             self._begin_batch(self._config, scheduler, args[0] if args else kwargs["batch"])
         result = original(scheduler, *args, **kwargs)
-        # Under the overlap scheduler this is its own stream, on which it prepares the next batch while this one runs.
         for session in self.sessions:
-            session.canary.follow_check()
+            session.launched()
         return result
 
     def _begin_batch(self, config: CanaryConfig, scheduler: Any, batch: Any) -> None:

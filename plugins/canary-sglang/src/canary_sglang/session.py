@@ -144,6 +144,11 @@ class Session:
             self.canary.pre_forward(view, beside=True)
         return view
 
+    def launched(self) -> None:
+        """A batch was launched, on the scheduler's stream: under the overlap scheduler one of its own, on which it
+        writes to the tables of the next batch while this one runs."""
+        self.canary.follow_check()
+
     def around(
         self,
         original: Callable[[], Any],
