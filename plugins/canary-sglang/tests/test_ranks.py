@@ -79,6 +79,22 @@ def told(folder: Path, rank: int, key: str) -> list[Any]:
     return [line if key in ("event", "broken") else line[key] for line in lines if key in line]
 
 
+def serve_twice(
+    folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], **settings: str
+) -> tuple[Path, list[Any], list[Any], list[Any]]:
+    """As `serve`, unguarded and undisturbed, then guarded. Gives the guarded one's folder, what came of its phases,
+    each request's tokens in them, and those that were to be expected."""
+    plain = serve(folder / "plain", options, [{**p, "control": "nothing"} for p in phases], **settings)
+    guard = {
+        "CANARY_PLUGINS": "sglang,ranks_witness",
+        "CANARY_ON_VIOLATION": "quarantine",
+        "CANARY_SCRUB_BUDGET": "8MiB",
+    }
+    guarded = serve(folder / "guarded", options, phases, **guard, **settings)
+    tokens, expected = ([[request["tokens"] for request in done] for done in served] for served in (guarded, plain))
+    return folder / "guarded", guarded, tokens, expected
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_rank_is_corrupted_and_both_act(tmp_path, device):
     """Clean traffic raises nothing on either rank. Then rank 1's part of an idle cached token breaks, and later that of
@@ -94,18 +110,7 @@ def test_one_rank_is_corrupted_and_both_act(tmp_path, device):
     ]
     model, last_layer = {"cpu": ("llama", 2), "cuda": ("gpu_llama", 3)}[device]
     options = two_ranks(device, model=model)
-    plain = serve(tmp_path / "plain", options, [{**p, "control": "nothing"} for p in phases])
-    folder = tmp_path / "guarded"
-    guarded = serve(
-        folder,
-        options,
-        phases,
-        CANARY_PLUGINS="sglang,ranks_witness",
-        CANARY_ON_VIOLATION="quarantine",
-        CANARY_SCRUB_BUDGET="8MiB",
-    )
-    tokens = [[request["tokens"] for request in done] for done in guarded]
-    expected = [[request["tokens"] for request in done] for done in plain]
+    folder, guarded, tokens, expected = serve_twice(tmp_path, options, phases)
     assert [tokens[n] for n in (0, 2, 4)] == [expected[n] for n in (0, 2, 4)]
 
     cached, running = told(folder, 1, "broken")
@@ -149,19 +154,7 @@ def test_with_data_parallel_attention_each_rank_acts_for_itself(tmp_path, device
     ]
     interpreted = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"} if device == "cpu" else {}
     options = two_ranks(device, model=model, **BY_TURNS, **({"dtype": "float32"} if device == "cpu" else {}))
-    plain = serve(tmp_path / "plain", options, [{**p, "control": "nothing"} for p in phases], **interpreted)
-    folder = tmp_path / "guarded"
-    guarded = serve(
-        folder,
-        options,
-        phases,
-        CANARY_PLUGINS="sglang,ranks_witness",
-        CANARY_ON_VIOLATION="quarantine",
-        CANARY_SCRUB_BUDGET="8MiB",
-        **interpreted,
-    )
-    tokens = [[request["tokens"] for request in done] for done in guarded]
-    expected = [[request["tokens"] for request in done] for done in plain]
+    folder, guarded, tokens, expected = serve_twice(tmp_path, options, phases, **interpreted)
     assert [tokens[n] for n in (0, 1, 2, 3, 5)] == [expected[n] for n in (0, 1, 2, 3, 5)]
 
     cached, running = told(folder, 1, "broken")
