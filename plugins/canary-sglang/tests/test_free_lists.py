@@ -137,9 +137,8 @@ def test_who_freed_and_who_got(followed):
     assert [told.takers[page] for page in pages] == ids
     allocator.free_group_begin()
     for request, own in zip(batch.reqs, slots.split(allocator.page_size), strict=True):
-        with lifetime.owners.releasing(request):
-            own = own.clone()
-            allocator.free_segment(own, start_pos=0) if hasattr(allocator, "free_segment") else allocator.free(own)
+        release = partial(allocator.free_segment, start_pos=0) if hasattr(allocator, "free_segment") else allocator.free
+        lifetime.owners.releasing(request, partial(release, own.clone()))
     allocator.free_group_end()
     told.settle()
     if hasattr(allocator, "free_segment"):
@@ -155,8 +154,8 @@ def test_what_comes_back_in_a_row_is_told_at_once(followed):
     lists = []
     for number, slots in enumerate(own):
         lists.append(weakref.ref(allocator.free_pages))
-        with lifetime.owners.releasing(SimpleNamespace(rid=f"r{number}")):
-            allocator.free(slots.clone())
+        request = SimpleNamespace(rid=f"r{number}")
+        lifetime.owners.releasing(request, partial(allocator.free, slots.clone()))
     assert len({id(kept()) for kept in lists if kept() is not None}) <= 1
     told.settle()
     assert told.frees == 1

@@ -37,13 +37,10 @@ class Hooks:
         self._config: CanaryConfig | None = None
         self._watch: Watch | None = None
         self._by_runner: dict[int, Session] = {}
+        self.session: Session | None = None
+        """Of the model that is served."""
         self._drafts = DraftHooks(lambda runner: self._by_runner.get(id(runner)))
         self._quarantine: Quarantine | None = None
-
-    @property
-    def session(self) -> Session | None:
-        """Of the model that is served."""
-        return next((session for session in self._by_runner.values() if session.model is None), None)
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -106,11 +103,15 @@ class Hooks:
         session = attach(runner, self._config, others[0].requests if others else None)
         if session is not None:
             self._by_runner[id(runner)] = session
+            if session.model is None:
+                self.session = session
             self._drafts.register(runner)
 
     def _close(self, sessions: Iterable[Session]) -> None:
         for session in sessions:
             del self._by_runner[id(session.runner)]
+            if session is self.session:
+                self.session = None
             session.close()
 
     def _forward(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """`RequestWriters`: writer ids of a batch's requests, on the device, without work where the batch is the one before."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -18,12 +18,16 @@ class RequestWriters:
         self.writers = writers
         self._device = device
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._noticed: list[ref[Any]] = []
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
 
-    def notice(self, requests: Iterable[Any]) -> None:
+    def notice(self, requests: Sequence[Any]) -> None:
         """SGLang's `Req` objects of the next forward. A known name under a new object is another request: what is
         remembered of the old one does not hold for it."""
+        if [known() for known in self._noticed] == requests:
+            return
+        self._noticed = [ref(request) for request in requests]
         for request in requests:
             if self._requests.get(request.rid) is not request:
                 self._requests[request.rid] = request

@@ -1,6 +1,7 @@
 """Allocators of slots, and their lists of free pages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from canary_sglang.layout.targets import existing
 
 ALLOCATORS = "sglang.srt.mem_cache.allocator"
 CLEAR, MERGE, RESTORE = "clear", "merge_and_sort_free", "restore_state"
-ALLOCS = frozenset({"alloc", "alloc_extend", "alloc_decode", "alloc_group_begin"})
+FREES = frozenset({"free", "free_page_ids", "free_segment", "free_group_end"})
 STATE_ALLOCATOR = "MambaSlotAllocator"
 APPENDING_ALLOCATORS = frozenset({"TokenToKVPoolAllocator", STATE_ALLOCATOR})
 """What comes back goes to the end of their list; others put it in front."""
@@ -73,10 +74,9 @@ def hands_out_states(allocator: Any) -> bool:
     return type(allocator).__name__ == STATE_ALLOCATOR
 
 
-def free_pages(allocator: Any) -> torch.Tensor:
-    """The list of what can be handed out at once, but for `released_pages`."""
-    pages: torch.Tensor = allocator.free_slots if hands_out_states(allocator) else allocator.free_pages
-    return pages
+def free_list(allocator: Any) -> Callable[[Any], torch.Tensor]:
+    """What gives such an allocator's list of what can be handed out at once, but for `released_pages`."""
+    return attrgetter("free_slots" if hands_out_states(allocator) else "free_pages")
 
 
 def page_tokens(allocator: Any) -> int:
