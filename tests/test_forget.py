@@ -1,5 +1,6 @@
 """Slots whose bytes arrived from elsewhere."""
 
+import pytest
 import torch
 from support.toy import ToyEngine
 
@@ -25,6 +26,26 @@ def test_a_forgotten_slot_is_not_judged_by_what_it_held_at_attach():
     canary.drain()
     assert canary.stats()["violations"] == 0
     assert canary.stats()["recorded_slots"] == 3
+
+
+@pytest.mark.parametrize(("event", "left"), [("forget_slots", State.UNKNOWN), ("clear_slots", State.UNWRITTEN)])
+def test_all_slots_of_a_region_need_no_list(event, left):
+    """None says of every slot what a list of all of them says: written, handed out, freed, and never touched ones."""
+    records = []
+    for listed in (True, False):
+        engine = ToyEngine()
+        engine.submit("a", [5, 6, 7])
+        canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="0", mode="log"), writers=engine.writers)
+        engine.step(canary)
+        canary.alloc_slots("full", torch.tensor([8, 9]))
+        canary.free_slots("full", torch.tensor([2, 9]))
+        state = canary.states["full"]
+        getattr(canary, event)("full", torch.arange(state.region.slots) if listed else None)
+        canary.drain()
+        records.append((state.records.clone(), state.fingerprints.clone()))
+    for by_list, at_once in zip(*records, strict=True):
+        assert torch.equal(by_list, at_once)
+    assert (records[1][0][:, POSITION] % STATES).unique().tolist() == [left]
 
 
 def test_expected_slots_are_not_judged_while_events_wait():

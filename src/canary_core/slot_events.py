@@ -118,13 +118,14 @@ class SlotEvents(ABC):
         except Exception as error:
             self.fail("check_slots", error)
 
-    def forget_slots(self, region: str, slots: Tensor) -> None:
-        """Bytes of ``slots`` (integer tensor ``[n]``) arrived without records: not judged until written again. Numbers
-        that are no slots are left out."""
+    def forget_slots(self, region: str, slots: Tensor | None) -> None:
+        """Bytes of ``slots`` (integer tensor ``[n]``, None for all of the region) arrived without records: not judged
+        until written again. Numbers that are no slots are left out."""
         self._mark(region, slots, State.UNKNOWN)
 
-    def clear_slots(self, region: str, slots: Tensor) -> None:
-        """``slots`` hold nothing any more (a roll-back, a reset): reading one before it is written is a finding."""
+    def clear_slots(self, region: str, slots: Tensor | None) -> None:
+        """``slots`` (as in `forget_slots`) hold nothing any more (a roll-back, a reset): reading one before it is
+        written is a finding."""
         self._mark(region, slots, State.UNWRITTEN)
 
     def free_slots(
@@ -200,10 +201,14 @@ class SlotEvents(ABC):
         key = None if callable(writer) else (region, writer, event)
         self._changes.queue(Change(apply, [slots], list(ready), key=key))
 
-    def _mark(self, region: str, slots: Tensor, new: State) -> None:
+    def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
         state = self._states.get(region)
-        if state is not None and self.enabled:
-            self.join()
+        if state is None or not self.enabled:
+            return
+        self.join()
+        if slots is None:
+            self._changes.arrive(partial(_mark_all, state, new))
+        else:
             self._changes.arrive(partial(_mark_records, state, slots, new), slots)
 
 
@@ -227,6 +232,13 @@ def _expect_bytes(state: RegionState, slots: Tensor) -> None:
         unknown = torch.where(written, word + int(State.UNKNOWN - State.WRITTEN), 0)
         words.scatter_reduce_(0, slot, unknown, reduce="amax")
         state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
+
+
+def _mark_all(state: RegionState, new: State) -> None:
+    """As `_mark_records`, in place: a list of all slots of a large pool takes gigabytes that nobody has."""
+    state.records[:, POSITION].bitwise_and_(-STATES).bitwise_or_(int(new))
+    if new is State.UNKNOWN:
+        state.fingerprints.zero_()
 
 
 def _mark_records(state: RegionState, slots: Tensor, new: State) -> None:

@@ -68,8 +68,7 @@ class Follower:
         self._waiting.clear()
         self._look()
         for name in self.regions:
-            region = self._canary.regions[name]
-            self._canary.clear_slots(name, torch.arange(region.slots, device=region.device))
+            self._canary.clear_slots(name, None)
 
     def _handed_out(self, owners: Owners, shares: Sequence[int] | None) -> bool:
         before = self._free

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from canary_core import plugins
@@ -232,8 +231,8 @@ class Session:
             plugins.manager().unregister(self._vet)
 
     def _clear(self) -> None:
-        for name, region in self.canary.regions.items():
-            self.canary.clear_slots(name, torch.arange(region.slots, device=region.device))
+        for name in self.canary.regions:
+            self.canary.clear_slots(name, None)
         for way in self.arrivals:
             way.flushed()
 

@@ -54,7 +54,7 @@ class Session:
             if not (fresh and layout.cleared(cache)):
                 hooks.register(AdoptedVet())
                 for group in self._groups:
-                    self.canary.forget_slots(group.name, self._all_slots(group))
+                    self.canary.forget_slots(group.name, None)
         self._patches = Patches()
         self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
         layout.watch_blocks(processor, self, self._patches)
@@ -110,7 +110,7 @@ class Session:
             for g in self._of(group):
                 if blocks is None:
                     self._dropped.pop(g.index, None)
-                    self.canary.clear_slots(g.name, self._all_slots(g))
+                    self.canary.clear_slots(g.name, None)
                 else:
                     self._dropped.setdefault(g.index, []).extend(blocks)
 
@@ -148,9 +148,6 @@ class Session:
         """All slots of ``blocks``, int64 ``[n * block_slots]``."""
         first = upload(blocks, self._device) * group.block_slots
         return (first[:, None] + torch.arange(group.block_slots, device=self._device)).flatten()
-
-    def _all_slots(self, group: layout.KVGroup) -> Tensor:
-        return torch.arange(self.canary.regions[group.name].slots, device=self._device)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         stream = self._io.compute_stream
