@@ -23,7 +23,8 @@ Series = list[float]
 
 def overhead(results: Sequence[dict[str, Any]]) -> str:
     """A row for each workload, metric, engine and arm: median, spread, and the share lost with its 95 % range.
-    An arm is compared with ``off`` of the same engine, pair by pair; another engine with the engine ``off``."""
+    An arm is compared with ``off`` of the same engine, pair by pair; another engine with the engine ``off``. Says so
+    where Canary wasn't on throughout."""
     rates: dict[tuple[str, str, str, str], dict[int, float]] = defaultdict(dict)
     for r in results:
         for metric in METRICS:
@@ -54,6 +55,11 @@ def overhead(results: Sequence[dict[str, Any]]) -> str:
     for r in results:
         if "events" in r:
             lines += ["", f"Canary's events: {r['events']}; counters: {r['stats']}"]
+        if "disabled" in r.get("events", {}):
+            lines += [
+                "",
+                "NOT WHAT CANARY COSTS: it switched itself off, see `disabled` in the log of ours.",
+            ]
     return "\n".join(lines)
 
 
