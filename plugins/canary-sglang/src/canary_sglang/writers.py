@@ -1,5 +1,6 @@
 """`RequestWriters`: writer ids of a batch's requests, on the device, without work where the batch is the one before."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -25,7 +26,8 @@ class RequestWriters:
     def notice(self, requests: Sequence[Any]) -> None:
         """SGLang's `Req` objects of the next forward. A known name under a new object is another request: what is
         remembered of the old one does not hold for it."""
-        if [known() for known in self._noticed] == requests:
+        known = [noticed() for noticed in self._noticed]
+        if len(known) == len(requests) and all(map(operator.is_, known, requests)):
             return
         self._noticed = [ref(request) for request in requests]
         for request in requests:
