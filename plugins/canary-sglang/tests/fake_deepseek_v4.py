@@ -19,14 +19,16 @@ def install() -> None:
         page_size, data, scale = strips
         page, inside = (slots // page_size)[:, None], (slots % page_size)[:, None]
         for layer, buffer in enumerate(buffers):
-            row = (((content[:, None] + layer) * (2 * torch.arange(data) + 1) >> 3) & 255).to(torch.uint8)
+            # From the middle of the product, where every bit of the content has its say.
+            row = ((content[:, None] * 8 + layer) * (2 * torch.arange(data) + 1) * 0x1E3779B97F4A7C15 >> 40) & 255
+            row = row.to(torch.uint8)
             buffer[page, inside * data + torch.arange(data)] = row
             buffer[page, page_size * data + inside * scale + torch.arange(scale)] = row[:, :scale]
 
     def compute(model: Any, runner: Any, batch: Any) -> Any:
         pool, slots = runner.token_to_kv_pool, batch.out_cache_loc.long()
         vocabulary = runner.model_config.vocab_size
-        content = (batch.input_ids.long() + vocabulary * batch.positions.long()) * 8
+        content = batch.input_ids.long() + vocabulary * batch.positions.long()
         write(pool.swa_kv_pool.kv_buffer, pool.translate_loc_from_full_to_swa(slots), content, (256, 576, 8))
         for ratio, page_size, sub in ((4, 64, pool.c4_kv_pool), (128, 2, pool.c128_kv_pool)):
             whole = (slots + 1) % ratio == 0
