@@ -56,10 +56,7 @@ def overhead(results: Sequence[dict[str, Any]]) -> str:
         if "events" in r:
             lines += ["", f"Canary's events: {r['events']}; counters: {r['stats']}"]
         if "disabled" in r.get("events", {}):
-            lines += [
-                "",
-                "NOT WHAT CANARY COSTS: it switched itself off, see `disabled` in the log of ours.",
-            ]
+            lines += ["", "NOT WHAT CANARY COSTS: it switched itself off, see `disabled` in the log of ours."]
     return "\n".join(lines)
 
 

@@ -33,7 +33,6 @@ class Follower:
         # that only the end will tell.
         self._waiting: dict[str, list[tuple[int, int]]] = {}
         self._run: _Run | None = None
-        self._length = 0
         self._usual_place = ("free", self._appends)
         self._pages = allocators.free_list(allocator)
         self._look()
@@ -61,7 +60,6 @@ class Follower:
 
     def _look(self) -> None:
         self._free = self._pages(self._allocator)
-        self._length = self._free.numel()
         self._released = tuple(allocators.released_pages(self._allocator))
 
     def _cleared(self) -> None:
@@ -97,10 +95,10 @@ class Follower:
             if isinstance(pages, Tensor) and pages.numel():
                 self._waiting.setdefault(name, []).append((owners.freer(), self._count(name, pages)))
             return True
-        count = free.numel() - self._length
+        count = free.numel() - self._free.numel()
         if run is None or self._waiting or run.place != self._usual_place or count <= 0:
             return False
-        self._free, self._length = free, self._length + count
+        self._free = free
         run.grow(count, ((owners.freer(), count),))
         return True
 
