@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.setting import Setting
-from canary_core.backends import Backend, torch_backend, triton_backend
+from canary_core.ops.backends import Backend, torch_backend, triton_backend
+from canary_core.ops.state import RegionState
 from canary_core.records import TOKEN, Counter
-from canary_core.state import RegionState
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the comparison is the tests' own
 

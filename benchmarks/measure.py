@@ -12,7 +12,7 @@ from benchmarks.gather import gather_us
 from benchmarks.peer import Modules, Peer, PeerUnavailableError
 from benchmarks.setting import Forward, Setting
 from benchmarks.timing import Timing, time_graph
-from canary_core.backends import Backend, triton_backend
+from canary_core.ops.backends import Backend, triton_backend
 
 LAUNCHES = 16
 """Launches in one graph, at least, where a launch may be repeated."""

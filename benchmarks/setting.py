@@ -10,9 +10,9 @@ from torch import Tensor
 from benchmarks.cases import EVENTS, Case
 from benchmarks.layouts import LAYOUTS
 from canary_core import BatchView, CanaryConfig, Region, SlotTable
-from canary_core.backends import Backend, torch_backend
+from canary_core.ops.backends import Backend, torch_backend
+from canary_core.ops.state import RegionState, Shared
 from canary_core.records import PLAN_WORDS, POSITION, Cursor, State
-from canary_core.state import RegionState, Shared
 
 REGION = "kv"
 VOCABULARY = 128_000

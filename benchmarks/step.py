@@ -14,7 +14,7 @@ from benchmarks.equality import require_equal, require_quiet
 from benchmarks.setting import REGION, Setting, Traffic, region
 from benchmarks.timing import time_graph
 from canary_core import Canary, CanaryConfig, KVSource, Region
-from canary_core.state import RegionState, Shared
+from canary_core.ops.state import RegionState, Shared
 
 SCRUB = "16MiB"
 OPS = ("check", "fingerprint", "record", "scrub")

@@ -12,8 +12,8 @@ from benchmarks.cases import CASES
 from benchmarks.equality import NotEqualError, require_equal
 from benchmarks.measure import Result
 from benchmarks.setting import Setting
-from canary_core.backends import Backend, triton_backend
 from canary_core.errors import ViolationError
+from canary_core.ops.backends import Backend, triton_backend
 
 CPU = torch.device("cpu")
 OPS = [field.name for field in fields(Backend) if field.name not in ("name", "row_steps", "compile_together")]

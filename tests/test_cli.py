@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import canary_core
-from canary_core.cli import app
+from canary_core.cli.app import app
 from canary_core.config import CanaryConfig
 
 

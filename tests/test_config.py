@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from canary_core import CanaryConfig, ConfigError
-from canary_core.cli import app
+from canary_core.cli.app import app
 from canary_core.config import settings
 
 ROOT = Path(__file__).parents[1]

@@ -6,11 +6,12 @@ import torch
 from typer.testing import CliRunner
 
 from canary_adapters import JoinedPools, RowPool, addresses, kv_layers
-from canary_core import cli, reporting
 from canary_core.canary import Canary
+from canary_core.cli import app
 from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage, readable_bytes
 from canary_core.region import Uncovered
+from canary_core.reporting import log
 
 
 def _pool(name="full", layers=2):
@@ -70,8 +71,8 @@ def test_sizes_are_readable():
 def _logged(monkeypatch, *events):
     """What reporting writes for ``events`` as JSON lines, among lines of others."""
     stream = StringIO()
-    monkeypatch.setattr(reporting.sys, "stderr", stream)
-    own = reporting.Reporting()
+    monkeypatch.setattr(log.sys, "stderr", stream)
+    own = log.Reporting()
     own.use(CanaryConfig.load(log_format="json"))
     for event in events:
         own.canary_event(event)
@@ -85,15 +86,15 @@ def test_the_command_reads_what_was_logged(monkeypatch, tmp_path):
     log = tmp_path / "server.log"
     events = [Coverage(_pool().regions(), [Uncovered("x", n, "unknown")]).event() for n in (1, 2)]
     log.write_text(_logged(monkeypatch, *events))
-    result = CliRunner().invoke(cli.app, ["coverage", str(log), "--json"])
+    result = CliRunner().invoke(app.app, ["coverage", str(log), "--json"])
     assert result.exit_code == 0
     (told,) = json.loads(result.stdout)
     assert told["uncovered"] == [{"name": "x", "bytes": 2, "reason": "unknown"}]
     assert told["regions"]["full"]["sources"] == {"k": 2, "v": 2}
 
-    table = CliRunner().invoke(cli.app, ["coverage", "-"], input=log.read_text())
+    table = CliRunner().invoke(app.app, ["coverage", "-"], input=log.read_text())
     assert table.exit_code == 0
     for cell in ("full", "99.8 %", "unknown"):
         assert cell in table.stdout
     log.write_text("nothing of ours\n")
-    assert CliRunner().invoke(cli.app, ["coverage", str(log)]).exit_code == 1
+    assert CliRunner().invoke(app.app, ["coverage", str(log)]).exit_code == 1

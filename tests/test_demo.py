@@ -8,12 +8,13 @@ from click.testing import Result
 from support.toy import ToyEngine
 from typer.testing import CliRunner
 
-from canary_core import Canary, CanaryConfig, Event, demo
-from canary_core.cli import app
-from canary_core.demo import Demo, Job, Served, Traffic
+from canary_core import Canary, CanaryConfig, Event
+from canary_core.cli.app import app
 from canary_core.errors import PluginError
 from canary_core.faults import FAULTS
-from canary_core.plugins import Plugins
+from canary_core.plugins.registry import Plugins
+from canary_core.testing import demo
+from canary_core.testing.demo import Demo, Job, Served, Traffic
 
 SMALL = 8
 """Requests of clean traffic."""
@@ -66,7 +67,7 @@ def run(monkeypatch: pytest.MonkeyPatch, engine: ToyDemo, *arguments: str) -> Re
 def one_fault(monkeypatch):
     """Fewer faults and runs, where the number of them is not the point."""
     monkeypatch.setattr(demo, "FAULTS", {"real_kv_used": FAULTS["real_kv_used"]})
-    monkeypatch.setattr("canary_core.demo_screen.FAULTS", {"real_kv_used": FAULTS["real_kv_used"]})
+    monkeypatch.setattr("canary_core.cli.demo_screen.FAULTS", {"real_kv_used": FAULTS["real_kv_used"]})
     monkeypatch.setattr(demo, "OVERHEAD_ROUNDS", 1)
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from support.toy import ToyEngine
 
-from canary_core import Canary, CanaryConfig, Event, Kind, Violation, budget, hookimpl
-from canary_core.plugins import Plugins
+from canary_core import Canary, CanaryConfig, Event, Kind, Violation, hookimpl
+from canary_core.plugins.registry import Plugins
+from canary_core.runtime import budget
 
 
 @dataclass

@@ -11,7 +11,7 @@ from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig, ConfigError, Event, Kind, Violation, ViolationError, hookimpl
 from canary_core.faults import FAULTS, FaultInjector, FaultSpec, read_bytes, write_bytes
-from canary_core.plugins import Plugins
+from canary_core.plugins.registry import Plugins
 from canary_core.region import KVSource
 
 BYTES = {Kind.BYTES}

@@ -4,7 +4,7 @@ import pytest
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig, hookimpl
-from canary_core.plugins import Plugins
+from canary_core.plugins.registry import Plugins
 
 
 class Recorder:
@@ -38,7 +38,7 @@ class Vet:
     """Dismisses everything."""
 
     @hookimpl
-    def canary_vet(self, violation):
+    def canary_dismiss(self, violation):
         return "the engine explains it"
 
 
@@ -73,7 +73,7 @@ def test_hooks_bracket_the_forward_in_order(engine):
 
 @pytest.mark.parametrize("dismissed", [False, True])
 def test_a_finding_reaches_plugins_unless_one_dismisses_it(dismissed, engine, logs):
-    """A finding goes to canary_vet first; with a reason it becomes a ``dismissed`` event, else a violation."""
+    """A finding goes to canary_dismiss first; with a reason it becomes a ``dismissed`` event, else a violation."""
     recorder = Recorder()
     canary = run(engine, recorder, *([Vet()] if dismissed else []), chunk=4)
     engine.k[1][engine.requests[0].slots[2]] += 1

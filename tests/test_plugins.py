@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 
 from canary_core import CanaryConfig, ConfigError, Event, PluginError, hookimpl, plugins
-from canary_core.plugins import EngineInfo, Plugins
+from canary_core.plugins.registry import EngineInfo, Plugins
 
 WORKING = """
 from canary_core import EngineInfo, hookimpl
@@ -82,8 +82,11 @@ def test_unknown_name_lists_what_is_installed(toy):
         ("import no_such_engine", "can't be imported: ModuleNotFoundError"),
         ("1/0", "can't be imported: ZeroDivisionError"),
         ("x = 1", "implements no hook"),
-        ("from canary_core import hookimpl\n@hookimpl\ndef canary_vett(violation): ...", "did you mean canary_vet?"),
-        ("from canary_core import hookimpl\n@hookimpl\ndef canary_vet(finding): ...", "finding"),
+        (
+            "from canary_core import hookimpl\n@hookimpl\ndef canary_dismis(violation): ...",
+            "did you mean canary_dismiss?",
+        ),
+        ("from canary_core import hookimpl\n@hookimpl\ndef canary_dismiss(finding): ...", "finding"),
         ("from canary_core import hookimpl\n@hookimpl\ndef canary_engine(): 1/0", "canary_engine of plugin 'broken'"),
         ("def canary_install(config): ...", "without @hookimpl"),
     ],

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from support.toy import ToyEngine
 
-from canary_core import Canary, CanaryConfig, ConfigError, budget
-from canary_core.budget import ScrubBudget
+from canary_core import Canary, CanaryConfig, ConfigError
 from canary_core.records import Cursor
+from canary_core.runtime import budget
+from canary_core.runtime.budget import ScrubBudget
 
 
 @pytest.mark.parametrize(

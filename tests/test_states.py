@@ -6,7 +6,7 @@ import torch
 from canary_adapters import Part, ring_table, row_source, slot_table
 from canary_core import BatchView, Canary, CanaryConfig, Region, RegionKind, plugins
 from canary_core.hookspecs import hookimpl
-from canary_core.looks import Looks
+from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 
 ROWS = 3
 
@@ -102,7 +102,7 @@ def test_a_flip_between_two_steps_that_are_not_looked_at_goes_unseen(start):
 
 def test_what_a_graph_replays_is_always_looked_at():
     """The host does not know which forward a replay will be."""
-    looks = Looks(64)
+    looks = FingerprintSchedule(64)
     batch = BatchView(*(torch.ones(2, dtype=torch.int64) for _ in range(4)), tables={})
     assert looks.begin(batch, captured=False)
     assert not looks.begin(batch, captured=False)

@@ -5,8 +5,8 @@ import torch
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig
+from canary_core.prefix_cache.sweep import CachedRun, FreeList, Judged, RecordSweep
 from canary_core.records import POSITION, STATES, TOKEN, Kind, Phase, State
-from canary_core.sweep import CachedRun, FreeList, Judged, RecordSweep
 
 TOKENS = [5, 9, 5, 7, 30, 31, 8, 8, 2, 3]
 

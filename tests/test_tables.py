@@ -4,8 +4,8 @@ import torch
 
 from canary_adapters import ragged_table
 from canary_core import KVSource, Region, SlotTable
+from canary_core.ops.reference import plan
 from canary_core.records import Status
-from canary_core.reference import plan
 
 
 def region() -> Region:

@@ -10,8 +10,8 @@ import torch
 from support.toy import ToyEngine
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, hookimpl
-from canary_core.kernels import check, fingerprint, launch, lifetime, record
-from canary_core.plugins import Plugins
+from canary_core.ops.kernels import check, fingerprint, launch, lifetime, record
+from canary_core.plugins.registry import Plugins
 
 KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel, fingerprint.read_check_kernel,

@@ -7,10 +7,10 @@ from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
-from canary_core.plugins import EngineInfo
+from canary_core.ops.payload import PayloadCheck, PayloadLayout, check_payload, fingerprint_bytes
+from canary_core.plugins.registry import EngineInfo
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
-from canary_core.twin import PayloadCheck, PayloadLayout, check_payload, fingerprint_bytes
 from canary_core.violation import Violation
 
 __version__ = "0.1.0"

@@ -11,9 +11,9 @@ from canary_core.region import require_index_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """What a forward stores once more, in slots that its table doesn't name: a row's recurrent state as of one of its
-    new tokens, put aside for others.
+class StateCheckpoints:
+    """Checkpoint slots that a forward copies recurrent states into, beside the slots of its table: a row's state as of
+    one of its new tokens, for other requests to go on from.
 
     slots, positions: int64 ``[batch rows]``: the slot, -1 for none, and the position of that token.
 
@@ -26,14 +26,14 @@ class Kept:
     def __post_init__(self) -> None:
         device = self.slots.device
         for name in ("slots", "positions"):
-            require_index_tensor(f"kept: {name}", getattr(self, name), device, dims=1)
+            require_index_tensor(f"state checkpoints: {name}", getattr(self, name), device, dims=1)
         if self.slots.dtype != torch.int64 or self.positions.dtype != torch.int64:
             raise AttachError(
-                f"kept: slots and positions must be int64, got {self.slots.dtype} and {self.positions.dtype}"
+                f"state checkpoints: slots and positions must be int64, got {self.slots.dtype} and {self.positions.dtype}"
             )
         if self.slots.shape != self.positions.shape:
             raise AttachError(
-                f"kept: one position for each slot, got {self.positions.shape[0]} for {self.slots.shape[0]}"
+                f"state checkpoints: one position for each slot, got {self.positions.shape[0]} for {self.slots.shape[0]}"
             )
 
 
@@ -55,7 +55,7 @@ class SlotTable:
     pool_page: ``(rows, slots)`` where entries and write slots number a pool's rows of which each page of ``rows`` rows
     has only ``slots`` that are this region's (pages of several layers in one tensor); row ``n`` is then slot
     ``n // rows * slots + n % rows``, and one with ``n % rows >= slots`` is out of range. None: entries are slots.
-    kept: what the forward stores once more, None for nothing; only in regions of one token a slot.
+    checkpoints: slots into which the forward copies states as well, None for none; only in regions of one token a slot.
     """
 
     entries: Tensor
@@ -65,7 +65,7 @@ class SlotTable:
     write_slots: Tensor | None = None
     stored_tokens: int = 0
     pool_page: tuple[int, int] | None = None
-    kept: Kept | None = None
+    checkpoints: StateCheckpoints | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.ring_slots < 0 or self.stored_tokens < 0:
@@ -139,9 +139,9 @@ class BatchView:
         if self.anchors is not None and self.anchors.dtype != torch.int64:
             raise AttachError(f"batch: anchors must be int64, got {self.anchors.dtype}")
         for name, table in self.tables.items():
-            if table.kept is not None and table.kept.slots.shape != self.prefix_lens.shape:
+            if table.checkpoints is not None and table.checkpoints.slots.shape != self.prefix_lens.shape:
                 raise AttachError(
-                    f"batch: region {name!r} keeps {tuple(table.kept.slots.shape)} slots, rows are {self.rows}"
+                    f"batch: region {name!r} has checkpoints for {tuple(table.checkpoints.slots.shape)} slots, rows are {self.rows}"
                 )
             if table.entries.device != device:
                 raise AttachError(f"batch: the table of region {name!r} is on {table.entries.device}, rows on {device}")

@@ -8,28 +8,29 @@ from dataclasses import replace
 
 import pluggy
 
-from canary_core import backends, faults, plugins
+from canary_core import faults, plugins
 from canary_core.adapters import Writers
 from canary_core.batch import BatchView
-from canary_core.budget import ScrubBudget
-from canary_core.changes import Changes
 from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage
 from canary_core.errors import AttachError, ViolationError
 from canary_core.events import Event, Level
-from canary_core.findings import Findings
-from canary_core.kept import keep
-from canary_core.looks import Looks
-from canary_core.mailbox import Letter, Mailbox
+from canary_core.ops import backends
+from canary_core.ops.state import RegionState, Shared
+from canary_core.ops.state_checkpoints import record_checkpoints
+from canary_core.ops.warm_up import row_counts, warm_up
 from canary_core.records import Counter
 from canary_core.region import Region, Uncovered
-from canary_core.scrub import Scrub
-from canary_core.slot_events import SlotEvents
-from canary_core.state import RegionState, Shared
-from canary_core.streams import Aside, capturing
+from canary_core.reporting.findings import Findings
+from canary_core.runtime.budget import ScrubBudget
+from canary_core.runtime.event_queue import Changes
+from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
+from canary_core.runtime.readback import Letter, Mailbox
+from canary_core.runtime.scrub import Scrub
+from canary_core.runtime.streams import SideStream, capturing
+from canary_core.runtime.watchdog import Watchdog
+from canary_core.slots import SlotEvents
 from canary_core.violation import Violation
-from canary_core.warm_up import row_counts, warm_up
-from canary_core.watch import Watch
 
 MOST_ROWS = 65536
 """Requests of one forward; kernels work out each program's share from all their lengths at once."""
@@ -79,14 +80,14 @@ class Canary(SlotEvents):
         self._backend = backends.choose(self.config.backend, device)
         self._shared = Shared.allocate(self.config, device)
         self._states = {r.name: RegionState(r, i, self._shared, self.config) for i, r in enumerate(regions)}
-        self._looks = {r.name: Looks.of(r, self.config) for r in regions}
+        self._looks = {r.name: FingerprintSchedule.of(r, self.config) for r in regions}
         self._mailbox = Mailbox(self._shared)
         self._counters = [0] * self._shared.counters.shape[0]
         self._findings = Findings(list(self._states.values()), self._hooks, self.writers, self.config.rank)
         budget = ScrubBudget.parse(self.config.scrub_budget)
         self._scrub = Scrub(list(self._states.values()), self._backend, budget)
         self._changes = Changes(device)
-        self._aside = Aside(device) if device.type == "cuda" else None
+        self._aside = SideStream(device) if device.type == "cuda" else None
         self._captured = False
         self._read_interval = self.config.read_interval
         if device.type == "cpu" or self.config.mode == "raise":
@@ -95,7 +96,7 @@ class Canary(SlotEvents):
         self._ended = 0
         self._opened = 0
         self._stalled = 0
-        self._watch = Watch(self.config.silence_s, self._never_called)
+        self._watch = Watchdog(self.config.silence_s, self._never_called)
         self._tell_attached()
         self._hooks.hook.canary_attached(canary=self)
 
@@ -159,7 +160,7 @@ class Canary(SlotEvents):
             return
         try:
             self.join(for_good=True)
-            self._watch.alive()
+            self._watch.feed()
             self.forwards += 1
             self._captured = self._captured or capturing(self._shared.counters.device)
             self._require_place(batch)
@@ -204,8 +205,8 @@ class Canary(SlotEvents):
                     elif state.sources:
                         state.forget_written()
                     self._backend.record(state, batch, table)
-                    if table.kept is not None:
-                        keep(self._backend, state, batch, table)
+                    if table.checkpoints is not None:
+                        record_checkpoints(self._backend, state, batch, table)
                 self._scrub.run(self._captured)
             if hooked:
                 hooks.canary_recorded(canary=self, batch=batch)
@@ -213,8 +214,8 @@ class Canary(SlotEvents):
                 # The rest of the batch was read by the check alone, which is done.
                 self._aside.reads(batch.prefix_lens, batch.new_lens, batch.token_ids, batch.writers)
                 self._aside.reads(batch.positions, batch.expected_tokens)
-                for kept in (table.kept for table in batch.tables.values() if table.kept is not None):
-                    self._aside.reads(kept.slots, kept.positions)
+                for made in (table.checkpoints for table in batch.tables.values() if table.checkpoints is not None):
+                    self._aside.reads(made.slots, made.positions)
         except Exception as error:
             self.fail("post_forward", error)
 
@@ -285,7 +286,7 @@ class Canary(SlotEvents):
             self.drain()
         finally:
             if self._states and not self._closed:
-                self._watch.alive()
+                self._watch.feed()
                 self._closed = True
                 self._hooks.hook.canary_detached(canary=self)
             self.enabled = False

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from canary_core.batch import BatchView
     from canary_core.canary import Canary
     from canary_core.config import CanaryConfig
-    from canary_core.demo import DemoEngine
     from canary_core.events import Event
-    from canary_core.plugins import EngineInfo
+    from canary_core.plugins.registry import EngineInfo
+    from canary_core.testing.demo import DemoEngine
     from canary_core.violation import Violation
 
 hookspec = pluggy.HookspecMarker("canary")
@@ -65,7 +65,7 @@ def canary_detached(canary: "Canary") -> None:
 
 
 @hookspec(firstresult=True)
-def canary_vet(violation: "Violation") -> str | None:
+def canary_dismiss(violation: "Violation") -> str | None:
     """May dismiss a finding that the engine explains, e.g. a write that looks lost because two tokens have the same
     embedding: return the reason, which is counted and shown in debug output. Called on the host, late."""
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from ops.scenario import disturb, events, history, scenario, write
 
-from canary_core.backends import triton_backend
+from canary_core.ops.backends import triton_backend
+from canary_core.ops.payload import export_records, import_records
 from canary_core.records import Cursor
-from canary_core.twin import export_records, import_records
 
 SEEDS = range(12)
 """Between them every kind of region, layouts with tails and pages cut short, rows and tokens without use, tables and

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
+from canary_core.ops.state import RegionState, Shared
 from canary_core.records import POSITION, STATES, Cursor, State
 from canary_core.region import Role
-from canary_core.state import RegionState, Shared
 
 TOKENS = 50
 """Vocabulary: small, so that equal tokens meet."""

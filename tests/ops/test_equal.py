@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.scenario import differences, disturb, events, history, ownership, ring_rows, scenario, twin, write
 
-from canary_core.backends import torch_backend, triton_backend
-from canary_core.kernels import check as check_kernels
-from canary_core.kernels import record as record_kernels
+from canary_core.ops.backends import torch_backend, triton_backend
+from canary_core.ops.kernels import check as check_kernels
+from canary_core.ops.kernels import record as record_kernels
+from canary_core.ops.reference import check as check_reference
 from canary_core.records import ALL_TILES, Cursor, Kind
-from canary_core.reference import check as check_reference
 
 OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", "free", "alloc")
 """In the order of a step."""

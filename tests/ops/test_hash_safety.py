@@ -1,4 +1,4 @@
-"""What the hashes promise (`canary_core.hashing`): every flipped bit is seen in every layout, and no corruption that
+"""What the hashes promise (`canary_core.ops.hashing`): every flipped bit is seen in every layout, and no corruption that
 faults make is missed. An oracle in plain Python integers knows nothing of our code."""
 
 import random
@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from canary_core import CanaryConfig, KVSource, Region, hashing
-from canary_core.backends import Backend, torch_backend, triton_backend
+from canary_core import CanaryConfig, KVSource, Region
 from canary_core.batch import BatchView, SlotTable
+from canary_core.ops import hashing
+from canary_core.ops.backends import Backend, torch_backend, triton_backend
+from canary_core.ops.payload import fingerprint_bytes
+from canary_core.ops.state import RegionState, Shared
 from canary_core.records import POSITION, PREFIX_HASH, Counter, Cursor, Kind, Row, State
-from canary_core.state import RegionState, Shared
-from canary_core.twin import fingerprint_bytes
 
 MASK = (1 << 64) - 1
 

@@ -6,10 +6,10 @@ from ops.scenario import differences, ring_rows, twin
 from ops.test_equal import run
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
-from canary_core.backends import torch_backend, triton_backend
-from canary_core.kernels import fingerprint, tiles
+from canary_core.ops.backends import torch_backend, triton_backend
+from canary_core.ops.kernels import fingerprint, tiles
+from canary_core.ops.state import RegionState, Shared
 from canary_core.records import Counter, Cursor, Kind
-from canary_core.state import RegionState, Shared
 
 OPS = ("check", "read_check", "fingerprint", "record", "scrub")
 SLOTS = 24

@@ -15,7 +15,7 @@ def misuse(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
     findings of the next steps. The engine is of no use afterwards."""
     served = decoding(engine, prompts, 400)
     engine.session.canary.drain()
-    from canary_sglang.layout import schedulers
+    from canary_sglang.compat import schedulers
 
     allocator = engine.runner.token_to_kv_pool_allocator
     row, _ = schedulers.table_row(engine.scheduler, served[-1])
@@ -47,7 +47,7 @@ def misuse_states(engine: Any, what: str, prompts: list[list[int]]) -> dict[str,
     """As `misuse`, of the allocator of recurrent states and the last request's own."""
     served = decoding(engine, prompts, 400)
     engine.session.canary.drain()
-    from canary_sglang.layout import schedulers
+    from canary_sglang.compat import schedulers
 
     allocator = engine.runner.req_to_token_pool.mamba_allocator
     slot = schedulers.state_slot(engine.scheduler, served[-1])
@@ -110,7 +110,7 @@ def misuse_and_fail(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 def ownership(engine: Any) -> dict[str, Any]:
     """By region: how many slots of a page, and where Canary and the allocator differ about which slots are free."""
-    from canary_sglang.layout import allocators
+    from canary_sglang.compat import allocators
 
     lifetime, told = engine.session.lifetime, {}
     engine.session.canary.drain()

@@ -58,7 +58,7 @@ def flip_and_scrub(engine: Any, region: str, source: str, seed: int) -> int:
 def flip_running(engine: Any, prompt: list[int], region: str, source: str, seed: int) -> dict[str, Any]:
     """Flips one bit of what a running request will read, of a token close to its end, and serves on; gives the
     slot and our findings since. Ends with an empty cache."""
-    from canary_sglang.layout.schedulers import table_row
+    from canary_sglang.compat.schedulers import table_row
 
     (request,) = decoding(engine, [prompt], 8)
     state = engine.states[region]
@@ -98,7 +98,7 @@ def rot_running(engine: Any, prompts: list[list[int]], region: str, source: str)
 
 def rot_running_state(engine: Any, prompts: list[list[int]], source: str) -> dict[str, Any]:
     """As `rot_running`, of the last one's recurrent state."""
-    from canary_sglang.layout import schedulers
+    from canary_sglang.compat import schedulers
 
     served = decoding(engine, prompts, 30)
     slot = schedulers.state_slot(engine.scheduler, served[-1])

@@ -43,14 +43,14 @@ def sweep(engine: Any) -> dict[str, Any]:
 def break_cache(engine: Any, how: str, which: str = "any") -> dict[str, Any]:
     """Corrupts the prefix cache, sweeps, repairs it again; gives what was found. ``how``: a function below. ``which``:
     any node of two tokens or more, one that a request holds (``locked``), one whose window has passed (``passed``), or
-    one that is in host memory only (``hosted``)."""
+    one that is in host memory only (``host_runs``)."""
     if which == "locked":
         engine.submit(list(max((r.origin_input_ids for r in engine.requests), key=len)), 30)
         for _ in range(4):
             engine.step()
     if which == "passed":
         _evict_windows(engine)
-    if which == "hosted":
+    if which == "host_runs":
         _evict(engine, 100)
     node = _choose(engine, which)
     engine.session.canary.drain()
@@ -266,9 +266,9 @@ def _choose(engine: Any, which: str) -> Any:
         "any": lambda node: not _passed(engine, node),
         "locked": lambda node: getattr(*_lock(engine, node)) > 0,
         "passed": lambda node: _passed(engine, node),
-        "hosted": lambda node: _value(engine, node) is None,
+        "host_runs": lambda node: _value(engine, node) is None,
     }[which]
-    nodes = (n for n in _nodes(engine) if (_value(engine, n) is None) == (which == "hosted"))
+    nodes = (n for n in _nodes(engine) if (_value(engine, n) is None) == (which == "host_runs"))
     return next(n for n in nodes if wanted(n) and len(n.key) > 1)
 
 

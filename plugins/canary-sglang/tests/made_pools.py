@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from canary_sglang.pool import SGLangPool
+from canary_sglang.pools.pool import SGLangPool
 
 from canary_core.faults import read_bytes, write_bytes
 

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang import disaggregation
-from canary_sglang.disaggregation import DecodeSide, PrefillSide
-from canary_sglang.riders import Rider, Riders
-from canary_sglang.writers import RequestWriters
+from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.transfer import disaggregation
+from canary_sglang.transfer.disaggregation import DecodeSide, PrefillSide
+from canary_sglang.transfer.record_buffers import RecordBuffers, TransferBuffers
 
 from canary_core import Canary, CanaryConfig, hookimpl, plugins
 from canary_core.adapters import Writers
@@ -91,9 +91,9 @@ def lists(layers: int = 4, page_bytes: int = PAGE * ROW, more_state: bool = Fals
     )
 
 
-def ride(sender: Canary, receiver: Canary, slots: torch.Tensor, there: torch.Tensor) -> Rider:
+def ride(sender: Canary, receiver: Canary, slots: torch.Tensor, there: torch.Tensor) -> RecordBuffers:
     """The rows of ``slots`` in an inbox, copied page by page as the lists of both sides say."""
-    source, inbox = Rider.of(sender, "full"), Rider.inbox(receiver, "full")
+    source, inbox = RecordBuffers.of(sender, "full"), RecordBuffers.inbox(receiver, "full")
     mine, theirs = source.entries(SLOTS, 1), inbox.entries(SLOTS, 1)
     assert [entry[1:] for entry in mine] == [entry[1:] for entry in theirs]
     for table, other in zip(
@@ -107,7 +107,7 @@ def ride(sender: Canary, receiver: Canary, slots: torch.Tensor, there: torch.Ten
 
 def test_rows_lie_as_the_lists_say(guarded):
     """Each entry is a table's address, the bytes of all its pages and of one; every page has the same number."""
-    rider = Rider.of(guarded.make(), "full")
+    rider = RecordBuffers.of(guarded.make(), "full")
     entries = rider.entries(SLOTS // PAGE, PAGE)
     assert [item for _, _, item in entries] == [8 * PAGE, 32 * PAGE, 4 * 8 * PAGE]
     assert {length // item for _, length, item in entries} == {SLOTS // PAGE}
@@ -120,7 +120,7 @@ def test_rows_lie_as_the_lists_say(guarded):
 def test_entries_are_appended_to_every_list(guarded):
     """All lists that a manager reads grow alike, and only where buffers have one geometry."""
     args = lists()
-    riders = Riders(guarded.make(), Rider.of)
+    riders = TransferBuffers(guarded.make(), RecordBuffers.of)
     riders.append(args)
     assert len(riders.kv) == 3
     assert {len(x) for x in (args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, args.kv_data_mem_kinds)} == {7}
@@ -128,7 +128,7 @@ def test_entries_are_appended_to_every_list(guarded):
     assert args.kv_layer_ids == []
     uneven = lists()
     uneven.kv_data_lens[-1] *= 2
-    riders = Riders(guarded.make(), Rider.of)
+    riders = TransferBuffers(guarded.make(), RecordBuffers.of)
     riders.append(uneven)
     assert (riders.kv, len(uneven.kv_data_ptrs)) == ([], 4)
     one_layer = lists(layers=2)
@@ -208,7 +208,7 @@ def test_a_prefill_side_that_is_off_says_nothing(guarded):
     write(sender, slots)
     side.ended()
     rider = side._riders.by_region["full"]
-    inbox = Rider.inbox(receiver, "full")
+    inbox = RecordBuffers.inbox(receiver, "full")
     inbox.stamps[there], inbox.records[there] = rider.stamps[slots], rider.records[slots]
     receiver.import_slots("full", there, inbox.payload(receiver.payload_layout("full"), there))
     states = receiver.states["full"].records[there, POSITION] % STATES

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from canary_sglang.divergence import FIELDS, WindowDivergence
+from canary_sglang.pools.window_divergence import FIELDS, WindowDivergence
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable
 

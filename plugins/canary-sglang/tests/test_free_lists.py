@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from canary_sglang.allocator import Lifetime
-from canary_sglang.layout import allocators
-from canary_sglang.writers import RequestWriters
+from canary_sglang.allocator.lifetime import Lifetime
+from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.compat import allocators
 
 from canary_core.adapters import Writers
 

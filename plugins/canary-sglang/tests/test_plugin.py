@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang import disaggregation, hicache, session, version
+from canary_sglang import session, version
+from canary_sglang.actions.embedding_filter import EmbeddingFilter
+from canary_sglang.compat import runners
 from canary_sglang.hooks import Hooks
-from canary_sglang.layout import runners
 from canary_sglang.plugin import start
-from canary_sglang.vet import EmbeddingVet
+from canary_sglang.transfer import disaggregation, hicache
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
@@ -181,9 +182,9 @@ class VocabParallelEmbedding(torch.nn.Module):
 def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old, dismissed):
     """Rows that are alike or all zero leave the bytes as they were; of rows on another rank nobody knows. Only of the
     model's own regions."""
-    vet = EmbeddingVet(torch.nn.Sequential(VocabParallelEmbedding()), ["full"])
+    vet = EmbeddingFilter(torch.nn.Sequential(VocabParallelEmbedding()), ["full"])
     finding = SimpleNamespace(kind=Kind.LOST_WRITE, region=region, token=new, stored_token=old)
-    assert (vet.canary_vet(finding) is not None) is dismissed
+    assert (vet.canary_dismiss(finding) is not None) is dismissed
 
 
 def test_an_error_of_ours_never_stops_the_engine(start):

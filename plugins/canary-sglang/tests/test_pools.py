@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang.pool import SGLangPool
-from canary_sglang.rings import RequestRings
+from canary_sglang.pools.compressor_state import RequestCompressorStates
+from canary_sglang.pools.pool import SGLangPool
 from made_pools import COMMON, describe
 
+from canary_core.ops.reference import plan
 from canary_core.records import Status
-from canary_core.reference import plan
 from canary_core.region import RegionKind
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("pools")]
@@ -102,7 +102,7 @@ def test_deepseek_v4s_rings_are_where_sglang_says(deepseek_v4):
     assert regions["c4_state"].slots == 3 * paged.ring_size
     assert not bool((regions["c4_state"].rows(slots) >= regions["c4_state"].slots).any())
 
-    table = RequestRings("c128_state", SimpleNamespace(regions=regions)).table(torch.tensor([1, 2]))
+    table = RequestCompressorStates("c128_state", SimpleNamespace(regions=regions)).table(torch.tensor([1, 2]))
     for row, request in enumerate((1, 2)):
         positions = torch.arange(300)
         places = plan.Places(torch.full_like(positions, row), positions)

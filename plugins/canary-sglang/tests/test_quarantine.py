@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from canary_sglang.quarantine import Ranks, Suspect
+from canary_sglang.actions.quarantine import Ranks, Suspect
 from packaging.version import Version
 
 from canary_core.records import Kind, Phase

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang.allocator import Owners
-from canary_sglang.batch import Anchors
-from canary_sglang.draft import DraftBatches
-from canary_sglang.layout import batches
-from canary_sglang.layout.drafts import shared_with_next_token
-from canary_sglang.tokens import expected_tokens
-from canary_sglang.writers import RequestWriters
+from canary_sglang.allocator.lifetime import Owners
+from canary_sglang.batches.draft import DraftBatches
+from canary_sglang.batches.forward import Anchors
+from canary_sglang.batches.tokens import expected_tokens
+from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.compat import batches
+from canary_sglang.compat.drafts import shared_with_next_token
 
 from canary_core.adapters import Writers
 

@@ -6,8 +6,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from canary_sglang.layout.checkpoints import Checkpoints
-from canary_sglang.states import StateGuard
+from canary_sglang.compat.state_checkpoints import Checkpoints
+from canary_sglang.pools.mamba import MambaStates
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -178,7 +178,7 @@ def test_padding_has_the_tables_that_forwards_have():
         req_index_to_mamba_index_mapping=torch.tensor([0, 4, 5], dtype=torch.int32),
         mamba_pool=SimpleNamespace(size=8),
     )
-    guard = StateGuard(requests, "mamba", MagicMock())
+    guard = MambaStates(requests, "mamba", MagicMock())
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(name="DECODE"), req_pool_indices=torch.tensor([1, 2]), input_ids=torch.zeros(3),
         mamba_cow_src_indices=torch.tensor([7]), mamba_cow_dst_indices=torch.tensor([5]), mamba_track_indices=None,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from canary_sglang import states
+from canary_sglang.pools import mamba
 from made_pools import COMMON, describe, flip
 
 from canary_adapters import slot_table
@@ -202,14 +202,14 @@ def test_states_of_lightning_attention(pools, findings):
     layers = [0, 2]
     params = Mamba2CacheParams(shape=shape, layers=layers)
     pool = pools.MambaPool(size=6, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu")
-    adapter = states.StatePool(pool, layers)
+    adapter = mamba.MambaStatePool(pool, layers)
     (region,) = adapter.regions()
     assert [source.name for source in region.sources] == ["ssm.0", "ssm.2"]
     assert adapter.uncovered() == ()
     canary = Canary([region], CanaryConfig.load(scrub_budget="1MiB", state_interval=1))
     numbers = torch.tensor([0, 4, 5], dtype=torch.int32)
     requests = SimpleNamespace(mamba_pool=pool, req_index_to_mamba_index_mapping=numbers)
-    guard = states.StateGuard(requests, region.name, canary)
+    guard = mamba.MambaStates(requests, region.name, canary)
     lengths = torch.zeros(2, dtype=torch.int64)
 
     def forward(new: int) -> None:
@@ -238,7 +238,7 @@ def test_states_of_lightning_attention(pools, findings):
             forward(new)
         cached = torch.tensor([4]), torch.tensor([2])
         pool.copy_from(*cached)
-        states.copied(None, pool, *cached)
+        mamba.copied(None, pool, *cached)
         forward(1)
         assert findings == []
         for source in region.sources:

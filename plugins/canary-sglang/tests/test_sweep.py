@@ -154,7 +154,7 @@ def test_nodes_in_host_memory_are_checked(swept, how, rule):
     before = swept.sweep()
     assert before["on_host"] > 0
     assert before["host_slots"] > before["slots"]
-    done = swept.break_cache(how=how, which="hosted")
+    done = swept.break_cache(how=how, which="host_runs")
     assert {(v["kind"], v["rule"], v["node"]) for v in done["violations"]} == {("cache_structure", rule, done["node"])}
     assert swept.sweep()["findings"] == 0
 
@@ -165,7 +165,7 @@ def test_nodes_that_are_about_to_be_loaded_are_not_judged(swept):
         pytest.skip("nothing is loaded, or no nodes")
     for seed in (7, 8, 9):
         swept.serve(prompts=swept.setup.traffic(seed), new_tokens=2)
-    done = swept.break_cache(how="queued", which="hosted")
+    done = swept.break_cache(how="queued", which="host_runs")
     assert done["violations"] == []
     assert done["sweep"]["unknown_slots"] == len(done["slots"]) > 1
     assert swept.sweep()["unknown_slots"] == 0

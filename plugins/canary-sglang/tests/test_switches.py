@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from canary_sglang.layout import drafts, runners
-from canary_sglang.layout.switches import switched_on
+from canary_sglang.compat import drafts, runners
+from canary_sglang.compat.switches import switched_on
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("pools")]
 
@@ -46,7 +46,7 @@ def test_rings_of_an_older_compressor_are_left_out(monkeypatch, name, word):
         getattr(envs, of).get() if hasattr(envs, of) else default
         for of, default in (("SGLANG_OPT_USE_COMPRESSOR_V2", True), ("SGLANG_OPT_USE_OLD_COMPRESSOR", False))
     )
-    refusal = runners.rings_refusal(SimpleNamespace(server_args=SimpleNamespace()))
+    refusal = runners.compressor_state_refusal(SimpleNamespace(server_args=SimpleNamespace()))
     assert (refusal is None) == (newer and not older)
     assert refusal is None or "older compressor" in refusal
 

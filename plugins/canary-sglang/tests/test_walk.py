@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from canary_sglang.hosted import check_hosted
-from canary_sglang.tree import HostRadix, Radix
-from canary_sglang.walk import Limit, NodeWalk
+from canary_sglang.prefix_cache.host_nodes import check_host_nodes
+from canary_sglang.prefix_cache.tree import HostRadix, Radix
+from canary_sglang.prefix_cache.walk import Limit, NodeWalk
 
 pytestmark = pytest.mark.without_engine
 
@@ -206,7 +206,7 @@ def test_nodes_in_host_memory_are_walked_too(tiered, limit):
     for moment in range(100):
         piece = walk.next(limit, moment)
         slots += [slot for run in piece.runs for slot in run.slots.tolist()]
-        broken, count = check_hosted(parked, piece.hosted, 100)
+        broken, count = check_host_nodes(parked, piece.host_runs, 100)
         assert piece.broken == broken == []
         compared += count
         if walk.ended:
@@ -230,7 +230,7 @@ def test_host_slots_are_compared_with_what_went_there(tiered, breaks):
     else:
         one.children[7].host_value[2] = 9
     piece = NodeWalk(HostRadix(tiered)).next(Limit(100, 100), 0)
-    broken, compared = check_hosted(parked, piece.hosted, 100)
+    broken, compared = check_host_nodes(parked, piece.host_runs, 100)
     wanted = [] if breaks == "unknown" else [(one.children[7].id, "host")]
     assert [(b.node, b.rule) for b in broken] == wanted
     assert compared == 9 - (breaks in ("unknown", "beyond"))

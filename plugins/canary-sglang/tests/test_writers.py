@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from canary_sglang.writers import RequestWriters
+from canary_sglang.batches.writers import RequestWriters
 
 from canary_core.adapters import Writers
 

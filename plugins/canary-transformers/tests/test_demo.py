@@ -4,8 +4,9 @@ import pytest
 from canary_transformers import plugin
 from canary_transformers.demo import TransformersDemo
 
-from canary_core import demo, hookimpl
-from canary_core.demo import Demo, Job, Traffic
+from canary_core import hookimpl
+from canary_core.testing import demo
+from canary_core.testing.demo import Demo, Job, Traffic
 
 ENGINE = TransformersDemo()
 

@@ -110,7 +110,7 @@ def test_an_error_of_ours_is_told_and_the_model_goes_on(monkeypatch: pytest.Monk
     expected = generate(model, prompts())
     watch, listener = listening(model)
     with watch:
-        monkeypatch.setattr("canary_transformers.caches.look", lambda *a, **k: 1 // 0)
+        monkeypatch.setattr("canary_transformers.generate.caches.look", lambda *a, **k: 1 // 0)
         assert torch.equal(generate(model, prompts()), expected)
     (told,) = listener.named("disabled")
     assert "ZeroDivisionError" in told["error"]

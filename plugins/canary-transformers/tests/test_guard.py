@@ -10,8 +10,8 @@ from importlib import metadata
 import canary_transformers
 import pytest
 import torch
-from canary_transformers.batch import ContinuousBatch
-from canary_transformers.vet import AdoptedVet, EmbeddingVet
+from canary_transformers.continuous.batch import ContinuousBatch
+from canary_transformers.filters import AdoptedFilter, EmbeddingFilter
 
 from canary_core.canary import Canary
 from canary_core.errors import ConfigError, PluginError, ViolationError
@@ -163,7 +163,7 @@ def test_the_engine_goes_on_in_log_mode_when_something_of_ours_breaks(build, ser
 
 def test_the_engine_goes_on_in_log_mode_when_its_cache_is_not_what_we_know(build, serve, guard, traffic, monkeypatch):
     """A cache we can't describe: a disabled event when it is made; in raise mode the caller is told."""
-    monkeypatch.setattr("canary_transformers.layout.kv_groups", lambda cache: cache.no_such_attribute)
+    monkeypatch.setattr("canary_transformers.continuous.compat.kv_groups", lambda cache: cache.no_such_attribute)
     events, guarded = Events(), guard(build("llama"))
     guarded.register(events)
     serve(build("llama"), traffic(requests=2))
@@ -221,18 +221,18 @@ def test_lost_writes_that_the_embedding_explains_are_dismissed(build):
     try:
         weight[7] = weight[8]
         weight[9] = 0
-        vet = EmbeddingVet(model)
+        vet = EmbeddingFilter(model)
 
         def lost(token, stored, kind=Kind.LOST_WRITE):
             return Violation(kind, "r", Phase.POST_FORWARD, 3, 1, 0, token=token, stored_token=stored, step_written=2)
 
-        assert "same embedding" in vet.canary_vet(lost(7, 8))
-        assert "all zero" in vet.canary_vet(lost(9, 8))
-        assert vet.canary_vet(lost(7, 10)) is None
-        assert vet.canary_vet(lost(8, 9)) is None
-        assert vet.canary_vet(lost(7, 8, Kind.BYTES)) is None
-        assert vet.canary_vet(lost(99999, 8)) is None
-        assert AdoptedVet().canary_vet(lost(7, 10)) is None
+        assert "same embedding" in vet.canary_dismiss(lost(7, 8))
+        assert "all zero" in vet.canary_dismiss(lost(9, 8))
+        assert vet.canary_dismiss(lost(7, 10)) is None
+        assert vet.canary_dismiss(lost(8, 9)) is None
+        assert vet.canary_dismiss(lost(7, 8, Kind.BYTES)) is None
+        assert vet.canary_dismiss(lost(99999, 8)) is None
+        assert AdoptedFilter().canary_dismiss(lost(7, 10)) is None
     finally:
         weight[[7, 8, 9]] = kept
 

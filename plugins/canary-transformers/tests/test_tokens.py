@@ -4,9 +4,9 @@ import random
 from types import SimpleNamespace
 
 import torch
-from canary_transformers.batch import ContinuousBatch, Forward
-from canary_transformers.layout import KVGroup
-from canary_transformers.tokens import TokenBook
+from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
+from canary_transformers.continuous.compat import KVGroup
+from canary_transformers.continuous.tokens import TokenBook
 
 from canary_core.adapters import Writers
 
@@ -74,7 +74,7 @@ def test_a_block_table_is_read_as_the_flash_kernel_reads_it():
         "read_index": [torch.empty(0, dtype=torch.int64)],
         "write_index": [torch.zeros(3, dtype=torch.int64)],
     }
-    view = ContinuousBatch([group], Writers(), TokenBook(CPU, 1 << 16)).view(Forward(requests, arguments))
+    view = ContinuousBatch([group], Writers(), TokenBook(CPU, 1 << 16)).view(ContinuousForward(requests, arguments))
     table = view.tables["full_attention"]
     assert (view.prefix_lens.tolist(), view.new_lens.tolist()) == ([5, 2], [1, 1])
     assert table.write_slots is None
@@ -94,7 +94,7 @@ def test_padding_of_static_inputs_stays_outside():
         "read_index": [torch.tensor([40, 41, 42, 1, 1, 0, 0, 0])],
         "write_index": [torch.tensor([43, 40, 99, 99])],
     }
-    view = ContinuousBatch([group], Writers(), TokenBook(CPU, 1 << 16)).view(Forward(requests, arguments))
+    view = ContinuousBatch([group], Writers(), TokenBook(CPU, 1 << 16)).view(ContinuousForward(requests, arguments))
     table = view.tables["sliding_attention"]
     flat = arguments["read_index"][0]
     assert [int(flat[int(table.rows[0]) + p]) for p in (4, 5, 6)] == [40, 41, 42]

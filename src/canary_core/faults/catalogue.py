@@ -10,11 +10,11 @@ from torch import Tensor
 
 from canary_core.batch import SlotTable
 from canary_core.faults.scene import Injection, Pending, Scene, has_bytes, read_bytes, write_bytes
+from canary_core.ops.reference import plan
+from canary_core.ops.reference.check import Seen, expected_tokens, see
+from canary_core.ops.state import RegionState
 from canary_core.records import STEP_WRITTEN, Kind, State, Status
-from canary_core.reference import plan
-from canary_core.reference.check import Seen, expected_tokens, see
 from canary_core.region import KVSource, RegionKind, Role
-from canary_core.state import RegionState
 
 Moment = Literal["pre_forward", "post_forward", "recorded"]
 

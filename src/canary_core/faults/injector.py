@@ -13,7 +13,7 @@ from canary_core.faults.scene import Armed, Injection, Pending, Scene
 from canary_core.faults.spec import FaultSpec
 from canary_core.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, State
-from canary_core.streams import capturing
+from canary_core.runtime.streams import capturing
 
 if TYPE_CHECKING:
     from canary_core.canary import Canary

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.reference import plan
+from canary_core.ops.reference.fingerprint import stacks
+from canary_core.ops.state import RegionState
 from canary_core.records import POSITION, STATES, Clock, Kind, State, Status
-from canary_core.reference import plan
-from canary_core.reference.fingerprint import stacks
 from canary_core.region import KVSource, Role
-from canary_core.state import RegionState
 from canary_core.violation import Violation
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from canary_core.batch import BatchView
-from canary_sglang.layout import targets
-from canary_sglang.layout.drafts import draft_targets
+from canary_sglang.compat import targets
+from canary_sglang.compat.drafts import draft_targets
 from canary_sglang.session import Session
 
 

@@ -12,12 +12,12 @@ from canary_core import plugins
 from canary_core.config import CanaryConfig
 from canary_core.errors import ViolationError
 from canary_core.events import Event
-from canary_core.watch import Watch
-from canary_sglang import states
-from canary_sglang.allocator import allocator_hooks
+from canary_core.runtime.watchdog import Watchdog
+from canary_sglang.actions.quarantine import Quarantine
+from canary_sglang.allocator.lifetime import allocator_hooks
+from canary_sglang.compat import runners, targets
 from canary_sglang.draft_hooks import DraftHooks
-from canary_sglang.layout import runners, targets
-from canary_sglang.quarantine import Quarantine
+from canary_sglang.pools import mamba
 from canary_sglang.session import Session, attach
 
 LAST_WORDS_S = 5.0
@@ -35,7 +35,7 @@ class Hooks:
     def __init__(self) -> None:
         self._registered = False
         self._config: CanaryConfig | None = None
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         self._by_runner: dict[int, Session] = {}
         self.session: Session | None = None
         """Of the model that is served."""
@@ -60,8 +60,8 @@ class Hooks:
                 targets.RUN_BATCH: (self._batch, registry.HookType.AROUND),
                 targets.FLUSH: (self._flushed, registry.HookType.AFTER),
                 targets.IDLE: (self._idle, registry.HookType.AFTER),
-                targets.STATE_COPY: (states.copied, registry.HookType.AFTER),
-                targets.STATE_LOAD: (states.loaded, registry.HookType.AFTER),
+                targets.STATE_COPY: (mamba.copied, registry.HookType.AFTER),
+                targets.STATE_LOAD: (mamba.loaded, registry.HookType.AFTER),
                 targets.TURN: (self._turn, registry.HookType.BEFORE),
                 targets.LOOP: (self._loop, registry.HookType.AROUND),
             }
@@ -79,7 +79,7 @@ class Hooks:
         """Ends the session; the hooks only call on from now on."""
         self._config = None
         if self._watch is not None:
-            self._watch.alive()
+            self._watch.feed()
             self._watch = None
         self._close(self.sessions)
         if self._quarantine is not None:
@@ -119,7 +119,7 @@ class Hooks:
         if session is None:
             return original(runner, *args, **kwargs)
         if self._watch is not None:
-            self._watch.alive()
+            self._watch.feed()
         batch = args[0] if args else kwargs["forward_batch"]
         return session.forward(lambda: original(runner, *args, **kwargs), batch)
 
@@ -133,7 +133,7 @@ class Hooks:
 
     def _begin_batch(self, config: CanaryConfig, scheduler: Any, batch: Any) -> None:
         if self._watch is None:
-            self._watch = Watch(config.silence_s, self._silent)
+            self._watch = Watchdog(config.silence_s, self._silent)
         if self._quarantine is not None:
             # Not every loop of SGLang makes turns; those that don't are told of.
             self._quarantine.begin(scheduler)

@@ -19,22 +19,22 @@ from canary_core.coverage import Coverage
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.region import Region, RegionKind, Uncovered
-from canary_core.streams import synchronize
-from canary_sglang import disaggregation, hicache
-from canary_sglang.allocator import Lifetime
-from canary_sglang.arrivals import Arrivals, region_slots
-from canary_sglang.batch import ForwardBatches
-from canary_sglang.divergence import WindowDivergence
-from canary_sglang.draft import DraftBatches
-from canary_sglang.layout import batches, runners
-from canary_sglang.layout.checkpoints import Checkpoints
-from canary_sglang.pool import SGLangPool
-from canary_sglang.pool_parts import tensor_bytes
-from canary_sglang.rings import C128, RequestRings
-from canary_sglang.states import StateGuard
-from canary_sglang.sweep import PrefixSweep
-from canary_sglang.vet import EmbeddingVet
-from canary_sglang.writers import RequestWriters
+from canary_core.runtime.streams import synchronize
+from canary_sglang.actions.embedding_filter import EmbeddingFilter
+from canary_sglang.allocator.lifetime import Lifetime
+from canary_sglang.batches.draft import DraftBatches
+from canary_sglang.batches.forward import ForwardBatches
+from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.compat import batches, runners
+from canary_sglang.compat.state_checkpoints import Checkpoints
+from canary_sglang.pools.compressor_state import C128, RequestCompressorStates
+from canary_sglang.pools.mamba import MambaStates
+from canary_sglang.pools.parts import tensor_bytes
+from canary_sglang.pools.pool import SGLangPool
+from canary_sglang.pools.window_divergence import WindowDivergence
+from canary_sglang.prefix_cache.sweep import PrefixSweep
+from canary_sglang.transfer import disaggregation, hicache
+from canary_sglang.transfer.kv_transfer import KVTransfer, region_slots
 
 MOST_WARM_ROWS = 256
 """Requests of a forward up to which nothing is left to compile when the first one comes."""
@@ -69,14 +69,14 @@ class Session:
         rank = config.rank or runners.rank()
         config = config.model_copy(update={"silence_s": 0.0, "rank": rank, "model": self.model or config.model})
         names = [region.name for region in regions]
-        self._vet = EmbeddingVet(runner.model, names)
+        self._vet = EmbeddingFilter(runner.model, names)
         plugins.manager().register(self._vet)
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
         self._states = None
         if state is not None:
-            self._states = StateGuard(runner.req_to_token_pool, state, self.canary, Checkpoints.of(runner))
-        self._rings = RequestRings(C128, self.canary) if C128 in names else None
+            self._states = MambaStates(runner.req_to_token_pool, state, self.canary, Checkpoints.of(runner))
+        self._rings = RequestCompressorStates(C128, self.canary) if C128 in names else None
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)
         self._batches = ForwardBatches(runner, self._paged, self.requests, self._states, self._rings)
@@ -89,7 +89,7 @@ class Session:
         self.canary.warm_up(self._batches.padding, warm_rows)
         if self.model is not None:
             self.canary.warm_up(self.drafts.padding, warm_rows)
-        self.arrivals: Sequence[Arrivals] = ()
+        self.arrivals: Sequence[KVTransfer] = ()
         # Draft models have the slots of the served one: their Canaries hear nothing of the allocator.
         self.lifetime = Lifetime(runner, self.canary, self.requests) if config.lifetime and not self.model else None
         self._unguarded: set[str] = set()
@@ -273,11 +273,11 @@ class Session:
         self.guarded("unguarded forward", self.canary.settle)
 
 
-def _arrivals(session: Session) -> list[Arrivals]:
+def _arrivals(session: Session) -> list[KVTransfer]:
     """How KV reaches this session's pool without a forward."""
     runner, canary = session.runner, session.canary
     carried = canary.config.transfer_records and session.model is None and runners.records_may_travel(runner)
-    ways: list[Arrivals] = []
+    ways: list[KVTransfer] = []
     if runners.parks_retracted(runner):
         # The last forward of such a request may be in flight when its KV is parked, and its records are not.
         ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, carried=False))

@@ -128,7 +128,7 @@ def misuse(batch: Any) -> None:
 
 def flip_host(source: str) -> None:
     """Flips a bit of a slot in HiCache's host memory whose records came with it."""
-    from canary_sglang import hicache
+    from canary_sglang.transfer import hicache
 
     (cache,) = hicache._ATTACHED
     parked = cache._parked.get("full")

@@ -15,11 +15,11 @@ from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
 from canary_core.violation import Violation
 from canary_transformers import version
-from canary_transformers.continuous import HOOKS
-from canary_transformers.generate import GENERATE
-from canary_transformers.guarded_cache import GuardedCache
-from canary_transformers.session import Session
-from canary_transformers.vet import EmbeddingVet
+from canary_transformers.continuous.hooks import HOOKS
+from canary_transformers.continuous.session import Session
+from canary_transformers.filters import EmbeddingFilter
+from canary_transformers.generate.guarded_cache import GuardedCache
+from canary_transformers.generate.hooks import GENERATE
 
 KEPT_VIOLATIONS = 10_000
 """Findings that `Guard.violations` keeps; counts in `Guard.stats` are complete."""
@@ -140,7 +140,7 @@ class Guard:
         for name, plugin in plugins.manager().list_name_plugin():
             if plugin is not None and not own.manager.has_plugin(name):
                 own.manager.register(plugin, name)
-        for extra in (EmbeddingVet(model), self, *self._plugins):
+        for extra in (EmbeddingFilter(model), self, *self._plugins):
             own.manager.register(extra)
         return own.manager
 

@@ -19,7 +19,7 @@ class nixl_thread_sync_t:
 
 
 def nixl_agent_config(**settings: Any) -> dict[str, Any]:
-    """Kept, not used."""
+    """StateCheckpoints, not used."""
     return settings
 
 

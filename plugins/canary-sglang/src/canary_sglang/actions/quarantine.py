@@ -1,0 +1,326 @@
+"""What ``CANARY_ON_VIOLATION`` asks for: nothing corrupted is served, and the server stays up.
+
+A finding becomes a `Suspect`. In the scheduler's own thread, where it decides what to run next, requests that read or
+hold a suspect's slot are aborted as retryable, and in ``quarantine`` nodes of the prefix cache that hold it are evicted
+as soon as nobody uses them, so that later requests compute them again.
+
+All ranks that schedule together (one tensor-parallel group) must decide alike, or they would run different batches and
+wait for each other for ever. Each guards its own shard, so each finds other things; they make the turns of the loop in
+step, so every `AGREE_EVERY` turns they learn whether any of them has something (one number, asked for that many turns
+earlier, so that nobody waits for it), and only then tell each other what. All act on the same set, in one order, at the
+same turn. What they act with (tables, slots, tree) is the same on all of them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core import plugins
+from canary_core.canary import Canary
+from canary_core.config import CanaryConfig
+from canary_core.events import Event
+from canary_core.hookspecs import hookimpl
+from canary_core.records import POSITION, STATES, STEP_WRITTEN, Kind, Phase, State
+from canary_core.region import Region
+from canary_core.violation import Violation
+from canary_sglang.compat import allocators, caches, runners, schedulers
+from canary_sglang.pools import compressor_state, mamba
+
+AGREE_EVERY = 8
+"""Turns of the scheduler's loop between two agreements of several ranks: up to twice as many pass before they act."""
+
+RETRY_EVERY = 4
+"""Turns after which a lone rank, which acts on what is new at once, looks again at what was still in use."""
+
+SELDOM = 64
+"""A slot that stays in use is looked at after 1, 2, 4, ... and then every so many of those times."""
+
+SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE})
+"""The slot's own content is wrong, for whoever reads it."""
+
+MISPLACED = frozenset({Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED})
+"""The slot is wrong for the request that reads it, through the prefix cache maybe, and may be right for others."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Suspect:
+    """A finding as ranks tell it each other. ``slot`` -1: only the requests are at fault. ``spoiled``: see `SPOILED`.
+    ``written``: the forward that wrote the slot, -1 if unknown; once another one did, the suspect is gone."""
+
+    region: str
+    slot: int
+    spoiled: bool
+    written: int
+    kind: str
+    requests: tuple[str, ...]
+
+    @property
+    def plain_region(self) -> str:
+        """Without the model's name."""
+        return self.region.rpartition("/")[2]
+
+    @classmethod
+    def of(cls, violation: Violation) -> "Suspect | None":
+        """None for findings that nothing can be done about, such as a slot that was freed twice."""
+        kind = violation.kind
+        if kind is Kind.DOUBLE_FREE:
+            return None
+        names = {violation.request}
+        if kind in (Kind.DOUBLE_ALLOC, Kind.TWO_WRITERS):
+            names.add(violation.stored_request)
+        spoiled = kind in SPOILED
+        written = violation.step if violation.phase is Phase.POST_FORWARD else violation.step_written
+        return cls(
+            region=violation.region,
+            slot=violation.slot if violation.slot is not None and (spoiled or kind in MISPLACED) else -1,
+            spoiled=spoiled,
+            written=written if spoiled and written is not None else -1,
+            kind=kind.name.lower(),
+            requests=tuple(sorted(name for name in names if name is not None)),
+        )
+
+
+class Quarantine:
+    """Acts on the findings of this process's Canaries (``canaries``, asked anew each time). A plugin of the core."""
+
+    def __init__(self, config: CanaryConfig, canaries: Callable[[], Iterable[Canary]]) -> None:
+        self._evicts = config.on_violation == "quarantine"
+        self._rank = config.rank
+        self._canaries = canaries
+        self._found: list[Suspect] = []
+        self._open: dict[Suspect, int] = {}
+        self._ours: set[Suspect] = set()
+        self._failed: set[Suspect] = set()
+        self._turn = 0
+        self._off = False
+        self._ranks: Ranks | None = None
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        """Remembers it for the next turn."""
+        suspect = Suspect.of(violation)
+        if suspect is not None and self._canary(suspect.region) is not None:
+            self._found.append(suspect)
+
+    def turn(self, scheduler: Any) -> None:
+        """One turn of the scheduler's loop. Every rank must make it, whatever has become of its Canary: they wait for
+        each other. Never raises but for a broken process group."""
+        ranks = self.begin(scheduler)
+        self._turn += 1
+        if self._off:
+            return
+        if ranks.size == 1:
+            due = self._found or (self._open and self._turn % RETRY_EVERY == 0)
+        else:
+            due = self._turn % AGREE_EVERY == 0 and ranks.anybody_had()
+        if due:
+            self._act(scheduler, *ranks.agree(*self._news()))
+        if ranks.size > 1 and self._turn % AGREE_EVERY == 0:
+            ranks.ask(bool(self._found or self._open))
+
+    def begin(self, scheduler: Any) -> "Ranks":
+        """Meets the other ranks, once; says so where nothing can be done in this engine. Every rank must call it."""
+        if self._ranks is None:
+            self._ranks = self._meet(scheduler)
+        return self._ranks
+
+    def _act(self, scheduler: Any, found: Sequence[Suspect], gone: Sequence[Suspect]) -> None:
+        """All ranks do it with the same arguments."""
+        for suspect in gone:
+            self._open.pop(suspect, None)
+            self._failed.discard(suspect)
+        for suspect in found:
+            self._open.setdefault(suspect, 0)
+        for suspect in sorted(self._open):
+            tries = self._open[suspect]
+            self._open[suspect] += 1
+            if tries & (tries - 1) and tries % SELDOM:
+                continue
+            try:
+                self._handle(scheduler, suspect, first=not tries)
+            except Exception as error:
+                # The others learn of it with the next agreement, before they do anything more about it.
+                self._failed.add(suspect)
+                self._tell("quarantine_failed", {**_about(suspect), "reason": repr(error)}, "error")
+
+    def _meet(self, scheduler: Any) -> "Ranks":
+        self._rank = self._rank or runners.rank()
+        group, reason = schedulers.deciding_group(scheduler)
+        ranks = Ranks(group)
+        if reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.states)):
+            reason = "not all ranks are guarded alike, so they can't decide alike"
+        if reason is not None:
+            self._off = True
+            self._tell("quarantine_failed", {"reason": reason}, "warning")
+        elif self._evicts and caches.keeps_host_copies(scheduler):
+            self._evicts = False
+            reason = "copies in host memory may come back; requests are aborted, nothing is evicted"
+            self._tell("quarantine_failed", {"reason": reason}, "warning")
+        return ranks
+
+    def _news(self) -> tuple[list[Suspect], list[Suspect]]:
+        """What this rank found since the last time and still is, since a finding is told some steps late; and what of
+        the open ones is gone, or could not be handled. Never raises: the others wait for it."""
+        found, self._found = self._found, []
+        gone = set(self._failed)
+        try:
+            # What another rank found is judged there: whether it is gone follows from the record of who found it.
+            self._ours &= self._open.keys()
+            gone |= {s for s in self._ours if self._is_gone(s)}
+            fresh = {s for s in found if not self._is_gone(s)}
+            # A recurrent state is rewritten by each forward, out of what was corrupted.
+            passed = {s for s in found if s.requests and s.plain_region == mamba.REGION} - fresh
+            fresh |= {replace(s, slot=-1, spoiled=False, written=-1) for s in passed}
+            self._ours |= fresh
+        except Exception as error:
+            self._tell("quarantine_failed", {"reason": repr(error)}, "error")
+            fresh = set()
+        return sorted(fresh), sorted(gone)
+
+    def _handle(self, scheduler: Any, suspect: Suspect, first: bool) -> None:
+        place = self._place(scheduler, suspect)
+        in_use = False
+        for request in schedulers.running_requests(scheduler):
+            holds = suspect.spoiled and place is not None and place.held(request)
+            in_use |= holds
+            if holds or (first and request.rid in suspect.requests):
+                self._abort(scheduler, request, suspect)
+        cached = place is not None and place.cached()
+        if cached and place is not None and self._evicts:
+            evicted = place.evict()
+            if any(evicted.values()):
+                self._tell("quarantined", {**_about(suspect), **evicted}, "warning")
+            cached = place.cached()
+        if not cached and not in_use:
+            del self._open[suspect]
+
+    def _place(self, scheduler: Any, suspect: Suspect) -> "_Slot | _State | None":
+        """None for slots that neither requests nor the prefix cache name."""
+        canary, name = self._canary(suspect.region), suspect.plain_region
+        if canary is None or suspect.slot < 0:
+            return None
+        if name == mamba.REGION:
+            return _State(scheduler, suspect.slot)
+        if name in (*allocators.ALLOCATED_REGIONS, compressor_state.C4):
+            return _Slot(scheduler, suspect.slot, canary.regions[suspect.region])
+        return None
+
+    def _abort(self, scheduler: Any, request: Any, suspect: Suspect) -> None:
+        message = f"the KV cache of this request is corrupted ({suspect.kind}); try again"
+        if schedulers.abort(scheduler, request, message):
+            self._tell("aborted", {"request": request.rid, **_about(suspect)}, "error")
+
+    def _is_gone(self, suspect: Suspect) -> bool:
+        """Whether the slot holds something else by now. Reads the device, but only after a finding."""
+        canary = self._canary(suspect.region)
+        if suspect.slot < 0 or suspect.written < 0 or canary is None:
+            return False
+        canary.join()
+        record: list[int] = canary.states[suspect.region].records[suspect.slot].tolist()
+        return record[STEP_WRITTEN] != suspect.written or record[POSITION] % STATES != State.WRITTEN
+
+    def _canary(self, region: str) -> Canary | None:
+        return next((canary for canary in self._canaries() if region in canary.states), None)
+
+    def _tell(self, name: str, fields: dict[str, object], level: Any) -> None:
+        plugins.emit(Event(name, level, {"rank": self._rank, "turn": self._turn, **fields}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A slot of a region whose slots are those of the engine's tables, by its map at most."""
+
+    scheduler: Any
+    slot: int
+    region: Region
+
+    def held(self, request: Any) -> bool:
+        """Whether a running request has it."""
+        row, length = schedulers.table_row(self.scheduler, request)
+        return row is not None and bool(self._is(row[:length]).any())
+
+    def cached(self) -> bool:
+        """Whether the prefix cache has it."""
+        slots = caches.cached_slots(self.scheduler.tree_cache)
+        return slots is not None and bool(self._is(slots).any())
+
+    def evict(self) -> dict[str, object]:
+        """Evicts what holds it and is not in use; how much, as a field to tell."""
+        return {"evicted_tokens": caches.evict_nodes(self.scheduler.tree_cache, self._is)}
+
+    def _is(self, slots: Tensor) -> Tensor:
+        """Which of ``slots``, as the engine's tables number them, are this one."""
+        own = slots.long() // self.region.tokens_per_slot
+        if self.region.slot_map is not None:
+            own = self.region.slot_map[own].long()
+        return self.region.rows(own) == self.slot
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The slot of a recurrent state."""
+
+    scheduler: Any
+    slot: int
+
+    def held(self, request: Any) -> bool:
+        """As `_Slot.held`."""
+        return schedulers.state_slot(self.scheduler, request) == self.slot
+
+    def cached(self) -> bool:
+        """As `_Slot.cached`."""
+        slots = caches.cached_states(self.scheduler.tree_cache)
+        return slots is not None and bool((slots == self.slot).any())
+
+    def evict(self) -> dict[str, object]:
+        """As `_Slot.evict`."""
+        return {"evicted_states": caches.evict_states(self.scheduler.tree_cache)}
+
+
+class Ranks:
+    """Those that schedule together, through a process group on the host; None for a lone one."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._asked: Any = None
+        self.size = 1 if group is None else torch.distributed.get_world_size(group)
+
+    def alike(self, value: Any) -> bool:
+        """Whether all have the same. Waits for the others."""
+        told: list[Any] = [value]
+        if self.size > 1:
+            told = [None] * self.size
+            torch.distributed.all_gather_object(told, value, group=self._group)
+        return all(bool(other == value) for other in told)
+
+    def ask(self, has: bool) -> None:
+        """Puts the question whether anybody has something. Waits for nobody: it is answered while the engine works."""
+        self._flag = torch.tensor([int(has)])
+        self._asked = torch.distributed.all_reduce(
+            self._flag, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def anybody_had(self) -> bool:
+        """The answer to `ask`, the same on all; false if it never was. Waits for those that did not ask yet."""
+        if self._asked is None:
+            return False
+        self._asked.wait()
+        return bool(self._flag)
+
+    def agree(self, found: Sequence[Suspect], gone: Sequence[Suspect]) -> tuple[list[Suspect], list[Suspect]]:
+        """What any of them found, and what any of them says is gone, in one order for all. Waits for the others."""
+        told: list[Any] = [(list(found), list(gone))]
+        if self.size > 1:
+            told = [None] * self.size
+            torch.distributed.all_gather_object(told, (list(found), list(gone)), group=self._group)
+        parts = [sorted({s for rank in told for s in rank[part]}) for part in (0, 1)]
+        return parts[0], parts[1]
+
+
+def _about(suspect: Suspect) -> dict[str, object]:
+    slot = {"slot": suspect.slot} if suspect.slot >= 0 else {}
+    return {"kind": suspect.kind, "region": suspect.region, **slot}

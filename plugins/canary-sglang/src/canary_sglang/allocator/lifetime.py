@@ -1,0 +1,118 @@
+"""What SGLang's allocators hand out and take back, as lifetime events of the core.
+
+Nothing waits for the device; the core lets events take effect before the next forward, on its stream.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+from canary_core.canary import Canary
+from canary_core.events import Event
+from canary_core.region import Region
+from canary_sglang.allocator.free_lists import Follower
+from canary_sglang.allocator.owners import Owners
+from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.compat import allocators, targets
+from canary_sglang.pools import mamba
+
+
+class Lifetime:
+    """The allocator of one runner, followed; ``owners`` says on whose behalf it is called at the moment.
+
+    What can't be followed is told with a ``lifetime_off`` event, and from then on no slot of it counts as freed.
+    """
+
+    def __init__(self, runner: Any, canary: Canary, writers: RequestWriters) -> None:
+        self._canary = canary
+        self.owners = Owners(writers)
+        self._followers: dict[int, Follower] = {}
+        allocator = runner.token_to_kv_pool_allocator
+        refusal = allocators.lifetime_refusal(runner)
+        if refusal is not None:
+            self._off(canary.regions, refusal)
+            return
+        # Keeps the lists' owners alive, which are known by their ids.
+        self._lists = allocators.free_lists(allocator)
+        states_allocator = allocators.state_allocator(runner)
+        if allocators.hands_out_states(states_allocator):
+            self._lists[mamba.REGION] = states_allocator
+        lists = {**allocators.ALLOCATED_REGIONS, mamba.REGION: mamba.REGION}
+        wanted = {name: r for name, r in canary.regions.items() if name in lists}
+        for kind, part in self._lists.items():
+            # A page has the same number in all regions that share a list, and so many slots in each.
+            slots = {n: _page_slots(part, r) for n, r in wanted.items() if lists[n] == kind}
+            followed = {name: count for name, count in slots.items() if count}
+            if followed:
+                self._followers[id(part)] = Follower(part, canary, followed, writers)
+        left = wanted.keys() - {name for f in self._followers.values() for name in f.regions}
+        if left:
+            unknown = states_allocator if left == {mamba.REGION} else allocator
+            self._off(left, f"{type(unknown).__name__} is not an allocator that this canary-sglang knows")
+
+    def call(self, name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs one function of an allocator and tells what it did."""
+        follower = self._followers.get(id(allocator))
+        if follower is None or not self._canary.enabled:
+            return original(allocator, *args, **kwargs)
+        # A cleared list is whole again, whatever happened to it before, say while Canary was switched off.
+        intact = name == allocators.CLEAR or follower.intact()
+        result = original(allocator, *args, **kwargs)
+        try:
+            if not intact or not follower.called(name, self.owners, args, kwargs):
+                del self._followers[id(allocator)]
+                for region in follower.regions:
+                    self._canary.end_lifetime(region)
+                self._off(follower.regions, f"the free list was changed by something else than {name} and its like")
+        except Exception as error:
+            self._canary.fail(f"canary_sglang: {name}", error)
+        return result
+
+    def _off(self, regions: Collection[str], reason: str) -> None:
+        self._canary.tell(Event("lifetime_off", "warning", {"regions": sorted(regions), "reason": reason}))
+
+
+class Guarded(Protocol):
+    """What the hooks need of a `Session`."""
+
+    canary: Canary
+    lifetime: Lifetime | None
+
+
+def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Callable[..., Any]]:
+    """Functions of SGLang that change an allocator's list, or say for whom, and what goes around each of them.
+    ``session``: the one whose allocator is followed, at that moment. Imports the engine."""
+
+    def changing(name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+        guarded = session()
+        if guarded is None or guarded.lifetime is None:
+            return original(allocator, *args, **kwargs)
+        return guarded.lifetime.call(name, original, allocator, *args, **kwargs)
+
+    def lifetime() -> Lifetime | None:
+        guarded = session()
+        return guarded.lifetime if guarded is not None and guarded.canary.enabled else None
+
+    def preparing(decode: bool, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        followed = lifetime()
+        with followed.owners.preparing(batch, decode) if followed else nullcontext():
+            return original(batch, *args, **kwargs)
+
+    def releasing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        followed, request = lifetime(), args[0] if args else kwargs.get("req")
+        release = partial(original, *args, **kwargs)
+        return followed.owners.releasing(request, release) if followed and request is not None else release()
+
+    functions = allocators.allocator_functions()
+    return {
+        **{target: partial(changing, target.rpartition(".")[2]) for target in functions},
+        **{target: partial(preparing, target == targets.DECODES) for target in targets.existing(targets.PREPARES)},
+        **dict.fromkeys(targets.existing(targets.RELEASES), releasing),
+    }
+
+
+def _page_slots(allocator: Any, region: Region) -> int:
+    """Slots of ``region`` in a page of the allocator, 0 where pages and slots don't go together."""
+    slots, rest = divmod(allocators.page_tokens(allocator), region.tokens_per_slot)
+    return 0 if rest else slots

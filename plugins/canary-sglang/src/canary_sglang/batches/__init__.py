@@ -1,0 +1,1 @@
+"""What a forward of SGLang reads and writes, as views."""

@@ -1,0 +1,106 @@
+"""Draft models of EAGLE and STANDALONE, whose steps SGLang runs around `ModelRunner.forward` or within one CUDA graph.
+
+One iteration of the engine, with ``L`` tokens in the cache and one that was sampled and isn't in it: the draft model
+writes ``steps - 1`` guesses from position ``L`` on (`DraftBatches.steps`), the target verifies (`ForwardBatches`), and
+the draft model writes what the target says over its guesses (`DraftBatches.extend`). Rejected tokens stay in the
+request's slots, beyond the prefix that anybody reads, until the next iteration writes over them.
+
+A draft pool's slot at position ``p`` holds the token at ``p + 1``, with EAGLE's hidden state at ``p``. Requests that
+share a prefix share its slots, the last one too: see `Anchors`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import slot_table
+from canary_core.batch import BatchView
+from canary_sglang.batches.forward import Anchors, UniformLens
+from canary_sglang.batches.writers import RequestWriters
+
+
+class DraftBatches:
+    """Views of what a draft worker runs for one `ScheduleBatch`. Made before it runs, on its stream."""
+
+    def __init__(self, runner: Any, regions: Sequence[str], writers: RequestWriters) -> None:
+        self._entries: Tensor = runner.req_to_token_pool.req_to_token
+        self._regions = tuple(regions)
+        self._writers = writers
+        self._uniform = UniformLens()
+        self._anchors = Anchors(runner)
+        self._tokens = torch.zeros(0, dtype=torch.int64, device=self._entries.device)
+
+    def steps(self, batch: Any, written: int) -> BatchView:
+        """``written`` guesses a request, whose tokens are known after them (`guessed`); none for a tree."""
+        rows = batch.seq_lens.shape[0]
+        return self._view(batch, self._room(rows * max(written, 1)), written, None)
+
+    def guessed(self, view: BatchView, drafted: Any) -> None:
+        """Fills in the tokens of a view of `steps`: of the chains in ``drafted`` all but the first, which the cache
+        lacks since before, and the last, which the draft model does not read itself."""
+        written = view.tokens // view.rows
+        chains = drafted.draft_token.view(view.rows, -1)
+        view.token_ids.view(view.rows, written).copy_(chains[:, 1 : 1 + written])
+
+    def extend(self, batch: Any, tokens: Tensor) -> BatchView:
+        """The tokens that the target gave, verified ones first, in each request's slots of the verify."""
+        slots = batch.out_cache_loc
+        same = slots is not None and slots.shape == tokens.shape
+        return self._view(batch, tokens, tokens.shape[0] // batch.seq_lens.shape[0], slots if same else None)
+
+    def padding(self, rows: int) -> Iterator[BatchView]:
+        """Steps and an extend of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+        numbers = self._entries.new_zeros(rows, dtype=torch.int64)
+        writers = self._entries.new_zeros(rows, dtype=torch.int32)
+        for tokens, slots in ((numbers, None), (writers, numbers)):
+            table = slot_table(self._entries, numbers, slots)
+            tables = dict.fromkeys(self._regions, table)
+            yield BatchView(numbers, numbers, tokens, writers, tables, anchors=self._anchors.of(numbers))
+
+    def accepted(self, batch: Any, roots: Tensor, result: Any) -> BatchView:
+        """What a tree's accepted path became once it was moved to the front of each request's slots; the tokens beyond
+        `GenerationBatchResult.accept_lens` are none."""
+        rows = batch.seq_lens.shape[0]
+        tokens = result.next_token_ids.view(rows, -1).roll(1, 1)
+        tokens[:, 0] = roots
+        return self._view(batch, tokens.flatten(), tokens.shape[1], None)
+
+    def branch_slots(self, batch: Any, worker: Any) -> Tensor:
+        """Every slot that the steps of a tree may have written: each branch in pages of its own, behind the prefix and
+        a copy of the prefix's last page; 0 fills up."""
+        page, steps, topk = int(worker.draft_runner.page_size), worker.speculative_num_steps, worker.topk
+        begin = batch.seq_lens.long()
+        whole = begin - begin % page
+        end = whole + topk * ((begin % page + steps + page - 1) // page * page)
+        columns = begin[:, None] + torch.arange(topk * (steps + 2 * page), device=begin.device)
+        inside = columns < end[:, None].clamp(max=self._entries.shape[1])
+        return self._slots(batch, columns, inside)
+
+    def rejected_slots(self, batch: Any, result: Any) -> Tensor:
+        """Slots of the tokens of `accepted` that were not; 0 fills up."""
+        rows = batch.seq_lens.shape[0]
+        offset = torch.arange(result.next_token_ids.shape[0] // rows, device=batch.seq_lens.device)
+        columns = batch.seq_lens.long()[:, None] + offset
+        return self._slots(batch, columns, offset >= result.accept_lens[:, None])
+
+    def _slots(self, batch: Any, columns: Tensor, inside: Tensor) -> Tensor:
+        slots = self._entries[batch.req_pool_indices.long()[:, None], torch.where(inside, columns, 0)]
+        return torch.where(inside, slots, 0).flatten()
+
+    def _view(self, batch: Any, tokens: Tensor, written: int, slots: Tensor | None) -> BatchView:
+        table = slot_table(self._entries, batch.req_pool_indices, slots)
+        return BatchView(
+            prefix_lens=batch.seq_lens,
+            new_lens=self._uniform.of(written, batch.seq_lens),
+            token_ids=tokens,
+            writers=self._writers.ids([request.rid for request in batch.reqs]),
+            tables=dict.fromkeys(self._regions, table),
+            anchors=self._anchors.of(batch.seq_lens),
+        )
+
+    def _room(self, tokens: int) -> Tensor:
+        if tokens > self._tokens.shape[0]:
+            self._tokens = self._tokens.new_zeros(1 << (tokens - 1).bit_length())
+        return self._tokens[:tokens]

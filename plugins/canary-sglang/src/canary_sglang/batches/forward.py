@@ -1,0 +1,172 @@
+"""A `ForwardBatch` as a `BatchView`: every tensor is the one that SGLang's own kernels read."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import slot_table
+from canary_core.adapters import BatchAdapter
+from canary_core.batch import BatchView
+from canary_sglang.batches.tokens import TABLE_STEP, UNKNOWN, expected_tokens
+from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.compat import batches, drafts, runners
+from canary_sglang.pools.compressor_state import RequestCompressorStates
+from canary_sglang.pools.mamba import MambaStates
+
+FIRST_ROWS = 256
+"""Rows of static buffers before a batch asks for more."""
+
+
+class UniformLens:
+    """Numbers that are alike in all rows, as static tensors: no launch once the engine's largest batch was seen."""
+
+    def __init__(self) -> None:
+        self._filled: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._last: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def of(self, value: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``value`` for each entry of ``like``, in its type unless one is given. Not to be written to."""
+        key, rows = (value, dtype or like.dtype), like.shape[0]
+        last = self._last.get(key)
+        if last is not None and last.shape[0] == rows:
+            return last
+        known = self._filled.get(key)
+        if known is None or known.shape[0] < rows:
+            known = torch.full((max(rows, FIRST_ROWS),), value, dtype=key[1], device=like.device)
+            self._filled[key] = known
+        found = self._last[key] = known[:rows]
+        return found
+
+
+class Anchors:
+    """Where the prefix hashes of one runner's rows start: at the common anchor, or at 0, which makes them unknown,
+    where a shared prefix may end in another request's token (`drafts.shared_with_next_token`). Of such a pool's slots
+    the positions, the tokens that were written, and the bytes are judged; that a table's slots are of one sequence is
+    judged in the served model's pool, which has the same slots by the same table."""
+
+    def __init__(self, runner: Any) -> None:
+        self.sure = drafts.shared_with_next_token(runner)
+        self._zeros = UniformLens()
+
+    def of(self, rows: Tensor) -> Tensor | None:
+        """For rows like ``rows``, as `BatchView.anchors`. Not to be written to."""
+        return None if self.sure else self._zeros.of(0, rows, torch.int64)
+
+
+class ForwardBatches(BatchAdapter[Any]):
+    """Views of the forwards of one `ModelRunner`.
+
+    Made before the forward, on its stream. A decode costs no copy and one launch (prefix length = sequence length
+    - 1, into a static buffer); a verify of drafted tokens none; an extend has its lengths on the device already, and
+    brings the requests' own tokens along in one copy.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        regions: Sequence[str],
+        writers: RequestWriters,
+        states: MambaStates | None = None,
+        rings: RequestCompressorStates | None = None,
+    ) -> None:
+        self._entries: Tensor = runner.req_to_token_pool.req_to_token
+        self._regions = tuple(regions)
+        self._writers = writers
+        self._uniform = UniformLens()
+        self._anchors = Anchors(runner)
+        self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
+        # A draft model's slot at position p holds the token at p + 1.
+        self._ahead = int(runners.draft_name(runner) is not None)
+        self._states = states
+        self._rings = rings
+
+    def view(self, batch: Any) -> BatchView | None:
+        """None for a forward without requests, such as a warm-up, and for those that are not `batches.is_checked`."""
+        names = batch.rids
+        mode = batch.forward_mode.name
+        if not names or not batches.is_checked(batch):
+            return None
+        expected, positions, slots = None, batch.positions, batch.out_cache_loc
+        if mode == "DECODE":
+            prefix_lens, new_lens = self._decode_lens(batch.seq_lens)
+        elif mode == "TARGET_VERIFY":
+            drafted = batches.verified_tokens(batch)
+            if drafted is None:
+                return None
+            prefix_lens, new_lens = batch.seq_lens, self._uniform.of(drafted, batch.seq_lens)
+            if not drafted:
+                # Of a tree only the reads are sure: its slots are marked unknown after the forward.
+                positions = slots = None
+        else:
+            prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
+            expected = self._expected(batch, names)
+        tables = dict.fromkeys(self._regions, slot_table(self._entries, batch.req_pool_indices, slots))
+        writers = self._writers.ids(names)
+        state = None if self._states is None else self._states.table(batch, prefix_lens, new_lens)
+        if self._states is not None and state is not None:
+            tables[self._states.region] = state
+            self._states.expect(batch, self._entries, (prefix_lens, writers))
+        if self._rings is not None:
+            tables[self._rings.region] = self._rings.table(batch.req_pool_indices)
+        return BatchView(
+            prefix_lens=prefix_lens,
+            new_lens=new_lens,
+            token_ids=batch.input_ids,
+            writers=writers,
+            tables=tables,
+            positions=positions,
+            expected_tokens=expected,
+            anchors=self._anchors.of(prefix_lens),
+        )
+
+    def padding(self, rows: int) -> Iterator[BatchView]:
+        """A decode and extends of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+        numbers = self._entries.new_zeros(rows, dtype=torch.int64)
+        lengths = self._entries.new_zeros(rows, dtype=torch.int32)
+        known = lengths.new_full((rows, TABLE_STEP), UNKNOWN)
+        table = slot_table(self._entries, numbers, numbers)
+        tables = dict.fromkeys(self._regions, table)
+        if self._rings is not None:
+            tables[self._rings.region] = self._rings.table(numbers)
+        states = [{}] if self._states is None else [{self._states.region: t} for t in self._states.padding(rows)]
+        for state in states:
+            for lens, expected in ((numbers, None), (lengths, known)):
+                yield BatchView(
+                    prefix_lens=lens,
+                    new_lens=lens,
+                    token_ids=numbers,
+                    writers=lengths,
+                    tables={**tables, **state},
+                    positions=numbers,
+                    expected_tokens=expected,
+                    anchors=self._anchors.of(lens),
+                )
+
+    def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        rows = seq_lens.shape[0]
+        if rows > self._prefix_lens.shape[0] or seq_lens.dtype != self._prefix_lens.dtype:
+            # Once: the engine's type of lengths, and room for its largest batch.
+            self._prefix_lens = torch.zeros(max(rows, FIRST_ROWS), dtype=seq_lens.dtype, device=seq_lens.device)
+        ones, prefix_lens = self._uniform.of(1, seq_lens), self._prefix_lens[:rows]
+        torch.sub(seq_lens, ones, out=prefix_lens)
+        return prefix_lens, ones
+
+    def _expected(self, batch: Any, names: Sequence[str]) -> Tensor | None:
+        """The tokens that an extend is about; None where the engine computes something else than its token ids say,
+        for embeddings or images."""
+        images = batch.mm_inputs is not None and any(item is not None for item in batch.mm_inputs)
+        prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        if images or batch.input_embeds is not None or prefixes is None or news is None:
+            return None
+        mixed = batch.forward_mode.name == "MIXED"
+        requests = [self._writers.request(name) for name in names]
+        for i, (request, new) in enumerate(zip(requests, news, strict=True)):
+            # Decode rows of a mixed batch were judged when they were extended.
+            if mixed and new == 1 and request is not None and len(request.output_ids):
+                requests[i] = None
+        ends = [prefix + new + self._ahead for prefix, new in zip(prefixes, news, strict=True)]
+        begins = None if self._anchors.sure else [prefix + self._ahead for prefix in prefixes]
+        tokens = expected_tokens(requests, ends, batch.input_ids.device, begins)
+        return tokens if tokens is None else tokens[:, self._ahead :]

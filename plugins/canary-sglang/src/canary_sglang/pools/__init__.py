@@ -1,0 +1,1 @@
+"""SGLang's pools as regions."""

@@ -1,0 +1,156 @@
+"""What DeepSeek-V4's compressors keep of tokens whose group is not complete: the regions ``c4_state`` and
+``c128_state``. A token has a row in a ring, with its K (``kv.N``) and its score (``score.N``) in each layer N, and in
+c4 layers those of the indexer (``index_kv.N``, ``index_score.N``).
+
+| region       | a ring is            | row of position ``p``       | a forward that completes a group reads of it     |
+|--------------|----------------------|-----------------------------|--------------------------------------------------|
+| `c4_state`   | a page's, the window | ``page * 8 + p % 8``        | the group so far, and the four tokens before it  |
+| `c128_state` | a request's          | ``request * 128 + p % 128`` | the group so far                                 |
+
+Read in SGLang's ``c_plan.cuh`` (which rows are stored and read), ``c4_v2.cuh`` and ``c128_v2.cuh``, which agree on this
+from 0.5.15 to 0.5.23 where nothing speculates. Whoever continues a cached prefix begins with a page: it reads the last
+four c4 rows of the page before, which stay what they are as long as that page, and no c128 row. Beside the compressors
+nothing writes to the rings; where something does, they are left out (`compressor_state_refusal`).
+
+Of a prefill only rows that can be read later are stored, and releases differ in how many more. So every row that one of
+its tokens could have taken counts as written, with the bytes that it then has. Some of them may be what they were
+before, so lost writes are not judged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import Part, block_table, require_disjoint, ring_table, row_source
+from canary_core.adapters import PoolAdapter
+from canary_core.batch import SlotTable
+from canary_core.canary import Canary
+from canary_core.errors import AttachError
+from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
+
+C4, C128 = "c4_state", "c128_state"
+
+C4_ROWS, C128_ROWS = 8, 128
+"""Rows of a ring where nothing speculates."""
+
+NULL_ROW = 0
+"""Of page 0, and of request 0: padding."""
+
+
+class CompressorStatePool(PoolAdapter):
+    """One region of rings; rows of its tensors that belong to no ring are left out and named."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        require_disjoint([region])
+        tensors = {source.tensor.untyped_storage().data_ptr(): source.tensor for source in region.sources}
+        whole = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
+        reason = "rows that no page and no request has"
+        self._rest = Uncovered(f"{region.name}/rest", whole - region.pool_bytes, reason)
+
+    def regions(self) -> Sequence[Region]:
+        """The one."""
+        return (self._region,)
+
+    def uncovered(self) -> Sequence[Uncovered]:
+        """The rest."""
+        return (self._rest,) if self._rest.size_bytes > 0 else ()
+
+
+def by_region(pool: Any) -> dict[str, list[Any]]:
+    """The state pools of a `DeepSeekV4TokenToKVPool` by the name of the region that they are, or would be."""
+    found: dict[str, list[Any]] = {}
+    for name in ("compress_state_pools", "indexer_compress_state_pools"):
+        for state in getattr(pool, name, None) or ():
+            if state is not None:
+                found.setdefault(f"c{state.ratio}_state", []).append(state)
+    return found
+
+
+def ring_pool(name: str, pool: Any) -> CompressorStatePool:
+    """One of `by_region`. Raises `AttachError` if it isn't as expected."""
+    describe = {C4: _c4_region, C128: _c128_region}.get(name)
+    if describe is None:
+        raise AttachError("a compressor that is not described")
+    return CompressorStatePool(describe(pool))
+
+
+class RequestCompressorStates:
+    """Where the requests' own rings are, for one runner: those of the region ``name`` of ``canary``."""
+
+    def __init__(self, name: str, canary: Canary) -> None:
+        self.region = name
+        self._canary = canary
+        region = canary.regions[name]
+        self._entries = torch.arange(region.slots // C128_ROWS, dtype=torch.int32, device=region.device)[:, None]
+        self._inside = torch.arange(C128_ROWS, device=region.device)
+
+    def table(self, requests: Tensor) -> SlotTable:
+        """The rings of ``requests``, as `ForwardBatch.req_pool_indices` numbers them."""
+        return ring_table(block_table(self._entries, C128_ROWS, requests), C128_ROWS)
+
+    def forget(self, requests: Tensor) -> None:
+        """A forward that wasn't checked may have written rows of ``requests``."""
+        rows = requests.long()[:, None] * C128_ROWS + self._inside
+        self._canary.forget_slots(self.region, rows.flatten())
+
+
+def _c4_region(pool: Any) -> Region:
+    """The rings of the window's pages."""
+    window, size = pool.swa_kv_pool, int(pool.swa_page_size)
+    slot_map = pool.full_to_swa_index_mapping
+    if getattr(pool, "swa_req_ring_size", None) is not None or slot_map is None or int(window.page_size) != size:
+        raise AttachError("the window is not one of pages that a map gives")
+    sources = [
+        *_sources(_of_ratio(pool.compress_state_pools, 4), C4_ROWS),
+        *_sources(_of_ratio(pool.indexer_compress_state_pools, 4), C4_ROWS, "index_"),
+    ]
+    pages = min(buffer.shape[0] for buffer in window.kv_buffer)
+    return Region(
+        C4,
+        pages * C4_ROWS,
+        tuple(sources),
+        RegionKind.RING,
+        slot_map=slot_map,
+        null_slot=NULL_ROW,
+        group_tokens=4,
+        overlap_tokens=4,
+        page_ring=(size, C4_ROWS),
+    )
+
+
+def _c128_region(pool: Any) -> Region:
+    """The requests' rings."""
+    states = _of_ratio(pool.compress_state_pools, 128)
+    if not all(hasattr(state, "translate_from_req_position_to_state_loc") for _, state in states):
+        raise AttachError("a release in which they are not the requests'")
+    sources = _sources(states, C128_ROWS)
+    slots = int(pool.num_req_slots) * C128_ROWS
+    return Region(C128, slots, tuple(sources), RegionKind.RING, null_slot=NULL_ROW, group_tokens=128)
+
+
+def _of_ratio(pools: Sequence[Any], ratio: int) -> list[tuple[int, Any]]:
+    """Layers whose compressor makes one token of ``ratio``, with their `CompressStatePool`."""
+    return [(layer, state) for layer, state in enumerate(pools) if state is not None and state.ratio == ratio]
+
+
+def _sources(states: Sequence[tuple[int, Any]], ring_rows: int, half: str = "") -> list[KVSource]:
+    """K and score of each layer; ``half``: what their names begin with."""
+    sources = []
+    for layer, state in states:
+        rows: Tensor = state.kv_score_buffer.kv_score
+        kind = type(state).__name__
+        if kind != "CompressStatePool" or state.ring_size != ring_rows or rows.dim() != 2 or rows.shape[1] % 2:
+            raise AttachError(
+                f"{kind} with rings of {state.ring_size} rows of shape {tuple(rows.shape)} in layer {layer}"
+            )
+        for name, part in zip(("kv", "score"), rows.chunk(2, dim=1), strict=True):
+            # Rows that were never written hold anything, so their floats are not looked at.
+            source = row_source(part, Part(f"{half}{name}", layer, role=Role.STATE))
+            sources.append(replace(source, dtype=None))
+    if not sources:
+        raise AttachError("there are none")
+    return sources

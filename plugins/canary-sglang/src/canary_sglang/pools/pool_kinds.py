@@ -1,0 +1,185 @@
+"""SGLang's pools by the name of their class, and how each one's tensors lie."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import (
+    CHECKED_DTYPES,
+    LayerTensors,
+    PackedPage,
+    PackedPool,
+    PagedPool,
+    Part,
+    RowPool,
+    packed_page_source,
+    row_source,
+)
+from canary_core.adapters import PoolAdapter
+from canary_core.errors import AttachError
+from canary_core.region import KVSource, Role, Uncovered
+from canary_sglang.pools.parts import NULL_SLOT, SourcePool, Unguarded, WholePool, tensor_bytes
+
+DSV4_PAGE = (576, 8)
+"""Data and scale bytes of a DeepSeek-V4 slot."""
+DSA_INDEX = (128, 4)
+"""Key and scale bytes of a slot in DSA's indexer."""
+
+
+def known_pool(name: str, pool: Any, layers: Sequence[int] | None) -> PoolAdapter:
+    """The pool by its class; `Unguarded` for one that is not known or not as expected."""
+    kind = type(pool).__name__
+    describe = _POOLS.get(kind)
+    if describe is None:
+        return Unguarded(name, tensor_bytes(pool), f"{kind} is not a pool that this canary-sglang knows")
+    first = int(pool.start_layer)
+    try:
+        return describe(name, pool, layers or range(first, first + pool.layer_num))
+    except AttachError as error:
+        return Unguarded(name, tensor_bytes(pool), f"{kind} is not as expected: {error}")
+
+
+def compressed_sources(pool: Any, indexer: Any, layers: Sequence[int]) -> list[KVSource]:
+    """Packed pages of a compressed pool, and of the indexer that goes with it."""
+    _require_dsv4_slot(pool)
+    page = PackedPage(int(pool.page_size), *DSV4_PAGE)
+    sources = [
+        source
+        for i, layer in enumerate(layers)
+        for source in packed_page_source(pool.kv_buffer[i], Part("kv", layer), page)
+    ]
+    if indexer is None:
+        return sources
+    index_page = PackedPage(int(indexer.page_size), *DSA_INDEX)
+    if indexer.get_bytes_per_token() != sum(DSA_INDEX):
+        raise AttachError(f"{indexer.get_bytes_per_token()} bytes an indexer slot, known are {sum(DSA_INDEX)}")
+    for i, layer in enumerate(layers):
+        buffer = indexer.index_k_with_scale_buffer[i]
+        sources += packed_page_source(buffer, Part("index", layer, role=Role.INDEX), index_page)
+    return sources
+
+
+def _mha(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    arrangement = getattr(pool, "kv_cache_layout", "nhd")
+    if arrangement not in ("nhd", "hnd"):
+        raise AttachError(f"kv_cache_layout is {arrangement!r}, known are 'nhd' and 'hnd'")
+    k_scales, v_scales = (getattr(pool, f"{half}_scale_buffer", None) for half in "kv")
+    tensors = [
+        LayerTensors(
+            layer,
+            {"k": pool.k_buffer[i], "v": pool.v_buffer[i]},
+            {} if k_scales is None or v_scales is None else {"k_scale": k_scales[i], "v_scale": v_scales[i]},
+            dtype=None if k_scales is not None else _element_type(pool, pool.k_buffer[i]),
+        )
+        for i, layer in enumerate(layers)
+    ]
+    if arrangement == "hnd":
+        return WholePool(name, pool, PagedPool(name, tensors, page_dim=0, slot_dim=2, null_slot=NULL_SLOT))
+    return WholePool(name, pool, RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT))
+
+
+def _mxfp8(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    """Rows of fp8; scales beside them where they are rows, too. For interleaved ones see `scales`."""
+    flat = not pool.mxfp8_sf_interleaved
+    tensors = [
+        LayerTensors(
+            layer,
+            {"k": pool.k_buffer[i], "v": pool.v_buffer[i]},
+            {"k_scale": pool.k_scale_buffer[i], "v_scale": pool.v_scale_buffer[i]} if flat else {},
+        )
+        for i, layer in enumerate(layers)
+    ]
+    return RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT)
+
+
+def _k_only(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    tensors = [LayerTensors(layer, {}, index={"index": pool.k_buffer[i]}) for i, layer in enumerate(layers)]
+    return WholePool(name, pool, RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT))
+
+
+def _page_major(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    tensors = [
+        LayerTensors(
+            layer,
+            {"k": pool.k_buffer[i], "v": pool.v_buffer[i]},
+            dtype=_element_type(pool, pool.k_buffer[i]),
+        )
+        for i, layer in enumerate(layers)
+    ]
+    return PagedPool(name, tensors, null_slot=NULL_SLOT)
+
+
+def _mla(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    scales = getattr(pool, "kv_scale_buffer", None)
+    tensors = [
+        LayerTensors(
+            layer,
+            {"kv": pool.kv_buffer[i]},
+            {} if scales is None else {"kv_scale": scales[i]},
+            dtype=None if scales is not None else _element_type(pool, pool.kv_buffer[i]),
+        )
+        for i, layer in enumerate(layers)
+    ]
+    return WholePool(name, pool, RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT))
+
+
+def _dsa(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    """MLA rows and, in pages of their own with the same slot numbers, the indexer's keys and scales."""
+    packed = bool(getattr(pool, "dsa_kv_cache_store_fp8", False) or getattr(pool, "nsa_kv_cache_store_fp8", False))
+    # A packed row holds fp8, scales and bf16 side by side, so its bytes have no one type.
+    dtype = None if packed else _element_type(pool, pool.kv_buffer[0])
+    page = PackedPage(int(pool.page_size), *DSA_INDEX)
+    sources: list[KVSource] = []
+    left_out: list[Uncovered] = []
+    slots = _slots(pool)
+    for i, layer in enumerate(layers):
+        sources.append(row_source(pool.kv_buffer[i], Part("kv", layer, dtype)))
+        index = pool.index_k_with_scale_buffer[i]
+        if index.shape[0] == 0:
+            continue
+        if index[0].nbytes == page.used_bytes and index.shape[0] * page.page_size >= slots:
+            sources += packed_page_source(index, Part("index", layer, role=Role.INDEX), page)
+        else:
+            reason = f"indexer pages of {index[0].nbytes} bytes, known are {page.used_bytes}"
+            left_out.append(Uncovered(f"{name}/index.{layer}", index.nbytes, reason))
+    return SourcePool(name, slots, sources, left_out)
+
+
+def _require_dsv4_slot(pool: Any) -> None:
+    if pool.get_bytes_per_token() != sum(DSV4_PAGE):
+        raise AttachError(f"{pool.get_bytes_per_token()} bytes a slot, known are {sum(DSV4_PAGE)}")
+
+
+def _dsv4(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
+    _require_dsv4_slot(pool)
+    tensors = [LayerTensors(layer, {"kv": pool.kv_buffer[i]}) for i, layer in enumerate(layers)]
+    return PackedPool(name, tensors, PackedPage(int(pool.page_size), *DSV4_PAGE), null_slot=NULL_SLOT)
+
+
+_POOLS: dict[str, Callable[[str, Any, Sequence[int]], PoolAdapter]] = {
+    "MHATokenToKVPool": _mha,
+    "MHATokenToKVPoolFP4": _mha,
+    "MHATokenToKVPoolMXFP8": _mxfp8,
+    "MHATokenToKOnlyPool": _k_only,
+    "PageMajorMHATokenToKVPool": _page_major,
+    "MLATokenToKVPool": _mla,
+    "MLATokenToKVPoolFP4": _mla,
+    "DSATokenToKVPool": _dsa,
+    "NSATokenToKVPool": _dsa,
+    "DeepSeekV4SingleKVPool": _dsv4,
+}
+
+
+def _slots(pool: Any) -> int:
+    """The engine keeps one page more than it hands out: the first one, for padding."""
+    return int(pool.size + pool.page_size)
+
+
+def _element_type(pool: Any, tensor: Tensor) -> torch.dtype | None:
+    """fp8 is kept as uint8, the pool knows what it is."""
+    if tensor.dtype.is_floating_point or pool.dtype not in CHECKED_DTYPES or pool.dtype.itemsize != tensor.itemsize:
+        return None
+    known: torch.dtype = pool.dtype
+    return known

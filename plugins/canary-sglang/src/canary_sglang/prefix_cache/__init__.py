@@ -1,0 +1,1 @@
+"""SGLang's prefix caches, walked and swept."""

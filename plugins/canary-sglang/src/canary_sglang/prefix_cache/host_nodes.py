@@ -1,0 +1,52 @@
+"""Nodes of a prefix cache that are in host memory, against the records that went there with their bytes.
+
+All of it is on the host: no device is asked, and no byte of KV is read, which the load does (see `hicache`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from canary_core.records import POSITION, STATES, TOKEN, State
+from canary_sglang.prefix_cache.tree import Broken
+from canary_sglang.prefix_cache.walk import HostRun
+from canary_sglang.transfer.hicache import ParkedRecords
+
+RULE = "host"
+
+
+def check_host_nodes(parked: ParkedRecords, runs: Sequence[HostRun], vocabulary: int) -> tuple[list[Broken], int]:
+    """The first contradiction of each run: a host slot that does not exist, is free, or was written for another token
+    or position; and how many host slots were compared with a record. Tokens of ``vocabulary`` and above, such as the
+    hash of an image, are not judged."""
+    if not runs:
+        return [], 0
+    lengths = torch.tensor([len(run.slots) for run in runs])
+    place = torch.repeat_interleave(torch.arange(len(runs)), lengths)
+    begins = lengths.cumsum(0) - lengths
+    position = torch.arange(len(place)) + (torch.tensor([run.first for run in runs]) - begins)[place]
+    numbers, tokens = torch.cat([run.slots for run in runs]), torch.cat([run.tokens for run in runs])
+
+    inside = (numbers >= 0) & (numbers < parked.slots)
+    slots = torch.where(inside, numbers, 0)
+    known, records = parked.records(slots)
+    known &= inside & (records[:, POSITION] & (int(State.FREED) - 1) == State.WRITTEN)
+    stored_token, stored_position = records[:, TOKEN].long(), records[:, POSITION].long() // STATES
+    other = known & ((stored_position != position) | ((tokens < vocabulary) & (stored_token != tokens)))
+    free = inside & ~parked.host_pool.slot_used[slots]
+
+    found: dict[int, Broken] = {}
+    for entry in (~inside | free | other).nonzero()[:, 0].tolist():
+        index = int(place[entry])
+        if index in found:
+            continue
+        if not inside[entry]:
+            what = f"does not exist; there are {parked.slots}"
+        elif free[entry]:
+            what = "is in the host pool's free list as well"
+        else:
+            there = f"token {int(stored_token[entry])} at {int(stored_position[entry])}"
+            what = f"was written for {there}, the node's is {int(tokens[entry])}"
+        detail = f"host slot {int(numbers[entry])}, which holds its position {int(position[entry])}, {what}"
+        found[index] = Broken(runs[index].node, RULE, detail)
+    return list(found.values()), int(known.sum())

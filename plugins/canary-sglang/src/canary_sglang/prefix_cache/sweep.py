@@ -1,0 +1,280 @@
+"""`PrefixSweep`: every node of SGLang's prefix cache, locked or not, against the records and against itself.
+
+The tree is walked where the scheduler stands still: before it issues a batch, or while it idles. The records of what
+was walked are gathered on the forwards' stream before that batch, so after every forward that wrote them, and judged
+once they have reached the host. A sweep takes `PER_STEP` of the tree a step, and is reported when its last results are
+in.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from canary_core.canary import Canary
+from canary_core.events import Event, Level
+from canary_core.prefix_cache.sweep import FreeList, Judged, RecordSweep
+from canary_core.records import Kind, Phase
+from canary_core.violation import Violation
+from canary_sglang.prefix_cache import tree
+from canary_sglang.prefix_cache.host_nodes import check_host_nodes
+from canary_sglang.prefix_cache.tree import Broken, RustTree
+from canary_sglang.prefix_cache.walk import FlatWalk, Limit, NodeWalk, Piece, Walk
+from canary_sglang.transfer.hicache import ParkedRecords
+
+PER_STEP = Limit(nodes=64, slots=4096)
+"""Most of the tree that is looked at before one forward."""
+
+IDLE_FACTOR = 16
+"""How many times as much while the engine idles."""
+
+MOST_IN_FLIGHT = 4
+"""Pieces whose records are on their way; no more is walked until one has arrived."""
+
+MOST_SUSPECTS = 16
+"""Pairs of nodes to look at once more, at one moment, because they had the same slot at two."""
+
+
+@dataclass(slots=True)
+class _Under:
+    """A sweep under way."""
+
+    walk: Walk
+    cache: Any
+    began: int
+    slots: int = 0
+    host_slots: int = 0
+    unknown_slots: int = 0
+    findings: int = 0
+    waiting: "_Issue | None" = None
+    issued: deque["_Issue"] = field(default_factory=deque)
+    suspects: list[tuple[Any, Any]] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    owner: torch.Tensor | None = None
+    """Of each slot, the index in ``seen`` of the last node that had it, -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Issue:
+    """A piece, and what the allocator had free at its moment."""
+
+    piece: Piece
+    free: tuple[FreeList, ...]
+    ready: torch.cuda.Event | None
+
+
+class PrefixSweep:
+    """Sweeps of one session's cache, one every ``CANARY_SWEEP_INTERVAL`` batches; ``vocabulary``: how many tokens there
+    are; ``parked``: what is known, at that moment, of KV in host memory. In log mode nothing is raised."""
+
+    def __init__(self, canary: Canary, vocabulary: int, parked: Callable[[], ParkedRecords | None]) -> None:
+        self._canary = canary
+        self._interval = canary.config.sweep_interval
+        self._told: set[str] = set()
+        self._batches = 0
+        self._due = self._interval
+        self._records = RecordSweep(canary, vocabulary)
+        self._vocabulary = vocabulary
+        self._parked = parked
+        self._sweep: _Under | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether there is anything to do, ever."""
+        return bool(self._interval) and self._canary.enabled
+
+    def before_batch(self, scheduler: Any) -> None:
+        """The scheduler issues a batch next: walks on, and reports what has arrived of earlier steps."""
+        if self.on:
+            self._batches += 1
+            self._guarded(self._advance, scheduler, False)
+
+    def idle(self, scheduler: Any) -> None:
+        """The engine idles: brings a sweep that is due or under way to its end, a large piece a call."""
+        if self.on:
+            self._guarded(self._advance, scheduler, True)
+            self.issue()
+
+    def issue(self) -> None:
+        """Gathers the records of what was walked: called before the batch's forward, on its stream."""
+        if self._sweep is not None and self._sweep.waiting is not None and self.on:
+            self._guarded(self._issue, self._sweep, self._sweep.waiting)
+
+    def finish(self) -> None:
+        """Reports what has arrived. For the end of a session."""
+        if self.on:
+            self._guarded(self._collect)
+
+    def _guarded(self, do: Any, *arguments: Any) -> None:
+        try:
+            do(*arguments)
+        except Exception as error:
+            self._canary.fail("canary_sglang: sweep", error)
+
+    def _advance(self, scheduler: Any, idle: bool) -> None:
+        self._collect()
+        sweep = self._sweep
+        if sweep is not None and (sweep.waiting is not None or sweep.cache is not scheduler.tree_cache):
+            # No forward came of the last batch, and since then the tree has changed.
+            self._abandon()
+            sweep = None
+        if sweep is None and self._batches >= self._due:
+            sweep = self._begin(scheduler.tree_cache, idle)
+        if sweep is None or len(sweep.issued) >= MOST_IN_FLIGHT:
+            return
+        piece = self._walk(sweep, idle)
+        if piece is not None:
+            ready = None
+            if self._device.type == "cuda":
+                # Slots and free lists are made on the scheduler's stream, and read on the forwards'.
+                ready = torch.cuda.Event()
+                ready.record()
+            free = tuple(tree.free_lists(scheduler.token_to_kv_pool_allocator))
+            sweep.waiting = _Issue(piece, free, ready)
+
+    def _begin(self, cache: Any, idle: bool) -> _Under | None:
+        """A new sweep; None where there is no cache to sweep, or not now."""
+        kind = tree.tree_of(cache)
+        if isinstance(kind, RustTree) and self._device.type == "cuda" and not idle:
+            # Its walk reads every node back from the device, which no batch should wait for.
+            return None
+        self._due = self._batches + self._interval
+        if isinstance(kind, str):
+            if kind not in self._told:
+                self._told.add(kind)
+                level: Level = "info" if kind == tree.OFF else "warning"
+                self._canary.tell(Event("sweep_unavailable", level, {"reason": kind}))
+            return None
+        walk = FlatWalk(kind, self._device) if isinstance(kind, RustTree) else NodeWalk(kind)
+        self._sweep = _Under(walk, cache, self._batches)
+        return self._sweep
+
+    def _walk(self, sweep: _Under, idle: bool) -> Piece | None:
+        """The next piece, None where there is none for now."""
+        if sweep.walk.ended:
+            pairs, sweep.suspects = sweep.suspects, []
+            return sweep.walk.again([node for pair in pairs for node in pair]) if pairs else None
+        limit = PER_STEP.times(IDLE_FACTOR) if idle else PER_STEP
+        if isinstance(sweep.walk, FlatWalk) and self._device.type != "cuda":
+            # It can only be seen whole, and nothing here waits for a device.
+            limit = Limit(nodes=1 << 62, slots=1 << 62)
+        piece = sweep.walk.next(limit, self._batches)
+        parked = self._parked()
+        if parked is not None:
+            broken, compared = check_host_nodes(parked, piece.host_runs, self._vocabulary)
+            piece.broken += broken
+            sweep.host_slots += compared
+        return piece
+
+    def _issue(self, sweep: _Under, waiting: _Issue) -> None:
+        sweep.waiting = None
+        if waiting.ready is not None:
+            waiting.ready.wait()
+        if self._records.issue(waiting.piece.runs, waiting.free):
+            sweep.issued.append(waiting)
+        else:
+            self._report(sweep, waiting.piece, None)
+
+    def _collect(self) -> None:
+        sweep = self._sweep
+        if sweep is None:
+            return
+        for judged in self._records.collect():
+            self._report(sweep, sweep.issued.popleft().piece, judged)
+        if sweep.walk.ended and sweep.waiting is None and not sweep.issued and not sweep.suspects:
+            self._tell(sweep)
+            self._sweep = None
+
+    def _report(self, sweep: _Under, piece: Piece, judged: Judged | None) -> None:
+        found = [self._violation(broken) for broken in piece.broken]
+        sweep.findings += len(found)
+        if judged is not None:
+            if piece.nodes:
+                twice = self._twice(piece, judged)
+                found += twice
+                sweep.findings += len(twice)
+                if not piece.again:
+                    self._note_owners(sweep, piece, judged)
+            if not piece.again:
+                found += judged.findings
+                sweep.findings += judged.found
+                sweep.slots += judged.slots
+                sweep.unknown_slots += judged.unknown
+        self._canary.report(found)
+
+    def _twice(self, piece: Piece, judged: Judged) -> list[Violation]:
+        return [
+            self._violation(
+                Broken(
+                    piece.nodes[one].id, "slot_twice", f"slot {slot} is in node {piece.nodes[other].id} too", slot=slot
+                )
+            )
+            for one, other, slot in judged.shared
+            if piece.nodes[one] is not piece.nodes[other]
+        ]
+
+    def _note_owners(self, sweep: _Under, piece: Piece, judged: Judged) -> None:
+        """Remembers which node has each slot; a slot that another one had is suspect, not more: it may have moved."""
+        if sweep.owner is None:
+            slots = max(region.slots * region.tokens_per_slot for region in self._canary.regions.values())
+            slots = max([slots, *(len(r.slot_map) for r in self._canary.regions.values() if r.slot_map is not None)])
+            sweep.owner = torch.full((slots,), -1, dtype=torch.int32)
+        base = len(sweep.seen)
+        sweep.seen += piece.nodes
+        lengths = torch.tensor([len(run) for run in piece.runs])
+        index = torch.repeat_interleave(torch.arange(base, len(sweep.seen), dtype=torch.int32), lengths)
+        inside = (judged.numbers >= 0) & (judged.numbers < len(sweep.owner))
+        numbers, index = judged.numbers[inside], index[inside]
+        before = sweep.owner[numbers]
+        clash = (before >= 0).nonzero()[:, 0]
+        for one, other in {(int(before[i]), int(index[i])) for i in clash[: 1 << 12].tolist()}:
+            pair = sweep.seen[one], sweep.seen[other]
+            if pair[0] is not pair[1] and len(sweep.suspects) < MOST_SUSPECTS:
+                sweep.suspects.append(pair)
+        sweep.owner[numbers] = index
+
+    def _violation(self, broken: Broken) -> Violation:
+        return Violation(
+            kind=Kind.CACHE_STRUCTURE,
+            region=broken.component,
+            phase=Phase.SWEEP,
+            step=self._canary.forwards,
+            slot=broken.slot,
+            node=broken.node,
+            rule=broken.rule,
+            detail=broken.detail,
+            rank=self._canary.config.rank,
+        )
+
+    def _tell(self, sweep: _Under) -> None:
+        walk = sweep.walk
+        fields = {
+            "cache": type(sweep.cache).__name__,
+            "nodes": walk.nodes,
+            "tokens": walk.tokens,
+            "slots": sweep.slots,
+            "host_slots": sweep.host_slots,
+            "unknown_slots": sweep.unknown_slots,
+            "on_host": walk.on_host,
+            "vanished": walk.vanished,
+            "sizes_checked": walk.sizes_checked,
+            "steps": self._batches - sweep.began,
+            "findings": sweep.findings,
+        }
+        self._canary.tell(Event("sweep", "warning" if sweep.findings else "info", fields))
+        self._canary.count("sweeps")
+        for name in ("nodes", "slots"):
+            self._canary.count(f"swept_{name}", int(str(fields[name])))
+        self._canary.count("sweep_findings", sweep.findings)
+
+    def _abandon(self) -> None:
+        """Ends a sweep without a report; what is in flight is not looked at."""
+        self._canary.count("sweeps_abandoned")
+        self._sweep = None
+        self._records.drop()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._canary.regions.values())).device

@@ -1,0 +1,1 @@
+"""KV that reaches the pool, or leaves it, by another way than a forward."""

@@ -1,0 +1,305 @@
+"""HiCache: what is known of slots goes to host memory with their bytes, and comes back with them.
+
+A page that is written back to the host (`HiCacheController.start_writing`) leaves its slots' records in a table in host
+memory, by host slot. When it is loaded (`start_loading`), to other slots, they are imported before the forward that
+reads them, so that its mapping is checked, and the bytes are compared once the layers have arrived: the engine loads
+layer by layer while that forward runs. Host slots that got their bytes in another way (a storage back end) have no
+records; what is loaded from them is not judged.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core.batch import BatchView
+from canary_core.canary import Canary
+from canary_core.events import Event
+from canary_core.ops import payload as payloads
+from canary_core.records import PAYLOAD_FINGERPRINTS, PAYLOAD_RECORD, PAYLOAD_STAMP, RECORD_WORDS
+from canary_sglang.compat import targets
+from canary_sglang.transfer.kv_transfer import Hook, KVTransfer, apply_hooks, plain_names, used_here
+
+REGIONS = frozenset({"full", "swa"})
+"""Regions whose slots HiCache's transfers name."""
+
+
+class HostCache(KVTransfer):
+    """The part of HiCache that concerns one session's pool. ``carried``: whether records go with the bytes; if not,
+    what is loaded is only not judged."""
+
+    def __init__(self, canary: Canary, pool: Any, carried: bool = True) -> None:
+        apply_hooks(_hooks())
+        self._carried = carried
+        self.counts = {"parked_slots": 0, "loaded_slots": 0, "unknown_slots": 0}
+        self._canary = canary
+        self._pool = pool
+        self._names = plain_names(canary)
+        self._parked: dict[str, ParkedRecords] = {}
+        self._loads: list[_Load] = []
+        _ATTACHED.append(self)
+
+    def concerns(self, controller: Any) -> bool:
+        """Whether the controller moves this session's KV; a draft model's travels with the served one's."""
+        pools = (self._pool, getattr(self._pool, "full_kv_pool", None))
+        moved = (controller.mem_pool_device, getattr(controller, "mem_pool_device_draft", None))
+        return self._canary.enabled and any(pool is not None and pool in pools for pool in moved)
+
+    def writing(self, controller: Any) -> None:
+        """The controller is about to copy its write queue to the host."""
+        if not self._carried:
+            return
+        for region, host_pool, host_slots, slots in self._transfers(controller, controller.write_queue):
+            parked = self._parked.get(region)
+            if parked is None:
+                parked = self._parked[region] = ParkedRecords(self._canary, region, host_pool)
+            parked.park(host_slots, slots, [load.slots for load in self._loads if load.region == region])
+            self.counts["parked_slots"] += len(slots)
+
+    def queued(self, controller: Any) -> None:
+        """The controller has taken slots for its load queue, which it loads only with the next prefill. The cache has
+        them from now on."""
+        for region, _, _, slots in self._transfers(controller, controller.load_queue[-1:]):
+            self._canary.forget_slots(region, slots)
+
+    def loading(self, controller: Any) -> "list[_Load]":
+        """The controller is about to load its load queue to the device: the slots' old content is not judged any
+        more. `loaded` must follow."""
+        loads = []
+        for region, _, host_slots, slots in self._transfers(controller, controller.load_queue):
+            self._canary.expect_slots(region, slots)
+            self._canary.forget_slots(region, slots)
+            parked = self._parked.get(region)
+            payload = None if parked is None else parked.fetch(host_slots)
+            known = 0 if payload is None else int((payload[:, PAYLOAD_STAMP] != 0).sum())
+            self.counts["loaded_slots"] += len(slots)
+            self.counts["unknown_slots"] += len(slots) - known
+            if payload is not None and known:
+                loads.append(_Load(region, slots, payload))
+        return loads
+
+    def loaded(self, loads: "list[_Load]", counter: Any, producer: int) -> None:
+        """The controller has issued the copies of ``loads``; its forward will name ``producer``."""
+        for load in loads:
+            load.counter, load.producer, load.done = counter, producer, counter.events[producer].finish_event
+        self._loads += loads
+
+    def reused(self, host_pool: Any, host_slots: Tensor) -> None:
+        """The host pool handed slots out: whatever they will hold is not what is remembered of them."""
+        for parked in self._parked.values():
+            if parked.host_pool is host_pool:
+                parked.forget(host_slots)
+
+    def parked(self, plain: str) -> "ParkedRecords | None":
+        """What is known of the host slots of the served model's region ``plain``; None if nothing went there."""
+        return self._parked.get(self._names.get(plain, ""))
+
+    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
+        """Imports what this forward waits for, and what is there already."""
+        for load in self._loads:
+            if not load.imported and load.due():
+                if self._canary.states[load.region].reads:
+                    load.done.wait()
+                used_here(load.slots)
+                self._canary.import_slots(load.region, load.slots, load.payload)
+                load.imported = True
+        return view
+
+    def landed(self) -> None:
+        """Compares the bytes of what the forward waited for."""
+        if not self._loads:
+            return
+        for load in self._loads:
+            if load.imported:
+                # The forward has waited already, if all its layers read KV.
+                load.done.wait()
+                self._canary.check_slots(load.region, load.slots)
+        self._loads = [load for load in self._loads if not load.imported]
+
+    def flushed(self) -> None:
+        """Nothing is on its way any more."""
+        self._loads = []
+
+    def ended(self) -> None:
+        """Lets go of the controller."""
+        _ATTACHED.remove(self)
+        self._canary.tell(Event("records_travelled", fields={"with": "hicache", **self.counts}))
+
+    def _transfers(self, controller: Any, operations: Sequence[Any]) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
+        """Region, host pool, host slots and device slots of each queued copy of a guarded region."""
+        for operation in list(operations):
+            yield from self._named("full", controller.mem_pool_host, operation)
+            for transfer in getattr(operation, "pool_transfers", None) or ():
+                if transfer.indices_from_pool is None and str(transfer.name) in REGIONS - {"full"}:
+                    yield from self._named(
+                        str(transfer.name), controller.mem_pool_host.get_pool(transfer.name), transfer
+                    )
+
+    def _named(self, plain: str, host_pool: Any, transfer: Any) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
+        name, host_slots, slots = self._names.get(plain), transfer.host_indices, transfer.device_indices
+        if name is not None and host_slots is not None and slots is not None and len(slots):
+            yield name, host_pool, host_slots, slots.to(self._canary.regions[name].device)
+
+
+class ParkedRecords:
+    """What is known of one region's host slots: payloads in host memory, ``[host slots, words]``.
+
+    Never waits for the device: a payload that is still on its way when it is asked for is unknown.
+    """
+
+    def __init__(self, canary: Canary, region: str, host_pool: Any) -> None:
+        # A group of host pools allocates from the one whose indices the others share.
+        self.host_pool = host_pool.anchor_entry.host_pool if hasattr(host_pool, "anchor_entry") else host_pool
+        self._canary = canary
+        self._region = region
+        self.slots = int(getattr(self.host_pool, "logical_size", self.host_pool.size))
+        self._table = torch.zeros(self.slots, payloads.PayloadLayout.of(canary.states[region]).words, dtype=torch.int64)
+        self._age = torch.zeros(self.slots, dtype=torch.int32)
+        self._coming: deque[_Parking] = deque()
+        fields = {
+            "with": "hicache",
+            "region": region,
+            "host_slots": self.slots,
+            "host_memory_bytes": self._table.nbytes + self._age.nbytes,
+        }
+        canary.tell(Event("records_travel", fields=fields))
+
+    def park(self, host_slots: Tensor, slots: Tensor, arriving: Sequence[Tensor]) -> None:
+        """Bytes of ``slots`` go to ``host_slots``, on the current stream. ``arriving``: slots whose own records are
+        not imported yet."""
+        # Not by the Canary, which would let events take effect that wait for the next forward: this is not the stream
+        # of the forwards, and none of those events is about what was written already.
+        payload = payloads.export_records(self._canary.states[self._region], slots)
+        for others in arriving:
+            payload = payload * ~torch.isin(slots, others)[:, None]
+        pinned = payload.is_cuda
+        staged = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=pinned).copy_(payload, non_blocking=True)
+        ready = None
+        if pinned:
+            ready = torch.cuda.Event()
+            ready.record()
+        host_slots = host_slots.cpu()
+        self.forget(host_slots)
+        self._coming.append(_Parking(host_slots, self._age[host_slots], staged, ready))
+        self._settle()
+
+    def fetch(self, host_slots: Tensor) -> Tensor:
+        """The payload of ``host_slots``, in memory from which it can be copied without a wait."""
+        self._settle()
+        host_slots = host_slots.cpu()
+        rows = torch.empty(
+            len(host_slots), self._table.shape[1], dtype=torch.int64, pin_memory=torch.cuda.is_available()
+        )
+        return torch.index_select(self._table, 0, host_slots, out=rows)
+
+    def records(self, host_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether anything is known of each of ``host_slots``, which are on the host, bool ``[n]``, and their records,
+        int32 ``[n, 8]``, as they were when their bytes left the device."""
+        self._settle()
+        record = self._table[host_slots, PAYLOAD_RECORD:PAYLOAD_FINGERPRINTS].view(torch.int32)
+        return self._table[host_slots, PAYLOAD_STAMP] != 0, record.view(-1, RECORD_WORDS)
+
+    def forget(self, host_slots: Tensor) -> None:
+        """``host_slots`` will hold something else."""
+        self._table[host_slots, PAYLOAD_STAMP] = 0
+        self._age[host_slots] += 1
+
+    def _settle(self) -> None:
+        """Takes in what has arrived, except for host slots that were reused meanwhile."""
+        while self._coming and (self._coming[0].ready is None or self._coming[0].ready.query()):
+            parking = self._coming.popleft()
+            current = self._age[parking.host_slots] == parking.age
+            self._table[parking.host_slots[current]] = parking.payload[current]
+
+
+@dataclass(slots=True, eq=False)
+class _Parking:
+    """A payload on its way to the table. ``age``: how often its host slots had been reused when it left."""
+
+    host_slots: Tensor
+    age: Tensor
+    payload: Tensor
+    ready: torch.cuda.Event | None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """Slots that are being loaded. ``done``: event of the last layer's copy."""
+
+    region: str
+    slots: Tensor
+    payload: Tensor
+    counter: Any = None
+    producer: int = -1
+    done: Any = None
+    imported: bool = False
+
+    def due(self) -> bool:
+        """Whether the forward that is about to run waits for this load, or nothing has to wait any more."""
+        return self.counter.consumer_index == self.producer or bool(self.done.query())
+
+
+def refusal(regions: Sequence[str]) -> str | None:
+    """Why a pool with ``regions`` can't be guarded beside HiCache, None if it can."""
+    others = sorted({name.rpartition("/")[2] for name in regions} - REGIONS)
+    return f"HiCache loads KV of {', '.join(others)} without a forward; not covered yet" if others else None
+
+
+_ATTACHED: list[HostCache] = []
+
+
+def _hooks() -> dict[str, Hook]:
+    functions: dict[str, Hook] = {
+        targets.HICACHE_WRITE: (_writing, "BEFORE"),
+        targets.HYBRID_WRITE: (_writing, "BEFORE"),
+        targets.HICACHE_QUEUE: (_queued, "AFTER"),
+        targets.HYBRID_QUEUE: (_queued, "AFTER"),
+        targets.HICACHE_LOAD: (_loading, "AROUND"),
+        targets.HYBRID_LOAD: (_loading, "AROUND"),
+        targets.HOST_ALLOCATE: (_allocated, "AFTER"),
+    }
+    return {target: functions[target] for target in targets.hicache_targets()}
+
+
+def _writing(controller: Any, *args: Any, **kwargs: Any) -> None:
+    for cache in _concerned(controller):
+        _guarded(cache, "writing", partial(cache.writing, controller))
+
+
+def _queued(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
+    if result is not None:
+        for cache in _concerned(controller):
+            _guarded(cache, "queued", partial(cache.queued, controller))
+
+
+def _loading(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
+    caches = [(cache, _guarded(cache, "loading", partial(cache.loading, controller)))
+              for cache in _concerned(controller)]  # fmt: skip
+    producer = original(controller, *args, **kwargs)
+    for cache, loads in caches:
+        if loads and producer >= 0:
+            counter = controller.layer_done_counter
+            _guarded(cache, "loaded", partial(cache.loaded, loads, counter, producer))
+    return producer
+
+
+def _allocated(result: Any, host_pool: Any, *args: Any, **kwargs: Any) -> None:
+    if result is not None:
+        for cache in list(_ATTACHED):
+            _guarded(cache, "allocated", partial(cache.reused, host_pool, result))
+
+
+def _concerned(controller: Any) -> list[HostCache]:
+    return [cache for cache in _ATTACHED if cache.concerns(controller)]
+
+
+def _guarded(cache: HostCache, where: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        cache._canary.fail(f"canary_sglang: hicache {where}", error)
+        return None

@@ -1,0 +1,1 @@
+"""Continuous batching: `generate_batch` and its paged cache."""

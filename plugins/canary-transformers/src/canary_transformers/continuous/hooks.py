@@ -1,0 +1,146 @@
+"""Hooks continuous batching: every cache of a guarded model gets a `Session`, as soon as it exists.
+
+Four methods of two classes are wrapped for the whole process (`install`), all else on single objects only.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from threading import RLock
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from canary_core.errors import ViolationError
+from canary_transformers.continuous.session import Session
+from canary_transformers.patches import Patches
+
+
+class SessionOwner(Protocol):
+    """Who wants models guarded; see `canary_transformers.guard.Guard`."""
+
+    def wants(self, model: Any) -> bool:
+        """Whether caches of ``model`` are to be guarded."""
+
+    def open(self, model: Any, processor: Any, fresh: bool) -> Session | None:
+        """Attaches to a `ContinuousBatchProcessor`; None if that failed and the engine should go on."""
+
+    def retire(self, session: Session) -> None:
+        """The session's engine is gone: keeps its numbers, closes it."""
+
+
+class ContinuousHooks:
+    """The hooks of this process. `add` an owner to install them; they are removed when the last one leaves."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._owners: list[SessionOwner] = []
+        self._patches = Patches()
+        self._sessions: WeakKeyDictionary[Any, tuple[SessionOwner, Session | None]] = WeakKeyDictionary()
+        self._errors: WeakKeyDictionary[Any, ViolationError] = WeakKeyDictionary()
+
+    def add(self, owner: SessionOwner) -> None:
+        """Later owners come first where several want a model."""
+        with self._lock:
+            if not self._owners:
+                self._install()
+            if owner not in self._owners:
+                self._owners.append(owner)
+
+    def remove(self, owner: SessionOwner) -> None:
+        """Ends the owner's sessions; again: does nothing."""
+        with self._lock:
+            if owner not in self._owners:
+                return
+            self._owners.remove(owner)
+            for processor, (owned_by, session) in list(self._sessions.items()):
+                if owned_by is owner:
+                    del self._sessions[processor]
+                    if session is not None:
+                        owner.retire(session)
+            if not self._owners:
+                self._patches.undo()
+
+    def _install(self) -> None:
+        api = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
+        manager, mixin = api.ContinuousBatchingManager, api.ContinuousMixin
+        self._patches.wrap(manager, "_create_batch_processor", self._wrap_create)
+        self._patches.wrap(manager, "_generation_step", self._wrap_step)
+        self._patches.wrap(manager, "stop", self._wrap_stop)
+        self._patches.wrap(mixin, "continuous_batching_context_manager", self._wrap_context)
+
+    def _wrap_create(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _create_batch_processor(manager: Any) -> Any:
+            before = manager.batch_processor
+            processor = original(manager)
+            # Here and not in the first step, so that a pool that can't be guarded is told to the caller's own thread.
+            self._session(manager.model, processor, fresh=processor is not before)
+            return processor
+
+        return _create_batch_processor
+
+    def _wrap_step(self, original: Callable[..., None]) -> Callable[..., None]:
+        def _generation_step(manager: Any) -> None:
+            processor = manager.batch_processor
+            session = None if processor is None else self._session(manager.model, processor, fresh=False)
+            if session is None:
+                original(manager)
+                return
+            try:
+                session.step(lambda: original(manager))
+            except ViolationError as error:
+                self._errors.setdefault(manager, error)
+                raise
+
+        return _generation_step
+
+    def _wrap_stop(self, original: Callable[..., None]) -> Callable[..., None]:
+        def stop(manager: Any, *args: Any, **kwargs: Any) -> None:
+            processor = manager.batch_processor
+            original(manager, *args, **kwargs)
+            # A thread that is still in a step would race with us; what it finds is reported by its own steps.
+            if processor is not None and not manager.is_running():
+                try:
+                    self._stopped(processor, kept=manager.batch_processor is processor)
+                except ViolationError as error:
+                    self._errors.setdefault(manager, error)
+
+        return stop
+
+    def _wrap_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        def continuous_batching_context_manager(model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            with original(model, *args, **kwargs) as manager:
+                yield manager
+            # The loop's own thread can only fail its requests. Here is the caller, who asked to be stopped.
+            error = self._errors.pop(manager, None)
+            if error is not None:
+                raise error
+
+        return continuous_batching_context_manager
+
+    def _session(self, model: Any, processor: Any, fresh: bool) -> Session | None:
+        with self._lock:
+            known = self._sessions.get(processor)
+            if known is not None:
+                return known[1]
+            owner = next((o for o in reversed(self._owners) if o.wants(model)), None)
+            if owner is None:
+                return None
+            session = owner.open(model, processor, fresh)
+            self._sessions[processor] = owner, session
+            return session
+
+    def _stopped(self, processor: Any, kept: bool) -> None:
+        owner, session = self._sessions.get(processor, (None, None))
+        if owner is None or session is None:
+            return
+        try:
+            session.drain()
+        finally:
+            if not kept:
+                self._sessions.pop(processor, None)
+                owner.retire(session)
+
+
+HOOKS = ContinuousHooks()
+"""The one of this process: the engine's classes exist once."""

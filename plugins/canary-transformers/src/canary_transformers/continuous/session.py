@@ -1,0 +1,174 @@
+"""`Session`: one cache of continuous batching under guard, from its first forward to its end."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pluggy
+import torch
+from torch import Tensor
+
+from canary_core.adapters import Writers
+from canary_core.batch import BatchView
+from canary_core.canary import Canary
+from canary_core.config import CanaryConfig
+from canary_core.errors import ViolationError
+from canary_transformers.continuous import compat
+from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
+from canary_transformers.continuous.pool import PagedCachePool
+from canary_transformers.continuous.tokens import TokenBook
+from canary_transformers.continuous.upload import upload
+from canary_transformers.filters import AdoptedFilter
+from canary_transformers.patches import Patches
+
+
+class Session:
+    """Guards one `ContinuousBatchProcessor`: brackets its forwards and follows its blocks.
+
+    The engine calls in from its own thread, one call at a time. In log mode nothing of ours raises into it: an
+    exception switches this session off with a ``disabled`` event. All work goes to the engine's compute stream, in the
+    order in which the engine issues its own.
+
+    ``fresh``: the cache was just made, so that reading a slot before it is written is a finding.
+    Raises `AttachError` if the cache is not what `layout` expects, `ConfigError` if a setting can't be used.
+    """
+
+    def __init__(self, processor: Any, config: CanaryConfig, hooks: pluggy.PluginManager, fresh: bool) -> None:
+        cache = processor.cache
+        self.hooks = hooks
+        self._io = processor.inputs_and_outputs
+        self._device = torch.device(cache.device)
+        self._groups = compat.kv_groups(cache)
+        self._dropped: dict[int, list[int]] = {}
+        self._stepping = False
+        self.error: ViolationError | None = None
+        """What stopped the engine in raise mode."""
+        _synchronize(self._device)
+        with self._on_stream():
+            writers = Writers()
+            pool = PagedCachePool(self._groups)
+            regions = pool.regions()
+            self.canary = Canary(regions, config, hooks=hooks, writers=writers, uncovered=pool.uncovered())
+            budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
+            self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
+            if not (fresh and compat.cleared(cache)):
+                hooks.register(AdoptedFilter())
+                for group in self._groups:
+                    self.canary.forget_slots(group.name, None)
+        self._patches = Patches()
+        self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
+        compat.watch_blocks(processor, self, self._patches)
+
+    def step(self, original: Callable[[], None]) -> None:
+        """Runs one generation step of the engine. Raises `ViolationError` in raise mode."""
+        self._stepping = True
+        try:
+            original()
+        finally:
+            self._stepping = False
+        try:
+            with self._on_stream():
+                self.canary.end_step()
+        except ViolationError as error:
+            self.error = error
+            raise
+
+    def drain(self) -> None:
+        """Reports everything found so far; the engine's thread must not be in a step. Raises `ViolationError` in raise
+        mode."""
+        try:
+            with self._on_stream():
+                self.canary.drain()
+        except ViolationError as error:
+            self.error = self.error or error
+            raise
+
+    def close(self) -> None:
+        """Drains and lets go of the engine, whose methods are its own again. Never raises `ViolationError`."""
+        self._patches.undo()
+        with contextlib.suppress(ViolationError), self._on_stream():
+            self.canary.close()
+
+    def copied(self, group: int | None, source: Sequence[int], destination: Sequence[int]) -> None:
+        """A fork: records go where the bytes went."""
+        with self._ours("copy"):
+            self._drop_now()
+            for g in self._of(group):
+                self.canary.copy_slots(g.name, self._slots(g, source), self._slots(g, destination))
+
+    def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
+        """Content without records: not judged until it is written again."""
+        with self._ours("restore"):
+            self._drop_now()
+            for g in self._of(group):
+                if blocks:
+                    self.canary.forget_slots(g.name, self._slots(g, blocks))
+
+    def dropped(self, group: int | None, blocks: Sequence[int] | None) -> None:
+        """Freed blocks; kept on the host until the next thing that is issued to the device."""
+        with self._ours("free"):
+            for g in self._of(group):
+                if blocks is None:
+                    self._dropped.pop(g.index, None)
+                    self.canary.clear_slots(g.name, None)
+                else:
+                    self._dropped.setdefault(g.index, []).extend(blocks)
+
+    def _bracket(self, original: Callable[..., None]) -> Callable[..., None]:
+        def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
+            # The engine warms up through the same function; there it reads slots that nobody has written.
+            view = self._view(batch_data) if self._stepping and self.canary.enabled else None
+            if view is None:
+                original(model, batch_data)
+                return
+            with self._on_stream():
+                self.canary.pre_forward(view)
+            original(model, batch_data)
+            with self._on_stream():
+                self.canary.post_forward(view)
+
+        return compute_batch
+
+    def _view(self, arguments: dict[str, Any]) -> BatchView | None:
+        with self._ours("batch"):
+            self._drop_now()
+            return self._batch.view(ContinuousForward(compat.requests(self._io), arguments))
+        return None
+
+    def _drop_now(self) -> None:
+        for g in self._groups:
+            blocks = self._dropped.pop(g.index, None)
+            if blocks:
+                self.canary.clear_slots(g.name, self._slots(g, blocks))
+
+    def _of(self, group: int | None) -> Sequence[compat.KVGroup]:
+        return [g for g in self._groups if group is None or g.index == group]
+
+    def _slots(self, group: compat.KVGroup, blocks: Sequence[int]) -> Tensor:
+        """All slots of ``blocks``, int64 ``[n * block_slots]``."""
+        first = upload(blocks, self._device) * group.block_slots
+        return (first[:, None] + torch.arange(group.block_slots, device=self._device)).flatten()
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        stream = self._io.compute_stream
+        if stream is None:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[object] = torch.get_device_module(self._device).stream(stream)
+        return context
+
+    @contextlib.contextmanager
+    def _ours(self, where: str) -> Iterator[None]:
+        """Code of ours within a call of the engine: on its stream, and its exceptions are ours to handle."""
+        try:
+            if self.canary.enabled:
+                with self._on_stream():
+                    yield
+            else:
+                yield
+        except Exception as error:
+            self.canary.fail(f"canary_transformers: {where}", error)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

@@ -1,0 +1,1 @@
+"""`generate()` and direct calls of a model, with their caches."""

@@ -1,0 +1,48 @@
+"""`ModelCall`: what a model is called with, beside its cache."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNKNOWN = -1
+"""Token that was given as an embedding, or before the guard began: never judged."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelCall:
+    """What a forward is given: ``rows`` times ``new`` tokens. ``tokens``: their ids, integer ``[rows, new]``, None for
+    embeddings. ``history``: the sequences themselves, integer ``[rows, n]``, ending with this forward's tokens, where
+    the caller is `generate()`."""
+
+    rows: int
+    new: int
+    tokens: Tensor | None
+    history: Tensor | None
+
+    def history_to(self, end: int) -> Tensor | None:
+        """The sequences' last tokens up to position ``end``; None where they are not known, or are longer."""
+        history = self.history
+        if history is None or history.dim() != 2 or history.shape[0] != self.rows:
+            return None
+        return history if 0 < history.shape[1] <= end else None
+
+    def token_ids(self, device: torch.device) -> Tensor:
+        """Its tokens, row after row, int64."""
+        if self.tokens is None:
+            return torch.full((self.rows * self.new,), UNKNOWN, dtype=torch.int64, device=device)
+        return self.tokens.to(device, torch.int64).reshape(-1)
+
+    def expected_tokens(self, prefix: int, unknown: int, device: torch.device) -> Tensor | None:
+        """What every position up to its end should hold, int64 ``[rows, prefix + new]``, if that is known; of the first
+        ``unknown`` it never is."""
+        end = prefix + self.new
+        history = self.history_to(end)
+        if history is None:
+            return None
+        expected = torch.full((self.rows, end), UNKNOWN, dtype=torch.int64, device=device)
+        expected[:, end - history.shape[1] :] = history.to(device)
+        expected[:, :unknown] = UNKNOWN
+        if self.tokens is None:
+            expected[:, prefix:] = UNKNOWN
+        return expected

@@ -1,0 +1,136 @@
+"""`Group`: layers of a cache that keep tokens alike, as one region."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from canary_adapters import Part, growing_source
+from canary_core.batch import SlotTable
+from canary_core.region import KVSource, Region, RegionKind
+from canary_transformers.generate.caches import Keeping, LayerView
+
+LEAST_TOKENS = 128
+"""Tokens a row of a growing cache has room for at first; doubled as needed."""
+
+
+@dataclass(slots=True)
+class Group:
+    """A region of ``rows * capacity`` slots: slot ``r * capacity + i`` is index ``i`` of the tensors' batch row ``r``.
+
+    It holds position ``first + i`` for ``i < held``. Where a window moves on, ``first`` grows and all bytes move to
+    other indices, as slots do.
+    """
+
+    name: str
+    keeping: Keeping
+    layers: tuple[int, ...]
+    rows: int
+    capacity: int
+    first: int
+    held: int
+    bound: tuple[KVSource, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return self.first + self.held
+
+    def region(self, views: Sequence[LayerView]) -> Region:
+        """The region of this group's layers among ``views``."""
+        window = self.keeping.window_tokens
+        kind = RegionKind.FULL if window is None else RegionKind.WINDOW
+        return Region(self.name, self.rows * self.capacity, self.sources(views), kind, window)
+
+    def sources(self, views: Sequence[LayerView]) -> tuple[KVSource, ...]:
+        """K and V of each layer where they are now."""
+        parts = [
+            (Part(half, view.layer), tensor.detach()[:, :, : self.capacity])
+            for view in views
+            if view.layer in self.layers
+            for half, tensor in (("k", view.keys), ("v", view.values))
+        ]
+        before: Sequence[KVSource | None] = self.bound if len(self.bound) == len(parts) else [None] * len(parts)
+        self.bound = tuple(
+            _moved(old, tensor) or growing_source(tensor, part, self.capacity)
+            for old, (part, tensor) in zip(before, parts, strict=True)
+        )
+        return self.bound
+
+    def slots(self, indices: range, rows: Tensor) -> Tensor:
+        """Slots at ``indices`` of batch rows ``rows`` (int64 ``[n]``), int64 ``[n * len(indices)]``."""
+        inside = torch.arange(indices.start, indices.stop, device=rows.device)
+        return (rows[:, None] * self.capacity + inside).flatten()
+
+    def table(self, end: int, device: torch.device, write_first: int | None = None, new: int = 0) -> SlotTable:
+        """What attention reads, up to position ``end``. ``write_first``: the forward's ``new`` tokens from ``end`` on
+        go to where they are once the rows begin with that position; None: to where the table has them."""
+        width = end + new
+        entries = torch.arange(
+            -self.first, (self.rows - 1) * self.capacity + width - self.first, device=device
+        ).as_strided((self.rows, width), (self.capacity, 1))
+        if write_first is None or not new:
+            return SlotTable(entries)
+        position = torch.arange(end, width, device=device) - write_first
+        row = torch.arange(self.rows, device=device) * self.capacity
+        # Rows move during the forward, so where the new tokens will be read from, this table doesn't say.
+        return SlotTable(
+            entries[:, :end],
+            write_slots=(row[:, None] + position).flatten(),
+            stored_tokens=min(width - write_first, new),
+        )
+
+
+def groups_of(views: Sequence[LayerView], end: int) -> list[Group]:
+    """The groups of a cache whose sequences have ``end`` tokens, in the order of their first layers. Layers that do
+    not agree with the first one of their group about what is held are left for the caller to notice."""
+    members: dict[Keeping, list[LayerView]] = {}
+    for view in views:
+        members.setdefault(view.keeping, []).append(view)
+    groups = []
+    for keeping, alike in members.items():
+        kind = "full" if keeping.window_tokens is None else "window"
+        same_kind = sum((k.window_tokens is None) == (keeping.window_tokens is None) for k in members)
+        name = kind if same_kind == 1 else f"{kind}.{keeping.window_tokens or keeping.static_tokens or 0}"
+        held = end if keeping.window_tokens is None else min(alike[0].held, end)
+        capacity = keeping.static_tokens or capacity_for(held)
+        layers = tuple(view.layer for view in alike)
+        groups.append(Group(name, keeping, layers, alike[0].keys.shape[0], capacity, end - held, held))
+    return groups
+
+
+def disagreeing(views: Sequence[LayerView], groups: Sequence[Group], end: int) -> dict[int, int]:
+    """Layers that do not hold what their group does, with the length of their sequences."""
+    by_layer = {view.layer: view for view in views}
+    off = {}
+    for group in groups:
+        for layer in group.layers:
+            view = by_layer.get(layer)
+            if view is None:
+                if end:
+                    off[layer] = 0
+            elif view.end is not None and (view.end, view.held) != (end, group.held):
+                off[layer] = view.end
+    return off
+
+
+def _moved(old: KVSource | None, tensor: Tensor) -> KVSource | None:
+    """``old`` where it is now, without another search for overlaps; None if more than the place is new."""
+    if old is None or old.tensor.dtype != tensor.dtype or tensor.stride(3) != 1:
+        return None
+    if (old.tensor.shape[:2], old.tensor.shape[3]) != (tensor.shape[:2], tensor.shape[3]):
+        return None
+    rows, heads, tokens = (stride * tensor.element_size() for stride in tensor.stride()[:3])
+    # Contents of a slot in one piece, or heads that a batch or a token apart would overlap, are looked at again.
+    if old.chunks != tensor.shape[1] or min(rows, heads, tokens) < old.chunk_bytes:
+        return None
+    return replace(
+        old, tensor=tensor, slot_stride_bytes=tokens, page_stride_bytes=rows,
+        chunk_stride_bytes=heads if old.chunks > 1 else 0, present=tensor.shape[2],
+    )  # fmt: skip
+
+
+def capacity_for(held: int) -> int:
+    """Room for twice as many tokens, so that growth is rare."""
+    return max(LEAST_TOKENS, 1 << (2 * max(held, 1) - 1).bit_length())

@@ -1,0 +1,238 @@
+"""Hooks `generate()` and direct calls of a model: every `Cache` that goes through a guarded model is followed."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from threading import RLock, local
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+
+from canary_core.errors import ViolationError
+from canary_transformers.generate import caches
+from canary_transformers.generate.forward import ModelCall
+from canary_transformers.generate.guarded_cache import GuardedCache
+from canary_transformers.patches import Patches
+
+
+class CacheOwner(Protocol):
+    """Who wants models guarded; see `canary_transformers.guard.Guard`."""
+
+    def wants(self, model: Any) -> bool:
+        """Whether caches of ``model`` are to be guarded."""
+
+    def open_cache(self, model: Any) -> GuardedCache:
+        """Begins to guard a cache of ``model``."""
+
+    def retire_cache(self, guarded: GuardedCache) -> None:
+        """The cache is gone, or the owner: keeps its numbers, closes it."""
+
+
+class GenerateHooks:
+    """The hooks of this process. `add` an owner to install them; they are removed when the last one leaves.
+
+    A model's own forward is bracketed for the outermost call alone. `Cache`'s methods say what was meant to happen to
+    it, its layers what did; `prepare_inputs_for_generation`, where a model does not replace it, knows the sequences.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._owners: list[CacheOwner] = []
+        self._patches = Patches()
+        self._followed: WeakKeyDictionary[Any, tuple[CacheOwner, GuardedCache]] = WeakKeyDictionary()
+        self._histories: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self._late: list[ViolationError] = []
+        self._calls = local()
+
+    def add(self, owner: CacheOwner) -> None:
+        """Later owners come first where several want a model."""
+        with self._lock:
+            if not self._owners:
+                self._install()
+            if owner not in self._owners:
+                self._owners.append(owner)
+
+    def remove(self, owner: CacheOwner) -> None:
+        """Ends the guard of the owner's caches; again: does nothing. Raises `ViolationError` in raise mode, if that is
+        the first place where one can be raised."""
+        with self._lock:
+            if owner not in self._owners:
+                return
+            self._owners.remove(owner)
+            if not self._owners:
+                self._patches.undo()
+            for cache, (owned_by, guarded) in list(self._followed.items()):
+                if owned_by is owner:
+                    del self._followed[cache]
+                    self._end(owner, guarded)
+        self._raise_late()
+
+    def _install(self) -> None:
+        model = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+        cache = importlib.import_module("transformers.cache_utils").Cache
+        mixin = importlib.import_module("transformers.generation.utils").GenerationMixin
+        self._patches.wrap(model, "__call__", self._wrap_call)
+        self._patches.wrap(model, "get_compiled_call", self._wrap_compiled)
+        self._patches.wrap(mixin, "generate", self._wrap_generate)
+        self._patches.wrap(mixin, "prepare_inputs_for_generation", self._wrap_prepare)
+        follow: dict[str, Callable[[GuardedCache, Any, Any], None]] = {
+            "reorder_cache": lambda guarded, cache, rows: guarded.reordered(cache, rows),
+            "batch_select_indices": lambda guarded, cache, rows: guarded.reordered(cache, rows),
+            "batch_repeat_interleave": lambda guarded, cache, times: guarded.repeated(cache, times),
+            "crop": lambda guarded, cache, tokens: guarded.cropped(tokens),
+            "reset": lambda guarded, cache, nothing: guarded.cleared(),
+        }
+        for name, told in follow.items():
+            self._patches.wrap(cache, name, functools.partial(self._wrap_cache, told))
+
+    def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __call__(model: Any, *args: Any, **kwargs: Any) -> Any:
+            # What is traced here must stay a model's own; `_wrap_compiled` brackets it from outside.
+            if torch.compiler.is_compiling():
+                return original(model, *args, **kwargs)
+            return self._bracket(model, functools.partial(original, model), args, kwargs)
+
+        return __call__
+
+    def _wrap_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_compiled_call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            compiled = original(model, *args, **kwargs)
+
+            def call(*inputs: Any, **named: Any) -> Any:
+                return self._bracket(model, compiled, inputs, named)
+
+            return call
+
+        return get_compiled_call
+
+    def _bracket(self, model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``call(*args, **kwargs)``, and what its cache went through."""
+        owner = None if getattr(self._calls, "inside", False) else self._owner(model)
+        if owner is None:
+            return call(*args, **kwargs)
+        self._calls.inside = True
+        try:
+            given = _arguments(model, args, kwargs)
+            cache = given.get("past_key_values")
+            forward = _forward(given, self._history(cache))
+            guarded = None if forward is None else self._guard(owner, model, cache)
+            if guarded is not None and forward is not None:
+                guarded.before(cache, forward)
+            output = call(*args, **kwargs)
+            if guarded is None and forward is not None:
+                cache = _cache_of(output)
+                guarded = self._guard(owner, model, cache)
+            if guarded is not None and forward is not None:
+                guarded.after(cache, forward)
+        finally:
+            self._calls.inside = False
+        self._raise_late()
+        return output
+
+    def _wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(model, *args, **kwargs)
+            owner = self._owner(model)
+            if owner is not None:
+                for owned_by, guarded in list(self._followed.values()):
+                    if owned_by is owner:
+                        guarded.drain()
+                self._raise_late()
+            return output
+
+        return generate
+
+    def _wrap_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare_inputs_for_generation(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            inputs = original(model, input_ids, *args, **kwargs)
+            # A model with a function of its own may feed other tokens than these.
+            if type(model).prepare_inputs_for_generation is prepare_inputs_for_generation and self._owner(model):
+                cache = caches.guarded(inputs.get("past_key_values"))
+                if cache is not None and isinstance(input_ids, Tensor):
+                    self._histories[cache] = input_ids
+            return inputs
+
+        return prepare_inputs_for_generation
+
+    def _wrap_cache(
+        self, told: Callable[[GuardedCache, Any, Any], None], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(cache: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(cache, *args, **kwargs)
+            _, guarded = self._followed.get(cache, (None, None))
+            if guarded is not None:
+                told(guarded, cache, next(iter((*args, *kwargs.values())), None))
+            return output
+
+        return method
+
+    def _owner(self, model: Any) -> CacheOwner | None:
+        return next((o for o in reversed(self._owners) if o.wants(model)), None)
+
+    def _history(self, cache: Any) -> Tensor | None:
+        inner = caches.guarded(cache)
+        return None if inner is None else self._histories.pop(inner, None)
+
+    def _guard(self, owner: CacheOwner, model: Any, cache: Any) -> GuardedCache | None:
+        """Who follows ``cache``; None where there is nothing to follow."""
+        inner = caches.guarded(cache)
+        if inner is None:
+            return None
+        known = self._followed.get(inner)
+        if known is not None:
+            return known[1]
+        guarded = owner.open_cache(model)
+        with self._lock:
+            self._followed[inner] = owner, guarded
+        finalize(inner, self._end, owner, guarded).atexit = False
+        return guarded
+
+    def _end(self, owner: CacheOwner, guarded: GuardedCache) -> None:
+        """Not a place to raise: it runs whenever Python lets a cache go."""
+        try:
+            owner.retire_cache(guarded)
+        except ViolationError as error:
+            self._late.append(error)
+
+    def _raise_late(self) -> None:
+        if self._late:
+            error = self._late[0]
+            self._late.clear()
+            raise error
+
+
+def _arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not args:
+        return kwargs
+    names = [name for name in inspect.signature(model.forward).parameters if name != "self"]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _forward(given: Mapping[str, Any], history: Tensor | None) -> ModelCall | None:
+    """What a call gives its model, None if neither tokens nor embeddings."""
+    for half in ("decoder_", ""):
+        tokens, embeds = given.get(f"{half}input_ids"), given.get(f"{half}inputs_embeds")
+        if isinstance(tokens, Tensor) and tokens.dim() == 2:
+            return ModelCall(tokens.shape[0], tokens.shape[1], tokens, history)
+        if isinstance(embeds, Tensor) and embeds.dim() == 3:
+            return ModelCall(embeds.shape[0], embeds.shape[1], None, history)
+    return None
+
+
+def _cache_of(output: Any) -> Any:
+    """The cache that a model made by itself."""
+    if isinstance(output, tuple):
+        return next((part for part in output if caches.guarded(part) is not None), None)
+    return getattr(output, "past_key_values", None)
+
+
+GENERATE = GenerateHooks()
+"""The one of this process: the engine's classes exist once."""

@@ -1,0 +1,223 @@
+"""The ``canary`` command."""
+
+import json
+import runpy
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+import canary_core
+from canary_core import plugins as plugin_registry
+from canary_core.cli.coverage_log import coverage_events
+from canary_core.cli.demo_screen import Screen
+from canary_core.config import CanaryConfig, settings
+from canary_core.coverage import readable_bytes
+from canary_core.errors import CanaryError
+from canary_core.plugins.registry import EngineInfo, Plugin
+from canary_core.testing import demo
+
+app = typer.Typer(
+    name="canary",
+    help="Canary guards the KV cache of an LLM engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"canary {canary_core.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Canary guards the KV cache of an LLM engine."""
+
+
+@app.command("plugins")
+def show_plugins(as_json: AsJson = False) -> None:
+    """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load."""
+    allowed = _config().plugins
+    found = plugin_registry.installed()
+    if as_json:
+        _print_json([_plugin_fields(p, allowed) for p in found])
+        return
+    table = _table("name", "version", "distribution", "allowed", "hooks", "engine", "error")
+    for p in found:
+        on = "yes" if _is_allowed(p, allowed) else "no"
+        _add(table, p.name, p.version, p.distribution, on, "\n".join(p.hooks), _engine(p.engine), p.error)
+    Console().print(table)
+
+
+@app.command("config")
+def show_config(
+    as_json: AsJson = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
+) -> None:
+    """List every setting: its values or unit, its default, what it is now, and what it does."""
+    found = settings(_config())
+    if as_json:
+        _print_json([asdict(s) for s in found])
+        return
+    if as_markdown:
+        typer.echo("| variable | values | default | what it does |\n|---|---|---|---|")
+        for s in found:
+            default = f"`{s.default}`" if s.default else "empty"
+            typer.echo(f"| `{s.variable}` | {s.values} | {default} | {s.description} |")
+        return
+    table = _table("variable", "values", "default", "now", "what it does")
+    for s in found:
+        _add(table, s.variable, s.values, s.default, s.value, s.description)
+    Console().print(table)
+
+
+@app.command("coverage")
+def show_coverage(
+    log: Annotated[
+        typer.FileText, typer.Argument(help="An engine's log, written with CANARY_LOG_FORMAT=json; - for stdin.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show what share of an engine's KV bytes is guarded, by its log. Exit code 1 if the log doesn't say."""
+    events = coverage_events(log)
+    if as_json:
+        _print_json(events)
+    elif not events:
+        typer.echo("canary: no coverage event in it; was it written with CANARY_LOG_FORMAT=json?", err=True)
+    if not events:
+        raise typer.Exit(1)
+    if as_json:
+        return
+    table = _table("model", "part", "guarded as", "size", "layers, or why not")
+    for event in events:
+        model = event.get("model") or ""
+        share = event["summary"].partition(";")[0]
+        _add(table, model, "all", "", readable_bytes(event["guarded_bytes"]), share)
+        for name, r in event.get("regions", {}).items():
+            layers = ", ".join(f"{half} x {count}" for half, count in r["sources"].items())
+            _add(table, model, name, r["kind"], readable_bytes(r["bytes"]), layers)
+        for item in event["uncovered"]:
+            _add(table, model, item["name"], "not", readable_bytes(item["bytes"]), item["reason"])
+    Console().print(table)
+
+
+# What follows the script's name belongs to the script, dashes and all.
+@app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run_script(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Passed on to it.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+) -> None:
+    """Run a Python program under the plugins that CANARY_PLUGINS names, for engines that load no plugins themselves."""
+    config = _config()
+    if not config.plugins:
+        typer.echo("canary: CANARY_PLUGINS is empty, so nothing is guarded; name the engine's plugin in it", err=True)
+    try:
+        plugin_registry.start(config)
+    except CanaryError as error:
+        raise typer.Exit(2) from error  # `start` has reported it
+    sys.argv = [script, *(arguments or [])]
+    try:
+        if is_module:
+            sys.path.insert(0, "")
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        plugin_registry.uninstall()
+
+
+@app.command("demo")
+def demonstrate(
+    seed: Annotated[int, typer.Option(help="Seed of weights, traffic and faults.")] = 0,
+    requests: Annotated[int, typer.Option(min=8, help="Requests of clean traffic for each model.")] = 240,
+    engine: Annotated[str | None, typer.Option(help="Only this engine's; else every installed one's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each model.")] = False,
+) -> None:
+    """Guard a real engine: clean traffic without an alarm, then every fault found. Exit code 1 if not, 2 if it can't
+    run. Works whatever CANARY_PLUGINS says."""
+    console = Console(stderr=as_json)
+    try:
+        demos = [demo.Demo(e, model, seed, requests) for e in demo.engines(engine) for model in e.models]
+        reports = []
+        with Screen(console, sum(d.total for d in demos)) as screen:
+            for each in demos:
+                reports.append(replace(each, progress=screen.progress).run())
+                if as_json:
+                    typer.echo(json.dumps(reports[-1].fields()))
+                else:
+                    screen.report(reports[-1])
+    except CanaryError as error:
+        typer.echo(f"canary: {error}", err=True)
+        raise typer.Exit(2) from error
+    if not as_json:
+        screen.summary(reports)
+    if not all(r.passed for r in reports):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the ``canary`` script."""
+    app()
+
+
+def _config() -> CanaryConfig:
+    """Settings from the environment; a bad one ends the command with its sentence and exit code 2."""
+    try:
+        return CanaryConfig.load()
+    except CanaryError as error:
+        typer.echo(f"canary: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _plugin_fields(plugin: Plugin, allowed: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "name": plugin.name,
+        "version": plugin.version,
+        "distribution": plugin.distribution,
+        "allowed": _is_allowed(plugin, allowed),
+        "hooks": list(plugin.hooks),
+        "engine": asdict(plugin.engine) if plugin.engine else None,
+        "error": plugin.error,
+    }
+
+
+def _is_allowed(plugin: Plugin, allowed: tuple[str, ...]) -> bool:
+    return plugin.built_in or plugin.name in allowed
+
+
+def _engine(engine: EngineInfo | None) -> str:
+    if engine is None:
+        return ""
+    found = engine.version or "not installed"
+    supported = "" if engine.supported else f"\nnot supported: needs {engine.supported_range}"
+    return f"{engine.name} {found}{supported}"
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _table(*headers: str) -> Table:
+    # Folded, since a name that is cut off can't be searched for.
+    return Table(*(Column(h, overflow="fold") for h in headers))
+
+
+def _add(table: Table, *cells: str | None) -> None:
+    # Escaped, since a message may quote brackets, which rich would take for markup.
+    table.add_row(*(escape(c or "") for c in cells))

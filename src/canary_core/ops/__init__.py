@@ -1,0 +1,1 @@
+"""What runs on the device: every op twice (``kernels``, ``reference``), with the memory it works on."""

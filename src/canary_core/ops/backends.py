@@ -1,0 +1,70 @@
+"""The two back ends: the same ops in vectorised torch and in Triton. The choice is explicit and reported."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.errors import ConfigError
+from canary_core.ops.state import RegionState
+
+BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
+EventOp = Callable[[RegionState, Tensor, int | Tensor, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The ops in the order in which a step runs them; `baseline` runs once, at attach, `verify` where bytes arrive."""
+
+    name: str
+    baseline: Callable[[RegionState], None]
+    check: BatchOp
+    read_check: BatchOp
+    fingerprint: BatchOp
+    record: BatchOp
+    scrub: Callable[[RegionState], None]
+    free: EventOp
+    alloc: EventOp
+    verify: Callable[[RegionState, Tensor], None]
+    row_steps: tuple[int, ...] = ()
+    """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
+    compile_together: Callable[[Callable[[], None]], None] | None = None
+    """Compiles what the ops that a function calls need, side by side, and launches none of them."""
+
+
+def choose(name: str, device: torch.device) -> Backend:
+    """The back end called ``name`` (``auto``: triton where the pool is on a GPU, else torch) for pools on ``device``.
+    Raises `ConfigError` where it can't run."""
+    if name == "auto":
+        name = "torch" if device.type == "cpu" else "triton"
+    if name == "torch":
+        if device.type != "cpu":
+            raise ConfigError(f"CANARY_BACKEND=torch is for pools on the CPU, got one on {device}; use triton")
+        return torch_backend()
+    try:
+        return triton_backend()
+    except ImportError as error:
+        raise ConfigError(f"CANARY_BACKEND=triton needs triton, which does not import: {error}") from error
+
+
+def torch_backend() -> Backend:
+    """The vectorised reference; for pools on any device, but meant for the CPU: it allocates and reads back."""
+    from canary_core.ops.reference import check, fingerprint, lifetime, record
+
+    return Backend(
+        "torch", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
+        fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify,
+    )  # fmt: skip
+
+
+def triton_backend() -> Backend:
+    """The kernels; on the CPU only where ``TRITON_INTERPRET=1`` was set before triton was imported."""
+    from canary_core.ops.kernels import check, fingerprint, launch, lifetime, record
+
+    return Backend(
+        "triton", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
+        fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify, launch.ROW_STEPS,
+        launch.compile_together,
+    )  # fmt: skip

@@ -1,0 +1,362 @@
+"""check: the kernel of `canary_core.ops.reference.check`, one launch over a persistent grid.
+
+No plan of the reads is ever stored: each program works out from the batch's lengths which (row, tile) a number stands
+for. A tile is first judged as a whole from two loads a slot (its record's first 16 bytes); only a tile with something
+wrong or unknown is judged again slot by slot, with the record before each.
+"""
+
+import triton
+import triton.language as tl
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.kernels.common import (
+    ALLOCATED,
+    FREED,
+    STATE_VALUES,
+    STATUS_NULL,
+    STATUS_OK,
+    STATUS_RANGE,
+    UNKNOWN,
+    UNWRITTEN,
+    WRITTEN,
+    load_head,
+    lookup,
+    mix,
+    readable,
+    report_record,
+    resolve,
+    split_head,
+)
+from canary_core.ops.kernels.launch import (
+    VARYING,
+    Launcher,
+    batch_arguments,
+    jit,
+    programs,
+    region_arguments,
+    register_limit,
+)
+from canary_core.ops.reference.check import COMMON_ANCHOR
+from canary_core.ops.state import RegionState
+from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
+
+TILE = CHECK_TILE
+"""Slots that a program checks at a time."""
+WARPS = 4
+REGISTERS = 80
+PROGRAMS_PER_PROCESSOR = 6
+
+ANCHOR = tl.constexpr(COMMON_ANCHOR)
+CHAIN_ENTRIES = tl.constexpr(CHAINS)
+READ_CHECK_TILE = tl.constexpr(READ_TILE)
+CLOCK_STEP = tl.constexpr(int(Clock.STEP))
+CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
+CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
+CURSOR_SCRUB_NEXT = tl.constexpr(int(Cursor.SCRUB_NEXT))
+CURSOR_CHECK = tl.constexpr(int(Cursor.CHECK))
+CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
+CURSOR_CHECK_TILES = tl.constexpr(int(Cursor.CHECK_TILES))
+CURSOR_READ = tl.constexpr(int(Cursor.READ))
+CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
+COUNT_CHECKED_SLOTS = tl.constexpr(int(Counter.CHECKED_SLOTS))
+COUNT_CHECKED_FORWARDS = tl.constexpr(int(Counter.CHECKED_FORWARDS))
+COUNT_UNKNOWN_SLOTS = tl.constexpr(int(Counter.UNKNOWN_SLOTS))
+KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
+KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
+KIND_UNWRITTEN = tl.constexpr(int(Kind.UNWRITTEN))
+KIND_FREED = tl.constexpr(int(Kind.FREED))
+KIND_POSITION = tl.constexpr(int(Kind.POSITION))
+KIND_TOKEN = tl.constexpr(int(Kind.TOKEN))
+KIND_PREFIX = tl.constexpr(int(Kind.PREFIX))
+NOTHING = tl.constexpr(-1)
+FIELD_BITS = tl.constexpr(21)
+FIELD = tl.constexpr((1 << 21) - 1)
+"""A count in the packed scan: up to 2 million tiles of each sort, and as many new tokens, in one forward."""
+PLAN = tl.constexpr(PLAN_WORDS)
+PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
+
+
+def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """As `canary_core.ops.reference.check.check`. One launch; may be captured."""
+    given, constants = batch_arguments(state, batch, table)
+    launcher = state.arguments.get(("check", constants))
+    if launcher is None:
+        tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
+        options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
+        launcher = Launcher(check_kernel, state, (region_arguments(state),), constants._asdict() | tile, **options)
+        state.arguments["check", constants] = launcher
+    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+
+
+@jit(*VARYING)
+def check_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
+    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, JUDGED: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (every row has
+    one at least, for its head), tiles of ``token_ids`` that belong to no row."""
+    RING_PAGE: tl.constexpr = POOL[2]
+    RING_ROWS: tl.constexpr = POOL[3]
+    o_row = tl.arange(0, ROWS)
+    m_row = o_row < rows
+    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=m_row, other=0).to(tl.int32), 0)
+    b_raw_new = tl.minimum(tl.maximum(tl.load(p_new + o_row, mask=m_row, other=0).to(tl.int32), 0), tokens)
+    # Positions count slots, of GROUP tokens each.
+    b_prefix = b_prefix // GROUP
+    b_count = b_prefix
+    if WINDOW > 0:
+        b_count = readable(b_prefix, tl.load(p_new + o_row, mask=m_row, other=0), WINDOW, ALIGN)
+    # Tiles to read, tiles to write and new tokens of each row share an int64, so that one scan counts all three.
+    b_read_tiles = ((b_count + TILE - 1) // TILE).to(tl.int64)
+    b_write_tiles = tl.where(m_row, tl.maximum((b_raw_new + TILE - 1) // TILE, 1), 0).to(tl.int64)
+    b_packed = b_read_tiles | (b_write_tiles << FIELD_BITS) | (b_raw_new.to(tl.int64) << (2 * FIELD_BITS))
+    b_end = tl.cumsum(b_packed, 0)
+    total = tl.max(b_end, 0)
+    n_read = (total & FIELD).to(tl.int32)
+    n_write = ((total >> FIELD_BITS) & FIELD).to(tl.int32)
+    all_new = tl.minimum((total >> (2 * FIELD_BITS)).to(tl.int32), tokens)
+    n_rest = (tokens - all_new + TILE - 1) // TILE
+    b_read_end = (b_end & FIELD).to(tl.int32)
+    b_write_end = ((b_end >> FIELD_BITS) & FIELD).to(tl.int32)
+    check_first = tl.load(p_cursors + CURSOR_CHECK).to(tl.int32)
+    n_check = tl.minimum(tl.load(p_cursors + CURSOR_CHECK_TILES), n_read.to(tl.int64)).to(tl.int32)
+    step = tl.load(p_clock + CLOCK_STEP) + 1
+
+    if tl.program_id(0) == 0:
+        tl.store(p_clock + CLOCK_NEXT, step)
+        tl.atomic_add(p_counters + COUNT_CHECKED_FORWARDS, 1)
+        tl.store(p_cursors + CURSOR_SCRUB, tl.load(p_cursors + CURSOR_SCRUB_NEXT))
+        tl.store(p_cursors + CURSOR_CHECK_NEXT, (check_first + n_check) % tl.maximum(n_read, 1))
+        n_tiles = tl.sum(((b_count + READ_CHECK_TILE - 1) // READ_CHECK_TILE).to(tl.int64), 0)
+        read = tl.load(p_cursors + CURSOR_READ) + tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), n_tiles)
+        tl.store(p_cursors + CURSOR_READ, read % tl.maximum(n_tiles, 1))
+
+    checked = tl.zeros((), tl.int64)
+    for i in range(tl.program_id(0), n_check + n_write + n_rest, tl.num_programs(0)):
+        if i < n_check:
+            i_read = (check_first + i) % n_read
+            place = tl.sum(tl.where(b_read_end <= i_read, (b_read_tiles << FIELD_BITS) + 1, 0), 0)
+            i_row = (place & FIELD).to(tl.int32)
+            i_tile = i_read - (place >> FIELD_BITS).to(tl.int32)
+            prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0) // GROUP
+            read_first = tl.zeros_like(prefix)
+            if WINDOW > 0:
+                read_first = prefix - readable(prefix, tl.load(p_new + i_row), WINDOW, ALIGN)
+            writer = tl.load(p_writers + i_row).to(tl.int64)
+            anchor = ANCHOR + tl.zeros_like(prefix)
+            if p_anchors is not None:
+                anchor = tl.load(p_anchors + i_row)
+            row_first = i_row.to(tl.int64)
+            if p_rows is not None:
+                row_first = tl.load(p_rows + i_row).to(tl.int64)
+            row_first = row_first * table_stride
+            start = read_first + i_tile.to(tl.int64) * TILE
+            end = tl.minimum(start + TILE, prefix)
+            checked += end - start
+            j = tl.arange(0, TILE).to(tl.int64)
+            position = start + j
+            m = position < end
+            slot, status = lookup(
+                p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
+                PAGE_SIZE, RING, POOL, GROUP,
+            )  # fmt: skip
+            # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
+            inside = start > read_first
+            prior = tl.maximum(start - 1, 0)
+            prior_slot, prior_status = lookup(
+                p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, inside,
+                PAGE_SIZE, RING, POOL, GROUP,
+            )  # fmt: skip
+            usable = m & (status == STATUS_OK)
+            prior_usable = inside & (prior_status == STATUS_OK)
+            first, hash = load_head(p_records, slot, usable)
+            prior_first, before = load_head(p_records, prior_slot, prior_usable)
+            token, stored = split_head(first)
+            good = (stored == position * STATE_VALUES + WRITTEN) & (hash != 0)
+            if p_expected is not None:
+                o_own = (position + 1) * GROUP - 1
+                p_token = p_expected + i_row.to(tl.int64) * expected_stride + o_own
+                expected = tl.load(p_token, mask=m & (o_own < expected_width), other=-1).to(tl.int64)
+                good = good & ((expected < 0) | (expected == token))
+            good = good & usable
+            _, prior_stored = split_head(prior_first)
+            known = (start == read_first) | (
+                prior_usable & (prior_stored == prior * STATE_VALUES + WRITTEN) & (before != 0)
+            )
+            before = tl.where(start == 0, anchor, before)
+
+            # With e[j] = h[j] - h[j-1] - mix[j], all of which must be 0, sum((j + linked) * e[j]) needs no h[j-1]. A
+            # foreign run of n slots leaves n times the difference of two hashes, so it is missed once in 2**54.
+            linked = ((start == 0) | inside).to(tl.int64)
+            weight = tl.where(j == end - start - 1, j + linked, -1)
+            terms = tl.where(m, weight * hash - (j + linked) * mix(token, position), 0)
+            remainder, n_good = tl.reduce((terms, good.to(tl.int32)), 0, add_pairs)
+            suspect = (remainder != linked * before) | (n_good < end - start) | (known == 0)
+            if end == prefix:
+                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                suspect = suspect | (chained & (tl.sum(tl.where(position == prefix - 1, hash, 0), 0) != chain_hash))
+            if suspect:
+                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                for first_of in range(0, TILE, JUDGED):
+                    judge(
+                        p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map,
+                        width, extent, map_length, slots, null_slot, ring_rows, region,
+                        start + first_of + tl.arange(0, JUDGED).to(tl.int64), end, prefix, read_first, i_row, row_first,
+                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL, GROUP,
+                        JUDGED,
+                    )  # fmt: skip
+
+        elif i < n_check + n_write:
+            i_write = i - n_check
+            place = tl.sum(tl.where(b_write_end <= i_write, (b_packed >> FIELD_BITS << FIELD_BITS) + 1, 0), 0)
+            i_row = (place & FIELD).to(tl.int32)
+            i_tile = i_write - ((place >> FIELD_BITS) & FIELD).to(tl.int32)
+            token_first = place >> (2 * FIELD_BITS)
+            raw_prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+            raw_new = tl.maximum(tl.load(p_new + i_row).to(tl.int64), 0)
+            # Rows whose tokens do not fit into token_ids are cut.
+            raw_new = tl.minimum(raw_new, tl.maximum(tokens - token_first, 0))
+            prefix = raw_prefix // GROUP
+            new = (raw_prefix + raw_new) // GROUP - prefix
+            row_first = i_row.to(tl.int64)
+            if p_rows is not None:
+                row_first = tl.load(p_rows + i_row).to(tl.int64)
+            row_first = row_first * table_stride
+            if i_tile == 0:
+                anchor = ANCHOR + tl.zeros_like(prefix)
+                if p_anchors is not None:
+                    anchor = tl.load(p_anchors + i_row)
+                head_position = tl.maximum(prefix - 1, 0)
+                head_slot, head_status = lookup(
+                    p_table, row_first, head_position, width, extent, p_map, map_length, slots, null_slot, prefix > 0,
+                    PAGE_SIZE, RING, POOL, GROUP,
+                )  # fmt: skip
+                head_usable = (prefix > 0) & (head_status == STATUS_OK)
+                head_first, head = load_head(p_records, head_slot, head_usable)
+                _, head_stored = split_head(head_first)
+                writer = tl.load(p_writers + i_row).to(tl.int64)
+                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                holds = head_usable & (head_stored == head_position * STATE_VALUES + WRITTEN)
+                head = tl.where(holds, head, tl.where(chained, chain_hash, 0))
+                tl.store(p_heads + i_row, tl.where(prefix == 0, anchor, head))
+
+            o_new = i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+            m = o_new < raw_new
+            o_token = token_first + o_new
+            position = (raw_prefix + o_new + 1) // GROUP - 1
+            m_stored = m & ((raw_prefix + o_new + 1) % GROUP == 0)
+            if STORED > 0:
+                last = position - prefix >= tl.maximum(new - STORED, 0)
+                if RING_PAGE > 0:
+                    last = last | (position % RING_PAGE >= RING_PAGE - RING_ROWS)
+                m_stored = m_stored & last
+            if p_write_slots is not None:
+                listed = o_token < write_length
+                number = tl.load(p_write_slots + o_token, mask=m_stored & listed, other=-1).to(tl.int64)
+                slot, status = resolve(number, p_map, map_length, slots, null_slot, m_stored & listed, POOL, GROUP)
+                slot = tl.where(listed, slot, -1)
+                status = tl.where(listed, status, STATUS_RANGE)
+                found, found_status = lookup(
+                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
+                    PAGE_SIZE, RING, POOL, GROUP,
+                )  # fmt: skip
+                table_slot = tl.where(found_status == STATUS_OK, found, -1)
+            else:
+                table_slot = tl.full((TILE,), -1, tl.int64)
+                slot, status = lookup(
+                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
+                    PAGE_SIZE, RING, POOL, GROUP,
+                )  # fmt: skip
+            word = ((status.to(tl.int64) + 1) << 32) | i_row.to(tl.int64)
+            p_entry = p_plan + o_token * PLAN
+            tl.store(p_entry, tl.where(m_stored, word, 0), mask=m)
+            tl.store(p_entry + 1, tl.where(m_stored, slot, 0), mask=m)
+            tl.store(p_entry + 2, tl.where(m_stored, position, 0), mask=m)
+            tl.store(p_entry + 3, tl.where(m_stored, table_slot, 0), mask=m)
+            claim = (step << 32) + o_token + 1
+            tl.atomic_max(p_claims + slot, claim, mask=m_stored & (status == STATUS_OK))
+
+        else:
+            o_token = all_new + (i - n_check - n_write) * TILE + tl.arange(0, TILE).to(tl.int64)
+            m = o_token < tokens
+            for word in tl.static_range(PLAN):
+                tl.store(p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
+    tl.atomic_add(p_counters + COUNT_CHECKED_SLOTS, checked)
+
+
+@triton.jit
+def judge(
+    p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map, width, extent,
+    map_length, slots, null_slot, ring_rows, region, position, end, prefix, read_first, i_row, row_first, writer,
+    anchor, chain_hash, chained, step,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
+    JUDGED: tl.constexpr,
+):  # fmt: skip
+    """Judges and reports places of a suspect tile, each with the record before it."""
+    m = position < end
+    slot, status = lookup(
+        p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
+        PAGE_SIZE, RING, POOL, GROUP,
+    )  # fmt: skip
+    usable = m & (status == STATUS_OK)
+    first, hash = load_head(p_records, slot, usable)
+    token, stored = split_head(first)
+    expected = tl.full((JUDGED,), -1, tl.int64)
+    if p_expected is not None:
+        o_own = (position + 1) * GROUP - 1
+        p_token = p_expected + i_row.to(tl.int64) * expected_stride + o_own
+        expected = tl.load(p_token, mask=m & (o_own < expected_width), other=-1).to(tl.int64)
+    own = (expected < 0) | (expected == token)
+
+    m_link = m & (position > read_first)
+    prior = position - 1
+    prior_slot, prior_status = lookup(
+        p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, m_link,
+        PAGE_SIZE, RING, POOL, GROUP,
+    )  # fmt: skip
+    prior_usable = m_link & (prior_status == STATUS_OK)
+    prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
+    _, prior_stored = split_head(prior_first)
+    prior_known = prior_usable & (prior_stored == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
+    prior_hash = tl.where(position == 0, anchor, prior_hash)
+    should_be = prior_hash + mix(token, position)
+    link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
+    at_end = (position == prefix - 1) & chained & (hash != 0)
+    end_ok = (at_end == 0) | (hash == chain_hash)
+
+    state = tl.where((stored & FREED) != 0, FREED, stored & (STATE_VALUES - 1))
+    placed = usable & (stored == position * STATE_VALUES + WRITTEN)
+    kind = tl.full((JUDGED,), NOTHING, tl.int64)
+    kind = tl.where(placed & own & ((link_ok & end_ok) == 0), KIND_PREFIX, kind)
+    kind = tl.where(placed & (own == 0), KIND_TOKEN, kind)
+    kind = tl.where(usable & (state == WRITTEN) & (placed == 0), KIND_POSITION, kind)
+    kind = tl.where(usable & (state == FREED), KIND_FREED, kind)
+    kind = tl.where(usable & ((state == UNWRITTEN) | (state == ALLOCATED)), KIND_UNWRITTEN, kind)
+    kind = tl.where(m & (status == STATUS_NULL), KIND_NULL_SLOT, kind)
+    kind = tl.where(m & (status == STATUS_RANGE), KIND_SLOT_RANGE, kind)
+    tl.atomic_add(p_counters + COUNT_UNKNOWN_SLOTS, tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0))
+    found = tl.where(kind == KIND_PREFIX, tl.where(link_ok, chain_hash, should_be), -1)
+    report_record(
+        p_counters, p_ring, ring_rows, kind, kind >= 0, region, -1, slot, position, expected, p_records,
+        usable, tl.where(usable, hash, -1), found, writer, step * 8 + PRE_FORWARD,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """Adds two pairs: two sums in one reduction."""
+    return a + c, b + d
+
+
+@triton.jit
+def ended_at(p_chains, writer, length):
+    """The hash with which the writer's sequence ended, and whether it is known to have ended at ``length``."""
+    p_entry = p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2
+    hash = tl.load(p_entry + 1)
+    known = (writer >= 0) & (length > 0) & (tl.load(p_entry) == ((writer << 32) | length)) & (hash != 0)
+    return hash, known

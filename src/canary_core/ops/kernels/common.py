@@ -1,0 +1,177 @@
+"""Device functions that several kernels share: the mix of the prefix hash, slot look-up, and reporting."""
+
+import triton
+import triton.language as tl
+
+from canary_core.ops import hashing
+from canary_core.records import ROW_WORDS, STATES, Counter, Row, State, Status
+
+# Kernels see globals only as constexpr.
+GOLDEN = tl.constexpr(hashing.GOLDEN)
+MULTIPLY_1 = tl.constexpr(hashing.MULTIPLY_1)
+MULTIPLY_2 = tl.constexpr(hashing.MULTIPLY_2)
+STATUS_OK = tl.constexpr(int(Status.OK))
+STATUS_RANGE = tl.constexpr(int(Status.RANGE))
+STATUS_NULL = tl.constexpr(int(Status.NULL))
+UNWRITTEN = tl.constexpr(int(State.UNWRITTEN))
+WRITTEN = tl.constexpr(int(State.WRITTEN))
+ALLOCATED = tl.constexpr(int(State.ALLOCATED))
+STATE_VALUES = tl.constexpr(STATES)
+FREED = tl.constexpr(int(State.FREED))
+UNKNOWN = tl.constexpr(int(State.UNKNOWN))
+COUNT_ROWS = tl.constexpr(int(Counter.ROWS))
+COUNT_DRAINED = tl.constexpr(int(Counter.DRAINED))
+RING_WORDS = tl.constexpr(ROW_WORDS)
+ROW_SEQUENCE = tl.constexpr(int(Row.SEQUENCE))
+ROW_KIND = tl.constexpr(int(Row.KIND))
+ROW_REGION = tl.constexpr(int(Row.REGION))
+ROW_SOURCE = tl.constexpr(int(Row.SOURCE))
+ROW_SLOT = tl.constexpr(int(Row.SLOT))
+ROW_POSITION = tl.constexpr(int(Row.POSITION))
+ROW_TOKEN = tl.constexpr(int(Row.TOKEN))
+ROW_STORED_TOKEN = tl.constexpr(int(Row.STORED_TOKEN))
+ROW_STORED_POSITION = tl.constexpr(int(Row.STORED_POSITION))
+ROW_STORED_VALUE = tl.constexpr(int(Row.STORED_VALUE))
+ROW_FOUND_VALUE = tl.constexpr(int(Row.FOUND_VALUE))
+ROW_WRITER = tl.constexpr(int(Row.WRITER))
+ROW_STORED_WRITER = tl.constexpr(int(Row.STORED_WRITER))
+ROW_STEP_WRITTEN = tl.constexpr(int(Row.STEP_WRITTEN))
+ROW_FREED = tl.constexpr(int(Row.FREED))
+ROW_STEP = tl.constexpr(int(Row.STEP))
+
+
+@triton.jit
+def mix(token, position):
+    """`hashing.mix`: int64 ``position`` and the low 32 bits of ``token``, gives int64."""
+    x = (position << 32) | (token & 0xFFFFFFFF)
+    x = x.to(tl.uint64, bitcast=True) + GOLDEN
+    x = (x ^ (x >> 30)) * MULTIPLY_1
+    x = (x ^ (x >> 27)) * MULTIPLY_2
+    return (x ^ (x >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def resolve(
+    number, p_map, map_length, slots, null_slot, m,
+    POOL: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """`reference.plan.resolve`: slot and status of int64 slot numbers. ``null_slot`` -1: none. `POOL`: see
+    `launch.TableConstants`."""
+    POOL_ROWS: tl.constexpr = POOL[0]
+    POOL_SLOTS: tl.constexpr = POOL[1]
+    RING_PAGE: tl.constexpr = POOL[2]
+    RING_ROWS: tl.constexpr = POOL[3]
+    negative = number < 0
+    if GROUP > 1:
+        number = tl.where(negative, number, number // GROUP)
+    slot = number
+    bad = negative & False
+    if POOL_ROWS > 0:
+        inside = number % POOL_ROWS
+        bad = (number >= 0) & (inside >= POOL_SLOTS)
+        slot = tl.where(negative | bad, number, number // POOL_ROWS * POOL_SLOTS + inside)
+    if p_map is not None:
+        unmapped = (number >= 0) & (bad == 0) & (slot >= map_length)
+        usable = (negative | bad | unmapped) == 0
+        slot = tl.where(usable, tl.load(p_map + slot, mask=m & usable, other=0).to(tl.int64), slot)
+        bad = bad | unmapped
+    if RING_PAGE > 0:
+        slot = tl.where(bad | (slot < 0), slot, slot // RING_PAGE * RING_ROWS + slot % RING_ROWS)
+    null = (bad == 0) & ((slot < 0) | ((slot == null_slot) & (null_slot >= 0)))
+    bad = bad | (slot >= slots)
+    status = tl.where(bad, STATUS_RANGE, tl.where(null, STATUS_NULL, STATUS_OK))
+    return slot, status
+
+
+@triton.jit
+def lookup(
+    p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """`reference.plan.lookup`: slot and status of int64 positions, of the table row that begins at element
+    ``row_first``."""
+    column = position
+    if GROUP > 1:
+        column = (position + 1) * GROUP - 1
+    if RING > 0:
+        column = column % RING
+    page = column // PAGE_SIZE
+    element = row_first + page
+    present = (page < width) & (element >= 0) & (element < extent)
+    entry = tl.load(p_table + element, mask=m & present, other=-1).to(tl.int64)
+    number = tl.where(entry >= 0, entry * PAGE_SIZE + column % PAGE_SIZE, entry)
+    slot, status = resolve(number, p_map, map_length, slots, null_slot, m & present, POOL, GROUP)
+    slot = tl.where(present, slot, -1)
+    status = tl.where(present, status, STATUS_RANGE)
+    return slot, status
+
+
+@triton.jit
+def readable(prefix, new, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """How many positions before ``prefix`` a forward of ``new`` tokens reads, in a region with a window or in a ring,
+    where it reads if it completes a group. In the type of ``prefix``."""
+    count = tl.minimum(prefix, WINDOW - 1)
+    if ALIGN > 0:
+        end = prefix + tl.maximum(new, 0).to(prefix.dtype)
+        begun = tl.minimum(prefix, prefix % ALIGN + (WINDOW - 1))
+        count = tl.where(end // ALIGN > prefix // ALIGN, begun, 0)
+    return count
+
+
+@triton.jit
+def load_head(p_records, slot, m):
+    """The first 16 bytes of each slot's record, as int64: token and position word, and prefix hash."""
+    return tl.load(p_records + slot * 4, mask=m, other=0), tl.load(p_records + slot * 4 + 1, mask=m, other=0)
+
+
+@triton.jit
+def split_head(first):
+    """Token and position word (``position * 8 + state``) of a record's first 8 bytes, as int64."""
+    return first.to(tl.int32).to(tl.int64), first >> 32
+
+
+@triton.jit
+def report(
+    p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, stored_token, stored_position,
+    stored_value, found_value, writer, stored_writer, step_written, freed, step,
+):  # fmt: skip
+    """Counts the findings where ``m`` and keeps a row of each that the ring has room for. Blocks of one shape."""
+    tl.atomic_add(p_counters + kind, 1, mask=m)
+    number = tl.atomic_add(p_counters + COUNT_ROWS + tl.zeros_like(kind), 1, mask=m)
+    drained = tl.load(p_counters + COUNT_DRAINED)
+    keep = m & (number - drained < ring_rows)
+    p_row = p_ring + (number % ring_rows) * RING_WORDS
+    tl.store(p_row + ROW_SEQUENCE, number + 1, mask=keep)
+    tl.store(p_row + ROW_KIND, kind, mask=keep)
+    tl.store(p_row + ROW_REGION, region, mask=keep)
+    tl.store(p_row + ROW_SOURCE, source, mask=keep)
+    tl.store(p_row + ROW_SLOT, slot, mask=keep)
+    tl.store(p_row + ROW_POSITION, position, mask=keep)
+    tl.store(p_row + ROW_TOKEN, token, mask=keep)
+    tl.store(p_row + ROW_STORED_TOKEN, stored_token, mask=keep)
+    tl.store(p_row + ROW_STORED_POSITION, stored_position, mask=keep)
+    tl.store(p_row + ROW_STORED_VALUE, stored_value, mask=keep)
+    tl.store(p_row + ROW_FOUND_VALUE, found_value, mask=keep)
+    tl.store(p_row + ROW_WRITER, writer, mask=keep)
+    tl.store(p_row + ROW_STORED_WRITER, stored_writer, mask=keep)
+    tl.store(p_row + ROW_STEP_WRITTEN, step_written, mask=keep)
+    tl.store(p_row + ROW_FREED, freed, mask=keep)
+    tl.store(p_row + ROW_STEP, step, mask=keep)
+
+
+@triton.jit
+def report_record(
+    p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, p_records, usable, stored_value,
+    found_value, writer, step,
+):  # fmt: skip
+    """`report` with what the record of each slot says; -1 where there is none (``usable`` false)."""
+    m_record = m & usable
+    first = tl.load(p_records + slot * 4, mask=m_record, other=-1)
+    written = tl.load(p_records + slot * 4 + 2, mask=m_record, other=-1)
+    freed = tl.load(p_records + slot * 4 + 3, mask=m_record, other=-1)
+    stored_token, stored_position = split_head(first)
+    step_written, stored_writer = split_head(written)
+    report(
+        p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, stored_token, stored_position,
+        stored_value, found_value, writer, stored_writer, step_written, freed, step,
+    )  # fmt: skip

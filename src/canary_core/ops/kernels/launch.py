@@ -1,0 +1,238 @@
+"""What the host sides of the kernels share: their arguments, and a launch that costs a few microseconds.
+
+Triton's own launch looks at each argument and at each constant of the module again, every time: tens of microseconds
+for kernels with as many as ours. Here arguments are looked at once for as long as they live, a region's once for good
+and a batch's once a forward, and a kernel that was compiled for their like is launched directly.
+"""
+
+import inspect
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.reference.plan import stored_tokens
+from canary_core.ops.state import RegionState, SourceGroup
+
+INTERPRETED_PROGRAMS = 3
+"""Programs on the interpreter: few, so that each of them goes round its loop."""
+
+VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "expected_width")
+"""Parameters that differ from batch to batch and that no address is made of: nothing is compiled anew for a 1 or a
+multiple of 16 among them."""
+
+UNALIGNED = ("p_slots", "p_write_slots", "p_expected")
+"""Parameters that engines cut out of larger tensors, wherever those begin: nothing is compiled anew for that."""
+
+SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.jit).parameters
+
+ROW_STEPS = (16, 64, 256, 1024, 4096, 16384, 65536)
+"""Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
+
+MOST_COMPILERS = 8
+"""Threads that compile at a time: the rest of the machine is the engine's."""
+
+_kinds: dict[tuple[Any, ...], int] = {}
+_compiling_together = False
+
+
+def jit(*varying: str) -> Callable[[Any], Any]:
+    """`triton.jit` for kernels that are compiled as seldom as can be: nothing about the parameters ``varying`` is built
+    into them, nor how `UNALIGNED` ones are aligned, where this Triton can leave that out."""
+    options = {"do_not_specialize_on_alignment": UNALIGNED} if SPECIALISED_LESS else {}
+    decorate: Callable[[Any], Any] = triton.jit(do_not_specialize=varying, **options)
+    return decorate
+
+
+class Arguments(NamedTuple):
+    """Consecutive arguments of a kernel: as Triton's compiler wants to see them, as a compiled kernel takes them
+    (addresses for tensors), and a number that stands for all that compiled code may depend on in them."""
+
+    objects: tuple[Any, ...]
+    raw: list[int | None]
+    kind: int
+
+
+NO_ARGUMENTS = Arguments((), [], -1)
+
+
+def arguments(*objects: Tensor | int | None) -> Arguments:
+    """FingerprintSchedule at each of ``objects`` the way Triton specialises on it: type, alignment to 16, equality to 1."""
+    raw: list[int | None] = []
+    seen: list[Any] = []
+    for value in objects:
+        if value is None:
+            raw.append(None)
+            seen.append(None)
+        elif isinstance(value, int):
+            raw.append(value)
+            seen += (value == 1, value & 15 == 0, -(1 << 31) <= value < 1 << 31)
+        else:
+            address = value.data_ptr()
+            raw.append(address)
+            seen += (value.dtype, address & 15 == 0)
+    return Arguments(objects, raw, _kinds.setdefault(tuple(seen), len(_kinds)))
+
+
+class Launcher:
+    """One kernel for one region, with all that stays the same from forward to forward: its first arguments, its
+    compile-time constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``."""
+
+    __slots__ = ("_compiled", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw", "_unread")
+
+    def __init__(
+        self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, Any], **options: int
+    ) -> None:
+        self._kernel = kernel
+        self._fixed = tuple(value for part in fixed for value in part.objects)
+        self._raw = tuple(value for part in fixed for value in part.raw)
+        self._constants = constants
+        # A compiled kernel wants something in the place of each constant and looks at none.
+        self._unread = (None,) * len(constants)
+        self._options = options
+        self._device = state.records.device.index
+        self._compiled: dict[int, Any] = {}
+
+    def __call__(self, grid: tuple[int, int], given: Arguments = NO_ARGUMENTS) -> None:
+        """Launches on the current stream with ``given`` after the fixed arguments. Never reads back, never allocates
+        device memory; compiles when it meets arguments of a new kind."""
+        compiled = self._compiled.get(given.kind)
+        if compiled is None:
+            if _compiling_together:
+                self._kernel.warmup(
+                    *self._fixed, *given.objects, **self._constants, **self._options, grid=grid
+                )  # fmt: skip
+                return
+            compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
+            # The interpreter gives None.
+            if compiled is not None:
+                self._compiled[given.kind] = (compiled.run, compiled.function, compiled.packed_metadata)
+            return
+        run, function, metadata = compiled
+        run(
+            grid[0], grid[1], 1, _current_stream()(self._device), function, metadata, None, None, None,
+            *self._raw, *given.raw, *self._unread,
+        )  # fmt: skip
+
+
+def compile_together(launches: Callable[[], None]) -> None:
+    """Compiles what ``launches`` would launch for the first time, side by side, and launches none of it. Where this
+    Triton can't, nothing happens, and the first launches compile one after the other."""
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        return
+
+    def collect() -> None:
+        global _compiling_together
+        _compiling_together = True
+        try:
+            with ThreadPoolExecutor(MOST_COMPILERS) as threads, mode(threads):
+                launches()
+        finally:
+            _compiling_together = False
+
+    # Triton's mode stays on where an error ends it, so it gets a context of its own: the engine compiles too.
+    copy_context().run(collect)
+
+
+def region_arguments(state: RegionState) -> Arguments:
+    """``p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows,
+    region, slots, null_slot``: what every kernel takes first."""
+    known = state.arguments.get("region")
+    if known is None:
+        shared, null = state.shared, state.region.null_slot
+        known = state.arguments["region"] = arguments(
+            state.records.view(torch.int64), state.records, state.claims, state.plan, state.heads, state.chains,
+            state.cursors, shared.counters, shared.clock, shared.ring, shared.ring.shape[0], state.index,
+            state.region.slots, -1 if null is None else null,
+        )  # fmt: skip
+    return known
+
+
+def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
+    """``p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources``."""
+    known = state.arguments.get(group)
+    if known is None:
+        known = state.arguments[group] = arguments(
+            state.descriptors, group.columns, state.keys, state.salts, state.fingerprints, len(state.sources)
+        )
+    return known
+
+
+class TableConstants(NamedTuple):
+    """Compile-time constants of a batch: what is fixed for an engine, and its rows rounded up to one of
+    `ROW_STEPS`.
+
+    `ALIGN`: a region's ``group_tokens``. `POOL`: how a table's numbers become slots; rows and slots of a ``pool_page``,
+    slots and rows of a ``page_ring``, 0 where there is none.
+    """
+
+    PAGE_SIZE: int
+    RING: int
+    STORED: int
+    WINDOW: int
+    ALIGN: int
+    POOL: tuple[int, int, int, int]
+    GROUP: int
+    ROWS: int
+
+
+def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableConstants]:
+    """``p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens``, and
+    the compile-time constants that go with them. Looked at once a forward."""
+    last = state.arguments.get("batch")
+    if last is not None and last[0] is batch and last[1] is table:
+        return last[2], last[3]
+    entries, writes, slot_map, expected = table.entries, table.write_slots, state.region.slot_map, batch.expected_tokens
+    stride = entries.stride(0)
+    if expected is not None and expected.numel() == 0:
+        expected = None
+    rows, tokens = batch.rows, batch.tokens
+    found = arguments(
+        batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, batch.token_ids, batch.positions,
+        expected, 0 if expected is None else expected.shape[1], 0 if expected is None else expected.stride(0),
+        entries, table.rows, slot_map, table.width, stride,
+        (entries.shape[0] - 1) * stride + entries.shape[1] if entries.numel() else 0,
+        0 if slot_map is None else slot_map.shape[0], writes, 0 if writes is None else writes.shape[0], rows, tokens,
+    )  # fmt: skip
+    region = state.region
+    constants = TableConstants(
+        table.page_size, table.ring_slots, stored_tokens(region, table), region.attention_window, region.group_tokens,
+        (*(table.pool_page or (0, 0)), *(region.page_ring or (0, 0))), region.tokens_per_slot,
+        next(step for step in ROW_STEPS if rows <= step),
+    )  # fmt: skip
+    state.arguments["batch"] = (batch, table, found, constants)
+    return found, constants
+
+
+@cache
+def _current_stream() -> Callable[[int], int]:
+    """Triton's function for the current stream of a device."""
+    found: Callable[[int], int] = triton.runtime.driver.active.get_current_stream
+    return found
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def register_limit(state: RegionState, registers: int) -> dict[str, int]:
+    """Triton's option to give a kernel that waits for memory no more than ``registers`` a thread, so that more of it is
+    resident; only NVIDIA's back end has it."""
+    nvidia = state.records.device.type == "cuda" and torch.version.hip is None
+    return {"maxnreg": registers} if nvidia else {}
+
+
+def programs(state: RegionState, per_processor: int) -> int:
+    """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch."""
+    device = state.records.device
+    return INTERPRETED_PROGRAMS if device.type == "cpu" else processors(device) * per_processor

@@ -1,0 +1,166 @@
+"""record: the kernel of `canary_core.ops.reference.record`, one launch over a persistent grid of row tiles.
+
+The prefix hash is a sum, so a tile of new tokens needs the head of its row, the sum of the mixes before the tile (which
+it adds up itself: no program waits for another) and a scan of its own.
+"""
+
+import triton.language as tl
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.kernels.common import (
+    FREED,
+    STATE_VALUES,
+    STATUS_NULL,
+    STATUS_OK,
+    STATUS_RANGE,
+    WRITTEN,
+    mix,
+    report,
+)
+from canary_core.ops.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
+from canary_core.ops.state import RegionState
+from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
+
+TILE = 256
+"""New tokens that a program records at a time."""
+WARPS = 8
+PROGRAMS_PER_PROCESSOR = 2
+
+CHAIN_ENTRIES = tl.constexpr(CHAINS)
+CURSOR_CHECK = tl.constexpr(int(Cursor.CHECK))
+CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
+CLOCK_STEP = tl.constexpr(int(Clock.STEP))
+CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
+COUNT_RECORDED_SLOTS = tl.constexpr(int(Counter.RECORDED_SLOTS))
+KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
+KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
+KIND_WRITE_INPUT = tl.constexpr(int(Kind.WRITE_INPUT))
+KIND_WRITE_SLOT = tl.constexpr(int(Kind.WRITE_SLOT))
+KIND_WRITE_AFTER_FREE = tl.constexpr(int(Kind.WRITE_AFTER_FREE))
+KIND_TWO_WRITERS = tl.constexpr(int(Kind.TWO_WRITERS))
+PLAN = tl.constexpr(PLAN_WORDS)
+POST_FORWARD = tl.constexpr(int(Phase.POST_FORWARD))
+
+
+def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """As `canary_core.ops.reference.record.record`. One launch; may be captured."""
+    given, constants = batch_arguments(state, batch, table)
+    launcher = state.arguments.get(("record", constants))
+    if launcher is None:
+        every = constants._asdict() | {"TILE": TILE}
+        launcher = Launcher(record_kernel, state, (region_arguments(state),), every, num_warps=WARPS)
+        state.arguments["record", constants] = launcher
+    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+
+
+@jit(*VARYING)
+def record_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
+    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs, which share the tiles of all rows' new tokens."""
+    i_program = tl.program_id(0)
+    o_row = tl.arange(0, ROWS)
+    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
+    b_new = tl.maximum(tl.load(p_new + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
+    b_token_first = tl.cumsum(b_new, 0) - b_new
+    b_new = tl.minimum(b_new, tl.maximum(tokens - b_token_first, 0))
+    # Positions count slots, of GROUP tokens each.
+    b_new = (b_prefix + b_new) // GROUP - b_prefix // GROUP
+    b_tiles = (b_new + TILE - 1) // TILE
+    b_tile_end = tl.cumsum(b_tiles, 0)
+    step = tl.load(p_clock + CLOCK_NEXT)
+    if i_program == 0:
+        tl.store(p_clock + CLOCK_STEP, step)
+        tl.store(p_cursors + CURSOR_CHECK, tl.load(p_cursors + CURSOR_CHECK_NEXT))
+
+    for i in range(i_program, tl.sum(b_tiles, 0), tl.num_programs(0)):
+        i_row = tl.sum((b_tile_end <= i).to(tl.int32), 0)
+        i_tile = i - tl.max(tl.where(b_tile_end <= i, b_tile_end, 0), 0)
+        new = tl.sum(tl.where(o_row == i_row, b_new, 0), 0).to(tl.int64)
+        token_first = tl.sum(tl.where(o_row == i_row, b_token_first, 0), 0).to(tl.int64)
+        raw_prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+        prefix = raw_prefix // GROUP
+        token_zero = token_first - raw_prefix
+        writer = tl.load(p_writers + i_row).to(tl.int64)
+        head = tl.load(p_heads + i_row)
+
+        b_before = tl.zeros((TILE,), tl.int64)
+        for i_before in range(i_tile):
+            o_before = i_before * TILE + tl.arange(0, TILE).to(tl.int64)
+            p_token = p_tokens + token_zero + (prefix + o_before + 1) * GROUP - 1
+            b_before += mix(tl.load(p_token).to(tl.int64), prefix + o_before)
+
+        o_new = i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        m = o_new < new
+        position = prefix + o_new
+        own = (position + 1) * GROUP - 1
+        o_token = token_zero + own
+        token = tl.load(p_tokens + o_token, mask=m, other=0).to(tl.int64)
+        b_mix = tl.where(m, mix(token, position), 0)
+        hash = head + tl.sum(b_before, 0) + tl.cumsum(b_mix, 0)
+        hash = tl.where(head == 0, 0, hash)
+
+        last = m & (o_new == new - 1) & (writer >= 0)
+        p_entry = p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2 + tl.zeros_like(position)
+        tl.store(p_entry, (writer << 32) | (position + 1), mask=last)
+        tl.store(p_entry + 1, hash, mask=last)
+
+        word = tl.load(p_plan + o_token * PLAN, mask=m, other=0)
+        slot = tl.load(p_plan + o_token * PLAN + 1, mask=m, other=0)
+        planned = word != 0
+        status = (word >> 32) - 1
+        usable = planned & (status == STATUS_OK)
+        claim = tl.load(p_claims + slot, mask=usable, other=0)
+        won = usable & (claim == (step << 32) + o_token + 1)
+        p_record = p_records + slot * 4
+        freed_bit = (tl.load(p_record, mask=won, other=0) >> 32) & FREED
+        old_freed = tl.where(freed_bit != 0, tl.load(p_record + 3, mask=won, other=0), 0)
+        tl.store(p_record, (token & 0xFFFFFFFF) | ((position * STATE_VALUES + WRITTEN + freed_bit) << 32), mask=won)
+        tl.store(p_record + 1, hash, mask=won)
+        tl.store(p_record + 2, (step & 0xFFFFFFFF) | (writer << 32), mask=won)
+        tl.store(p_record + 3, old_freed, mask=won)
+        tl.atomic_add(p_counters + COUNT_RECORDED_SLOTS, tl.sum(won.to(tl.int64), 0))
+
+        expected = tl.full((TILE,), -1, tl.int64)
+        if p_expected is not None:
+            p_token = p_expected + i_row.to(tl.int64) * expected_stride + own
+            expected = tl.load(p_token, mask=planned & (own < expected_width), other=-1).to(tl.int64)
+        given = own
+        if p_positions is not None:
+            given = tl.load(p_positions + o_token, mask=planned, other=0).to(tl.int64)
+        table_slot = tl.load(p_plan + o_token * PLAN + 3, mask=planned, other=-1)
+        wrong = planned & (((expected >= 0) & (expected != token)) | (given != own))
+        elsewhere = usable & (table_slot >= 0) & (table_slot != slot)
+        lost = usable & (won == 0)
+        freed = won & (freed_bit != 0)
+        bad = (planned & (status != STATUS_OK)) | wrong | elsewhere | lost | freed
+        if tl.sum(bad.to(tl.int32), 0) > 0:
+            # One token may have several findings, so each kind is reported by itself.
+            none = tl.full((TILE,), -1, tl.int64)
+            for i_kind in tl.static_range(6):
+                if i_kind == 0:
+                    kind, m_kind, value = KIND_SLOT_RANGE, planned & (status == STATUS_RANGE), none
+                elif i_kind == 1:
+                    kind, m_kind, value = KIND_NULL_SLOT, planned & (status == STATUS_NULL), none
+                elif i_kind == 2:
+                    kind, m_kind, value = KIND_WRITE_INPUT, wrong, none
+                elif i_kind == 3:
+                    kind, m_kind, value = KIND_WRITE_SLOT, elsewhere, table_slot
+                elif i_kind == 4:
+                    kind, m_kind, value = KIND_TWO_WRITERS, lost, (claim & 0xFFFFFFFF) - 1
+                else:
+                    kind, m_kind, value = KIND_WRITE_AFTER_FREE, freed, none
+                when_freed, freed_by = none, none
+                if i_kind == 5:
+                    when_freed, freed_by = old_freed, old_freed >> 32
+                report(
+                    p_counters, p_ring, ring_rows, tl.full((TILE,), kind, tl.int64), m_kind, region, -1, slot, position,
+                    expected, token, (position + given - own) * STATE_VALUES + WRITTEN, value, -1, writer, freed_by, -1,
+                    when_freed, step * 8 + POST_FORWARD,
+                )  # fmt: skip

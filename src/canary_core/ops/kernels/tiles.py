@@ -1,0 +1,90 @@
+"""How the byte kernels go over a region: which slots of which sources a program takes together."""
+
+from typing import NamedTuple
+
+from canary_core.ops.state import RegionState, SourceGroup, SourceShape
+from canary_core.records import READ_TILE
+from canary_core.region import RegionKind
+
+COLUMNS = 32
+"""Words of a slot in one load: 8 lanes of 16 bytes."""
+
+
+class Tile(NamedTuple):
+    """How a kernel goes over slots: how many a program takes at a time, its warps, loads of a slot in flight, and words
+    of a slot in one load.
+
+    ``abreast``: 0 where the rows of a tile are slots of one source. Else a program takes one slot at a time, of as many
+    as it looks up together, and the rows are so many sources that have it; columns and loads are powers of two then.
+    """
+
+    slots: int
+    warps: int
+    unrolled: int
+    columns: int = COLUMNS
+    abreast: int = 0
+
+
+class Tiles(NamedTuple):
+    """Of one kernel: for slots as KV rows are, and for long ones."""
+
+    usual: Tile
+    long: Tile
+
+
+WRITE_TILE = Tile(32, 4, 2)
+SCRUB_TILE = Tile(32, 2, 2)
+READ_CHECK_TILE = Tile(READ_TILE, 1, 3)
+
+# Long slots are few, and of a batch's tokens or places few have one: tiles of slots would be nearly empty and most of a
+# device idle. A key is 8 bytes for a word of 4 and comes from the second cache, so sources abreast share keys. Columns
+# are 4 words a thread of all warps: then a thread has the same words of all sources, and adds them up by itself.
+LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
+"""Of many warps, since a few requests have few programs; docs/tuning.md has those that were measured against it."""
+LOOKED_UP = 128
+"""Tokens of a batch that a program looks at together for long slots."""
+
+WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP))
+READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE))
+SCRUB_TILES = Tiles(SCRUB_TILE, LONG_TILE)
+
+LONG_WORDS = 8192
+"""A slot of more words in one source is long: more than a row of 128 heads of 128 bfloat16 has."""
+LONG_STATE_WORDS = 1024
+"""A request has one slot of a `RegionKind.STATE` region, so shorter ones are few already."""
+
+
+def is_long(state: RegionState, group: SourceGroup) -> bool:
+    """Whether the slots of a source group are read one at a time."""
+    most = LONG_STATE_WORDS if state.region.kind is RegionKind.STATE else LONG_WORDS
+    return group.shapes[0].words > most
+
+
+def constants(shapes: tuple[SourceShape, ...], tile: Tile, sources: int) -> dict[str, object]:
+    """Compile-time constants of a kernel that takes ``sources`` sources, or pairs of them, of these shapes by ``tile``:
+    see `fold.STRIP` and `fold.describe`."""
+    first, *narrow = shapes
+    strips = (*first, *loads(first, tile), *(value for shape in narrow for value in (*shape, _whole(shape), 1)))
+    return {"STRIPS": strips, "SLOTS": tile.slots, "ABREAST": (tile.abreast, sources if tile.abreast else 0)}
+
+
+def loads(shape: SourceShape, tile: Tile) -> tuple[int, int]:
+    """Words of a load, loads in flight. Loads of a tile of slots are the widest up to its columns that divide a slot,
+    so that no lane is masked off, else all columns. Of a long slot only the last round has such lanes."""
+    words = shape.words
+    if tile.abreast:
+        block = min(tile.columns, _whole(shape))
+        return block, min(tile.unrolled, 1 << (-(-words // block) - 1).bit_length())
+    widest = max(w for w in (1, 2, 4, 8, 16, 32) if w <= tile.columns and words % w == 0)
+    block = tile.columns
+    if widest >= min(4, words):
+        block = widest
+    elif words < tile.columns:
+        block = _whole(shape)
+    blocks = -(-words // block)
+    return block, max(n for n in range(1, tile.unrolled + 1) if blocks % n == 0)
+
+
+def _whole(shape: SourceShape) -> int:
+    """Words of a load that has all of a slot, as a strip's must."""
+    return 1 << (shape.words - 1).bit_length()

@@ -1,0 +1,284 @@
+"""The host's twin of the fingerprint, and records that travel with bytes: for KV that is parked in host memory, goes
+over a wire, or is copied on the device. Payloads are laid out as `canary_core.records` says.
+
+`export_records` takes what is known of slots before their bytes leave, `import_records` puts it back where they arrive,
+and `check_payload` compares parked bytes with it in between, on the host and without a GPU.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from canary_core.errors import AttachError
+from canary_core.ops import hashing
+from canary_core.records import (
+    FREED_BY,
+    PAYLOAD_FINGERPRINTS,
+    PAYLOAD_RECORD,
+    PAYLOAD_STAMP,
+    PAYLOAD_VERSION,
+    POSITION,
+    RECORD_WORDS,
+    STATES,
+    STEP_FREED,
+    STEP_WRITTEN,
+    TOKEN,
+    WRITER,
+    Clock,
+    Descriptor,
+    State,
+)
+
+if TYPE_CHECKING:
+    from canary_core.ops.state import RegionState
+
+BLOCK_WORDS = 1 << 16
+"""Words that `fingerprint_bytes` takes at a time: its scratch then stays in a core's cache."""
+
+_NONCE = os.urandom(16)
+"""Tells this process's payloads from another's."""
+
+
+class Array(Protocol):
+    """A numpy array, without a need for numpy."""
+
+    @property
+    def flags(self) -> Any:
+        """Says whether the array is ``writeable``."""
+
+    def copy(self) -> Any:
+        """The same values in memory of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLayout:
+    """One fingerprinted source of a payload: ``chunks`` chunks of ``chunk_bytes`` bytes a slot."""
+
+    name: str
+    chunks: int
+    chunk_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Fingerprinted bytes of one slot."""
+        return self.chunks * self.chunk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadLayout:
+    """What a region's payloads mean; plain values, so that it may be pickled for another process.
+
+    ``sources`` are in the order of their fingerprints. ``origin``, 32 bits, is the Canary that exported: elsewhere its
+    writer ids and steps mean nothing. Payloads fit regions whose layout has the same ``digest``.
+    """
+
+    sources: tuple[SourceLayout, ...]
+    origin: int
+    digest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        text = ";".join(f"{s.name},{s.chunks},{s.chunk_bytes}" for s in self.sources)
+        digest = blake2b(f"{PAYLOAD_VERSION};{text}".encode(), digest_size=4).digest()
+        # 31 bits and never 0: a payload of zeros fits nowhere.
+        object.__setattr__(self, "digest", int.from_bytes(digest, "little") >> 1 or 1)
+
+    @classmethod
+    def of(cls, state: "RegionState") -> "PayloadLayout":
+        """The layout of a region's payloads."""
+        known = _layouts.get(state)
+        if known is None:
+            origin = blake2b(_NONCE + f"{os.getpid()},{id(state.shared)}".encode(), digest_size=4).digest()
+            sources = tuple(SourceLayout(s.name, s.chunks, s.chunk_bytes) for s in state.sources)
+            known = _layouts[state] = cls(sources, int.from_bytes(origin, "little"))
+        return known
+
+    @property
+    def words(self) -> int:
+        """int64 words of one slot's payload."""
+        return PAYLOAD_FINGERPRINTS + len(self.sources)
+
+    @property
+    def stamp(self) -> int:
+        """First word of every payload row of this layout."""
+        return self.digest << 32 | self.origin
+
+
+_layouts: "WeakKeyDictionary[RegionState, PayloadLayout]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A parked slot whose bytes aren't those that were recorded: row ``row`` of the payload, in ``source``.
+
+    ``writer`` and ``step_written`` are those of the Canary that exported.
+    """
+
+    row: int
+    source: str
+    stored_value: int
+    found_value: int
+    token: int
+    position: int
+    writer: int
+    step_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadCheck:
+    """What `check_payload` found. ``checked`` and ``skipped`` count (row, source) pairs; skipped are those whose bytes
+    were unknown, or never written, when they were exported."""
+
+    differences: tuple[Difference, ...]
+    checked: int
+    skipped: int
+
+
+def fingerprint_bytes(data: Tensor | Array, chunk_bytes: int, column: int) -> Tensor:
+    """The fingerprint that the device has for a source's slots with these bytes: int64 ``[n]``.
+
+    data: ``[n, ...]``, each row the bytes of one slot, its chunks of ``chunk_bytes`` bytes one after the other; uint8,
+    or any dtype for its raw bytes. A numpy array or a tensor, on any device. column: index of the source among the
+    region's fingerprinted sources (`PayloadLayout.sources`). Raises `AttachError` if chunks do not divide a row.
+    """
+    data = _as_bytes(data)
+    slots, slot_bytes = data.shape
+    if chunk_bytes < 1 or slot_bytes % chunk_bytes or not slot_bytes:
+        raise AttachError(f"a slot of {slot_bytes} bytes has no whole number of chunks of {chunk_bytes} bytes")
+    chunks, width = slot_bytes // chunk_bytes, -(-chunk_bytes // 4)
+    keys = hashing.keys(chunks * width, data.device)
+    out = torch.empty(slots, dtype=torch.int64, device=data.device)
+    rows = max(BLOCK_WORDS // len(keys), 1)
+    for first in range(0, slots, rows):
+        block = data[first : first + rows].reshape(-1, chunks, chunk_bytes)
+        if width * 4 != chunk_bytes:
+            block = pad(block, (0, width * 4 - chunk_bytes))
+        if block.storage_offset() % 4 or not block.is_contiguous():
+            block = block.clone(memory_format=torch.contiguous_format)
+        words = block.view(torch.int32).view(-1, len(keys)).long() & 0xFFFFFFFF
+        out[first : first + rows] = words.mul_(keys).sum(1)
+    return out + hashing.salts(column + 1, data.device)[column]
+
+
+def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Tensor | Array]) -> PayloadCheck:
+    """Compares parked bytes with the payload that was exported with them, on the host.
+
+    payload: int64 ``[n, layout.words]``. data: source name → its bytes of the same ``n`` slots, as `fingerprint_bytes`
+    takes them; any of the layout's sources. Of a longer row only its first bytes are fingerprinted
+    (``CANARY_BYTES=partial``). Raises `AttachError` for a source that the layout lacks, or other numbers of slots.
+    """
+    payload = payload.cpu()
+    if payload.dim() != 2 or payload.shape[1] != layout.words:
+        raise AttachError(f"payload must be [n, {layout.words}] for this layout, got {tuple(payload.shape)}")
+    columns = {source.name: column for column, source in enumerate(layout.sources)}
+    known, record = _records_of(layout, payload)
+    written = known & (record[:, POSITION] & _CONTENT == State.WRITTEN)
+    differences: list[Difference] = []
+    checked = skipped = 0
+    for name, content in data.items():
+        if name not in columns:
+            raise AttachError(f"no source {name!r} in this payload; its sources are {', '.join(columns) or 'none'}")
+        column = columns[name]
+        source = layout.sources[column]
+        bytes_ = _as_bytes(content).cpu()
+        if bytes_.shape[0] != len(payload) or bytes_.shape[1] < source.slot_bytes:
+            raise AttachError(
+                f"{name}: {len(payload)} slots of {source.slot_bytes} bytes are needed, got {tuple(bytes_.shape)}"
+            )
+        stored = payload[:, PAYLOAD_FINGERPRINTS + column]
+        judged = written & (stored != 0)
+        found = fingerprint_bytes(bytes_[:, : source.slot_bytes], source.chunk_bytes, column)
+        for row in (judged & (found != stored)).nonzero()[:, 0].tolist():
+            fields = record[row].tolist()
+            token, position = fields[TOKEN], fields[POSITION] // STATES
+            values = int(stored[row]), int(found[row])
+            differences.append(Difference(row, name, *values, token, position, fields[WRITER], fields[STEP_WRITTEN]))
+        checked += int(judged.sum())
+        skipped += int((~judged).sum())
+    return PayloadCheck(tuple(differences), checked, skipped)
+
+
+_CONTENT = int(State.FREED) - 1
+"""The bits of a state that say what a slot holds, whoever owns it."""
+
+
+def export_records(state: "RegionState", slots: Tensor) -> Tensor:
+    """What is known of ``slots`` (integer ``[n]``): int64 ``[n, layout.words]`` on the region's device. Rows of numbers
+    that are no slots are zero, which is imported as unknown. Never waits for the device."""
+    slots = slots.long()
+    inside = (slots >= 0) & (slots < state.region.slots)
+    slot = torch.where(inside, slots, 0)
+    stamp = torch.full_like(slot, PayloadLayout.of(state).stamp)
+    fingerprints = torch.where(_present(state, slot), state.fingerprints[slot], 0)
+    payload = torch.cat((stamp[:, None], state.records.view(torch.int64)[slot], fingerprints), dim=1)
+    return payload * inside[:, None]
+
+
+def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer: int = -1) -> None:
+    """``slots`` (integer ``[n]``, each at most once) hold what ``payload`` (``[n, layout.words]``, on the region's
+    device) was exported with. Numbers that are no slots are left out. Never waits for the device.
+
+    A slot becomes *unknown* where the payload is of another layout. Where it lacks the fingerprint of bytes that the
+    slot has, those bytes are not compared, and what the slot is stays known. Who wrote it, and when, is kept only from
+    the same Canary; else it is ``writer``, now. Freed or not is the slot's own, not the payload's.
+    """
+    layout = PayloadLayout.of(state)
+    slots = slots.long()
+    if not len(slots):
+        return
+    if payload.dim() != 2 or payload.shape[1] != layout.words:
+        payload = state.fingerprints.new_zeros(len(slots), layout.words)
+    entry, slot, anything = entries(state, slots)
+    payload = payload[entry]
+    old = state.records[slot]
+    known, new = _records_of(layout, payload)
+    own = known & (payload[:, PAYLOAD_STAMP] & 0xFFFFFFFF == layout.origin)
+    fingerprints = torch.where(known[:, None], payload[:, PAYLOAD_FINGERPRINTS:], 0)
+    content = torch.where(known, new[:, POSITION] & _CONTENT, int(State.UNKNOWN))
+    freed = old[:, POSITION] & int(State.FREED)
+    new = torch.where(known[:, None], new, 0)
+    new[:, POSITION] = new[:, POSITION] // STATES * STATES + content + freed
+    new[:, WRITER] = torch.where(own, new[:, WRITER], writer)
+    # 0 would say that nothing was ever written.
+    new[:, STEP_WRITTEN] = torch.where(own, new[:, STEP_WRITTEN], state.shared.clock[Clock.NEXT].clamp(min=1).int())
+    for word in (STEP_FREED, FREED_BY):
+        new[:, word] = torch.where(freed != 0, old[:, word], 0)
+    state.records[slot] = torch.where(anything, new, old)
+    state.fingerprints[slot] = torch.where(anything, fingerprints, state.fingerprints[slot])
+
+
+def entries(state: "RegionState", slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``slots`` (int64 ``[n]``, n at least 1) without those that are no slots, and without a wait for the device: these
+    repeat the first one that is, since the same value written twice does no harm. Gives the index and the slot of
+    each, and whether there is any; if not, the slots must be left as they are."""
+    inside = (slots >= 0) & (slots < state.region.slots)
+    entry = torch.where(inside, torch.arange(len(slots), device=slots.device), inside.int().argmax())
+    return entry, slots[entry].clamp(0, state.region.slots - 1), inside.any()
+
+
+def _records_of(layout: PayloadLayout, payload: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows are of this layout, bool ``[n]``, and the records in them, int32 ``[n, RECORD_WORDS]``."""
+    known = payload[:, PAYLOAD_STAMP] >> 32 == layout.digest
+    record = payload[:, PAYLOAD_RECORD:PAYLOAD_FINGERPRINTS].contiguous().view(torch.int32)
+    return known, record.view(-1, RECORD_WORDS)
+
+
+def _present(state: "RegionState", slot: Tensor) -> Tensor:
+    """Whether each source has bytes of each slot, bool ``[n, sources]``."""
+    page_size, present = (state.descriptors[:, d] for d in (Descriptor.PAGE_SIZE, Descriptor.PRESENT))
+    return slot[:, None] % page_size < present
+
+
+def _as_bytes(data: Tensor | Array) -> Tensor:
+    """uint8 ``[n, bytes of a row]``."""
+    if not isinstance(data, Tensor):
+        # Torch warns of memory that it can't write, such as a received message's.
+        data = torch.from_numpy(data if data.flags.writeable else data.copy())
+    data = data.flatten(1)
+    return data if data.dtype is torch.uint8 else data.contiguous().view(torch.uint8)

@@ -1,0 +1,125 @@
+"""record: after a forward, remember what it wrote to each slot, and check what it was given to write."""
+
+import torch
+from torch import Tensor
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops import hashing
+from canary_core.ops.reference import plan
+from canary_core.ops.reference.check import expected_tokens
+from canary_core.ops.reference.ring import report
+from canary_core.ops.state import RegionState
+from canary_core.records import (
+    CHAINS,
+    FREED_BY,
+    POSITION,
+    PREFIX_HASH,
+    RECORD_WORDS,
+    STATES,
+    STEP_FREED,
+    STEP_WRITTEN,
+    TOKEN,
+    WRITER,
+    Clock,
+    Counter,
+    Cursor,
+    Kind,
+    Phase,
+    Row,
+    State,
+    Status,
+)
+
+
+def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """Writes the records of all stored new tokens and each row's chain entry; ends the step.
+
+    Reports SLOT_RANGE or NULL_SLOT, WRITE_INPUT, WRITE_SLOT, TWO_WRITERS (the token with the highest index wins; the
+    others are reported and not recorded) and WRITE_AFTER_FREE (the slot stays freed).
+    """
+    shared = state.shared
+    rows = plan.rows(state.region, batch, table)
+    step = shared.clock[Clock.NEXT]
+    every = plan.expand(rows.prefix, rows.prefix + rows.new)
+    hash = torch.zeros(batch.tokens, dtype=torch.int64, device=batch.device)
+    hash[rows.token(every)] = _prefix_hashes(state, batch, rows, every)
+    _remember_ends(state, batch, rows, hash)
+
+    writes = plan.planned_writes(state.plan, batch)
+    places = plan.Places(writes.row, writes.position)
+    usable = writes.status == Status.OK
+    winner = won(state, writes)
+    token = batch.token_ids[writes.token].long()
+    expected = expected_tokens(batch, rows, places)
+    own = plan.last_token(places.position, rows.group)
+    position = own if batch.positions is None else batch.positions[writes.token].long()
+    claim = state.claims[torch.where(usable, writes.slot, 0)]
+    old = state.records[torch.where(winner, writes.slot, 0)]
+    freed = winner & (old[:, POSITION] & State.FREED != 0)
+    findings = {
+        Kind.SLOT_RANGE: writes.status == Status.RANGE,
+        Kind.NULL_SLOT: writes.status == Status.NULL,
+        Kind.WRITE_INPUT: ((expected >= 0) & (expected != token)) | (position != own),
+        Kind.WRITE_SLOT: usable & (writes.table_slot >= 0) & (writes.table_slot != writes.slot),
+        Kind.TWO_WRITERS: usable & ~winner,
+        Kind.WRITE_AFTER_FREE: freed,
+    }
+    other_value = {Kind.WRITE_SLOT: writes.table_slot, Kind.TWO_WRITERS: (claim & 0xFFFFFFFF) - 1}
+    fields = {
+        Row.POSITION: places.position,
+        Row.TOKEN: expected,
+        Row.STORED_TOKEN: token,
+        Row.STORED_POSITION: (places.position + position - own) * STATES + State.WRITTEN,
+        Row.WRITER: batch.writers[writes.row].long(),
+    }
+    for kind, mask in findings.items():
+        if not bool(mask.any()):
+            continue
+        chosen: dict[Row, Tensor | int] = {word: value[mask] for word, value in fields.items()}
+        if kind in other_value:
+            chosen[Row.STORED_VALUE] = other_value[kind][mask]
+        if kind is Kind.WRITE_AFTER_FREE:
+            chosen[Row.STORED_WRITER] = old[mask, FREED_BY].long()
+            chosen[Row.FREED] = old[mask, STEP_FREED : STEP_FREED + 2].contiguous().view(torch.int64)[:, 0]
+        about: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.POST_FORWARD}
+        report(shared, kind, writes.slot[mask], {**chosen, **about})
+
+    new = torch.zeros(int(winner.sum()), RECORD_WORDS, dtype=torch.int32, device=batch.device)
+    new[:, TOKEN] = token[winner].int()
+    new[:, POSITION] = (places.position[winner] * STATES + State.WRITTEN + freed[winner] * State.FREED).int()
+    new[:, PREFIX_HASH : PREFIX_HASH + 2] = hash[writes.token[winner]].view(torch.int32).view(-1, 2)
+    new[:, STEP_WRITTEN] = step.int()
+    new[:, WRITER] = fields[Row.WRITER][winner].int()
+    for word in (STEP_FREED, FREED_BY):
+        new[:, word] = torch.where(freed, old[:, word], 0)[winner]
+    state.records[writes.slot[winner]] = new
+    shared.counters[Counter.RECORDED_SLOTS] += new.shape[0]
+    shared.clock[Clock.STEP] = step
+    state.cursors[Cursor.CHECK] = state.cursors[Cursor.CHECK_NEXT]
+
+
+def won(state: RegionState, writes: plan.Writes) -> Tensor:
+    """Which writes go to a slot of the region that no later token of this batch is written to as well."""
+    usable = writes.status == Status.OK
+    claim = state.claims[torch.where(usable, writes.slot, 0)]
+    return usable & (claim == (state.shared.clock[Clock.NEXT] << 32) + writes.token + 1)
+
+
+def _prefix_hashes(state: RegionState, batch: BatchView, rows: plan.Rows, places: plan.Places) -> Tensor:
+    """Prefix hash of each new token: its row's head plus the mixes up to it; 0 (unknown) after an unknown head."""
+    mixes = hashing.mix(batch.token_ids[rows.token(places)], places.position)
+    total = mixes.cumsum(0)
+    first = rows.new_first[places.row]
+    head = state.heads[places.row]
+    before = torch.where(first > 0, total[(first - 1).clamp(min=0)], 0)
+    return torch.where(head == 0, 0, head + total - before)
+
+
+def _remember_ends(state: RegionState, batch: BatchView, rows: plan.Rows, hash: Tensor) -> None:
+    writer = batch.writers[: len(rows.new)].long()
+    wrote = (rows.new > 0) & (writer >= 0)
+    end = rows.prefix + rows.new
+    entry = torch.stack((writer << 32 | end, torch.zeros_like(end)), dim=1)
+    ends = plan.Places(torch.arange(len(end), device=end.device)[wrote], (end - 1)[wrote])
+    entry[wrote, 1] = hash[rows.token(ends)]
+    state.chains[writer[wrote] % CHAINS] = entry[wrote]

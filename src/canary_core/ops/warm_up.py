@@ -1,0 +1,60 @@
+"""Launches every op before the first forward, so that no request waits for a compiler."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.errors import AttachError
+from canary_core.ops.backends import Backend
+from canary_core.ops.state import RegionState
+from canary_core.records import Cursor
+from canary_core.runtime.streams import capturing
+
+
+def row_counts(steps: Sequence[int], most: int) -> list[int]:
+    """The largest batch of each step that is not beyond ``most`` rows."""
+    below = [step for step in steps if step < most]
+    return [*below, most] if steps and most > 0 else []
+
+
+def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterable[BatchView]) -> int:
+    """Launches every op on each of ``batches``, of padding only, and leaves no trace: counters, cursors and the step
+    are put back. Gives how many batches there were. Raises `AttachError` while a graph is captured."""
+    if any(capturing(state.cursors.device) for state in states.values()):
+        raise AttachError("warm_up can't be captured in a graph; call it when the engine starts")
+    shared = next(iter(states.values())).shared
+    kept = [shared.counters, shared.clock, *(state.cursors for state in states.values())]
+    copies = [tensor.clone() for tensor in kept]
+    every = list(batches)
+
+    def launch() -> None:
+        for batch in every:
+            for name, table in batch.tables.items():
+                _launch_all(backend, states[name], batch, table)
+
+    # The interpreter compiles nothing.
+    if backend.compile_together is not None and shared.counters.device.type != "cpu":
+        backend.compile_together(launch)
+    launch()
+    for tensor, copy in zip(kept, copies, strict=True):
+        tensor.copy_(copy)
+    return len(every)
+
+
+def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    state.require_capacity(batch)
+    state.cursors[Cursor.SCRUB_SLOTS].fill_(0)
+    backend.check(state, batch, table)
+    if state.reads:
+        backend.read_check(state, batch, table)
+    if state.sources:
+        backend.fingerprint(state, batch, table)
+    backend.record(state, batch, table)
+    if state.sources:
+        backend.scrub(state)
+    none = torch.empty(0, dtype=torch.int64, device=batch.device)
+    backend.verify(state, none)
+    for writer in (-1, none.int()):
+        backend.free(state, none, writer, 1)
+        backend.alloc(state, none, writer, 1)

@@ -1,0 +1,1 @@
+"""From a row of the violation ring to a line on stderr."""
