@@ -26,14 +26,14 @@ class StateCheckpoints:
     def __post_init__(self) -> None:
         device = self.slots.device
         for name in ("slots", "positions"):
-            require_index_tensor(f"state checkpoints: {name}", getattr(self, name), device, dims=1)
+            require_index_tensor(f"checkpoints: {name}", getattr(self, name), device, dims=1)
         if self.slots.dtype != torch.int64 or self.positions.dtype != torch.int64:
             raise AttachError(
-                f"state checkpoints: slots and positions must be int64, got {self.slots.dtype} and {self.positions.dtype}"
+                f"checkpoints: slots and positions must be int64, got {self.slots.dtype} and {self.positions.dtype}"
             )
         if self.slots.shape != self.positions.shape:
             raise AttachError(
-                f"state checkpoints: one position for each slot, got {self.positions.shape[0]} for {self.slots.shape[0]}"
+                f"checkpoints: one position for each slot, got {self.positions.shape[0]} for {self.slots.shape[0]}"
             )
 
 
@@ -140,9 +140,8 @@ class BatchView:
             raise AttachError(f"batch: anchors must be int64, got {self.anchors.dtype}")
         for name, table in self.tables.items():
             if table.checkpoints is not None and table.checkpoints.slots.shape != self.prefix_lens.shape:
-                raise AttachError(
-                    f"batch: region {name!r} has checkpoints for {tuple(table.checkpoints.slots.shape)} slots, rows are {self.rows}"
-                )
+                given = tuple(table.checkpoints.slots.shape)
+                raise AttachError(f"batch: region {name!r} has checkpoints for {given} rows, rows are {self.rows}")
             if table.entries.device != device:
                 raise AttachError(f"batch: the table of region {name!r} is on {table.entries.device}, rows on {device}")
 

@@ -1,5 +1,5 @@
-"""What the hashes promise (`canary_core.ops.hashing`): every flipped bit is seen in every layout, and no corruption that
-faults make is missed. An oracle in plain Python integers knows nothing of our code."""
+"""What the hashes promise (`canary_core.ops.hashing`): every flipped bit is seen in every layout, and no corruption
+that faults make is missed. An oracle in plain Python integers knows nothing of our code."""
 
 import random
 from collections.abc import Callable

@@ -10,9 +10,9 @@ from canary_core.records import Clock, Status
 
 
 def record_checkpoints(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """After `record`: makes known what the forward left in the slots of ``table.checkpoints``, bytes included, whether it was
-    looked at or not, since nothing may write there for long. They are judged as other writes are; slots that are none,
-    and positions that are no new ones of their row, are left out.
+    """After `record`: records what the forward copied into the slots of ``table.checkpoints``. Their bytes are always
+    fingerprinted, since nothing may write there for long. They are judged as other writes are; slots that are none, and
+    positions that are no new ones of their row, are left out.
 
     It is the ops of every forward once more, with another plan, which is worked out in a few small launches that
     allocate: not for a forward that is captured. Never waits for the device.

@@ -37,7 +37,7 @@ class EngineInfo:
 
     @classmethod
     def of(cls, distribution: str, supported_range: str) -> "EngineInfo":
-        """FingerprintSchedule the installed version up without importing the engine. ``supported_range`` is a PEP 440 specifier;
+        """Looks the installed version up without importing the engine. ``supported_range`` is a PEP 440 specifier;
         release candidates inside of it count as supported."""
         try:
             version = metadata.version(distribution)

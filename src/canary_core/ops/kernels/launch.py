@@ -63,7 +63,7 @@ NO_ARGUMENTS = Arguments((), [], -1)
 
 
 def arguments(*objects: Tensor | int | None) -> Arguments:
-    """FingerprintSchedule at each of ``objects`` the way Triton specialises on it: type, alignment to 16, equality to 1."""
+    """Looks at each of ``objects`` the way Triton specialises on it: type, alignment to 16, equality to 1."""
     raw: list[int | None] = []
     seen: list[Any] = []
     for value in objects:

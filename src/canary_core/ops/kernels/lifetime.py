@@ -1,4 +1,4 @@
-"""lifetime: the kernels of `canary_core.ops.reference.lifetime`. One launch an event; atomics make duplicates visible."""
+"""lifetime: the kernels of `canary_core.ops.reference.lifetime`. One launch an event; atomics show duplicates."""
 
 import triton
 import triton.language as tl

@@ -39,8 +39,8 @@ class HostRun:
 
 @dataclass(slots=True)
 class Piece:
-    """What was walked at one moment. ``nodes``: the node of each run, empty where the cache tells none. ``host_runs``: of
-    the same nodes and of others, what is in host memory."""
+    """What was walked at one moment. ``nodes``: the node of each run, empty where the cache tells none.
+    ``host_runs``: of the same nodes and of others, what is in host memory."""
 
     runs: list[CachedRun] = field(default_factory=list)
     host_runs: list[HostRun] = field(default_factory=list)
