@@ -59,25 +59,26 @@ class Decode:
         self._prefix_lens = torch.zeros(shape.rows, dtype=torch.int32, device=device)
         self._positions = torch.zeros(shape.rows, dtype=torch.int64, device=device)
         first = self._batch(CONTEXT_TOKENS)
-        self.canary.pre_forward(first)
-        self.canary.post_forward(first)
+        self.canary.step.before(first)
+        self.canary.step.after(first)
         self._advance(CONTEXT_TOKENS)
         self._known = self._state.records.clone(), self._state.fingerprints.clone()
         self.batch = self._batch(1)
 
     def step(self) -> None:
         """The next decode, checked and recorded."""
-        self.canary.pre_forward(self.batch)
-        self.canary.post_forward(self.batch)
+        self.canary.step.before(self.batch)
+        self.canary.step.after(self.batch)
         self._advance(1)
 
     def pre(self) -> None:
         """The checks of the first decode after the prefill."""
-        self.canary.pre_forward(self.batch)
+        self.canary.step.before(self.batch)
+        self.canary.step.abandon()
 
     def post(self) -> None:
-        """The records of that decode."""
-        self.canary.post_forward(self.batch)
+        """The records of that decode, whose check ran in another graph."""
+        self.canary.step._record(self.batch)
 
     def as_prefilled(self, known_bytes: bool = True) -> None:
         """What is known of the states is what the prefill left."""

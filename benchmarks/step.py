@@ -4,6 +4,7 @@ import gc
 import statistics
 import time
 from collections import Counter as Tally
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from benchmarks.cases import Case, Shape
 from benchmarks.equality import require_equal, require_quiet
 from benchmarks.setting import REGION, Setting, Traffic, region
 from benchmarks.timing import time_graph
-from canary_core import Canary, CanaryConfig, KVSource, Region
+from canary_core import Canary, CanaryConfig, KVSource, Overlap, Region
 from canary_core.ops.state import RegionState, Shared
 
 SCRUB = "16MiB"
@@ -51,19 +52,20 @@ class Step:
         config = CanaryConfig(mode=mode, scrub_budget=SCRUB, read_check=0, bytes="all", log_level="warning")
         self.canary = Canary([region(case, traffic)], config)
         self.canary.states[REGION].fingerprints.zero_()  # the pool is full already, and no forward lost a write
-        self.canary.end_step()  # sets the scrub's length
+        self.canary.step.end()  # sets the scrub's length
         self.setting = Setting(case, traffic, self.canary.states[REGION])
 
     def pre(self) -> None:
         """Every batch's checks."""
         for forward in self.setting.forwards:
-            self.canary.pre_forward(forward.batch)
+            self.canary.step.before(forward.batch)
+            self.canary.step.abandon()
 
     def whole(self) -> None:
         """Every batch's checks and records."""
         for forward in self.setting.forwards:
-            self.canary.pre_forward(forward.batch)
-            self.canary.post_forward(forward.batch)
+            self.canary.step.before(forward.batch)
+            self.canary.step.after(forward.batch)
 
     def times(self, budget_s: float) -> dict[str, Any]:
         """Device µs of one forward's hooks. Raises `NotEqualError`, and `ViolationError` for a false alarm."""
@@ -79,34 +81,41 @@ class Step:
 
     def host_us(self) -> dict[str, float]:
         """The host's time in each hook of one forward while the device is busy: medians of averages over as many
-        forwards as share one read of the counters; ``all_p90`` is of single forwards. ``pre_forward``: with
-        `begin_forward`. ``one_mm``, one call of `torch.mm`, says how fast the host is."""
+        forwards as share one read of the counters; ``all_p90`` is of single forwards. ``pre_forward``: all that
+        comes before `Step.after`. ``one_mm``, one call of `torch.mm`, says how fast the host is."""
         batch, clock = self.setting.forwards[0].batch, time.perf_counter
         busy = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
         out = torch.empty_like(busy)
         hooks: dict[str, list[float]] = {"pre_forward": [], "post_forward": [], "end_step": []}
         calls: list[float] = []
+        step, marks = self.canary.step, list[float]()
+        after, end_step = step.after, step.end
+
+        def forward() -> None:
+            marks.append(clock())
+            torch.mm(busy, busy, out=out)
+            marks.append(clock())
+
+        def marked(call: Callable[..., None]) -> Callable[..., None]:
+            return lambda *given: (marks.append(clock()), call(*given))[1]
+
+        # The step's own calls, with the time at which each begins.
+        step.after, step.end = marked(after), marked(end_step)  # type: ignore[method-assign]
         for i in range(HOST_STEPS + HOST_BATCH):
             if i % HOST_BATCH == 0:
                 torch.cuda.synchronize()
                 torch.mm(busy, busy, out=out)
+            marks.clear()
             start = clock()
-            self.canary.begin_forward()
-            begun = clock()
-            torch.mm(busy, busy, out=out)
-            forward = clock()
-            with self.canary.aside():
-                self.canary.pre_forward(batch, beside=True)
-            pre = clock()
-            self.canary.post_forward(batch, beside=True)
-            post = clock()
-            self.canary.end_step()
+            step.run(forward, lambda: batch, overlap=Overlap.ALL)
             end = clock()
+            begun, forwarded, checked, recorded = marks
             if i >= HOST_BATCH:
-                calls.append((forward - begun) * 1e6)
-                seconds = (begun - start + pre - forward, post - pre, end - post)
+                calls.append((forwarded - begun) * 1e6)
+                seconds = (begun - start + checked - forwarded, recorded - checked, end - recorded)
                 for values, value in zip(hooks.values(), seconds, strict=True):
                     values.append(value * 1e6)
+        step.after, step.end = after, end_step  # type: ignore[method-assign]
         taken = {**hooks, "all": [sum(values) for values in zip(*hooks.values(), strict=True)], "one_mm": calls}
         every = self.canary.config.read_interval
         medians = {
@@ -125,9 +134,9 @@ class Step:
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
             for _ in range(PROFILED_STEPS):
-                self.canary.pre_forward(batch, beside=True)
-                self.canary.post_forward(batch, beside=True)
-                self.canary.end_step()
+                self.canary.step.before(batch, Overlap.ALL)
+                self.canary.step.after()
+                self.canary.step.end()
             torch.cuda.synchronize()
         on_device = (e for e in profiled.events() if e.device_type == DeviceType.CUDA)
         tally = Tally(str(e.name).split("(")[0][:60] for e in on_device)

@@ -30,7 +30,7 @@ def forward(prefix: list[int], new: list[list[int]]) -> None:
         writers=torch.tensor([canary.writers.id(name) for name in ("alice", "bob")]),
         tables={"full": table},
     )
-    canary.pre_forward(view)
+    canary.step.before(view)
     for row, tokens in enumerate(new):
         for i, token in enumerate(tokens):
             position = prefix[row] + i
@@ -38,8 +38,8 @@ def forward(prefix: list[int], new: list[list[int]]) -> None:
             for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
                 k[page, offset] = torch.sin(torch.arange(DIM) + token + 10 * position + layer)
                 v[page, offset] = torch.cos(torch.arange(DIM) + token + layer)
-    canary.post_forward(view)
-    canary.end_step()
+    canary.step.after(view)
+    canary.step.end()
 
 
 tables[0, :2] = torch.tensor([3, 7])

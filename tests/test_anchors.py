@@ -17,10 +17,10 @@ def forward(canary: Canary, entries: torch.Tensor, row: int, lens: tuple[int, in
         tables={"full": SlotTable(entries, rows=torch.tensor([row]))},
         anchors=None if anchors else torch.zeros(1, dtype=torch.int64),
     )
-    canary.pre_forward(batch)
+    canary.step.before(batch)
     for slot in entries[row, lens[0] : sum(lens)].tolist():
         next(iter(canary.regions.values())).sources[0].tensor[slot] = slot + 1
-    canary.post_forward(batch)
+    canary.step.after(batch)
     canary.drain()
 
 

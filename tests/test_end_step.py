@@ -25,7 +25,7 @@ class Guarded:
         manager.register(self)
         config = CanaryConfig(mode="log", silence_s=0, stats_interval=3)
         self.canary = Canary(self.engine.regions(), config, hooks=manager, writers=self.engine.writers)
-        self.canary._read_interval = 4
+        self.canary.step._read_interval = 4
 
     @hookimpl
     def canary_violation(self, violation):
@@ -48,7 +48,7 @@ def test_an_idle_engine_hears_of_the_last_forward():
     g.step(lambda: g.engine.table[0, 1].fill_(request.slots[2]))
     assert g.violations == []
     for _ in range(2):
-        g.canary.end_step()
+        g.canary.step.end()
     assert {(v.kind, v.slot) for v in g.violations} >= {(Kind.POSITION, request.slots[2])}
 
 
@@ -60,7 +60,7 @@ def test_an_idle_engine_is_not_called_silent():
         g.step()
     told = len(g.events)
     for _ in range(500):
-        g.canary.end_step()
+        g.canary.step.end()
     assert [e.name for e in g.events[told:]] == []
 
 
@@ -75,10 +75,10 @@ def test_an_idle_time_is_no_long_step(monkeypatch):
         if step == 6:
             for _ in range(20):
                 now[0] += 0.5
-                g.canary.end_step()
+                g.canary.step.end()
         now[0] += 0.01
         g.step()
-        scrubbed.append(g.canary._scrub._pace.scrub_bytes(1))
+        scrubbed.append(g.canary.step.scrub._pace.scrub_bytes(1))
     assert max(scrubbed[2:]) - min(scrubbed[2:]) <= 1
 
 
@@ -94,6 +94,6 @@ def test_a_mark_that_finds_no_slot_changes_nothing():
     g.step()
     state = g.canary.states["full"]
     before = state.records.clone(), state.fingerprints.clone()
-    g.canary.forget_slots("full", torch.tensor([-1, 64]))
+    g.canary.slots.forget("full", torch.tensor([-1, 64]))
     assert torch.equal(state.records, before[0])
     assert torch.equal(state.fingerprints, before[1])

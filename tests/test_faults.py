@@ -243,7 +243,7 @@ def test_a_fault_in_a_slot_that_is_dropped_is_done_again():
         @hookimpl(trylast=True)
         def canary_recorded(self, canary, batch):
             if canary.forwards == 2:
-                canary.clear_slots("full", batch.tables["full"].write_slots)
+                canary.slots.clear("full", batch.tables["full"].write_slots)
 
     run.manager.register(Dropper())
     run.serve()
@@ -272,11 +272,11 @@ def test_settings_switch_faults_on():
     engine.submit("a", list(range(5, 25)))
     for _ in range(2):
         batch = engine.batch()
-        canary.pre_forward(batch)
+        canary.step.before(batch)
         engine.forward(batch)
-        canary.post_forward(batch)
+        canary.step.after(batch)
     with pytest.raises(ViolationError, match="bytes in region full"):
-        canary.end_step()
+        canary.step.end()
     assert len([p for p in plugins.manager.get_plugins() if isinstance(p, FaultInjector)]) == 1
 
 

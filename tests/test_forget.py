@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.toy import ToyEngine
 
-from canary_core import Canary, CanaryConfig, Kind, State, Violation, hookimpl
+from canary_core import Canary, CanaryConfig, Kind, State, Violation, hookimpl, plugins
 from canary_core.records import POSITION, STATES, Phase
 
 
@@ -19,8 +19,8 @@ def test_a_forgotten_slot_is_not_judged_by_what_it_held_at_attach():
         again.k[layer].copy_(first.k[layer])
         again.v[layer].copy_(first.v[layer])
     canary = Canary([again.region()], CanaryConfig.load(read_check=-1), writers=again.writers)
-    canary.forget_slots("full", torch.arange(1, 64))
-    canary.clear_slots("full", torch.arange(1, 64))
+    canary.slots.forget("full", torch.arange(1, 64))
+    canary.slots.clear("full", torch.arange(1, 64))
     again.submit("a", [5, 6, 7])
     again.step(canary)
     canary.drain()
@@ -28,7 +28,7 @@ def test_a_forgotten_slot_is_not_judged_by_what_it_held_at_attach():
     assert canary.stats()["recorded_slots"] == 3
 
 
-@pytest.mark.parametrize(("event", "left"), [("forget_slots", State.UNKNOWN), ("clear_slots", State.UNWRITTEN)])
+@pytest.mark.parametrize(("event", "left"), [("forget", State.UNKNOWN), ("clear", State.UNWRITTEN)])
 def test_all_slots_of_a_region_need_no_list(event, left):
     """None says of every slot what a list of all of them says: written, handed out, freed, and never touched ones."""
     records = []
@@ -37,10 +37,10 @@ def test_all_slots_of_a_region_need_no_list(event, left):
         engine.submit("a", [5, 6, 7])
         canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="0", mode="log"), writers=engine.writers)
         engine.step(canary)
-        canary.alloc_slots("full", torch.tensor([8, 9]))
-        canary.free_slots("full", torch.tensor([2, 9]))
+        canary.slots.alloc("full", torch.tensor([8, 9]))
+        canary.slots.free("full", torch.tensor([2, 9]))
         state = canary.states["full"]
-        getattr(canary, event)("full", torch.arange(state.region.slots) if listed else None)
+        getattr(canary.slots, event)("full", torch.arange(state.region.slots) if listed else None)
         canary.drain()
         records.append((state.records.clone(), state.fingerprints.clone()))
     for by_list, at_once in zip(*records, strict=True):
@@ -58,16 +58,16 @@ def test_expected_slots_are_not_judged_while_events_wait():
     engine.step(canary)
     states = canary.states["full"].records[:, POSITION] % STATES
     assert states[1:4].tolist() == [State.WRITTEN] * 3
-    canary.free_slots("full", torch.tensor([1]))
-    canary.check_slots("full", torch.tensor([1, 2, 3]))
+    canary.slots.free("full", torch.tensor([1]))
+    canary.slots.check("full", torch.tensor([1, 2, 3]))
     canary.drain()
-    canary.free_slots("full", torch.tensor([2]))
-    canary.expect_slots("full", torch.tensor([1, 2, 99]))
+    canary.slots.free("full", torch.tensor([2]))
+    canary.slots.expect("full", torch.tensor([1, 2, 99]))
     states = canary.states["full"].records[:, POSITION] % STATES
     assert states[1:4].tolist() == [State.UNKNOWN | State.FREED, State.UNKNOWN, State.WRITTEN]
     for layer in engine.k:
         layer[1:3] += 1
-    canary.check_slots("full", torch.tensor([1, 2, 3, -1, 99]))
+    canary.slots.check("full", torch.tensor([1, 2, 3, -1, 99]))
     canary.drain()
     assert canary.stats()["violations"] == 0
 
@@ -78,12 +78,12 @@ def test_slots_that_hold_nothing_may_be_expected():
     engine = ToyEngine()
     canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="0", mode="log"), writers=engine.writers)
     records = canary.states["full"].records
-    canary.alloc_slots("full", torch.tensor([1]))
-    canary.settle()
-    canary.alloc_slots("full", torch.tensor([2, 3]))
-    canary.expect_slots("full", torch.tensor([1, 2]))
+    canary.slots.alloc("full", torch.tensor([1]))
+    canary.slots.settle()
+    canary.slots.alloc("full", torch.tensor([2, 3]))
+    canary.slots.expect("full", torch.tensor([1, 2]))
     assert (records[1:4, POSITION] % STATES).tolist() == [State.ALLOCATED, State.UNWRITTEN, State.UNWRITTEN]
-    canary.forget_slots("full", torch.tensor([1, 2]))
+    canary.slots.forget("full", torch.tensor([1, 2]))
     canary.drain()
     assert (records[1:4, POSITION] % STATES).tolist() == [State.UNKNOWN, State.UNKNOWN, State.ALLOCATED]
     assert canary.stats()["violations"] == 0
@@ -102,12 +102,12 @@ def test_slots_are_checked_on_demand():
         def canary_violation(self, violation):
             found.append(violation)
 
-    canary._hooks.register(Collector(), name="collector")
+    plugins.manager().register(Collector(), name="collector")
     try:
         engine.v[1].view(-1)[engine.v[1][0].numel() * 2] += 1
         engine.k[0].view(-1)[engine.k[0][0].numel() * 3] += 1
-        canary.check_slots("full", torch.tensor([1, 2]))
+        canary.slots.check("full", torch.tensor([1, 2]))
         canary.drain()
     finally:
-        canary._hooks.unregister(name="collector")
+        plugins.manager().unregister(name="collector")
     assert [(v.kind, v.slot, v.layer, v.half, v.phase) for v in found] == [(Kind.BYTES, 2, 1, "v", Phase.EVENT)]

@@ -50,7 +50,7 @@ def test_a_read_of_a_freed_slot_names_reader_writer_and_freer(guarded):
     reader = guarded.submit("reader")
     guarded.step()
     slots = torch.tensor(reader.slots[:1])
-    guarded.canary.free_slots("full", slots, guarded.engine.writers.id("thief"))
+    guarded.canary.slots.free("full", slots, guarded.engine.writers.id("thief"))
     guarded.step()
     (found,) = guarded.found
     assert found.kind is Kind.FREED
@@ -63,9 +63,9 @@ def test_a_double_free_names_both_that_freed(guarded):
     writers = guarded.engine.writers
     guarded.submit("a")
     guarded.step()
-    guarded.canary.alloc_slots("full", torch.tensor([9]))
-    guarded.canary.free_slots("full", torch.tensor([9]), writers.id("first"))
-    guarded.canary.free_slots("full", torch.tensor([9]), writers.id("second"))
+    guarded.canary.slots.alloc("full", torch.tensor([9]))
+    guarded.canary.slots.free("full", torch.tensor([9]), writers.id("first"))
+    guarded.canary.slots.free("full", torch.tensor([9]), writers.id("second"))
     guarded.canary.drain()
     (found,) = guarded.found
     assert (found.kind, found.slot) == (Kind.DOUBLE_FREE, 9)
@@ -80,7 +80,7 @@ def test_each_slot_of_an_event_has_its_own_writer(guarded):
     guarded.step()
     held = torch.tensor(owner.slots[:2])
     ids = torch.tensor([writers.id("one"), writers.id("two")], dtype=torch.int32)
-    guarded.canary.alloc_slots("full", held, lambda: ids)
+    guarded.canary.slots.alloc("full", held, lambda: ids)
     guarded.canary.drain()
     assert [(v.kind, v.slot, v.request, v.stored_request) for v in guarded.found] == [
         (Kind.DOUBLE_ALLOC, int(held[0]), "one", "owner"),
@@ -91,9 +91,9 @@ def test_each_slot_of_an_event_has_its_own_writer(guarded):
 def test_pages_share_one_fate(guarded):
     """A page is freed and handed out whole; what is wrong with it is one finding, at its first slot."""
     for _ in range(2):
-        guarded.canary.alloc_slots("full", torch.tensor([2, 3]), page_slots=4)
-        guarded.canary.free_slots("full", torch.tensor([2, 3]), page_slots=4)
-    guarded.canary.free_slots("full", torch.tensor([3]), page_slots=4)
+        guarded.canary.slots.alloc("full", torch.tensor([2, 3]), page_slots=4)
+        guarded.canary.slots.free("full", torch.tensor([2, 3]), page_slots=4)
+    guarded.canary.slots.free("full", torch.tensor([3]), page_slots=4)
     guarded.canary.drain()
     assert [(v.kind, v.slot) for v in guarded.found] == [(Kind.DOUBLE_FREE, 12)]
     states = guarded.words()[:, POSITION] % STATES
@@ -105,11 +105,11 @@ def test_pages_share_one_fate(guarded):
 def test_events_between_two_forwards_keep_their_order(guarded):
     """However many there are and whatever is put together: free, hand out and free again is no finding."""
     for slot in range(1, 6):
-        guarded.canary.alloc_slots("full", torch.tensor([slot]))
+        guarded.canary.slots.alloc("full", torch.tensor([slot]))
     for slot in range(1, 6):
-        guarded.canary.free_slots("full", torch.tensor([slot]))
-    guarded.canary.alloc_slots("full", torch.tensor([2, 3]))
-    guarded.canary.free_slots("full", torch.tensor([3]))
+        guarded.canary.slots.free("full", torch.tensor([slot]))
+    guarded.canary.slots.alloc("full", torch.tensor([2, 3]))
+    guarded.canary.slots.free("full", torch.tensor([3]))
     guarded.canary.drain()
     assert guarded.found == []
     states = guarded.words()[:6, POSITION] % STATES
@@ -124,18 +124,18 @@ def test_events_that_are_told_later_keep_their_place(guarded, next_event):
 
     def tell() -> None:
         told.append(list(freed))
-        canary.free_slots("full", torch.tensor(freed))
+        canary.slots.free("full", torch.tensor(freed))
 
-    canary.alloc_slots("full", torch.tensor([1, 2, 3]))
+    canary.slots.alloc("full", torch.tensor([1, 2, 3]))
     for slot in (1, 2):
         freed.append(slot)
-        canary.tell_later(tell)
+        canary.slots.defer(tell)
     assert told == []
     if next_event == "alloc":
-        canary.alloc_slots("full", torch.tensor([2]))
+        canary.slots.alloc("full", torch.tensor([2]))
     elif next_event == "clear":
-        canary.clear_slots("full", torch.tensor([2]))
-    canary.settle()
+        canary.slots.clear("full", torch.tensor([2]))
+    canary.slots.settle()
     canary.drain()
     assert told == [[1, 2]]
     assert guarded.found == []
@@ -148,7 +148,7 @@ def test_an_allocator_that_is_followed_no_longer_frees_nothing(guarded):
     """After `end_lifetime` a slot that was freed is what it was before."""
     request = guarded.submit("a")
     guarded.step()
-    guarded.canary.free_slots("full", torch.tensor(request.slots))
-    guarded.canary.end_lifetime("full")
+    guarded.canary.slots.free("full", torch.tensor(request.slots))
+    guarded.canary.slots.end_lifetime("full")
     guarded.step()
     assert guarded.found == []

@@ -73,7 +73,7 @@ class Engine:
                 "own": ring_table(block_table(self.numbers, OWN_GROUP, requests + 1), OWN_GROUP),
             },
         )
-        self.canary.pre_forward(batch)
+        self.canary.step.before(batch)
         for request, new in enumerate(news):
             end = self.lengths[request] + new
             for position in range(self.lengths[request], end):
@@ -82,8 +82,8 @@ class Engine:
                 if position >= end // OWN_GROUP * OWN_GROUP:
                     self.own_rows[(request + 1) * OWN_GROUP + position % OWN_GROUP] = torch.randn(16)
             self.lengths[request] = end
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.canary.step.after(batch)
+        self.canary.step.end()
         self.canary.drain()
 
 

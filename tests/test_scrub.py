@@ -91,20 +91,20 @@ def test_forwards_take_turns_with_the_scrub():
     engine = ToyEngine()
     region = engine.region()
     canary = Canary([region], CanaryConfig.load(scrub_budget=str(5 * region.slot_bytes)), writers=engine.writers)
-    state, backend, begins = canary.states[region.name], canary._backend, []
+    state, backend, begins = canary.states[region.name], canary._workspace.backend, []
 
     def scrub(state):
         begins.append(int(state.cursors[Cursor.SCRUB]))
         backend.scrub(state)
 
-    canary._scrub._backend = replace(backend, scrub=scrub)
+    canary.step.scrub._backend = replace(backend, scrub=scrub)
     engine.submit("a", list(range(3, 35)))
     for forward in range(11):
-        canary._scrub._forwards = 4
-        canary._captured = forward >= 8
+        canary.step.scrub._forwards = 4
+        canary.step._captured = forward >= 8
         step = engine.batch(chunk=2)
-        canary.pre_forward(step)
+        canary.step.before(step)
         engine.forward(step)
-        canary.post_forward(step)
+        canary.step.after(step)
     assert begins == [0, 5, 10, 15, 20]
     assert int(state.cursors[Cursor.SCRUB_NEXT]) == 25

@@ -60,10 +60,10 @@ class Engine:
             tables={"mamba": table},
             expected_tokens=torch.tensor([[*self.tokens[row][:length], 5]]),
         )
-        self.canary.pre_forward(batch)
+        self.canary.step.before(batch)
         self.states[9] += torch.randn(32)
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.canary.step.after(batch)
+        self.canary.step.end()
         self.canary.drain()
 
     def _run(self, news, tokens, table) -> None:
@@ -74,12 +74,12 @@ class Engine:
             writers=torch.arange(ROWS, device=self.device),
             tables={"mamba": table},
         )
-        self.canary.pre_forward(self._batch)
+        self.canary.step.before(self._batch)
         self.states[list(OWN)] += torch.randn(ROWS, 32).to(self.device)
 
     def _end(self, news) -> None:
-        self.canary.post_forward(self._batch)
-        self.canary.end_step()
+        self.canary.step.after(self._batch)
+        self.canary.step.end()
         self.canary.drain()
         self.lengths += news
 
@@ -162,7 +162,7 @@ def test_kernels_keep_what_the_reference_keeps(device):
         torch.manual_seed(0)
         engine = Engine(where, backend=name)
         try:
-            assert engine.canary._backend.name == backend.name
+            assert engine.canary._workspace.backend.name == backend.name
             engine.step(new=5)
             engine.step(new=7, kept=(8, -1, 10), back=3)
             engine.step(kept=(-1, 11, -1))
@@ -195,7 +195,7 @@ def test_as_many_as_rows_are_kept(engine):
     """One entry a row, or the batch is refused."""
     table = ring_table(slot_table(torch.tensor([[2], [4], [7]])), 1)
     four = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(AttachError, match="keeps"):
+    with pytest.raises(AttachError, match="checkpoints for"):
         engine._run(
             torch.ones(ROWS, dtype=torch.int64),
             torch.zeros(3, dtype=torch.int64),

@@ -35,10 +35,10 @@ class Engine:
             writers=torch.arange(ROWS),
             tables={"mamba": ring_table(slot_table(torch.tensor([[2], [4], [7]])), 1)},
         )
-        self.canary.pre_forward(batch)
+        self.canary.step.before(batch)
         self.states[[2, 4, 7]] += torch.randn(ROWS, 32)
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.canary.step.after(batch)
+        self.canary.step.end()
         self.canary.drain()
         self.lengths += news
 

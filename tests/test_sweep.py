@@ -102,7 +102,7 @@ def test_slots_that_hold_nothing_are_found(state, kind):
 def test_unknown_slots_are_counted_and_not_judged():
     """Bytes that arrived without a forward."""
     cache = Cache()
-    cache.canary.forget_slots("full", cache.slots[2:5])
+    cache.canary.slots.forget("full", cache.slots[2:5])
     judged = cache.judge(cache.runs())
     assert (judged.found, judged.unknown) == (0, 3)
 
@@ -110,7 +110,7 @@ def test_unknown_slots_are_counted_and_not_judged():
 def test_events_that_wait_take_effect_first():
     """A free that the host issued before the sweep is seen by it, as it would be by a forward."""
     cache = Cache()
-    cache.canary.free_slots("full", cache.slots[:1])
+    cache.canary.slots.free("full", cache.slots[:1])
     assert [v.kind for v in cache.judge(cache.runs()).findings] == [Kind.FREED]
 
 

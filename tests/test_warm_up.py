@@ -84,8 +84,9 @@ def test_nothing_is_warmed_up_where_nothing_is_compiled():
 def test_how_long_it_took_is_told():
     """A start that takes long has a reason that can be read: one event, with the batches and the seconds."""
     g, told = Guarded(backend="torch"), []
-    g.canary._backend = replace(g.canary._backend, row_steps=(16, 64))
-    g.canary._hooks.register(SimpleNamespace(canary_event=hookimpl(lambda event: told.append(event))))
+    backend = replace(g.canary._workspace.backend, row_steps=(16, 64))
+    g.canary._workspace = replace(g.canary._workspace, backend=backend)
+    g.canary._switch.hooks.register(SimpleNamespace(canary_event=hookimpl(lambda event: told.append(event))))
     g.canary.warm_up(g.padding, most_rows=20)
     (event,) = told
     assert (event.name, event.fields["backend"], event.fields["batches"]) == ("warmed_up", "torch", 2)
@@ -103,8 +104,8 @@ def test_after_a_warm_up_nothing_is_compiled_while_serving():
         g.engine.submit(f"r{i}", list(range(5, 25)))
         g.step()
         slots = torch.arange(400, 440, device="cuda")[i:]
-        g.canary.alloc_slots("full", slots)
-        g.canary.free_slots("full", slots)
+        g.canary.slots.alloc("full", slots)
+        g.canary.slots.free("full", slots)
     g.canary.drain()
     assert compiled() == before
 
@@ -154,9 +155,9 @@ def test_after_a_warm_up_nothing_is_compiled_for_states():
     for rows in (3, 40):
         for prefix, new in ((0, 7), (7, 1), (8, 1)):
             forward = batch(rows, prefix, new)
-            canary.pre_forward(forward)
+            canary.step.before(forward)
             states += 1
-            canary.post_forward(forward)
-            canary.end_step()
+            canary.step.after(forward)
+            canary.step.end()
     canary.drain()
     assert compiled() == before

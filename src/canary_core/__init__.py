@@ -1,16 +1,20 @@
 """Canary: AddressSanitizer for the KV cache of an LLM engine. This is the whole public surface."""
 
 from canary_core.adapters import BatchAdapter, PoolAdapter, Writers
-from canary_core.batch import BatchView, SlotTable
+from canary_core.batch import BatchView, SlotTable, StateCheckpoints
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
-from canary_core.errors import AttachError, CanaryError, ConfigError, PluginError, ViolationError
+from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
 from canary_core.ops.payload import PayloadCheck, PayloadLayout, check_payload, fingerprint_bytes
-from canary_core.plugins.registry import EngineInfo
+from canary_core.plugins import EngineInfo
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
+from canary_core.runtime.streams import StreamSet
+from canary_core.runtime.watchdog import Watchdog
+from canary_core.slots import SlotEvents
+from canary_core.step import Overlap, Step, StepListener
 from canary_core.violation import Violation
 
 __version__ = "0.1.0"
@@ -27,6 +31,8 @@ __all__ = [
     "Event",
     "KVSource",
     "Kind",
+    "MisuseError",
+    "Overlap",
     "PayloadCheck",
     "PayloadLayout",
     "Phase",
@@ -35,11 +41,17 @@ __all__ = [
     "Region",
     "RegionKind",
     "Role",
+    "SlotEvents",
     "SlotTable",
     "State",
+    "StateCheckpoints",
+    "Step",
+    "StepListener",
+    "StreamSet",
     "Uncovered",
     "Violation",
     "ViolationError",
+    "Watchdog",
     "Writers",
     "__version__",
     "check_payload",

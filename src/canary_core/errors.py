@@ -17,6 +17,10 @@ class AttachError(CanaryError):
     """A pool, source, table or batch does not fit its description, or a batch not the pool that was attached to."""
 
 
+class MisuseError(CanaryError):
+    """Canary was called in an order, or with arguments, that can't be right; raised in `raise` mode only."""
+
+
 class ViolationError(CanaryError):
     """The KV cache isn't what it should be; raised in `raise` mode only.
 

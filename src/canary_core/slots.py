@@ -1,134 +1,39 @@
 """`SlotEvents`: what happens to slots beside forwards, as the engine's plugin tells it."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from canary_core.config import CanaryConfig
-from canary_core.ops import payload as payloads
-from canary_core.ops.backends import Backend
+from canary_core.ops import cross_region, payload
+from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.state import RegionState
-from canary_core.records import POSITION, STATES, State
+from canary_core.records import POSITION, STATES, STEP_WRITTEN, State
 from canary_core.region import KVSource
-from canary_core.runtime.event_queue import Change, Changes
-from canary_core.runtime.streams import SideStream
+from canary_core.runtime.event_queue import QueuedEvent
+from canary_core.runtime.workspace import Switch, Workspace
 
 Owner = int | Callable[[], int | Tensor]
 """Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
 one for each slot. It is called when the event takes effect, on the stream of the forwards."""
 
 
-class SlotEvents(ABC):
-    """The part of `Canary` that engines call where slots change other than by a forward. Each call names a region and
-    does nothing for one that is not guarded, or once Canary is off."""
+class SlotEvents:
+    """What an engine's plugin tells where slots change other than by a forward. Each call names a region and does
+    nothing for one that is not guarded, or once Canary is off. Slots are integer tensors ``[n]`` of the region's slots;
+    numbers that are no slots are left out.
 
-    config: CanaryConfig
-    enabled: bool
-    _states: dict[str, RegionState]
-    _backend: Backend
-    _changes: Changes
-    _aside: SideStream | None
+    In log mode an exception of ours switches Canary off and goes no further; in raise mode it is raised.
+    """
 
-    @abstractmethod
-    def fail(self, where: str, error: Exception) -> None:
-        """An exception of ours."""
+    def __init__(self, workspace: Workspace, switch: Switch) -> None:
+        self.workspace = workspace
+        self._switch = switch
+        self._states = workspace.states
+        self._queue = workspace.queue
 
-    def join(self, for_good: bool = False) -> None:
-        """The current stream waits for what of ours runs beside the forwards, if anything: before slots, records, or
-        tensors of the last forward's batch change. ``for_good``: it is the stream of the forwards."""
-        if self._aside is not None:
-            self._aside.join(for_good)
-
-    def copy_slots(self, region: str, source: Tensor, destination: Tensor) -> None:
-        """The engine copied slots ``source`` to ``destination`` (integer tensors ``[n]``, region slots): records
-        travel with the bytes. Call it when the copy was issued, on the same stream. Overlaps are read first; numbers
-        that are no slots are left out."""
-        state = self._states.get(region)
-        if state is not None and self.enabled:
-            self.join()
-            self._changes.arrive(partial(_copy_records, state, source, destination), source, destination)
-
-    def payload_layout(self, region: str) -> payloads.PayloadLayout | None:
-        """What the payloads of `export_slots` mean, for `twin.check_payload`; None in off mode."""
-        state = self._states.get(region)
-        return None if state is None else payloads.PayloadLayout.of(state)
-
-    def export_slots(self, region: str, slots: Tensor) -> Tensor:
-        """What is known of ``slots`` (integer tensor ``[n]``), to travel with their bytes: an int64 payload
-        ``[n, payload_layout(region).words]`` on the pool's device, ``[n, 0]`` in off mode. Call it when the bytes are
-        read, on the same stream. Any place may keep it; its rows may be cut and joined as the slots are."""
-        state = self._states.get(region)
-        if state is None:
-            return slots.new_empty((slots.shape[0], 0), dtype=torch.int64)
-        try:
-            if self.enabled:
-                self.join()
-                self._changes.settle_arrivals()
-                return payloads.export_records(state, slots)
-        except Exception as error:
-            self.fail("export_slots", error)
-        return slots.new_zeros((slots.shape[0], payloads.PayloadLayout.of(state).words), dtype=torch.int64)
-
-    def import_slots(self, region: str, slots: Tensor, payload: Tensor, writer: int = -1) -> None:
-        """Bytes arrived in ``slots`` (integer tensor ``[n]``, each at most once) with the ``payload`` of the slots they
-        come from: rows of `export_slots`, of this Canary or another one, here or in host memory. Slots whose row does
-        not fit are not judged until they are written again, as with `forget_slots`. Call it when the transfer was
-        issued, on the same stream; a pinned ``payload`` must stay as it is until that stream has read it. ``writer``:
-        who is named as the writer of slots that another Canary exported (-1: nobody)."""
-        state = self._states.get(region)
-        if state is None or not self.enabled:
-            return
-        try:
-            self.join()
-            payload = payload.to(slots.device, non_blocking=True)
-            self._changes.arrive(partial(payloads.import_records, state, slots, payload, writer), slots, payload)
-        except Exception as error:
-            self.fail("import_slots", error)
-
-    def expect_slots(self, region: str, slots: Tensor) -> None:
-        """Bytes of ``slots`` (integer tensor ``[n]``) will arrive by another way than a forward: what was written there
-        is not judged any more. Slots that hold nothing stay so, for events of the allocator that are still to come.
-
-        Unlike the other events it does not wait for those issued before, but takes effect on the current stream at
-        once, whatever is in flight on others; the transfer must begin after it. `forget_slots` or `import_slots` must
-        follow, in the order of events.
-        """
-        state = self._states.get(region)
-        if state is not None and self.enabled:
-            try:
-                self.join()
-                _expect_bytes(state, slots)
-            except Exception as error:
-                self.fail("expect_slots", error)
-
-    def check_slots(self, region: str, slots: Tensor) -> None:
-        """Compares the bytes of ``slots`` (integer tensor ``[n]``) with their records, on the current stream: right
-        after they arrived with records, where the scrub would come by only later. Numbers that are no slots are left
-        out. Never captured."""
-        state = self._states.get(region)
-        if state is None or not self.enabled or not state.sources:
-            return
-        try:
-            self.join()
-            self._changes.settle_arrivals()
-            self._backend.verify(state, slots)
-        except Exception as error:
-            self.fail("check_slots", error)
-
-    def forget_slots(self, region: str, slots: Tensor | None) -> None:
-        """Bytes of ``slots`` (integer tensor ``[n]``, None for all of the region) arrived without records: not judged
-        until written again. Numbers that are no slots are left out."""
-        self._mark(region, slots, State.UNKNOWN)
-
-    def clear_slots(self, region: str, slots: Tensor | None) -> None:
-        """``slots`` (as in `forget_slots`) hold nothing any more (a roll-back, a reset): reading one before it is
-        written is a finding."""
-        self._mark(region, slots, State.UNWRITTEN)
-
-    def free_slots(
+    def free(
         self,
         region: str,
         slots: Tensor,
@@ -137,83 +42,213 @@ class SlotEvents(ABC):
         ready: Sequence[torch.cuda.Event] = (),
     ) -> None:
         """The engine's allocator got ``slots`` back, from request ``writer``. With ``page_slots`` above 1 they number
-        pages of so many slots. ``ready``: after which ``slots`` are there; none for what the current stream has to do.
+        pages of so many slots. ``ready``: events after which ``slots`` are there; none for what the current stream has
+        to do.
 
         Events take effect in the order in which the host issues them, before the next forward that it issues: call it
         from any stream; ``slots`` must stay as they are until then. Once slots of a region are freed by events, they
-        must be handed out by `alloc_slots` too, until `end_lifetime`.
+        must be handed out by `alloc` too, until `end_lifetime`.
         """
-        self._own(region, slots, writer, ("free", page_slots), ready)
+        state = self._state(region)
+        if state is not None and len(slots):
+            op = partial(self.workspace.backend.free, state)
+            self._put_owned(op, slots, writer, ("free", region, page_slots), ready)
 
-    def alloc_slots(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
-        """The engine's allocator handed ``slots`` out to ``writer``; see `free_slots`."""
-        self._own(region, slots, writer, ("alloc", page_slots))
+    def alloc(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """The engine's allocator handed ``slots`` out to ``writer``; see `free`."""
+        state = self._state(region)
+        if state is not None and len(slots):
+            op = partial(self.workspace.backend.alloc, state)
+            self._put_owned(op, slots, writer, ("alloc", region, page_slots), ())
 
-    def tell_later(self, tell: Callable[[], None]) -> None:
-        """Events go on that are cheaper told as one. ``tell`` does so: it is called once, before any other event and
+    def defer(self, tell: Callable[[], None]) -> None:
+        """For events that are cheaper told as one. ``tell`` tells them: it is called once, before any other event and
         before the next forward, so that the order stays what it was."""
-        if self.enabled:
-            self._changes.go_on(tell)
+        if self._switch.enabled:
+            self._queue.defer(tell)
 
     def end_lifetime(self, region: str) -> None:
         """The engine's allocator can't be followed any more: no slot of the region counts as freed from now on."""
+        state = self._state(region)
+        if state is not None:
+            with self._switch.guard("end_lifetime"):
+                self.workspace.join()
+                self._queue.put_arrival(partial(_forget_frees, state))
+
+    def copy(self, region: str, source: Tensor, destination: Tensor) -> None:
+        """The engine copied slots ``source`` to ``destination``: records travel with the bytes. Call it when the copy
+        was issued, on the same stream. Overlaps are read first."""
+        state = self._state(region)
+        if state is not None:
+            with self._switch.guard("copy_slots"):
+                self.workspace.join()
+                self._queue.put_arrival(partial(_copy_records, state, source, destination), source, destination)
+
+    def clear(self, region: str, slots: Tensor | None) -> None:
+        """``slots`` (None: all of the region) hold nothing any more (a roll-back, a reset): reading one before it is
+        written is a finding."""
+        self._mark(region, slots, State.UNWRITTEN)
+
+    def forget(self, region: str, slots: Tensor | None) -> None:
+        """Bytes of ``slots`` (None: all of the region) arrived without records: not judged until written again."""
+        self._mark(region, slots, State.UNKNOWN)
+
+    def forget_bytes(self, region: str, slots: Tensor) -> None:
+        """What bytes ``slots`` have is not known; what was written there still is. They must be slots of the region.
+        Takes effect on the current stream at once."""
+        state = self._state(region)
+        if state is not None:
+            state.fingerprints[slots] = 0
+
+    def expect_zeros(self, region: str, slots: Tensor) -> None:
+        """All bytes of ``slots`` are zero: a write that leaves them so is lost. They must be slots of the region. Takes
+        effect on the current stream at once."""
+        state = self._state(region)
+        if state is not None:
+            # The fingerprint of zero bytes is the salt alone.
+            state.fingerprints[slots] = state.salts[: state.fingerprints.shape[1]]
+
+    def expect(self, region: str, slots: Tensor) -> None:
+        """Bytes of ``slots`` will arrive by another way than a forward: what was written there is not judged any more.
+        Slots that hold nothing stay so, for events of the allocator that are still to come.
+
+        Unlike the other events it does not wait for those issued before, but takes effect on the current stream at
+        once, whatever is in flight on others; the transfer must begin after it. `forget` or `import_records` must
+        follow, in the order of events.
+        """
+        state = self._state(region)
+        if state is not None:
+            with self._switch.guard("expect_slots"):
+                self.workspace.join()
+                _expect_bytes(state, slots)
+
+    def check(self, region: str, slots: Tensor) -> None:
+        """Compares the bytes of ``slots`` with their records, on the current stream: right after they arrived with
+        records, where the scrub would come by only later. Never captured."""
+        state = self._state(region)
+        if state is not None and state.sources:
+            with self._switch.guard("check_slots"):
+                self.workspace.join()
+                self._queue.settle_arrivals()
+                self.workspace.backend.verify(state, slots)
+
+    def expect_prefix(self, region: str, source: str, slots: Tensor, lengths: Tensor, writers: Tensor) -> None:
+        """Before a forward, for requests that are new to ``region``, which keeps one slot of each sequence (a reused
+        recurrent state): what they read there must be of the sequences whose last tokens region ``source`` has in
+        ``slots``, else it is a PREFIX finding. ``lengths``, ``writers``: integer ``[rows]``, prefix length and writer
+        of each row. Rows of which ``source`` has no sure record are not judged. Never captured."""
+        state, other = self._state(region), self._state(source)
+        if state is not None and other is not None:
+            cross_region.expect_sequences(state, other, slots, (lengths, writers))
+
+    def payload_layout(self, region: str) -> PayloadLayout | None:
+        """What the payloads of `export_records` mean, for `check_payload`; None in off mode."""
         state = self._states.get(region)
-        if state is not None and self.enabled:
-            self.join()
-            self._changes.arrive(partial(_forget_frees, state))
+        return None if state is None else PayloadLayout.of(state)
+
+    def export_records(self, region: str, slots: Tensor, settle: bool = True) -> Tensor:
+        """What is known of ``slots``, to travel with their bytes: an int64 payload
+        ``[n, payload_layout(region).words]`` on the pool's device, ``[n, 0]`` in off mode. Call it when the bytes are
+        read, on the same stream. Any place may keep it; its rows may be cut and joined as the slots are.
+
+        ``settle``: events that wait and change what slots hold take effect before. Not for a stream other than the
+        forwards', and then none of those events may be about ``slots``.
+        """
+        state = self._states.get(region)
+        if state is None:
+            return slots.new_empty((slots.shape[0], 0), dtype=torch.int64)
+        if self._switch.enabled:
+            with self._switch.guard("export_slots"):
+                if settle:
+                    self.workspace.join()
+                    self._queue.settle_arrivals()
+                return payload.export_records(state, slots)
+        return slots.new_zeros((slots.shape[0], PayloadLayout.of(state).words), dtype=torch.int64)
+
+    def import_records(self, region: str, slots: Tensor, rows: Tensor, writer: int = -1) -> None:
+        """Bytes arrived in ``slots`` (each at most once) with the payload ``rows`` of the slots they come from: rows of
+        `export_records`, of this Canary or another one, here or in host memory. Slots whose row does not fit are not
+        judged until they are written again, as with `forget`. Call it when the transfer was issued, on the same stream;
+        pinned ``rows`` must stay as they are until that stream has read them. ``writer``: who is named as the writer of
+        slots that another Canary exported (-1: nobody)."""
+        state = self._state(region)
+        if state is not None:
+            with self._switch.guard("import_slots"):
+                self.workspace.join()
+                rows = rows.to(slots.device, non_blocking=True)
+                self._queue.put_arrival(partial(payload.import_records, state, slots, rows, writer), slots, rows)
+
+    def carry_over(self, old: "SlotEvents", region: str, source: Tensor, destination: Tensor) -> None:
+        """This Canary takes the place of another one, whose events are ``old``: what that knows of the region's slots
+        ``source`` is known of ``destination`` now; the number of the step and the requests' sequences go on. On the
+        current stream at once."""
+        state, before = self._state(region), old._states.get(region)
+        if state is not None and before is not None:
+            state.records[destination] = before.records[source]
+            state.fingerprints[destination] = before.fingerprints[source]
+            state.chains.copy_(before.chains)
+            state.shared.clock.copy_(before.shared.clock)
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
         addresses. Sources must match the old ones in name, size and page size, else `AttachError`. Never captured."""
+        state = self._state(region)
+        if state is not None:
+            state.rebind(sources, self.workspace.config)
+
+    def still_holds(self, region: str, slot: int, step: int) -> bool:
+        """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""
         state = self._states.get(region)
-        if state is not None and self.enabled:
-            state.rebind(sources, self.config)
+        if state is None:
+            return False
+        self.workspace.join()
+        record: list[int] = state.records[slot].tolist()
+        return record[STEP_WRITTEN] == step and record[POSITION] % STATES == State.WRITTEN
 
     def settle(self) -> None:
         """Lets events that wait for the next forward take effect now, on the current stream, which must be the
         forwards'. Never captured."""
-        if self.enabled:
-            self.join()
-            self._changes.settle()
+        if self._switch.enabled:
+            with self._switch.guard("settle"):
+                self.workspace.join()
+                self._queue.settle()
 
-    def _own(
+    def _state(self, region: str) -> RegionState | None:
+        """None where nothing is to be done."""
+        return self._states.get(region) if self._switch.enabled else None
+
+    def _put_owned(
         self,
-        region: str,
+        op: Callable[[Tensor, int | Tensor, int], None],
         slots: Tensor,
         writer: Owner,
-        event: tuple[str, int],
-        ready: Sequence[torch.cuda.Event] = (),
+        about: tuple[str, str, int],
+        ready: Sequence[torch.cuda.Event],
     ) -> None:
-        state = self._states.get(region)
-        if state is None or not self.enabled or not len(slots):
-            return
-        name, page_slots = event
-        op = self._backend.free if name == "free" else self._backend.alloc
+        page_slots = about[2]
 
         def apply(tensors: list[Tensor]) -> None:
-            op(
-                state,
-                tensors[0] if len(tensors) == 1 else torch.cat(tensors),
-                writer() if callable(writer) else writer,
-                page_slots,
-            )
+            every = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            op(every, writer() if callable(writer) else writer, page_slots)
 
-        key = None if callable(writer) else (region, writer, event)
-        self._changes.queue(Change(apply, [slots], list(ready), key=key))
+        key = None if callable(writer) else (*about, writer)
+        with self._switch.guard(about[0]):
+            self._queue.put(QueuedEvent(apply, [slots], list(ready), key=key))
 
     def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
-        state = self._states.get(region)
-        if state is None or not self.enabled:
+        state = self._state(region)
+        if state is None:
             return
-        self.join()
-        if slots is None:
-            self._changes.arrive(partial(_mark_all, state, new))
-        else:
-            self._changes.arrive(partial(_mark_records, state, slots, new), slots)
+        with self._switch.guard("forget" if new is State.UNKNOWN else "clear"):
+            self.workspace.join()
+            if slots is None:
+                self._queue.put_arrival(partial(_mark_all, state, new))
+            else:
+                self._queue.put_arrival(partial(_mark_records, state, slots, new), slots)
 
 
 def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> None:
-    payloads.import_records(state, destination, payloads.export_records(state, source))
+    payload.import_records(state, destination, payload.export_records(state, source))
 
 
 def _forget_frees(state: RegionState) -> None:
@@ -224,7 +259,7 @@ def _expect_bytes(state: RegionState, slots: Tensor) -> None:
     """What was written becomes unknown, while another stream may be at the same records: freed or not stays as that one
     has it, and whoever reads them sees one or the other."""
     if len(slots):
-        _, slot, anything = payloads.entries(state, slots.long())
+        _, slot, anything = payload.entries(state, slots.long())
         words = state.records[:, POSITION]
         word = words[slot]
         written = (word & (int(State.FREED) - 1) == State.WRITTEN) & anything
@@ -243,7 +278,7 @@ def _mark_all(state: RegionState, new: State) -> None:
 
 def _mark_records(state: RegionState, slots: Tensor, new: State) -> None:
     if len(slots):
-        _, slot, anything = payloads.entries(state, slots.long())
+        _, slot, anything = payload.entries(state, slots.long())
         word = state.records[slot, POSITION]
         marked = word // STATES * STATES + int(new)
         # The state first: a scrub in flight looks at it once more before it reports.

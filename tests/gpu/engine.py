@@ -15,6 +15,7 @@ from canary_core import (
     CanaryConfig,
     Event,
     KVSource,
+    Overlap,
     Region,
     SlotTable,
     Violation,
@@ -261,7 +262,7 @@ class Run:
     def stage(self, step: Step) -> None:
         """Fills the static buffers."""
         if self.canary is not None:
-            self.canary.join()
+            self.canary.step.join()
         live, m = step.live, self.model
         requests = step.rows
         fill(m.prefix_lens, [r.cached if r else 0 for r in requests])
@@ -286,18 +287,11 @@ class Run:
         if self.canary is None:
             self.model.forward()
         elif self.graph is None or eager:
-            follows = self.beside and self._ours(self.canary.begin_forward)
-            if not follows:
-                self._ours(self.canary.pre_forward, self.view, self.beside)
-            self.model.forward()
-            if follows:
-                with self.canary.aside():
-                    self._ours(self.canary.pre_forward, self.view, self.beside)
-            self._ours(self.canary.post_forward, self.view, self.beside)
+            overlap = Overlap.ALL if self.beside else Overlap.NONE
+            self._ours(lambda: self.canary.step.run(self._forward, lambda: self.view, overlap=overlap))
         else:
             self._ours(self.graph.replay)
-        if self.canary is not None:
-            self._ours(self.canary.end_step)
+            self._ours(self.canary.step.end)
 
     def found(self) -> list[Violation]:
         """All findings so far; waits for the device."""
@@ -309,10 +303,10 @@ class Run:
     def bracket(self) -> None:
         """What is captured."""
         if self.canary is not None:
-            self.canary.pre_forward(self.view)
+            self.canary.step.before(self.view)
         self.model.forward()
         if self.canary is not None:
-            self.canary.post_forward(self.view)
+            self.canary.step.after(self.view)
 
     def _attach(self) -> Canary:
         manager = Plugins().manager
@@ -333,14 +327,26 @@ class Run:
             self.bracket()
         return graph
 
-    def _ours(self, call, *arguments):
+    def _ours(self, call):
+        """A call of Canary; with ``audit`` it may not wait, and what it allocates is counted."""
         if not self.audit:
-            return call(*arguments)
+            return call()
         before = allocations()
         with no_waiting():
-            given = call(*arguments)
+            given = call()
         self.allocated += allocations() - before
         return given
+
+    def _forward(self):
+        """The engine's own forward, which may do what it likes."""
+        if not self.audit:
+            self.model.forward()
+            return
+        before = allocations()
+        torch.cuda.set_sync_debug_mode("default")
+        self.model.forward()
+        torch.cuda.set_sync_debug_mode("error")
+        self.allocated -= allocations() - before
 
 
 def warm_up(bracket) -> None:

@@ -153,15 +153,15 @@ def null_slot(run: Run, step: Step) -> Fault:
 def freed_slot(run: Run, step: Step) -> Fault:
     """A slot is given back while its request goes on."""
     slot = reader(step).slots[1]
-    run.canary.free_slots("full", torch.tensor([slot], device=run.device))
+    run.canary.slots.free("full", torch.tensor([slot], device=run.device))
     return Fault({(Kind.FREED, slot, None)})
 
 
 def freed_twice(run: Run, step: Step) -> Fault:
     """A slot that nobody uses is given back twice."""
     slots = torch.tensor([run.traffic.free[-1]], device=run.device)
-    run.canary.free_slots("full", slots)
-    run.canary.free_slots("full", slots)
+    run.canary.slots.free("full", slots)
+    run.canary.slots.free("full", slots)
     return Fault({(Kind.DOUBLE_FREE, int(slots), None)})
 
 

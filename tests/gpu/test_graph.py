@@ -53,7 +53,7 @@ def test_tables_may_change_on_a_stream_that_follows_the_check():
     torch.cuda._sleep(200_000_000)
     run.issue()
     with torch.cuda.stream(scheduler):
-        run.canary.follow_check()
+        run.canary.step.follow_check()
         run.model.table.zero_()
     assert run.found() == []
 
@@ -127,7 +127,7 @@ def test_nothing_is_allocated_and_nothing_waits(mode):
     step = prepare(run)
     broken = flipped_bit(0, 1)(run, step)
     run.issue()
-    run.canary.join()
+    run.canary.step.join()
     broken.undo()
     run.traffic.commit(step)
     torch.cuda.synchronize()
@@ -150,19 +150,19 @@ def test_arrivals_and_events_never_wait():
     run.clean(20)
     state = run.canary.states["full"]
     old, new = torch.arange(1, 9, device="cuda"), torch.arange(20, 28, device="cuda")
-    parked = run.canary.export_slots("full", old).cpu().pin_memory()
+    parked = run.canary.slots.export_records("full", old).cpu().pin_memory()
     view = idle_view(Size())
 
     def arrive() -> None:
-        run.canary.copy_slots("full", old, new)
-        run.canary.export_slots("full", old)
-        run.canary.import_slots("full", new, parked)
-        run.canary.forget_slots("full", new)
-        run.canary.clear_slots("full", new)
-        run.canary.free_slots("full", old)
-        run.canary.alloc_slots("full", old)
-        run.canary.import_slots("full", old, parked)
-        run.canary.pre_forward(view)
+        run.canary.slots.copy("full", old, new)
+        run.canary.slots.export_records("full", old)
+        run.canary.slots.import_records("full", new, parked)
+        run.canary.slots.forget("full", new)
+        run.canary.slots.clear("full", new)
+        run.canary.slots.free("full", old)
+        run.canary.slots.alloc("full", old)
+        run.canary.slots.import_records("full", old, parked)
+        run.canary.step.before(view)
 
     arrive()
     with no_waiting():
@@ -259,8 +259,8 @@ def test_a_graph_survives_scratch_that_grows_after_it():
     run = Run("cuda", graph=True)
     run.clean(20)
     view = idle_view(BIG)
-    run.canary.pre_forward(view)
-    run.canary.post_forward(view)
+    run.canary.step.before(view)
+    run.canary.step.after(view)
     assert run.canary.states["full"].plan.shape[0] >= BIG.tokens
     run.clean(50)
     step = prepare(run)
@@ -276,8 +276,8 @@ def test_events_take_effect_between_replays():
     slots = torch.tensor([SLOTS - 1], device="cuda")
     run.traffic.free.remove(SLOTS - 1)
     for _ in range(20):
-        run.canary.alloc_slots("full", slots)
-        run.canary.free_slots("full", slots)
+        run.canary.slots.alloc("full", slots)
+        run.canary.slots.free("full", slots)
         run.clean(1)
     assert run.found() == []
-    assert len(run.canary._changes) == 0
+    assert len(run.canary._workspace.queue) == 0

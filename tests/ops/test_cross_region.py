@@ -42,12 +42,12 @@ class Engine:
             writers=torch.tensor(writers),
             tables={"full": slot_table(entries), "mamba": ring_table(slot_table(states), 1)},
         )
-        self.canary.pre_forward(batch)
+        self.canary.step.before(batch)
         for row, (prefix, new) in enumerate(zip(*lengths, strict=True)):
             self.kv[entries[row, prefix : prefix + new]] += torch.randn(new, 32)
         self.states[states[:, 0]] += torch.randn(len(states), 32)
-        self.canary.post_forward(batch)
-        self.canary.end_step()
+        self.canary.step.after(batch)
+        self.canary.step.end()
         self.canary.drain()
 
     def go_on(self, state: int, writer: int = 5) -> None:
@@ -83,7 +83,7 @@ def test_what_is_not_known_is_not_expected(engine):
     """Of KV that arrived without records, of nobody, of an empty prefix, of a slot that is none: nothing changes."""
     known = engine.canary.states
     before = known["mamba"].chains.clone()
-    engine.canary.forget_slots("full", torch.tensor([4]))
+    engine.canary.slots.forget("full", torch.tensor([4]))
     slots, lengths = torch.tensor([4, 8, 8, 99, 8]), torch.tensor([4, 4, 0, 4, 3])
     writers = torch.tensor([5, -1, 5, 6, 7])
     expect_sequences(known["mamba"], known["full"], slots, (lengths, writers))

@@ -20,8 +20,8 @@ def test_a_batch_of_nothing_is_a_forward_without_slots(backend, rows):
     """No rows, or padding rows only: counted as checked, nothing recorded, nothing found."""
     engine = ToyEngine()
     canary = Canary([engine.region()], CanaryConfig.load(mode="raise", backend=backend, read_check=-1))
-    canary.pre_forward(empty(rows))
-    canary.post_forward(empty(rows))
+    canary.step.before(empty(rows))
+    canary.step.after(empty(rows))
     canary.drain()
     stats = canary.stats()
     assert stats["checked_forwards"] == 1
@@ -33,9 +33,9 @@ def test_a_table_of_an_unknown_region_is_refused_by_name():
     engine = ToyEngine()
     loud = Canary([engine.region()], CanaryConfig.load(mode="raise"))
     with pytest.raises(AttachError, match=r"'swa'.*'full'"):
-        loud.pre_forward(empty(1, "swa"))
+        loud.step.before(empty(1, "swa"))
     quiet = Canary([engine.region()], CanaryConfig.load(mode="log"))
-    quiet.pre_forward(empty(1, "swa"))
+    quiet.step.before(empty(1, "swa"))
     assert not quiet.enabled
 
 
@@ -43,4 +43,4 @@ def test_more_rows_than_a_kernel_takes_are_refused():
     """The limit is named, not met in a kernel."""
     canary = Canary([ToyEngine().region()], CanaryConfig.load(mode="raise"))
     with pytest.raises(AttachError, match="65536 rows"):
-        canary.pre_forward(empty(65537))
+        canary.step.before(empty(65537))

@@ -135,13 +135,13 @@ def test_parked_bytes_come_back_as_what_they_were(device):
     finding arises; the copy is compared as the original was."""
     g = served(device)
     old, new = slots_of(g, *range(1, 13)), slots_of(g, *range(40, 52))
-    parked, payload = g.park(old), g.canary.export_slots("full", old).cpu()
-    assert payload.shape == (12, g.canary.payload_layout("full").words)
-    check = check_payload(g.canary.payload_layout("full"), payload, parked)
+    parked, payload = g.park(old), g.canary.slots.export_records("full", old).cpu()
+    assert payload.shape == (12, g.canary.slots.payload_layout("full").words)
+    check = check_payload(g.canary.slots.payload_layout("full"), payload, parked)
     assert (check.differences, check.checked, check.skipped) == ((), 48, 0)
-    g.canary.clear_slots("full", old)
+    g.canary.slots.clear("full", old)
     g.load(new, parked)
-    g.canary.import_slots("full", new, payload)
+    g.canary.slots.import_records("full", new, payload)
     (request,) = g.engine.requests
     request.slots = new.tolist()
     request.tokens += [90, 91]
@@ -157,14 +157,14 @@ def test_a_flip_in_parked_memory_is_found(device):
     """By the host before the load, and by the device after it: slot and source are named, and who wrote it when."""
     g = served(device)
     old, new = slots_of(g, *range(1, 13)), slots_of(g, *range(40, 52))
-    parked, payload = g.park(old), g.canary.export_slots("full", old).cpu()
+    parked, payload = g.park(old), g.canary.slots.export_records("full", old).cpu()
     parked["v.1"][7, 11] ^= 4
-    (difference,) = check_payload(g.canary.payload_layout("full"), payload, parked).differences
+    (difference,) = check_payload(g.canary.slots.payload_layout("full"), payload, parked).differences
     assert (difference.row, difference.source) == (7, "v.1")
     assert (difference.token, difference.position) == (12, 7)
     assert (g.engine.writers.name(difference.writer), difference.step_written) == ("a", 1)
     g.load(new, parked)
-    g.canary.import_slots("full", new, payload)
+    g.canary.slots.import_records("full", new, payload)
     g.engine.requests.clear()
     g.engine.submit("b", [1, 2])
     g.step()
@@ -178,11 +178,11 @@ def test_another_canary_takes_records_but_not_names():
     """Over a wire: the layout pickles, tokens, positions, hashes and fingerprints hold, writers and steps don't."""
     sender, receiver = served(), Guarded()
     old, new = torch.arange(1, 13), torch.arange(30, 42)
-    layout = pickle.loads(pickle.dumps(sender.canary.payload_layout("full")))
-    parked, payload = sender.park(old), sender.canary.export_slots("full", old)
+    layout = pickle.loads(pickle.dumps(sender.canary.slots.payload_layout("full")))
+    parked, payload = sender.park(old), sender.canary.slots.export_records("full", old)
     assert check_payload(layout, payload, parked).differences == ()
     receiver.load(new, parked)
-    receiver.canary.import_slots("full", new, payload)
+    receiver.canary.slots.import_records("full", new, payload)
     request = receiver.engine.submit("theirs", [*range(5, 17), 90], prefix=12)
     request.slots = new.tolist()
     receiver.step()
@@ -190,7 +190,7 @@ def test_another_canary_takes_records_but_not_names():
     state = receiver.canary.states["full"]
     assert state.records[new, WRITER].tolist() == [-1] * 12
     assert state.records[new, STEP_WRITTEN].tolist() == [1] * 12
-    receiver.canary.import_slots("full", new, payload, writer=7)
+    receiver.canary.slots.import_records("full", new, payload, writer=7)
     assert state.records[new, WRITER].tolist() == [7] * 12
     assert sender.canary.states["full"].records[old, WRITER].min() >= 0
 
@@ -198,12 +198,12 @@ def test_another_canary_takes_records_but_not_names():
 def test_a_payload_that_does_not_fit_is_unknown_not_wrong():
     """Of other sources, of none, or all zeros: the slots are not judged, and none of them is a finding."""
     receiver = Guarded()
-    partial = served(bytes="partial").canary.export_slots("full", torch.arange(1, 5))
-    off = served(bytes="off").canary.export_slots("full", torch.arange(1, 5))
-    nothing = torch.zeros(4, receiver.canary.payload_layout("full").words, dtype=torch.int64)
+    partial = served(bytes="partial").canary.slots.export_records("full", torch.arange(1, 5))
+    off = served(bytes="off").canary.slots.export_records("full", torch.arange(1, 5))
+    nothing = torch.zeros(4, receiver.canary.slots.payload_layout("full").words, dtype=torch.int64)
     slots = torch.arange(10, 14)
-    for payload in (partial, off, nothing, served(mode="off").canary.export_slots("full", slots)):
-        receiver.canary.import_slots("full", slots, payload)
+    for payload in (partial, off, nothing, served(mode="off").canary.slots.export_records("full", slots)):
+        receiver.canary.slots.import_records("full", slots, payload)
         words = receiver.canary.states["full"].records[slots, POSITION]
         assert (words % STATES).tolist() == [int(State.UNKNOWN)] * 4
     request = receiver.engine.submit("x", [7] * 5, prefix=4)
@@ -217,7 +217,7 @@ def test_partial_bytes_are_checked_as_far_as_they_go():
     """With the first bytes only, whole parked rows may be given; a flip behind them is beyond what is known."""
     g = served(bytes="partial")
     slots = torch.arange(1, 13)
-    layout, payload = g.canary.payload_layout("full"), g.canary.export_slots("full", slots)
+    layout, payload = g.canary.slots.payload_layout("full"), g.canary.slots.export_records("full", slots)
     whole = {s.name: read_bytes(s, slots) for s in g.engine.region().sources}
     whole["k.0"][3, 20] ^= 1
     assert check_payload(layout, payload, whole).differences == ()
@@ -230,16 +230,16 @@ def test_numbers_that_are_no_slots_are_left_out():
     g = served()
     state = g.canary.states["full"]
     before = state.records.clone(), state.fingerprints.clone()
-    payload = g.canary.export_slots("full", torch.tensor([-1, 3, 64, 1 << 40]))
+    payload = g.canary.slots.export_records("full", torch.tensor([-1, 3, 64, 1 << 40]))
     assert payload[[0, 2, 3]].abs().sum() == 0
     for nowhere in (torch.tensor([-1, 64]), torch.tensor([], dtype=torch.int64)):
-        g.canary.import_slots("full", nowhere, payload[: len(nowhere)])
-        g.canary.copy_slots("full", nowhere, nowhere)
-        g.canary.forget_slots("full", nowhere)
-        g.canary.clear_slots("full", nowhere)
+        g.canary.slots.import_records("full", nowhere, payload[: len(nowhere)])
+        g.canary.slots.copy("full", nowhere, nowhere)
+        g.canary.slots.forget("full", nowhere)
+        g.canary.slots.clear("full", nowhere)
     assert torch.equal(state.records, before[0])
     assert torch.equal(state.fingerprints, before[1])
-    g.canary.import_slots("full", torch.tensor([-1, 20, 99, -7]), payload)
+    g.canary.slots.import_records("full", torch.tensor([-1, 20, 99, -7]), payload)
     assert torch.equal(state.records[20], before[0][3])
     state.records[20] = 0
     state.fingerprints[20] = before[1][20]
@@ -252,7 +252,7 @@ def test_freed_or_not_is_the_slots_own():
     though bytes arrive in it."""
     g = served()
     state = g.canary.states["full"]
-    g.canary.free_slots("full", torch.tensor([2, 3]), writer=9)
+    g.canary.slots.free("full", torch.tensor([2, 3]), writer=9)
     g.canary.drain()
     import_records(state, torch.tensor([20]), export_records(state, torch.tensor([2])))
     assert state.records[20, POSITION] == 1 * STATES + State.WRITTEN
@@ -268,16 +268,16 @@ def test_content_that_arrives_after_an_allocation_stays(arrival):
     wait behind them, or it would be taken for an empty slot."""
     g = served()
     old, new = torch.arange(1, 13), torch.arange(40, 52)
-    parked, payload = g.park(old), g.canary.export_slots("full", old)
-    g.canary.alloc_slots("full", new, writer=0)
+    parked, payload = g.park(old), g.canary.slots.export_records("full", old)
+    g.canary.slots.alloc("full", new, writer=0)
     g.load(new, parked)
     if arrival == "import":
-        g.canary.import_slots("full", new, payload)
+        g.canary.slots.import_records("full", new, payload)
     elif arrival == "copy":
-        g.canary.copy_slots("full", old, new)
+        g.canary.slots.copy("full", old, new)
     else:
-        g.canary.forget_slots("full", new)
-    again = g.canary.export_slots("full", new)
+        g.canary.slots.forget("full", new)
+    again = g.canary.slots.export_records("full", new)
     assert torch.equal(again[:, 1:], payload[:, 1:]) == (arrival != "forget")
     (request,) = g.engine.requests
     request.slots = new.tolist()
@@ -310,10 +310,10 @@ def test_a_slot_whose_bytes_are_not_known_stays_what_it_is_when_it_moves():
     state = g.canary.states["full"]
     old, new = torch.arange(1, 13), torch.arange(20, 32)
     state.fingerprints[old] = 0
-    g.canary.copy_slots("full", old, new)
+    g.canary.slots.copy("full", old, new)
     assert (state.records[new, POSITION] % STATES).tolist() == [State.WRITTEN] * 12
     assert torch.equal(state.records[new], state.records[old])
-    g.canary.check_slots("full", new)
+    g.canary.slots.check("full", new)
     g.canary.drain()
     assert g.violations == []
 
@@ -321,7 +321,7 @@ def test_a_slot_whose_bytes_are_not_known_stays_what_it_is_when_it_moves():
 def test_what_does_not_belong_is_said():
     """Names, sizes and shapes that don't fit the payload are errors that say so."""
     g = served()
-    layout, payload = g.canary.payload_layout("full"), g.canary.export_slots("full", torch.arange(1, 4))
+    layout, payload = g.canary.slots.payload_layout("full"), g.canary.slots.export_records("full", torch.arange(1, 4))
     rows = torch.zeros(3, 48, dtype=torch.uint8)
     with pytest.raises(AttachError, match=r"no source 'k.7' in this payload; its sources are k.0, v.0"):
         check_payload(layout, payload, {"k.7": rows})

@@ -105,10 +105,10 @@ class ToyEngine:
         batch = self.batch(chunk=chunk)
         if fault:
             fault()
-        canary.pre_forward(batch)
+        canary.step.before(batch)
         self.forward(batch)
-        canary.post_forward(batch)
-        canary.end_step()
+        canary.step.after(batch)
+        canary.step.end()
 
     def forward(self, batch: BatchView) -> None:
         """Writes K and V of the new tokens."""

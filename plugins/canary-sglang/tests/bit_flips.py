@@ -40,7 +40,7 @@ def flip_and_scrub(engine: Any, region: str, source: str, seed: int) -> int:
     """Flips a bit and serves until the scrub has gone all round; gives the slot. One that was free and is written
     again by then shows nothing, so another one is taken."""
     records = engine.states[region].records
-    engine.session.canary.settle()
+    engine.session.canary.slots.settle()
     if not (records[:, POSITION] % STATES == State.WRITTEN).any():
         # Without a prefix cache only a running request has KV.
         engine.submit(list(range(3, 43)), 30)

@@ -191,12 +191,12 @@ def test_rows_that_did_not_come_are_unwritten(guarded):
     inbox = ride(sender, receiver, slots, there)
     inbox.clear(there[-2:])
     layout = receiver.payload_layout("full")
-    receiver.import_slots("full", there, inbox.payload(layout, there), writer=3)
+    receiver.slots.import_records("full", there, inbox.payload(layout, there), writer=3)
     state = receiver.states["full"]
     assert (state.records[there, POSITION] % STATES).tolist() == [State.WRITTEN] * 4 + [State.UNWRITTEN] * 2
     assert state.records[there[:4], WRITER].tolist() == [3] * 4
     inbox.clear(there)
-    receiver.import_slots("full", there, inbox.payload(layout, there))
+    receiver.slots.import_records("full", there, inbox.payload(layout, there))
     assert (state.records[there, POSITION] % STATES).tolist() == [State.UNKNOWN] * 6
 
 
@@ -210,7 +210,7 @@ def test_a_prefill_side_that_is_off_says_nothing(guarded):
     rider = side._riders.by_region["full"]
     inbox = RecordBuffers.inbox(receiver, "full")
     inbox.stamps[there], inbox.records[there] = rider.stamps[slots], rider.records[slots]
-    receiver.import_slots("full", there, inbox.payload(receiver.payload_layout("full"), there))
+    receiver.slots.import_records("full", there, inbox.payload(receiver.payload_layout("full"), there))
     states = receiver.states["full"].records[there, POSITION] % STATES
     assert states.tolist() == [State.UNKNOWN] * 6
 
@@ -228,7 +228,7 @@ def test_slots_that_are_written_to_are_not_judged(guarded, carried):
 
     side.allocated(Request(), None, 0, slots)
     canary.regions["full"].sources[0].tensor[slots] += 1
-    canary.check_slots("full", slots)
+    canary.slots.check("full", slots)
     canary.drain()
     assert guarded.violations == []
     assert (canary.states["full"].records[slots, POSITION] % STATES).tolist() == [State.UNKNOWN] * 6

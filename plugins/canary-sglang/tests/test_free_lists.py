@@ -53,7 +53,7 @@ class Told:
     def settle(self) -> None:
         self.going_on()
 
-    def clear_slots(self, region: str, slots: None) -> None:
+    def clear(self, region: str, slots: None) -> None:
         self.free = set(range(1, self.pages + 1))
 
     def end_lifetime(self, region: str) -> None:

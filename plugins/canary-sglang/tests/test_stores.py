@@ -126,11 +126,11 @@ def test_a_region_is_where_sglang_stores(pools, findings, monkeypatch, case, dev
     before = {region.name: stored_bytes(region) for region in regions}
     outside = unlisted_bytes(regions)
     batch = forward_of(slots, regions)
-    canary.pre_forward(batch)
+    canary.step.before(batch)
     # FP4's rows are made by a function that would be compiled first.
     with torch.compiler.set_stance("force_eager"):
         store(pool, slots)
-    canary.post_forward(batch)
+    canary.step.after(batch)
     canary.drain()
     assert findings == []
     for region in regions:
@@ -142,7 +142,7 @@ def test_a_region_is_where_sglang_stores(pools, findings, monkeypatch, case, dev
         slot = int(own_slots(region, slots)[1])
         for source in region.sources:
             flip(source, slot)
-            canary.post_forward(forward_of(slots[:0], regions))
+            canary.step.after(forward_of(slots[:0], regions))
             canary.drain()
             told = [(v.kind.name, v.region, v.slot, v.source) for v in findings]
             assert told == [("BYTES", region.name, slot, source.name)]
@@ -227,9 +227,9 @@ def test_states_of_lightning_attention(pools, findings):
             writers=torch.tensor([0, 1]),
             tables={region.name: table},
         )
-        canary.pre_forward(view)
+        canary.step.before(view)
         pool.mamba_cache.temporal[:, 4:] += torch.randn(len(layers), 3, *pool.mamba_cache.temporal.shape[2:])
-        canary.post_forward(view)
+        canary.step.after(view)
         canary.drain()
         lengths.add_(new)
 

@@ -155,7 +155,7 @@ class RecordSweep:
         before = [run.before for run in runs if run.before is not None]
         if not whole or not self._states:
             return False
-        self._canary.settle()
+        self._canary.slots.settle()
         numbers = torch.cat(whole + before).long()
         own = next((item.contain(numbers) for item in free if item.region is None), None)
         regions = []

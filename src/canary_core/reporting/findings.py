@@ -1,60 +1,101 @@
-"""`Findings`: turns ring rows into `Violation`s and hands each to the hooks once."""
+"""`Findings`: reads the violation ring late, turns its rows into `Violation`s and hands each to the hooks once."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import pluggy
-
-from canary_core import plugins
 from canary_core.adapters import Writers
+from canary_core.errors import ViolationError
 from canary_core.events import Event
-from canary_core.ops.state import RegionState
-from canary_core.records import STATES, Kind, Phase, Row, State
+from canary_core.records import STATES, Counter, Kind, Phase, Row, State
+from canary_core.reporting.readback import ReadBack, Snapshot
+from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.violation import Violation
 
 REMEMBERED = 65536
 """Findings remembered so that one that every forward finds again is reported once."""
 
+STALLED_READS = 100
+"""Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
+
 
 class Findings:
-    """Decodes, drops repeats, lets plugins dismiss, and delivers. ``delivered`` counts by kind what was reported;
-    ``repeated`` and ``dismissed`` count what was not."""
+    """Reads, decodes, drops repeats, lets plugins dismiss, and delivers. ``delivered`` counts by kind what was
+    reported; ``repeated`` and ``dismissed`` count what was not; ``counters`` are those of the last read."""
 
-    def __init__(self, states: Sequence[RegionState], hooks: pluggy.PluginManager, writers: Writers, rank: int) -> None:
-        self._states = states
-        self._hooks = hooks
+    def __init__(self, workspace: Workspace, switch: Switch, writers: Writers) -> None:
+        self._config = workspace.config
+        self._states = list(workspace.states.values())
+        self._switch = switch
         self._writers = writers
-        self._rank = rank
+        self._read_back = ReadBack(workspace.shared)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self._first: Violation | None = None
+        self._read_forwards = 0
+        self._stalled = 0
+        self.counters = [0] * workspace.shared.counters.shape[0]
         self.delivered: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.repeated = 0
         self.dismissed = 0
 
-    def deliver(self, rows: Sequence[Sequence[int]]) -> list[Violation]:
-        """The findings of ``rows`` (see `Row`) that are new and stand, each after its hooks were called."""
-        return self.take([self.decode(row) for row in rows])
+    def collect(self) -> Snapshot | None:
+        """What an earlier read brought, if it has arrived; starts the next one on the current stream. Never waits."""
+        return self._read_back.collect()
+
+    def collect_now(self) -> Snapshot:
+        """Everything up to now; waits for the device."""
+        return self._read_back.collect_now()
+
+    def open(self, snapshot: Snapshot, forwards: int) -> None:
+        """Reports what a read brought. ``forwards``: how many began on the host so far."""
+        moved = snapshot.counters[Counter.CHECKED_FORWARDS] != self.counters[Counter.CHECKED_FORWARDS]
+        # Between two forwards of an engine that idles there is nothing to check.
+        self._stalled = 0 if moved else self._stalled + (forwards != self._read_forwards)
+        self._read_forwards = forwards
+        if self._stalled == STALLED_READS:
+            reason = "forwards run but no check does; were they captured without Canary?"
+            self._switch.tell(Event("silence", "error", {"reason": reason}))
+        self.counters = snapshot.counters
+        self.take([self.decode(row) for row in snapshot.rows])
+        if snapshot.dropped:
+            fields: dict[str, object] = {"rows": snapshot.dropped, "ring_rows": self._config.ring_rows}
+            self._switch.tell(Event("rows_dropped", "warning", fields))
+
+    def never_called(self) -> None:
+        """No forward was checked for as long as the settings allow."""
+        after = f"{self._config.silence_s:g} s"
+        reason = f"attached {after} ago and no forward was checked since; is the hook in place?"
+        self._switch.tell(Event("silence", "error", {"reason": reason}))
+
+    def raise_first(self) -> None:
+        """In raise mode: raises `ViolationError` with the first finding that was not raised yet."""
+        if self._config.mode == "raise" and self._first is not None:
+            first, self._first = self._first, None
+            raise ViolationError(first)
 
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
-        """As `deliver`, for findings that are decoded already."""
+        """The findings that are new and that nobody dismisses, each after its hooks were called."""
         stand = []
         for violation in violations:
             if self._repeats(violation):
                 self.repeated += 1
                 continue
-            reason = self._vet(violation)
+            reason = self._dismissal(violation)
             if reason is not None:
                 self.dismissed += 1
-                plugins.emit(Event("dismissed", "debug", {"reason": reason, **violation.fields()}), self._hooks)
+                fields = {"reason": reason, **violation.fields()}
+                self._switch.emit(Event("dismissed", "debug", fields))
                 continue
             self.delivered[violation.kind] += 1
             stand.append(violation)
             self._tell(violation)
+        if stand and self._first is None:
+            self._first = stand[0]
         return stand
 
-    def _vet(self, violation: Violation) -> str | None:
+    def _dismissal(self, violation: Violation) -> str | None:
         """Why a plugin dismisses the finding. A plugin that fails to answer doesn't."""
         try:
-            reason: str | None = self._hooks.hook.canary_dismiss(violation=violation)
+            reason: str | None = self._switch.hooks.hook.canary_dismiss(violation=violation)
         except Exception as error:
             self._complain("canary_dismiss", error)
             return None
@@ -63,12 +104,12 @@ class Findings:
     def _tell(self, violation: Violation) -> None:
         """Built-in reporting hears of it first, so that no other listener that fails can silence it."""
         try:
-            self._hooks.hook.canary_violation(violation=violation)
+            self._switch.hooks.hook.canary_violation(violation=violation)
         except Exception as error:
             self._complain("canary_violation", error)
 
     def _complain(self, where: str, error: Exception) -> None:
-        plugins.emit(Event("reporting_failed", "error", {"where": where, "error": repr(error)}), self._hooks)
+        self._switch.emit(Event("reporting_failed", "error", {"where": where, "error": repr(error)}))
 
     def decode(self, row: Sequence[int]) -> Violation:
         """One ring row as a `Violation`."""
@@ -101,7 +142,7 @@ class Findings:
             step_written=_known(row[Row.STEP_WRITTEN]),
             step_freed=freed or None,
             freed_by=self._writers.name(row[Row.FREED] >> 32) if freed else None,
-            rank=self._rank,
+            rank=self._config.rank,
         )
 
     def _repeats(self, v: Violation) -> bool:

@@ -1,4 +1,4 @@
-"""`Changes`: what the host issued between two forwards, and when it takes effect."""
+"""`EventQueue`: what the host issued between two forwards, and when it takes effect."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +10,13 @@ from canary_core.runtime.streams import capturing, current
 
 
 @dataclass(slots=True, eq=False)
-class Change:
-    """Something that the host issued between two forwards. ``tensors`` are what it uses, made by ``ready``, which if
-    empty is what the current stream has to do when it is queued;
-    ``arrival``: it changes what slots hold, not only whose they are. Changes of the same ``key``, one after the other,
-    take effect together."""
+class QueuedEvent:
+    """Something that the host issued between two forwards.
+
+    ``apply`` does it, with ``tensors``. These are valid after the events ``ready``; if there are none, one is recorded
+    on the current stream when the event is queued. ``arrival``: it changes what slots hold, not only who owns them.
+    Events of one ``key`` in a row are applied together, with all their tensors.
+    """
 
     apply: Callable[[list[Tensor]], None]
     tensors: list[Tensor]
@@ -23,45 +25,48 @@ class Change:
     key: tuple[object, ...] | None = None
 
 
-class Changes:
-    """Changes in the order in which the host issues them, from whatever stream; they take effect on the stream of the
-    forwards on ``device``, after all forwards issued before them and before the next. Never while a graph is captured:
-    it would replay them."""
+class EventQueue:
+    """Events in the order in which the host issues them, from whatever stream.
+
+    They take effect on the stream of the forwards on ``device``: after all forwards that were issued before them, and
+    before the next one. Never while a graph is captured, which would replay them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting: list[Change] = []
-        self._going_on: list[Callable[[], None]] = []
+        self._waiting: list[QueuedEvent] = []
+        self._deferred: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._going_on)
+        return len(self._waiting) + len(self._deferred)
 
-    def go_on(self, tell: Callable[[], None]) -> None:
-        """Something goes on of which ``tell`` queues the changes: once, before any other is queued or takes effect."""
-        if tell not in self._going_on:
-            self._going_on.append(tell)
+    def defer(self, tell: Callable[[], None]) -> None:
+        """For events that are cheaper told as one: ``tell`` puts them. It is called once, before any other event is
+        queued or takes effect, so the order stays what it was."""
+        if tell not in self._deferred:
+            self._deferred.append(tell)
 
-    def queue(self, change: Change) -> None:
-        """``change`` waits until it is settled."""
-        self._end()
-        if not change.ready and any(t.is_cuda for t in change.tensors):
+    def put(self, event: QueuedEvent) -> None:
+        """``event`` waits until `settle`."""
+        self._tell_deferred()
+        if not event.ready and any(t.is_cuda for t in event.tensors):
             # They may be made on another stream than the forwards run on.
             ready = torch.cuda.Event()
             ready.record(current(self._device))
-            change.ready.append(ready)
+            event.ready.append(ready)
         last = self._waiting[-1] if self._waiting else None
-        if last is not None and change.key is not None and last.key == change.key:
-            last.tensors += change.tensors
-            last.ready += change.ready
+        if last is not None and event.key is not None and last.key == event.key:
+            last.tensors += event.tensors
+            last.ready += event.ready
         else:
-            self._waiting.append(change)
+            self._waiting.append(event)
 
-    def arrive(self, apply: Callable[[], None], *tensors: Tensor) -> None:
-        """Slots get other content: now, or after the allocator's events that the host issued before and that wait for
-        the next forward; applied to a slot later, those would take it back."""
-        self._end()
+    def put_arrival(self, apply: Callable[[], None], *tensors: Tensor) -> None:
+        """Slots get other content, by ``apply``, which uses ``tensors``: now, or, where events of the allocator still
+        wait for the next forward, after those; applied to a slot later, they would take it back."""
+        self._tell_deferred()
         if self._waiting and not capturing(self._device):
-            self.queue(Change(lambda _: apply(), list(tensors), arrival=True))
+            self.put(QueuedEvent(lambda _: apply(), list(tensors), arrival=True))
         else:
             apply()
 
@@ -69,23 +74,23 @@ class Changes:
         """Applies what waits on the current stream: after all forwards issued so far, before the next."""
         if not len(self) or capturing(self._device):
             return
-        self._end()
-        changes, self._waiting = self._waiting, []
-        for change in changes:
-            for ready in change.ready:
+        self._tell_deferred()
+        events, self._waiting = self._waiting, []
+        for event in events:
+            for ready in event.ready:
                 ready.wait()
-            for tensor in change.tensors if change.ready else ():
+            for tensor in event.tensors if event.ready else ():
                 if tensor.is_cuda:
                     # Made on another stream, its memory must not be handed out there before this one has read it.
                     tensor.record_stream(current(tensor.device))
-            change.apply(change.tensors)
+            event.apply(event.tensors)
 
     def settle_arrivals(self) -> None:
-        """Where what slots hold is about to be read: as `settle`, if anything that waits changes it."""
-        if any(change.arrival for change in self._waiting):
+        """Called before what slots hold is read: as `settle`, if anything that waits changes it."""
+        if any(event.arrival for event in self._waiting):
             self.settle()
 
-    def _end(self) -> None:
-        going_on, self._going_on = self._going_on, []
-        for tell in going_on:
+    def _tell_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for tell in deferred:
             tell()

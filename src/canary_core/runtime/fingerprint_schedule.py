@@ -1,4 +1,4 @@
-"""Which forwards a region's bytes are looked at around."""
+"""`FingerprintSchedule`: decides which forwards of a region are fingerprinted."""
 
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
@@ -6,17 +6,17 @@ from canary_core.region import Region, RegionKind
 
 
 class FingerprintSchedule:
-    """Of one region: every ``interval``-th of its forwards and all that are no decodes, nothing captured left out.
+    """Of one region: every ``interval``-th forward, all that are no decodes, and all that are captured in a graph.
 
-    A forward is looked at when what it wrote is fingerprinted. Bytes are compared before a forward that is looked at
-    and before the one after it: before others, nearly nothing that is read has a known fingerprint.
+    A forward is fingerprinted when the bytes that it wrote are. Bytes are compared before a forward that will be
+    fingerprinted and before the one after it: before others, nearly nothing that is read has a known fingerprint.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._forwards = 0
         self.now = True
-        """Whether the forward that began last is looked at."""
+        """Whether the forward that began last is fingerprinted."""
 
     @classmethod
     def of(cls, region: Region, config: CanaryConfig) -> "FingerprintSchedule":

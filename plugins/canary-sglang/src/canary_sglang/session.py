@@ -127,8 +127,8 @@ class Session:
         else:
             if batches.is_tree(batch):
                 self.guarded("tree", lambda: self.forget(batch.out_cache_loc))
-            self.canary.post_forward(view, beside=alone)
-        self.canary.end_step()
+            self.canary.step.after(view, beside=alone)
+        self.canary.step.end()
         if not self.canary.enabled:
             self._end_arrivals()
         return output
@@ -140,7 +140,7 @@ class Session:
         if view is not None:
             self._divergence.before_forward(batch, view)
             # `ModelRunner.forward` makes new tensors for what it changes of a batch. Draft workers don't: see `around`.
-            self.canary.pre_forward(view, beside=True)
+            self.canary.step.before(view, beside=True)
         return view
 
     def launched(self) -> None:
@@ -162,7 +162,7 @@ class Session:
         self.sweep.issue()
         if seen is None:
             return original()
-        self.canary.pre_forward(seen)
+        self.canary.step.before(seen)
         self._inside = True
         try:
             output = original()
@@ -171,14 +171,14 @@ class Session:
         self._landed()
         if settle is not None:
             self.guarded("settle", lambda: settle(seen, output))
-        self.canary.post_forward(seen)
-        self.canary.end_step()
+        self.canary.step.after(seen)
+        self.canary.step.end()
         return output
 
     def forget(self, slots: Tensor) -> None:
         """Nothing is known any more of these slots of the engine's tables."""
         for name in self._paged:
-            self.canary.forget_slots(name, region_slots(self.canary, name, slots))
+            self.canary.slots.forget(name, region_slots(self.canary, name, slots))
 
     def guarded(self, what: str, work: Callable[[], Result]) -> Result | None:
         """Work of ours; None if it failed, which disables the session in log mode."""
@@ -194,8 +194,8 @@ class Session:
         if self.canary.enabled and now - self._idle_read >= IDLE_READ_S:
             self._idle_read = now
             # Nothing is in flight, so this stream does for what would wait for the next forward.
-            self.guarded("idle", self.canary.settle)
-            self.canary.end_step()
+            self.guarded("idle", self.canary.slots.settle)
+            self.canary.step.end()
 
     def flushed(self) -> None:
         """The engine has emptied its cache: no slot holds anything any more."""
@@ -232,7 +232,7 @@ class Session:
 
     def _clear(self) -> None:
         for name in self.canary.regions:
-            self.canary.clear_slots(name, None)
+            self.canary.slots.clear(name, None)
         for way in self.arrivals:
             way.flushed()
 
@@ -270,7 +270,7 @@ class Session:
         if self._rings is not None:
             self.guarded("unguarded forward", partial(self._rings.forget, batch.req_pool_indices))
         # With no check before the forward, nothing else lets the allocator's events take effect.
-        self.guarded("unguarded forward", self.canary.settle)
+        self.guarded("unguarded forward", self.canary.slots.settle)
 
 
 def _arrivals(session: Session) -> list[KVTransfer]:

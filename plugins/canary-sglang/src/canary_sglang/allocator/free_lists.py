@@ -66,7 +66,7 @@ class Follower:
         self._waiting.clear()
         self._look()
         for name in self.regions:
-            self._canary.clear_slots(name, None)
+            self._canary.slots.clear(name, None)
 
     def _handed_out(self, owners: Owners, shares: Sequence[int] | None) -> bool:
         before = self._free
@@ -76,7 +76,7 @@ class Follower:
             # States are taken ahead for whoever waits, so nothing says who gets them.
             taker = -1 if allocators.hands_out_states(self._allocator) else owners.taker(count, shares)
             for region, page_slots in self.regions.items():
-                self._canary.alloc_slots(region, before[:count], taker, page_slots)
+                self._canary.slots.alloc(region, before[:count], taker, page_slots)
         return count >= 0
 
     def _same(self, released: Sequence[Tensor]) -> bool:
@@ -127,7 +127,7 @@ class Follower:
                 # Of both lists at once there is no run: each is told by itself.
                 self._tell()
                 self._run = _Run(place, now_free.device)
-                self._canary.tell_later(self._tell)
+                self._canary.slots.defer(self._tell)
             self._run.grow(count, _sure(shares, count), staged if place[0] == "staged" else ())
         return sound
 
@@ -144,7 +144,7 @@ class Follower:
         pages = run.pages(self._free, self._released)
         owner = run.owner(self._writers)
         for region, page_slots in self.regions.items():
-            self._canary.free_slots(region, pages, owner, page_slots, run.ready())
+            self._canary.slots.free(region, pages, owner, page_slots, run.ready())
 
 
 class _Run:

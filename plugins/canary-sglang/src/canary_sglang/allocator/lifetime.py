@@ -63,7 +63,7 @@ class Lifetime:
             if not intact or not follower.called(name, self.owners, args, kwargs):
                 del self._followers[id(allocator)]
                 for region in follower.regions:
-                    self._canary.end_lifetime(region)
+                    self._canary.slots.end_lifetime(region)
                 self._off(follower.regions, f"the free list was changed by something else than {name} and its like")
         except Exception as error:
             self._canary.fail(f"canary_sglang: {name}", error)

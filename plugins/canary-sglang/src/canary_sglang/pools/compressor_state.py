@@ -95,7 +95,7 @@ class RequestCompressorStates:
     def forget(self, requests: Tensor) -> None:
         """A forward that wasn't checked may have written rows of ``requests``."""
         rows = requests.long()[:, None] * C128_ROWS + self._inside
-        self._canary.forget_slots(self.region, rows.flatten())
+        self._canary.slots.forget(self.region, rows.flatten())
 
 
 def _c4_region(pool: Any) -> Region:

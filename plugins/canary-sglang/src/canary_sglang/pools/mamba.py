@@ -138,18 +138,18 @@ class MambaStates:
     def forget(self, batch: Any) -> None:
         """A forward that wasn't checked may have rewritten the states of its requests, and what follows it may put some
         aside."""
-        self._canary.forget_slots(self.region, self._slots[batch.req_pool_indices])
+        self._canary.slots.forget(self.region, self._slots[batch.req_pool_indices])
         tracked = tracked_slots(batch)
         if tracked is not None:
-            self._canary.forget_slots(self.region, tracked)
+            self._canary.slots.forget(self.region, tracked)
 
     def copied(self, sources: Tensor, destinations: Tensor) -> None:
         """The engine copied states."""
-        self._canary.copy_slots(self.region, sources, destinations)
+        self._canary.slots.copy(self.region, sources, destinations)
 
     def arrived(self, slots: Tensor) -> None:
         """States came from host memory."""
-        self._canary.forget_slots(self.region, slots)
+        self._canary.slots.forget(self.region, slots)
 
     def _own(self, requests: Tensor) -> SlotTable:
         return ring_table(slot_table(self._slots[:, None], requests), 1)

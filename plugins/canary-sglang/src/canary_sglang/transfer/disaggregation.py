@@ -158,10 +158,10 @@ class DecodeSide(KVTransfer):
         riders = self._riders.by_region if self._riders is not None else {}
         for region in self._canary.regions:
             own = region_slots(self._canary, region, slots)
-            self._canary.expect_slots(region, own)
+            self._canary.slots.expect(region, own)
             if region in riders:
                 riders[region].clear(own)
-            self._canary.forget_slots(region, own)
+            self._canary.slots.forget(region, own)
 
     def received(self, request: Any) -> None:
         """``request``'s KV has arrived, or failed to."""
@@ -207,9 +207,9 @@ class DecodeSide(KVTransfer):
             if not len(own):
                 continue
             layout_ = PayloadLayout.of(self._canary.states[region])
-            self._canary.import_slots(region, own, rider.payload(layout_, own), writer)
+            self._canary.slots.import_records(region, own, rider.payload(layout_, own), writer)
             rider.clear(own)
-            self._canary.check_slots(region, own)
+            self._canary.slots.check(region, own)
 
 
 def _tell_travel(canary: Canary, what: str, riders: TransferBuffers) -> None:

@@ -64,15 +64,15 @@ class HostCache(KVTransfer):
         """The controller has taken slots for its load queue, which it loads only with the next prefill. The cache has
         them from now on."""
         for region, _, _, slots in self._transfers(controller, controller.load_queue[-1:]):
-            self._canary.forget_slots(region, slots)
+            self._canary.slots.forget(region, slots)
 
     def loading(self, controller: Any) -> "list[_Load]":
         """The controller is about to load its load queue to the device: the slots' old content is not judged any
         more. `loaded` must follow."""
         loads = []
         for region, _, host_slots, slots in self._transfers(controller, controller.load_queue):
-            self._canary.expect_slots(region, slots)
-            self._canary.forget_slots(region, slots)
+            self._canary.slots.expect(region, slots)
+            self._canary.slots.forget(region, slots)
             parked = self._parked.get(region)
             payload = None if parked is None else parked.fetch(host_slots)
             known = 0 if payload is None else int((payload[:, PAYLOAD_STAMP] != 0).sum())
@@ -105,7 +105,7 @@ class HostCache(KVTransfer):
                 if self._canary.states[load.region].reads:
                     load.done.wait()
                 used_here(load.slots)
-                self._canary.import_slots(load.region, load.slots, load.payload)
+                self._canary.slots.import_records(load.region, load.slots, load.payload)
                 load.imported = True
         return view
 
@@ -117,7 +117,7 @@ class HostCache(KVTransfer):
             if load.imported:
                 # The forward has waited already, if all its layers read KV.
                 load.done.wait()
-                self._canary.check_slots(load.region, load.slots)
+                self._canary.slots.check(load.region, load.slots)
         self._loads = [load for load in self._loads if not load.imported]
 
     def flushed(self) -> None:

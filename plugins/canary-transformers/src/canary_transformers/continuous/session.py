@@ -54,7 +54,7 @@ class Session:
             if not (fresh and compat.cleared(cache)):
                 hooks.register(AdoptedFilter())
                 for group in self._groups:
-                    self.canary.forget_slots(group.name, None)
+                    self.canary.slots.forget(group.name, None)
         self._patches = Patches()
         self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
         compat.watch_blocks(processor, self, self._patches)
@@ -68,7 +68,7 @@ class Session:
             self._stepping = False
         try:
             with self._on_stream():
-                self.canary.end_step()
+                self.canary.step.end()
         except ViolationError as error:
             self.error = error
             raise
@@ -94,7 +94,7 @@ class Session:
         with self._ours("copy"):
             self._drop_now()
             for g in self._of(group):
-                self.canary.copy_slots(g.name, self._slots(g, source), self._slots(g, destination))
+                self.canary.slots.copy(g.name, self._slots(g, source), self._slots(g, destination))
 
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
         """Content without records: not judged until it is written again."""
@@ -102,7 +102,7 @@ class Session:
             self._drop_now()
             for g in self._of(group):
                 if blocks:
-                    self.canary.forget_slots(g.name, self._slots(g, blocks))
+                    self.canary.slots.forget(g.name, self._slots(g, blocks))
 
     def dropped(self, group: int | None, blocks: Sequence[int] | None) -> None:
         """Freed blocks; kept on the host until the next thing that is issued to the device."""
@@ -110,7 +110,7 @@ class Session:
             for g in self._of(group):
                 if blocks is None:
                     self._dropped.pop(g.index, None)
-                    self.canary.clear_slots(g.name, None)
+                    self.canary.slots.clear(g.name, None)
                 else:
                     self._dropped.setdefault(g.index, []).extend(blocks)
 
@@ -122,10 +122,10 @@ class Session:
                 original(model, batch_data)
                 return
             with self._on_stream():
-                self.canary.pre_forward(view)
+                self.canary.step.before(view)
             original(model, batch_data)
             with self._on_stream():
-                self.canary.post_forward(view)
+                self.canary.step.after(view)
 
         return compute_batch
 
@@ -139,7 +139,7 @@ class Session:
         for g in self._groups:
             blocks = self._dropped.pop(g.index, None)
             if blocks:
-                self.canary.clear_slots(g.name, self._slots(g, blocks))
+                self.canary.slots.clear(g.name, self._slots(g, blocks))
 
     def _of(self, group: int | None) -> Sequence[compat.KVGroup]:
         return [g for g in self._groups if group is None or g.index == group]

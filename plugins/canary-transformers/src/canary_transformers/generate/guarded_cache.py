@@ -87,7 +87,7 @@ class GuardedCache:
                 self._attach(cache, forward)
             canary = self._live()
             if canary is not None:
-                canary.end_step()
+                canary.step.end()
 
     def reordered(self, cache: Any, rows: Tensor) -> None:
         """The cache's row ``i`` is now what its row ``rows[i]`` was; there may be more rows than before, or fewer."""
@@ -103,7 +103,7 @@ class GuardedCache:
                 every = torch.arange(len(rows), device=device)
                 for group in self._groups:
                     held = range(group.held)
-                    canary.copy_slots(group.name, group.slots(held, rows), group.slots(held, every))
+                    canary.slots.copy(group.name, group.slots(held, rows), group.slots(held, every))
             self._new_writers(len(rows))
 
     def repeated(self, cache: Any, times: int) -> None:
@@ -175,7 +175,7 @@ class GuardedCache:
             for g in self._groups
         }
         self._pending = held
-        canary.pre_forward(self._batch(self._end, forward, tables, device))
+        canary.step.before(self._batch(self._end, forward, tables, device))
 
     def _record(self, cache: Any, canary: Canary, forward: ModelCall) -> None:
         views = caches.look(cache)
@@ -194,7 +194,7 @@ class GuardedCache:
         device = self._device(canary)
         tables = {group.name: group.table(self._end, device) for group in self._groups}
         self._excuse_pads(canary, forward.tokens)
-        canary.post_forward(self._batch(before, forward, tables, device))
+        canary.step.after(self._batch(before, forward, tables, device))
         if forward.tokens is None:
             self._unknown_end = self._end
 
@@ -237,8 +237,8 @@ class GuardedCache:
         tables = {g.name: g.table(0, device, g.first, end) for g in self._groups}
         batch = self._batch(0, ModelCall(rows, end, tokens, None), tables, device)
         self._excuse_pads(canary, tokens)
-        canary.pre_forward(batch)
-        canary.post_forward(batch)
+        canary.step.before(batch)
+        canary.step.after(batch)
 
     def _excuse_pads(self, canary: Canary, tokens: Tensor | None) -> None:
         if tokens is None or self._pad is None or self._config.bytes == "off":
@@ -316,10 +316,10 @@ class GuardedCache:
         for group in groups:
             gone = range(max(lowest - group.first, 0), max(group.held, 0))
             if gone:
-                canary.clear_slots(group.name, group.slots(gone, every))
+                canary.slots.clear(group.name, group.slots(gone, every))
             tables[group.name] = group.table(end, device)
         nothing = ModelCall(len(self._writer_ids), 0, None, None)
-        canary.pre_forward(self._batch(end, nothing, tables, device))
+        canary.step.before(self._batch(end, nothing, tables, device))
         canary.drain()
 
     def _rebind(self, views: Sequence[LayerView], canary: Canary) -> None:
@@ -330,7 +330,7 @@ class GuardedCache:
             if in_place and bound == [t.data_ptr() for view in mine for t in (view.keys, view.values)]:
                 continue
             if len(mine) == len(group.layers):
-                canary.rebind(group.name, group.sources(mine))
+                canary.slots.rebind(group.name, group.sources(mine))
 
     def _batch(self, prefix: int, forward: ModelCall, tables: dict[str, SlotTable], device: torch.device) -> BatchView:
         rows = forward.rows

@@ -16,9 +16,9 @@ def move(canary: Canary, group: Group, end: int, held: int) -> None:
     kept = min(group.held - distance, held)
     if distance > 0 and kept > 0:
         source = group.slots(range(distance, distance + kept), every)
-        canary.copy_slots(group.name, source, group.slots(range(kept), every))
+        canary.slots.copy(group.name, source, group.slots(range(kept), every))
     if held < group.held:
-        canary.clear_slots(group.name, group.slots(range(held, group.held), every))
+        canary.slots.clear(group.name, group.slots(range(held, group.held), every))
     group.first, group.held = first, held
 
 

@@ -1,4 +1,4 @@
-"""`Mailbox`: the host's late, non-blocking read of counters and violation ring."""
+"""`ReadBack`: the host's late, non-blocking read of the counters and the violation ring."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from canary_core.records import Counter, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class Snapshot:
     """One host read: all counters, the new violation rows in order, and how many rows were dropped since the last."""
 
     counters: list[int]
@@ -18,7 +18,7 @@ class Letter:
     dropped: int
 
 
-class Mailbox:
+class ReadBack:
     """Copies counters to pinned host memory at the end of a step and hands them out at the end of a later one; the
     ring follows only when the counters say that there is something in it. Never waits, except in `collect_now`."""
 
@@ -33,19 +33,19 @@ class Mailbox:
         self._with_ring = False
         self._seen = 0
 
-    def collect(self) -> Letter | None:
+    def collect(self) -> Snapshot | None:
         """What an earlier read brought, if it has arrived; then starts the next one on the current stream."""
         if self._event is None:
             return self.collect_now()
-        letter = None
+        snapshot = None
         if self._in_flight:
             if not self._event.query():
                 return None
-            letter = self._open()
+            snapshot = self._open()
         self._start()
-        return letter
+        return snapshot
 
-    def collect_now(self) -> Letter:
+    def collect_now(self) -> Snapshot:
         """Everything up to now; waits for the device."""
         self._with_ring = True
         self._start()
@@ -61,13 +61,13 @@ class Mailbox:
             self._event.record()
         self._in_flight = True
 
-    def _open(self) -> Letter:
+    def _open(self) -> Snapshot:
         self._in_flight = False
         counters: list[int] = self._counters.tolist()
         total = counters[Counter.ROWS]
         if total == self._seen or not self._with_ring:
             self._with_ring = total > self._seen
-            return Letter(counters, [], 0)
+            return Snapshot(counters, [], 0)
         size = self._ring.shape[0]
         numbers = torch.arange(self._seen, min(total, self._seen + 2 * size))
         candidates = self._ring[numbers % size]
@@ -77,7 +77,7 @@ class Mailbox:
         self._with_ring = False
         # In stream order after the copy, so rows that come in between find their place still taken, not overwritten.
         self._shared.counters[Counter.DRAINED].fill_(total)
-        return Letter(counters, rows, dropped)
+        return Snapshot(counters, rows, dropped)
 
     def _host_like(self, tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)

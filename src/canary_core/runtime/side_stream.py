@@ -1,0 +1,73 @@
+"""`SideStream`: a stream of Canary's own, for work that a forward needn't wait for."""
+
+import torch
+from torch import Tensor
+
+from canary_core.runtime.streams import capturing, current
+
+
+class SideStream:
+    """A stream beside the one of the forwards. As a context, also within itself: what is issued there runs after all
+    that was issued on the current stream before, or before the last `mark`. `join` is for whoever needs it done.
+
+    Its priority is high: what runs there is short, and kernels of a forward would fill the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._main = self._stream
+        self._depth = 0
+        self._marked = False
+        self.open = False
+        """Whether something was issued there that not everybody waits for yet."""
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._main = current(self._device)
+        if not self._marked:
+            self._begun.record(self._main)
+        self._marked = False
+        self._begun.wait(self._stream)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *raised: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            torch.cuda.set_stream(self._main)
+            self.open = True
+
+    def mark(self) -> None:
+        """What is issued next on this stream waits for what the current one has to do by now, and for nothing after."""
+        self._begun.record(current(self._device))
+        self._marked = True
+
+    def unmark(self) -> None:
+        """Takes the last `mark` back, if nothing came of it."""
+        self._marked = False
+
+    def reads(self, *tensors: Tensor | None) -> None:
+        """Work on this stream reads ``tensors``: their memory is handed out on no stream before that is done."""
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self._stream)
+
+    def join(self, for_good: bool = False) -> None:
+        """What the current stream does from now on comes after what was issued here. ``for_good``: so does all that is
+        issued from now on, on any stream that matters."""
+        if not self.open:
+            return
+        # Whoever captures has waited for the device before, and may not wait for what lies outside of the graph.
+        if not capturing(self._device):
+            self._done.record(self._stream)
+            self._done.wait(current(self._device))
+        if for_good:
+            self.open = False
+
+    def follow(self) -> None:
+        """What the current stream does from now on comes after what was issued here before the last `join`, whoever
+        called that."""
+        self._done.wait(current(self._device))

@@ -1,0 +1,130 @@
+"""`Workspace`: what one `Canary` has on its device; `Switch`: whether it is on, and what switches it off."""
+
+import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import pluggy
+import torch
+
+from canary_core import plugins
+from canary_core.config import CanaryConfig
+from canary_core.errors import MisuseError, ViolationError
+from canary_core.events import Event
+from canary_core.ops import backends
+from canary_core.ops.backends import Backend
+from canary_core.ops.state import RegionState, Shared
+from canary_core.region import Region
+from canary_core.runtime.event_queue import EventQueue
+from canary_core.runtime.side_stream import SideStream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """The settings, the memory of each region by name, what regions share, the ops, the events that wait for the next
+    forward, and the side stream (None on a CPU). Without states in off mode."""
+
+    config: CanaryConfig
+    device: torch.device
+    shared: Shared
+    states: dict[str, RegionState]
+    backend: Backend
+    queue: EventQueue
+    side: SideStream | None
+
+    @classmethod
+    def allocate(cls, regions: Sequence[Region], config: CanaryConfig) -> "Workspace":
+        """All device memory that is needed for ``regions``. Raises `ConfigError` where the back end can't run."""
+        device = regions[0].device
+        backend = backends.choose(config.backend, device)
+        shared = Shared.allocate(config, device)
+        states = {r.name: RegionState(r, i, shared, config) for i, r in enumerate(regions)}
+        side = SideStream(device) if device.type == "cuda" else None
+        return cls(config, device, shared, states, backend, EventQueue(device), side)
+
+    @classmethod
+    def off(cls, config: CanaryConfig, device: torch.device) -> "Workspace":
+        """Nothing is allocated on ``device``."""
+        empty = torch.empty(0, dtype=torch.int64)
+        shared = Shared(empty, empty, empty)
+        return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None)
+
+    def join(self, for_good: bool = False) -> None:
+        """The current stream waits for what runs beside the forwards, if anything: before slots, records, or tensors of
+        the last forward's view change. ``for_good``: it is the stream of the forwards."""
+        if self.side is not None:
+            self.side.join(for_good)
+
+    def beside(self, wanted: bool) -> AbstractContextManager[None]:
+        """``wanted``: what is issued within runs on the side stream, where the device has one."""
+        return self.side if wanted and self.side is not None else nullcontext()
+
+
+class Switch:
+    """Whether a Canary is on. Exceptions of ours come here: in log mode the first one switches it off for good, loudly,
+    and the engine goes on; in raise mode they are raised."""
+
+    def __init__(self, workspace: Workspace, hooks: pluggy.PluginManager) -> None:
+        config = workspace.config
+        self.enabled = config.mode != "off"
+        self._raises = config.mode == "raise"
+        self._about = {n: v for n, v in (("model", config.model), ("rank", config.rank)) if v}
+        self.hooks = hooks
+        self._workspace = workspace
+        self._misused: set[str] = set()
+
+    def tell(self, event: Event) -> None:
+        """Hands ``event`` to every plugin, with the model and the rank where the settings name them."""
+        if self._about:
+            event = replace(event, fields={**self._about, **event.fields})
+        self.emit(event)
+
+    def emit(self, event: Event) -> None:
+        """As `tell`, with nothing added."""
+        plugins.emit(event, self.hooks)
+
+    def fail(self, where: str, error: Exception) -> None:
+        """An exception of ours, which happened in ``where``."""
+        if self._raises:
+            raise error
+        self.enabled = False
+        # Our tensors may be given up now.
+        self._workspace.join(for_good=True)
+        trace = "".join(traceback.format_exception(error))
+        self.tell(Event("disabled", "error", {"where": where, "error": repr(error), "traceback": trace}))
+
+    def misuse(self, what: str) -> None:
+        """Canary was called in a way that can't be right; ``what`` says so in a sentence, told once. Raises
+        `MisuseError` in raise mode."""
+        if self._raises:
+            raise MisuseError(what)
+        if what not in self._misused:
+            self._misused.add(what)
+            self.tell(Event("misuse", "error", {"reason": what}))
+
+    def guard(self, where: str) -> "Guard":
+        """A context for work of ours within the engine: its exceptions go to `fail`, findings pass through."""
+        return Guard(self, where)
+
+
+class Guard:
+    """See `Switch.guard`."""
+
+    __slots__ = ("_switch", "_where")
+
+    def __init__(self, switch: Switch, where: str) -> None:
+        self._switch = switch
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or isinstance(error, ViolationError) or not isinstance(error, Exception):
+            return False
+        self._switch.fail(self._where, error)
+        return True

@@ -1,0 +1,431 @@
+"""`Step`: owns one step of the engine, from the first look at a batch to the report of what was found."""
+
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+import pluggy
+
+from canary_core.batch import BatchView
+from canary_core.errors import AttachError
+from canary_core.ops.state_checkpoints import record_checkpoints
+from canary_core.reporting.findings import Findings
+from canary_core.runtime.budget import ScrubBudget
+from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
+from canary_core.runtime.scrub import Scrub
+from canary_core.runtime.streams import capturing
+from canary_core.runtime.watchdog import Watchdog
+from canary_core.runtime.workspace import Switch
+from canary_core.slots import SlotEvents
+
+Output = TypeVar("Output")
+
+MOST_ROWS = 65536
+"""Requests of one forward; kernels work out each program's share from all their lengths at once."""
+
+UNENDED_FORWARDS = 1024
+"""Forwards without an `Step.end`, after which it counts as forgotten: nothing that they find is told."""
+
+IDLE_READ_S = 0.5
+"""Least time between two reads of the findings while the engine idles: it may poll without a pause."""
+
+
+class Overlap(Enum):
+    """What of Canary's work may run beside the engine's own, on a stream of ours. Each allows what the one before it
+    does. On a CPU, with plugins that hook forwards, or once a graph was captured, nothing runs beside."""
+
+    NONE = 0
+    """Nothing: all of it runs on the engine's stream, before and after the forward. Always right."""
+    CHECK = 1
+    """The check, beside the forward: until the forward has ended nothing writes to tensors of its view, neither a
+    kernel of the forward, nor anybody who does not wait for them."""
+    ALL = 2
+    """Also the record and the scrub, beside what comes after the forward; and the forward may be issued before the
+    host makes the view. Nothing but forwards writes to guarded slots."""
+
+
+class StepListener:
+    """What accompanies the forwards of one Canary: subclass it, override what you need, `Step.add` it.
+
+    Listeners are called in the order in which they were added, on the engine's stream unless said otherwise. ``batch``
+    is the engine's own object, as `Step.run` was given it; None where there is none. An exception of a listener is one
+    of Canary's own: it switches Canary off in log mode, and is raised in raise mode.
+    """
+
+    def begin(self, batch: Any) -> None:
+        """A forward is issued next. Its view is not made yet."""
+
+    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
+        """A forward is checked next; gives the view to check: ``view``, or one that says more. On the side stream where
+        the forward was issued first (`Overlap.ALL`). ``view`` None: it can't be checked."""
+        return view
+
+    def after(self, batch: Any, view: BatchView | None) -> None:
+        """The forward was issued, and all that it waited for has arrived. Nothing of it is recorded yet."""
+
+    def forget(self, batch: Any) -> None:
+        """The forward could not be checked, and may have written any of its slots."""
+
+    def flushed(self) -> None:
+        """The engine has emptied its caches: no slot holds anything."""
+
+    def idle(self) -> None:
+        """The engine has nothing to run."""
+
+    def close(self) -> None:
+        """The Canary is off from now on. Called once."""
+
+
+class Facade(Protocol):
+    """What a step needs of its `Canary`, which plugins are told of."""
+
+    def tell_stats(self) -> None:
+        """Tells the counters, as a ``stats`` event."""
+
+
+class Step:
+    """One step of the engine after the other. This is the whole protocol:
+
+    | when               | on which stream          | what                                                            |
+    |--------------------|--------------------------|------------------------------------------------------------------|
+    | before the forward | the forwards'            | it waits for what still runs beside; `begin` of listeners       |
+    | view               | the forwards', or side ¹ | the view is made, `before` of listeners may amend it            |
+    | `before`           | the forwards', or side ² | queued events take effect; every slot that will be read is      |
+    |                    |                          | checked, and the bytes that are compared before a forward       |
+    | the forward        | the forwards'            | the engine's own                                                |
+    | after the forward  | the forwards'            | it waits for the check; `after` of listeners                    |
+    | `after`            | the forwards', or side ³ | what was written is fingerprinted and recorded, and the next    |
+    |                    |                          | stretch of the pool scrubbed                                    |
+    | `end`              | host only                | starts a late read of the counters, reports what an earlier one |
+    |                    |                          | brought                                                         |
+
+    ¹ With `Overlap.ALL` the forward is issued first, and the side stream goes on from what the engine's stream had to
+    do before it. ² From `Overlap.CHECK` on. ³ With `Overlap.ALL`; then the next `before`, and every event of
+    `Canary.slots`, waits for it. Bytes that are compared before a forward, and plugins that hook forwards, keep all of
+    it on the engine's stream.
+
+    In a CUDA graph: `before` and `after` may be captured, together with the forward. Then no host code runs before a
+    replay, so events take effect in `end`, which is called for each replay; nothing runs beside any more; every launch
+    is always the same.
+
+    `run` does it all around a function. Engines that call at two places use `before` and `after`, and `abandon` where a
+    forward failed. Called in another order, Canary says so with a ``misuse`` event, or raises `MisuseError` in raise
+    mode. In log mode nothing of this raises into the engine; in raise mode `end` raises the first finding.
+    """
+
+    def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Findings) -> None:
+        workspace, config = slots.workspace, slots.workspace.config
+        self._canary = canary
+        self._switch = switch
+        self._workspace = workspace
+        self._slots = slots
+        self._findings = findings
+        self._config = config
+        self._hooks: pluggy.HookRelay = switch.hooks.hook
+        self._states = workspace.states
+        self._backend = workspace.backend
+        self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
+        budget = ScrubBudget.parse(config.scrub_budget)
+        self.scrub = Scrub(list(self._states.values()), self._backend, budget)
+        self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
+        self.forwards = 0
+        """How many began."""
+        self._listeners: list[StepListener] = []
+        self._inside = False
+        self._view: BatchView | None = None
+        self._overlap = Overlap.NONE
+        self._captured = False
+        self._read_interval = config.read_interval
+        if workspace.device.type == "cpu" or config.mode == "raise":
+            self._read_interval = 1
+        self._ends = 0
+        self._ended_forwards = 0
+        self._idle_read = 0.0
+
+    @property
+    def listeners(self) -> tuple[StepListener, ...]:
+        """In the order in which they are called."""
+        return tuple(self._listeners)
+
+    @property
+    def inside(self) -> bool:
+        """Whether a forward of `run` is being issued."""
+        return self._inside
+
+    def add(self, listener: StepListener) -> None:
+        """``listener`` comes after those that are there."""
+        self._listeners.append(listener)
+
+    def run(
+        self,
+        forward: Callable[[], Output],
+        view: Callable[[], BatchView | None],
+        *,
+        batch: Any = None,
+        overlap: Overlap = Overlap.NONE,
+        settle: Callable[[BatchView, Output], None] | None = None,
+    ) -> Output:
+        """Runs one forward, from `begin` to `end`, and gives its output.
+
+        ``view`` is called once, when the time has come; None says that the forward can't be checked, and listeners
+        `forget` it. ``settle`` gets view and output before anything is recorded. Within a ``forward`` another `run`
+        only calls its own: what the engine issues as several forwards may be one to Canary.
+
+        Raises what ``forward`` raises, and `ViolationError` in raise mode.
+        """
+        if self._inside:
+            return forward()
+        if not self._switch.enabled:
+            self.close()
+            return forward()
+        issued_first = self._begin(batch, overlap)
+        self._inside = True
+        try:
+            if issued_first:
+                # The device has the forward before the host works for us.
+                output = forward()
+                with self._workspace.beside(True):
+                    seen = self._check(batch, view, overlap)
+            else:
+                seen = self._check(batch, view, overlap)
+                output = forward()
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._inside = False
+        for listener in self._listeners:
+            with self._guard(listener, "after"):
+                listener.after(batch, seen)
+        if seen is None:
+            self._forget(batch)
+        else:
+            if settle is not None:
+                with self._switch.guard("settle"):
+                    settle(seen, output)
+            self.after()
+        self.end()
+        if not self._switch.enabled:
+            self.close()
+        return output
+
+    def before(self, view: BatchView, overlap: Overlap = Overlap.NONE) -> None:
+        """Checks every slot that the forward of ``view`` will read. May be captured in a graph."""
+        if not self._switch.enabled:
+            return
+        try:
+            if self._view is not None:
+                self._switch.misuse(
+                    "step.before was called twice for one forward; call step.after when the forward was issued, or "
+                    "step.abandon if it failed"
+                )
+            self._workspace.join(for_good=True)
+            self.watchdog.feed()
+            self.forwards += 1
+            self._captured = self._captured or capturing(self._workspace.device)
+            self.require_place(view)
+            self._view, self._overlap = view, overlap
+            compared = [name for name in view.tables if self._schedules[name].begin(view, self._captured)]
+            compared = [name for name in compared if self._states[name].reads]
+            # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
+            hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
+            beside = overlap is not Overlap.NONE and not (compared or hooked or self._captured)
+            for name in view.tables:
+                self._states[name].require_capacity(view)
+            with self._workspace.beside(beside):
+                self._workspace.queue.settle()
+                if hooked:
+                    self._hooks.canary_pre_forward(canary=self._canary, batch=view)
+                for name, table in view.tables.items():
+                    self._backend.check(self._states[name], view, table)
+                    if name in compared:
+                        self._backend.read_check(self._states[name], view, table)
+        except Exception as error:
+            self._switch.fail("pre_forward", error)
+
+    def after(self, view: BatchView | None = None) -> None:
+        """Records the slots that the forward has written, then scrubs the next stretch of every region. May be captured
+        in a graph. ``view``: where slots moved during the forward, what it has written in the slots of now; None: what
+        `before` was given."""
+        if not self._switch.enabled:
+            return
+        try:
+            given, self._view = self._view, None
+            if given is None:
+                self._switch.misuse(
+                    "step.after was called without step.before, so nothing is recorded; call step.before with the view "
+                    "of the forward first"
+                )
+                return
+            self._record(given if view is None else view)
+        except Exception as error:
+            self._switch.fail("post_forward", error)
+
+    def abandon(self) -> None:
+        """The forward that was checked last has failed: nothing is recorded of it."""
+        self._view = None
+
+    def join(self) -> None:
+        """The current stream waits for what of Canary's runs beside the forwards: before anything but a forward writes
+        to tensors of the last view (`run` and `before` do it by themselves)."""
+        if self._switch.enabled:
+            self._workspace.join()
+
+    def follow_check(self) -> None:
+        """After `after`: what the current stream does from now on comes after that forward's check. For a stream other
+        than the forwards', on which an engine writes to its tables while a forward runs and the check beside it may
+        still have to read them."""
+        if self._switch.enabled and self._workspace.side is not None:
+            with self._switch.guard("follow_check"):
+                self._workspace.side.follow()
+
+    def end(self) -> None:
+        """Host only, never captured: starts a late read of the counters and reports what the last one brought. On the
+        stream of the forwards, where these are replayed from a graph that holds `before` and `after`.
+
+        Raises `ViolationError` with the first finding in raise mode.
+        """
+        if not self._switch.enabled:
+            return
+        try:
+            workspace = self._workspace
+            if self._captured:
+                # No host code of ours runs before a replay.
+                workspace.queue.settle()
+            self._ends += 1
+            # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
+            idle = self._ends > 1 and self.forwards == self._ended_forwards and not self._captured
+            self._ended_forwards = self.forwards
+            if workspace.side is not None:
+                workspace.side.unmark()
+            self.scrub.step(idle)
+            if idle or self._ends % self._read_interval == 0:
+                # What runs beside the engine's stream is read, and told how far to go, where it runs.
+                with workspace.beside(workspace.side is not None and workspace.side.open):
+                    snapshot = self._findings.collect()
+                    self.scrub.adjust(self._captured)
+                if snapshot is not None:
+                    self._findings.open(snapshot, self.forwards)
+            interval = self._config.stats_interval
+            if interval and not idle and self._ends % interval == 0:
+                self._canary.tell_stats()
+        except Exception as error:
+            self._switch.fail("end_step", error)
+        self._findings.raise_first()
+
+    def flushed(self) -> None:
+        """The engine has emptied its caches: no slot of any region holds anything any more."""
+        if not self._switch.enabled:
+            return
+        for name in self._states:
+            self._slots.clear(name, None)
+        for listener in self._listeners:
+            with self._guard(listener, "flushed"):
+                listener.flushed()
+
+    def idle(self) -> None:
+        """The engine has nothing to run, and nothing is in flight: now and then reports what the last forwards left
+        behind. Raises `ViolationError` in raise mode."""
+        if not self._switch.enabled:
+            return
+        for listener in self._listeners:
+            with self._guard(listener, "idle"):
+                listener.idle()
+        now = time.monotonic()
+        if now - self._idle_read >= IDLE_READ_S:
+            self._idle_read = now
+            # With nothing in flight this stream does for what would wait for the next forward.
+            self._slots.settle()
+            self.end()
+
+    def close(self) -> None:
+        """Closes the listeners: Canary is off. Again: does nothing."""
+        listeners, self._listeners = self._listeners, []
+        self._view = None
+        for listener in listeners:
+            with self._guard(listener, "close"):
+                listener.close()
+
+    def _begin(self, batch: Any, overlap: Overlap) -> bool:
+        """Gives whether the forward is issued before its check."""
+        with self._switch.guard("begin_forward"):
+            # A view may be made in the tensors of the one before.
+            self._workspace.join(for_good=True)
+            for listener in self._listeners:
+                listener.begin(batch)
+            side = self._workspace.side
+            if overlap is not Overlap.ALL or side is None or self._captured:
+                return False
+            if self._hooks.canary_pre_forward.get_hookimpls() or any(s.reads for s in self._states.values()):
+                return False
+            side.mark()
+            return True
+        return False
+
+    def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
+        seen: BatchView | None = None
+        with self._switch.guard("batch"):
+            seen = view()
+        for listener in self._listeners:
+            with self._guard(listener, "before"):
+                seen = listener.before(batch, seen)
+        if seen is not None:
+            self.before(seen, overlap)
+        return seen
+
+    def _record(self, view: BatchView) -> None:
+        workspace, hooks = self._workspace, self._hooks
+        hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
+        beside = self._overlap is Overlap.ALL and not (hooked or self._captured)
+        # The check is done before the engine does anything more: it may write to what that reads.
+        workspace.join(for_good=not beside)
+        if hooked:
+            hooks.canary_post_forward(canary=self._canary, batch=view)
+        with workspace.beside(beside):
+            for name, table in view.tables.items():
+                state = self._states[name]
+                if state.sources and self._schedules[name].now:
+                    self._backend.fingerprint(state, view, table)
+                elif state.sources:
+                    state.forget_written()
+                self._backend.record(state, view, table)
+                if table.checkpoints is not None:
+                    record_checkpoints(self._backend, state, view, table)
+            self.scrub.run(self._captured)
+        if hooked:
+            hooks.canary_recorded(canary=self._canary, batch=view)
+        if beside and workspace.side is not None:
+            # The rest of the view was read by the check alone, which is done.
+            side = workspace.side
+            side.reads(view.prefix_lens, view.new_lens, view.token_ids, view.writers)
+            side.reads(view.positions, view.expected_tokens)
+            for made in (table.checkpoints for table in view.tables.values() if table.checkpoints is not None):
+                side.reads(made.slots, made.positions)
+        if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self._captured:
+            self._switch.misuse(
+                f"{UNENDED_FORWARDS} forwards began and step.end was not called, so nothing that they find is told; "
+                "call it after each step"
+            )
+
+    def _forget(self, batch: Any) -> None:
+        for listener in self._listeners:
+            with self._guard(listener, "forget"):
+                listener.forget(batch)
+        # With no check before the forward, nothing else lets queued events take effect.
+        self._slots.settle()
+
+    def _guard(self, listener: StepListener, method: str) -> Any:
+        return self._switch.guard(f"{type(listener).__name__}.{method}")
+
+    def require_place(self, view: BatchView) -> None:
+        """Raises `AttachError` for a view of another device (a kernel would read foreign addresses) or an unknown
+        region."""
+        device = self._workspace.device
+        if view.device != device:
+            raise AttachError(f"the batch is on {view.device}, the pool on {device}; build the BatchView there")
+        if view.rows > MOST_ROWS:
+            raise AttachError(f"a batch may have {MOST_ROWS} rows, got {view.rows}; split it")
+        if not view.tables.keys() <= self._states.keys():
+            unknown = sorted(view.tables.keys() - self._states.keys())
+            raise AttachError(f"the batch has tables of unknown regions {unknown}; there are {sorted(self._states)}")
