@@ -1,42 +1,35 @@
 """What SGLang calls in its draft workers: wrapped once there is a model that needs it."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from canary_core.batch import BatchView
+from canary_core import BatchView
 from canary_sglang.compat import targets
 from canary_sglang.compat.drafts import draft_targets
+from canary_sglang.compat.registrar import REGISTRAR, Hook
 from canary_sglang.session import Session
 
 
 class DraftHooks:
-    """Functions of SGLang's draft workers, wrapped through its `HookRegistry` once a model is guarded that they run.
+    """Functions of SGLang's draft workers. What such a worker runs for a batch is one forward to Canary, whatever
+    SGLang makes of it: several ones, a CUDA graph of them, or none.
 
     ``session_of``: the session of a `ModelRunner`, None where it has none.
     """
 
     def __init__(self, session_of: Callable[[Any], Session | None]) -> None:
         self._session_of = session_of
-        self._registered: set[str] = set()
 
     def register(self, runner: Any) -> None:
         """Called when the pool of a model that is guarded was allocated: SGLang's other hooks were applied, and the
         worker imported."""
-        missing = [target for target in draft_targets(runner) if target not in self._registered]
-        if not missing:
-            return
-        self._registered.update(missing)
-        registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-        hooks = {
-            targets.DRAFT_STEPS: self._steps,
-            targets.DRAFT_EXTEND: self._extend,
-            targets.VERIFY: self._verify,
-            targets.NGRAM: self._ngram,
+        hooks: dict[str, Hook] = {
+            targets.DRAFT_STEPS: (self._steps, "AROUND"),
+            targets.DRAFT_EXTEND: (self._extend, "AROUND"),
+            targets.VERIFY: (self._verify, "AROUND"),
+            targets.NGRAM: (self._ngram, "AROUND"),
         }
-        for target in missing:
-            registry.HookRegistry.register(target, hooks[target], registry.HookType.AROUND)
-        registry.HookRegistry.apply_hooks()
+        REGISTRAR.apply({target: hooks[target] for target in draft_targets(runner)})
 
     def _steps(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._session_of(worker.draft_runner)
@@ -47,14 +40,14 @@ class DraftHooks:
 
         def settle(view: BatchView, output: Any) -> None:
             if tree:
-                session.forget(drafts.branch_slots(batch, worker))
+                session.forget_slots(drafts.branch_slots(batch, worker))
             else:
                 drafts.guessed(view, output[0] if isinstance(output, tuple) else output)
 
-        return session.around(
+        return session.canary.step.run(
             lambda: original(worker, batch, *args, **kwargs),
             lambda: drafts.steps(batch, 0 if tree else written),
-            settle,
+            settle=settle,
         )
 
     def _extend(self, original: Callable[..., Any], worker: Any, batch: Any, result: Any) -> Any:
@@ -62,7 +55,7 @@ class DraftHooks:
         if session is None or batch.forward_mode.is_idle():
             return original(worker, batch, result)
         drafts = session.drafts
-        return session.around(
+        return session.canary.step.run(
             lambda: original(worker, batch, result), lambda: drafts.extend(batch, result.next_token_ids)
         )
 
@@ -92,6 +85,7 @@ def _accept(session: Session, batch: Any, drafted: Any, result: Any) -> None:
     def accepted() -> BatchView:
         return drafts.accepted(batch, drafted.draft_token.view(-1, drafted.draft_token_num)[:, 0], result)
 
-    session.around(lambda: None, accepted)
+    session.canary.step.run(lambda: None, accepted)
     if session.canary.enabled:
-        session.guarded("rejected tokens", lambda: session.forget(drafts.rejected_slots(batch, result)))
+        with session.canary.guard("rejected tokens"):
+            session.forget_slots(drafts.rejected_slots(batch, result))
