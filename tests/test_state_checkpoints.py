@@ -167,7 +167,7 @@ def test_kernels_keep_what_the_reference_keeps(device):
             engine.step(new=7, kept=(8, -1, 10), back=3)
             engine.step(kept=(-1, 11, -1))
             state = engine.canary.states["mamba"]
-            memory = (state.records, state.fingerprints, state.chains, state.claims)
+            memory = (state.records, state.fingerprints, state.chains, state.scratch.claims)
             ends.append([tensor.cpu() for tensor in memory])
             assert engine.found == []
         finally:
@@ -195,7 +195,7 @@ def test_as_many_as_rows_are_kept(engine):
     """One entry a row, or the batch is refused."""
     table = ring_table(slot_table(torch.tensor([[2], [4], [7]])), 1)
     four = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(AttachError, match="keeps"):
+    with pytest.raises(AttachError, match="has checkpoints"):
         engine._run(
             torch.ones(ROWS, dtype=torch.int64),
             torch.zeros(3, dtype=torch.int64),

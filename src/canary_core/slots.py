@@ -167,7 +167,7 @@ class SlotEvents(ABC):
         addresses. Sources must match the old ones in name, size and page size, else `AttachError`. Never captured."""
         state = self._states.get(region)
         if state is not None and self.enabled:
-            state.rebind(sources, self.config)
+            state.rebind(sources)
 
     def settle(self) -> None:
         """Lets events that wait for the next forward take effect now, on the current stream, which must be the

@@ -120,7 +120,7 @@ class MambaStates:
         if not _reuses(batch) or KV not in states:
             return
         slots = entries[batch.req_pool_indices, (rows[0].long() - 1).clamp(min=0)]
-        expect_sequences(states[self.region], states[KV], slots, rows)
+        expect_sequences(states[self.region], states[KV], slots, lengths=rows[0], writers=rows[1])
 
     def _table(self, batch: Any, prefix_lens: Tensor, new_lens: Tensor) -> SlotTable:
         sources, destinations = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
