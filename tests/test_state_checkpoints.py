@@ -167,7 +167,7 @@ def test_kernels_keep_what_the_reference_keeps(device):
             engine.step(new=7, kept=(8, -1, 10), back=3)
             engine.step(kept=(-1, 11, -1))
             state = engine.canary.states["mamba"]
-            memory = (state.records, state.fingerprints, state.chains, state.claims)
+            memory = (state.records, state.fingerprints, state.chains, state.scratch.claims)
             ends.append([tensor.cpu() for tensor in memory])
             assert engine.found == []
         finally:

@@ -41,7 +41,7 @@ class Guarded:
         """All that Canary remembers from one forward to the next."""
         states = self.canary.states.values()
         shared = next(iter(states)).shared
-        own = [[s.records, s.fingerprints, s.claims, s.chains, s.cursors] for s in states]
+        own = [[s.records, s.fingerprints, s.scratch.claims, s.chains, s.cursors] for s in states]
         return [
             t.clone() for t in (shared.counters, shared.clock, shared.ring, *(t for tensors in own for t in tensors))
         ]

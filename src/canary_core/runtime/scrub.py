@@ -17,11 +17,11 @@ class Scrub:
     measures the scrub's speed."""
 
     def __init__(self, states: Sequence[RegionState], backend: Backend, budget: ScrubBudget) -> None:
-        self._states = [state for state in states if state.slot_bytes]
+        self._states = [state for state in states if state.sources.slot_bytes]
         self._slots = sum(state.region.slots for state in states)
         self._backend = backend
         self._pool_bytes = sum(state.pool_bytes for state in states)
-        launches = sum(len(state.groups) for state in self._states)
+        launches = sum(len(state.sources.groups) for state in self._states)
         on_device = bool(self._states) and self._states[0].records.device.type != "cpu"
         self._pace = Pace(budget, self._baseline(), LAUNCH_S * launches if on_device else 0.0)
         self._forwards = 1
@@ -64,12 +64,12 @@ class Scrub:
         self._forwards = 1 if captured else self._pace.forwards
         scrub_bytes = self._pace.scrub_bytes(self._forwards)
         for state in self._states:
-            state.set_scrub_slots(int(scrub_bytes * state.pool_bytes / self._pool_bytes / state.slot_bytes))
+            state.set_scrub_slots(int(scrub_bytes * state.pool_bytes / self._pool_bytes / state.sources.slot_bytes))
 
     def stats(self, scrubbed_slots: int) -> dict[str, float]:
         """What the scrub comes to after ``scrubbed_slots`` in all, see `Canary.scrub_stats`."""
         coverage = scrubbed_slots / self._slots
-        scrub_bytes = sum(state.scrub_slots * state.slot_bytes for state in self._states)
+        scrub_bytes = sum(state.scrub_slots * state.sources.slot_bytes for state in self._states)
         return {"scrub_coverage": coverage, **self._pace.achieved(scrub_bytes, self._forwards, self._pool_bytes)}
 
     def _baseline(self) -> float:

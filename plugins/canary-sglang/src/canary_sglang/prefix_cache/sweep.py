@@ -15,7 +15,8 @@ import torch
 
 from canary_core.canary import Canary
 from canary_core.events import Event, Level
-from canary_core.prefix_cache.sweep import FreeList, Judged, RecordSweep
+from canary_core.prefix_cache.runs import FreeList
+from canary_core.prefix_cache.sweep import RecordSweep, SweepResult
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 from canary_sglang.prefix_cache import tree
@@ -184,7 +185,7 @@ class PrefixSweep(StepListener):
             self._tell(sweep)
             self._sweep = None
 
-    def _report(self, sweep: _Under, piece: Piece, judged: Judged | None) -> None:
+    def _report(self, sweep: _Under, piece: Piece, judged: SweepResult | None) -> None:
         found = [self._violation(broken) for broken in piece.broken]
         sweep.findings += len(found)
         if judged is not None:
@@ -201,7 +202,7 @@ class PrefixSweep(StepListener):
                 sweep.unknown_slots += judged.unknown
         self._canary.report(found)
 
-    def _twice(self, piece: Piece, judged: Judged) -> list[Violation]:
+    def _twice(self, piece: Piece, judged: SweepResult) -> list[Violation]:
         return [
             self._violation(
                 Broken(
@@ -212,7 +213,7 @@ class PrefixSweep(StepListener):
             if piece.nodes[one] is not piece.nodes[other]
         ]
 
-    def _note_owners(self, sweep: _Under, piece: Piece, judged: Judged) -> None:
+    def _note_owners(self, sweep: _Under, piece: Piece, judged: SweepResult) -> None:
         """Remembers which node has each slot; a slot that another one had is suspect, not more: it may have moved."""
         if sweep.owner is None:
             slots = max(region.slots * region.tokens_per_slot for region in self._canary.regions.values())

@@ -37,7 +37,7 @@ def expect_zeros(group: Group, state: RegionState, indices: range) -> None:
     """The tensors were zero there before: a write that leaves them so is lost."""
     slots = group.slots(indices, _every_row(group, state))
     # The fingerprint of zero bytes is the salt alone.
-    state.fingerprints[slots] = state.salts[: state.fingerprints.shape[1]]
+    state.fingerprints[slots] = state.sources.salts[: state.fingerprints.shape[1]]
 
 
 def excuse_pads(group: Group, state: RegionState, pads: Tensor) -> None:
