@@ -6,7 +6,8 @@ from importlib import metadata
 import pytest
 
 from canary_core import CanaryConfig, ConfigError, Event, PluginError, hookimpl, plugins
-from canary_core.plugins.registry import EngineInfo, Plugins
+from canary_core.plugins import EngineInfo, Plugins
+from canary_core.plugins.discovery import GROUP
 
 WORKING = """
 from canary_core import EngineInfo, hookimpl
@@ -217,7 +218,7 @@ def test_a_raising_reporter_silences_nobody(logs):
 def test_the_process_has_one_manager():
     """Threads that ask for the manager at the same time get the same one, with built-in reporting in it."""
     got = []
-    threads = [threading.Thread(target=lambda: got.append(plugins.manager())) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: got.append(plugins.hook_manager())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -255,16 +256,16 @@ def test_installed_lists_everything_without_loading(toy, distribution):
     distribution("canary-broken", {"canary_broken": "1/0"}, {"broken": "canary_broken"})
     found = {p.name: p for p in plugins.installed()}
     assert found["reporting"].built_in
-    assert found["reporting"].hooks == ("canary_attached", "canary_event", "canary_violation")
+    assert found["reporting"].hooks == ("canary_configure", "canary_event", "canary_violation")
     assert found["toy"].hooks == ("canary_engine", "canary_install", "canary_uninstall")
     assert found["toy"].engine.version == "2.4"
     assert "ZeroDivisionError" in found["broken"].error
-    assert not plugins.manager().has_plugin("toy")
+    assert not plugins.hook_manager().has_plugin("toy")
 
 
 def test_a_distribution_found_twice_counts_once(toy, distribution, tmp_path, monkeypatch):
     """An editable install may be on sys.path twice; that is one plugin, not a conflict."""
     monkeypatch.syspath_prepend(str(tmp_path / "canary-toy"))
-    assert len([p for p in metadata.entry_points(group=plugins.GROUP) if p.name == "toy"]) == 1
+    assert len([p for p in metadata.entry_points(group=GROUP) if p.name == "toy"]) == 1
     (plugin,) = Plugins().load(config("toy"))
     assert plugin.error is None

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pluggy
 
-from canary_core import faults, plugins
-from canary_core.adapters import Writers
+from canary_core import plugins
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage
@@ -22,7 +21,6 @@ from canary_core.ops.warm_up import row_counts, warm_up
 from canary_core.records import Counter
 from canary_core.region import Region, Uncovered
 from canary_core.reporting.findings import Findings
-from canary_core.runtime.budget import ScrubBudget
 from canary_core.runtime.event_queue import Changes
 from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.readback import Letter, Mailbox
@@ -31,6 +29,7 @@ from canary_core.runtime.streams import SideStream, capturing
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.slots import SlotEvents
 from canary_core.violation import Violation
+from canary_core.writers import Writers
 
 MOST_ROWS = 65536
 """Requests of one forward; kernels work out each program's share from all their lengths at once."""
@@ -66,7 +65,7 @@ class Canary(SlotEvents):
         self.enabled = self.config.mode != "off"
         self.coverage = Coverage(tuple(regions), tuple(uncovered))
         self.forwards = 0
-        self._hooks = hooks or plugins.manager()
+        self._hooks = hooks or plugins.hook_manager()
         self._regions = {r.name: r for r in regions}
         self._states: dict[str, RegionState] = {}
         self._first: Violation | None = None
@@ -75,7 +74,7 @@ class Canary(SlotEvents):
         _require_together(regions)
         if not self.enabled:
             return
-        faults.enable(self.config.faults, self.config.seed, self._hooks)
+        self._hooks.hook.canary_configure(config=self.config, manager=self._hooks)
         device = regions[0].device
         self._backend = backends.choose(self.config.backend, device)
         self._shared = Shared.allocate(self.config, device)
@@ -84,8 +83,7 @@ class Canary(SlotEvents):
         self._mailbox = Mailbox(self._shared)
         self._counters = [0] * self._shared.counters.shape[0]
         self._findings = Findings(list(self._states.values()), self._hooks, self.writers, self.config.rank)
-        budget = ScrubBudget.parse(self.config.scrub_budget)
-        self._scrub = Scrub(list(self._states.values()), self._backend, budget)
+        self._scrub = Scrub(list(self._states.values()), self._backend, self.config.scrub_budget)
         self._changes = Changes(device)
         self._aside = SideStream(device) if device.type == "cuda" else None
         self._captured = False

@@ -99,7 +99,6 @@ class RegionState:
         self.descriptors = torch.zeros(len(self.sources), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
         self.groups = source_groups(self.sources, device)
         self._describe()
-        self.scrub_slots = 0
         # What the back ends remember, until a tensor of this region moves.
         self.arguments: dict[Any, Any] = {}
         read_tiles = -(-config.read_check // READ_TILE)
@@ -127,15 +126,6 @@ class RegionState:
         other = RegionState.__new__(RegionState)
         other.__dict__.update(self.__dict__, arguments={})
         return other
-
-    def set_scrub_slots(self, slots: int) -> None:
-        """How many slots the next scrubs pass, at least one. Small changes are left out: each is a tiny copy."""
-        slots = max(min(slots, self.region.slots), 1)
-        if self.scrub_slots and abs(slots - self.scrub_slots) * 5 <= self.scrub_slots:
-            return
-        self.scrub_slots = slots
-        # Not an assignment: that copies the number from the host and waits for the device.
-        self.cursors[Cursor.SCRUB_SLOTS].fill_(slots)
 
     def forget_written(self) -> None:
         """After a forward and before `record`, instead of `fingerprint`: what bytes the written slots have now is not

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pluggy
 
 from canary_core import plugins
-from canary_core.adapters import Writers
 from canary_core.events import Event
 from canary_core.ops.state import RegionState
 from canary_core.records import STATES, Kind, Phase, Row, State
 from canary_core.violation import Violation
+from canary_core.writers import Writers
 
 REMEMBERED = 65536
 """Findings remembered so that one that every forward finds again is reported once."""

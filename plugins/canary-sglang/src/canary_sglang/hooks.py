@@ -73,7 +73,7 @@ class Hooks:
         self._config = config
         if config.on_violation != "report":
             self._quarantine = Quarantine(config, lambda: [session.canary for session in self.sessions])
-            plugins.manager().register(self._quarantine)
+            plugins.hook_manager().register(self._quarantine)
 
     def stop(self) -> None:
         """Ends the session; the hooks only call on from now on."""
@@ -83,7 +83,7 @@ class Hooks:
             self._watch = None
         self._close(self.sessions)
         if self._quarantine is not None:
-            plugins.manager().unregister(self._quarantine)
+            plugins.hook_manager().unregister(self._quarantine)
             self._quarantine = None
 
     def _allocated(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ from canary_core.config import CanaryConfig
 from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
-from canary_core.plugins.registry import EngineInfo
+from canary_core.plugins import EngineInfo
 from canary_sglang import version
 from canary_sglang.hooks import HOOKS
 

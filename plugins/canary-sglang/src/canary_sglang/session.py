@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from canary_core import plugins
-from canary_core.adapters import Writers
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
@@ -20,6 +19,7 @@ from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.region import Region, RegionKind, Uncovered
 from canary_core.runtime.streams import synchronize
+from canary_core.writers import Writers
 from canary_sglang.actions.embedding_filter import EmbeddingFilter
 from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.draft import DraftBatches
@@ -70,7 +70,7 @@ class Session:
         config = config.model_copy(update={"silence_s": 0.0, "rank": rank, "model": self.model or config.model})
         names = [region.name for region in regions]
         self._vet = EmbeddingFilter(runner.model, names)
-        plugins.manager().register(self._vet)
+        plugins.hook_manager().register(self._vet)
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
         self._states = None
@@ -227,8 +227,8 @@ class Session:
         with contextlib.suppress(ViolationError):
             self.canary.close()
         self._end_arrivals()
-        if plugins.manager().is_registered(self._vet):
-            plugins.manager().unregister(self._vet)
+        if plugins.hook_manager().is_registered(self._vet):
+            plugins.hook_manager().unregister(self._vet)
 
     def _clear(self) -> None:
         for name in self.canary.regions:
