@@ -47,6 +47,22 @@ def test_bad_settings_are_named_with_their_value(monkeypatch):
         CanaryConfig.load()
 
 
+def test_bad_settings_of_ours_and_of_pydantic_are_named_together():
+    """A budget and a fault, which Canary reads itself, stand beside what pydantic refuses."""
+    with pytest.raises(ConfigError) as error:
+        CanaryConfig.load(mode="loud", scrub_budget="nonsense", faults="bitrot")
+    for part in ("CANARY_MODE: ", "CANARY_SCRUB_BUDGET must be", "CANARY_FAULTS: unknown fault 'bitrot'"):
+        assert part in str(error.value)
+
+
+def test_settings_survive_json():
+    """What is written as JSON reads back as the same settings."""
+    config = CanaryConfig.load(scrub_budget="64MiB", plugins="a,b", faults="lost_write")
+    written = config.model_dump_json()
+    assert '"scrub_budget":"64MiB"' in written
+    assert CanaryConfig.model_validate_json(written) == config
+
+
 def test_unknown_argument_is_refused():
     """A misspelt argument is an error, not ignored."""
     with pytest.raises(ConfigError, match="CANARY_MODES"):

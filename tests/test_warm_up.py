@@ -11,7 +11,7 @@ from support.toy import ToyEngine
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, hookimpl
 from canary_core.ops.kernels import check, fingerprint, launch, lifetime, record
-from canary_core.plugins.registry import Plugins
+from canary_core.plugins import Plugins
 
 KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel, fingerprint.read_check_kernel,

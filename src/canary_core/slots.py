@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from canary_core.ops import cross_region, payload
 from canary_core.errors import AttachError
+from canary_core.ops import cross_region, payload
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.record_buffers import RecordBuffers
 from canary_core.ops.state import RegionState
@@ -187,8 +187,8 @@ class SlotEvents:
         return RecordBuffers.of(self._require(region))
 
     def empty_buffers(self, region: str) -> RecordBuffers:
-        """Tables of the same shape with nothing in them, to receive such rows. Raises `AttachError` for a region that is
-        not guarded."""
+        """Tables of the same shape with nothing in them, to receive such rows. Raises `AttachError` for a region that
+        is not guarded."""
         return RecordBuffers.inbox(self._require(region))
 
     def carry_over(self, old: "SlotEvents", region: str, source: Tensor, destination: Tensor) -> None:

@@ -22,7 +22,7 @@ class Engine:
             Region("full", 16, (row_source(self.kv, Part("kv", 0)),), null_slot=0),
             Region("mamba", 6, (row_source(self.states, Part("ssm", 0)),), RegionKind.STATE, null_slot=0),
         ]
-        plugins.manager().register(self)
+        plugins.hook_manager().register(self)
         self.canary = Canary(regions, CanaryConfig.load())
         self.forward(
             torch.arange(1, 9).view(2, 4), torch.tensor([[1], [2]]), ([0, 0], [4, 4]), [*TOKENS[0], *TOKENS[1]]
@@ -64,7 +64,7 @@ def engine():
     """After the prefills of the two requests."""
     engine = Engine()
     yield engine
-    plugins.manager().unregister(engine)
+    plugins.hook_manager().unregister(engine)
     engine.canary.close()
 
 

@@ -7,7 +7,7 @@ import torch
 from inspection import findings
 from traffic import decoding, flush, serve
 
-from canary_core import faults
+from canary_core import testing
 from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, POSITION, STATES, STEP_WRITTEN, TOKEN, State
 from canary_core.region import RegionKind
 
@@ -118,8 +118,9 @@ def _serve_on(engine: Any, served: list[Any], slot: int) -> dict[str, Any]:
 
 def scrub(engine: Any, prompt: list[int]) -> None:
     """Steps of a small request until the scrub has gone all round."""
-    for state in engine.states.values():
-        state.set_scrub_slots(state.region.slots)
+    for canary in engine.canaries:
+        for stretch in canary._scrub.stretches:
+            stretch.resize(stretch.state.region.slots)
     serve(engine, [prompt], 2)
 
 
@@ -135,6 +136,6 @@ def _of_prompt(engine: Any, region: str, prompt: list[int]) -> list[int]:
 
 def _flip_bit(source: Any, slot: int, rng: random.Random) -> None:
     where = torch.tensor([slot], device=source.tensor.device)
-    content = faults.read_bytes(source, where)
+    content = testing.read_bytes(source, where)
     content[0, rng.randrange(source.slot_bytes)] ^= 1 << rng.randrange(8)
-    faults.write_bytes(source, where, content)
+    testing.write_bytes(source, where, content)

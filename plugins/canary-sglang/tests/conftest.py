@@ -145,6 +145,6 @@ class Findings:
 def findings() -> Any:
     """What is found during the test."""
     listener = Findings()
-    plugins.manager().register(listener)
+    plugins.hook_manager().register(listener)
     yield listener.violations
-    plugins.manager().unregister(listener)
+    plugins.hook_manager().unregister(listener)

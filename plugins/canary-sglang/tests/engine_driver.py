@@ -45,7 +45,7 @@ class Engine:
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self.told = inspection.Collector()
-        plugins.manager().register(self.told)
+        plugins.hook_manager().register(self.told)
         from sglang.srt.plugins import load_plugins
 
         load_plugins()

@@ -5,19 +5,19 @@ from typing import Any
 from bit_flips import scrub
 from traffic import serve
 
-from canary_core import faults, plugins
+from canary_core import plugins, testing
 from canary_core.records import STEP_WRITTEN
 
 
 def inject(engine: Any, text: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
     """Serves with the faults of ``text``, as ``CANARY_FAULTS`` names them; gives what was injected, whether each
     was found as what it is, whether all its slots were written again since, and everything that was found."""
-    injector = faults.FaultInjector.parse(text, seed=1)
-    plugins.manager().register(injector)
+    injector = testing.FaultInjector.parse(text, seed=1)
+    plugins.hook_manager().register(injector)
     try:
         serve(engine, prompts, new_tokens)
     finally:
-        plugins.manager().unregister(injector)
+        plugins.hook_manager().unregister(injector)
     scrub(engine, prompts[0][:3])
     for canary in engine.canaries:
         canary.drain()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from canary_sglang.pools.pool import SGLangPool
 
-from canary_core.faults import read_bytes, write_bytes
+from canary_core.testing import read_bytes, write_bytes
 
 COMMON = dict(device="cpu", enable_memory_saver=False)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from canary_core import faults
+from canary_core import testing
 from canary_core.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, WRITER, State
 
@@ -61,9 +61,9 @@ def victims(canary: Any, batch: Any, wanted: str) -> list[int]:
 def spoil(source: Any, slot: int) -> None:
     """Small numbers become huge ones: whoever reads them says something else."""
     where = torch.tensor([slot], device=source.tensor.device)
-    content = faults.read_bytes(source, where)
+    content = testing.read_bytes(source, where)
     content[0, 1::2] ^= 0x40
-    faults.write_bytes(source, where, content)
+    testing.write_bytes(source, where, content)
 
 
 def tell(line: dict[str, Any]) -> None:

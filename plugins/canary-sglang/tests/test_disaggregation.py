@@ -20,9 +20,9 @@ from canary_sglang.transfer.disaggregation import DecodeSide, PrefillSide
 from canary_sglang.transfer.record_buffers import RecordBuffers, TransferBuffers
 
 from canary_core import Canary, CanaryConfig, hookimpl, plugins
-from canary_core.adapters import Writers
 from canary_core.records import POSITION, STATES, TOKEN, WRITER, State
 from canary_core.region import KVSource, Region
+from canary_core.writers import Writers
 
 SLOTS, PAGE, ROW = 64, 4, 16
 HERE = Path(__file__).parent
@@ -55,10 +55,10 @@ def guarded(monkeypatch):
         return told.canaries[-1]
 
     collector = Collector()
-    plugins.manager().register(collector)
+    plugins.hook_manager().register(collector)
     told.make = make
     yield told
-    plugins.manager().unregister(collector)
+    plugins.hook_manager().unregister(collector)
     for canary in told.canaries:
         canary.close()
 

@@ -12,7 +12,7 @@ from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import allocators
 
-from canary_core.adapters import Writers
+from canary_core.writers import Writers
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 SIZE = 64

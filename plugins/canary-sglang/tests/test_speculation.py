@@ -12,7 +12,7 @@ from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches
 from canary_sglang.compat.drafts import shared_with_next_token
 
-from canary_core.adapters import Writers
+from canary_core.writers import Writers
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -12,8 +12,8 @@ from canary_adapters import slot_table
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
-from canary_core.faults import read_bytes, write_bytes
 from canary_core.region import Region
+from canary_core.testing import read_bytes, write_bytes
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("pools")]
 

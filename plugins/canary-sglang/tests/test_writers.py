@@ -4,7 +4,7 @@ import pytest
 import torch
 from canary_sglang.batches.writers import RequestWriters
 
-from canary_core.adapters import Writers
+from canary_core.writers import Writers
 
 pytestmark = pytest.mark.without_engine
 

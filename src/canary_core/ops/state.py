@@ -107,7 +107,6 @@ class RegionState:
         self.cursors = torch.zeros(CURSOR_WORDS, dtype=torch.int64, device=device)
         self.scratch = Scratch(region.slots, device)
         self.launches = LaunchCache()
-        self.scrub_slots = 0
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind in (RegionKind.STATE, RegionKind.RING):
             read_tiles = ALL_TILES
@@ -120,15 +119,6 @@ class RegionState:
         """Before a forward's ops: makes room for the batch's rows and tokens, see `Scratch.grow`."""
         if self.scratch.grow(batch):
             self.launches.clear()
-
-    def set_scrub_slots(self, slots: int) -> None:
-        """How many slots the next scrubs pass, at least one. Small changes are left out: each is a tiny copy."""
-        slots = max(min(slots, self.region.slots), 1)
-        if self.scrub_slots and abs(slots - self.scrub_slots) * 5 <= self.scrub_slots:
-            return
-        self.scrub_slots = slots
-        # Not an assignment: that copies the number from the host and waits for the device.
-        self.cursors[Cursor.SCRUB_SLOTS].fill_(slots)
 
     def forget_written(self) -> None:
         """After a forward and before `record`, instead of `fingerprint`: what bytes the written slots have now is not

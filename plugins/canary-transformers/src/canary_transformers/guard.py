@@ -137,7 +137,7 @@ class Guard:
     def _hooks(self, model: Any) -> pluggy.PluginManager:
         """One manager per cache: findings do not say which model or guard they are about."""
         own = plugins.Plugins()
-        for name, plugin in plugins.manager().list_name_plugin():
+        for name, plugin in plugins.hook_manager().list_name_plugin():
             if plugin is not None and not own.manager.has_plugin(name):
                 own.manager.register(plugin, name)
         for extra in (EmbeddingFilter(model), self, *self._plugins):

@@ -2,8 +2,8 @@
 
 from canary_core.config import CanaryConfig
 from canary_core.hookspecs import hookimpl
-from canary_core.plugins.registry import EngineInfo
-from canary_core.testing.demo import DemoEngine
+from canary_core.plugins import EngineInfo
+from canary_core.testing import DemoEngine
 from canary_transformers import version
 from canary_transformers.guard import Guard
 

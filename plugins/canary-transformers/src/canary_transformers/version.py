@@ -1,7 +1,7 @@
 """Our version, and which versions of Transformers we know."""
 
 from canary_core.errors import PluginError
-from canary_core.plugins.registry import EngineInfo
+from canary_core.plugins import EngineInfo
 
 __version__ = "0.1.0"
 

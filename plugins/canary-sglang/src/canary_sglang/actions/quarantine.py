@@ -15,17 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from canary_core import plugins
-from canary_core.canary import Canary
-from canary_core.config import CanaryConfig
-from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
-from canary_core.records import POSITION, STATES, STEP_WRITTEN, Kind, Phase, State
-from canary_core.region import Region
-from canary_core.violation import Violation
+from canary_core import Canary, CanaryConfig, Event, Region, Violation, emit, hookimpl
+from canary_sglang.actions.ranks import Ranks
+from canary_sglang.actions.suspect import Suspect
 from canary_sglang.compat import allocators, caches, runners, schedulers
 from canary_sglang.pools import compressor_state, mamba
 
@@ -37,6 +31,7 @@ RETRY_EVERY = 4
 
 SELDOM = 64
 """A slot that stays in use is looked at after 1, 2, 4, ... and then every so many of those times."""
+
 
 class Quarantine:
     """Acts on the findings of this process's Canaries (``canaries``, asked anew each time). A plugin of the core."""

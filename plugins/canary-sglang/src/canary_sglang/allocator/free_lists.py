@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core.canary import Canary
-from canary_core import StreamSet
+from canary_core import Canary, StreamSet
 from canary_sglang.allocator.owners import Owners
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import allocators

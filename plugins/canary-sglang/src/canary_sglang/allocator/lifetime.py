@@ -8,9 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from canary_core.canary import Canary
-from canary_core.events import Event
-from canary_core.region import Region
+from canary_core import Canary, Event, Region
 from canary_sglang.allocator.free_lists import Follower
 from canary_sglang.allocator.owners import Owners
 from canary_sglang.batches.writers import RequestWriters
@@ -103,8 +101,12 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
         release = partial(original, *args, **kwargs)
         return followed.owners.releasing(request, release) if followed and request is not None else release()
 
-    functions = {target: partial(changing, target.rpartition(".")[2]) for target in allocators.allocator_functions()}
-    prepares = {t: partial(preparing, t == targets.DECODES) for t in targets.existing(targets.PREPARES)}
+    functions: dict[str, Callable[..., Any]] = {
+        target: partial(changing, target.rpartition(".")[2]) for target in allocators.allocator_functions()
+    }
+    prepares: dict[str, Callable[..., Any]] = {
+        t: partial(preparing, t == targets.DECODES) for t in targets.existing(targets.PREPARES)
+    }
     releases = dict.fromkeys(targets.existing(targets.RELEASES), releasing)
     return {target: (hook, "AROUND") for target, hook in {**functions, **prepares, **releases}.items()}
 

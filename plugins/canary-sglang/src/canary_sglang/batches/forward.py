@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 from canary_adapters import slot_table
-from canary_core.adapters import BatchAdapter
-from canary_core.batch import BatchView
+from canary_core import BatchAdapter, BatchView
 from canary_sglang.batches.tokens import TABLE_STEP, UNKNOWN, expected_tokens
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches, drafts, runners
-from canary_sglang.pools.compressor_state import RequestCompressorStates
-from canary_sglang.pools.mamba import MambaStates
 
 FIRST_ROWS = 256
 """Rows of static buffers before a batch asks for more."""

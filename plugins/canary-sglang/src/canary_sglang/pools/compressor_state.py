@@ -25,11 +25,19 @@ import torch
 from torch import Tensor
 
 from canary_adapters import Part, block_table, require_disjoint, ring_table, row_source
-from canary_core.adapters import PoolAdapter
-from canary_core.batch import SlotTable
-from canary_core.canary import Canary
-from canary_core.errors import AttachError
-from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
+from canary_core import (
+    AttachError,
+    BatchView,
+    Canary,
+    KVSource,
+    PoolAdapter,
+    Region,
+    RegionKind,
+    Role,
+    StepListener,
+    Uncovered,
+)
+from canary_sglang.compat import batches
 
 C4, C128 = "c4_state", "c128_state"
 

@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from canary_adapters import Part, ragged_table, ring_table, row_source, slot_table
-from canary_core.adapters import PoolAdapter
-from canary_core.batch import SlotTable
-from canary_core.canary import Canary
-from canary_core.errors import AttachError
-from canary_core.ops.cross_region import expect_sequences
-from canary_core.region import KVSource, Region, RegionKind, Uncovered
+from canary_core import (
+    AttachError,
+    BatchView,
+    Canary,
+    KVSource,
+    PoolAdapter,
+    Region,
+    RegionKind,
+    SlotTable,
+    StepListener,
+    Uncovered,
+)
+from canary_sglang.compat import batches
 from canary_sglang.compat.state_checkpoints import Checkpoints, tracked_slots
 
 REGION = "mamba"

@@ -6,10 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
-from canary_core.canary import Canary
-from canary_core.events import Event, Level
-from canary_core.region import Region, RegionKind
+from canary_core import BatchView, Canary, Event, HostCopy, Level, Region, RegionKind, StepListener
 
 MOST_ENTRIES = 1 << 20
 """Entries of the request table that are looked at together; more of them are taken in turns."""

@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from canary_core.canary import Canary
-from canary_core.events import Event, Level
-from canary_core.prefix_cache.runs import FreeList
-from canary_core.prefix_cache.sweep import RecordSweep, SweepResult
-from canary_core.records import Kind, Phase
-from canary_core.violation import Violation
+from canary_core import Canary, Event, FreeList, Kind, Level, Phase, RecordSweep, StepListener, SweepResult, Violation
 from canary_sglang.prefix_cache import tree
 from canary_sglang.prefix_cache.host_nodes import check_host_nodes
 from canary_sglang.prefix_cache.tree import Broken, RustTree

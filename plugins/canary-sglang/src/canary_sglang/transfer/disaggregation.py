@@ -15,23 +15,19 @@ the request did are taken for unwritten: the transfer was cut short.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
-from canary_core.canary import Canary
-from canary_core.events import Event
-from canary_core.ops.payload import PayloadLayout
-from canary_core.region import Region, RegionKind
+from canary_core import BatchView, Canary, Event, RecordBuffers, Region, RegionKind, StepListener
 from canary_sglang.batches.tokens import expected_tokens
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import targets
-from canary_sglang.transfer.kv_transfer import Hook, KVTransfer, apply_hooks, region_slots, used_here
-from canary_sglang.transfer.record_buffers import RecordBuffers, TransferBuffers
+from canary_sglang.compat.registrar import REGISTRAR, Hook
+from canary_sglang.transfer.kv_transfer import used_here
+from canary_sglang.transfer.transfer_buffers import TransferBuffers
 
 
 class PrefillSide(StepListener):

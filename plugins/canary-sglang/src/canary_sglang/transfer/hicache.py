@@ -10,19 +10,15 @@ records; what is loaded from them is not judged.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
-from canary_core.canary import Canary
-from canary_core.events import Event
-from canary_core.ops import payload as payloads
-from canary_core.records import PAYLOAD_FINGERPRINTS, PAYLOAD_RECORD, PAYLOAD_STAMP, RECORD_WORDS
+from canary_core import AttachError, BatchView, Canary, Event, HostCopy, PayloadRecords, StepListener
 from canary_sglang.compat import targets
-from canary_sglang.transfer.kv_transfer import Hook, KVTransfer, apply_hooks, plain_names, used_here
+from canary_sglang.compat.registrar import REGISTRAR, Hook
+from canary_sglang.transfer.kv_transfer import plain_names, used_here
 
 REGIONS = frozenset({"full", "swa"})
 """Regions whose slots HiCache's transfers name."""

@@ -1,16 +1,9 @@
 """What the two ways share by which KV reaches the pool without a forward: HiCache and PD disaggregation."""
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
-from canary_core.canary import Canary
-from canary_core.errors import PluginError
+from canary_core import Canary
 
 
 def plain_names(canary: Canary) -> dict[str, str]:

@@ -17,8 +17,8 @@ Entry = tuple[int, int, int]
 
 
 class TransferBuffers:
-    """The `RecordBuffers` of a session's regions (``make`` gives a region's), and where they were appended to a transfer
-    manager's ``KVArgs``."""
+    """The `RecordBuffers` of a session's regions (``make`` gives a region's), and where they were appended to the
+    ``KVArgs`` of a transfer manager."""
 
     def __init__(self, canary: Canary, make: Callable[[str], RecordBuffers]) -> None:
         names = plain_names(canary)

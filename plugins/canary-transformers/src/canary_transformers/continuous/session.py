@@ -8,11 +8,11 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core.adapters import Writers
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import ViolationError
+from canary_core.writers import Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import PagedCachePool

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from canary_core import plugins
-from canary_core.adapters import Writers
 from canary_core.batch import BatchView, SlotTable
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import ViolationError
 from canary_core.events import Event, Level
+from canary_core.writers import Writers
 from canary_transformers.filters import MovedSlots
 from canary_transformers.generate import caches
 from canary_transformers.generate.caches import LayerView
