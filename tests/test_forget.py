@@ -111,3 +111,20 @@ def test_slots_are_checked_on_demand():
     finally:
         plugins.manager().unregister(name="collector")
     assert [(v.kind, v.slot, v.layer, v.half, v.phase) for v in found] == [(Kind.BYTES, 2, 1, "v", Phase.EVENT)]
+
+
+def test_forgotten_bytes_leave_the_record_and_numbers_that_are_no_slots_are_left_out():
+    """What was written there is still known, its bytes are not; other slots keep both."""
+    engine = ToyEngine()
+    engine.submit("a", [5, 6, 7])
+    canary = Canary([engine.region()], CanaryConfig.load(scrub_budget="0", mode="log"), writers=engine.writers)
+    engine.step(canary)
+    state = canary.states["full"]
+    records, fingerprints = state.records.clone(), state.fingerprints.clone()
+    written = (records[:, POSITION] % STATES == State.WRITTEN).nonzero().flatten()
+    canary.slots.forget_bytes("full", torch.tensor([-1, int(written[0]), 10_000, -1]))
+    canary.slots.forget_bytes("full", torch.tensor([-1, 10_000]))
+    canary.slots.forget_bytes("full", torch.tensor([], dtype=torch.int64))
+    fingerprints[written[0]] = 0
+    assert torch.equal(state.records, records)
+    assert torch.equal(state.fingerprints, fingerprints)

@@ -1,16 +1,19 @@
 """Engine-free adapters: an engine's tensors in, Canary's views out.
 
 Sources say where a slot's bytes are, pools put them together as regions and check their addresses, tables say what a
-forward reads. Nothing here imports an engine, reads from a device or copies a tensor.
+forward reads, the filter dismisses what a model explains. Nothing here imports an engine; sources, pools and tables
+neither read from a device nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
+from canary_adapters.embedding_filter import EmbeddingFilter
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
     LayerTensors,
     PackedPool,
     PagedPool,
+    RegionPool,
     RowPool,
     WindowPool,
     kv_layers,
@@ -29,6 +32,7 @@ from canary_adapters.tables import block_table, ragged_table, ring_table, slot_t
 
 __all__ = [
     "CHECKED_DTYPES",
+    "EmbeddingFilter",
     "GrowingPool",
     "JoinedPools",
     "LayerTensors",
@@ -36,6 +40,7 @@ __all__ = [
     "PackedPool",
     "PagedPool",
     "Part",
+    "RegionPool",
     "RowPool",
     "WindowPool",
     "block_table",

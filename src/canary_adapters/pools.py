@@ -207,7 +207,7 @@ class PackedPool(_LayerPool):
 
 class GrowingPool(_LayerPool):
     """Caches ``[batch, heads, tokens so far, dim]`` that are reallocated as they grow (`growing_source`). The region
-    has ``batch * max_tokens`` slots from the start; after each reallocation `Canary.rebind` takes the new sources."""
+    has ``batch * max_tokens`` slots from the start; after each reallocation `SlotEvents.rebind` takes the new sources."""
 
     def __init__(
         self, name: str, layers: Sequence[LayerTensors], max_tokens: int, batch_dim: int = 0, token_dim: int = 2
@@ -221,6 +221,24 @@ class GrowingPool(_LayerPool):
 
     def _slots_of(self, tensor: Tensor) -> int:
         return tensor.shape[self._dims[0]] * self._max_tokens
+
+
+class RegionPool(PoolAdapter):
+    """A region that is described already, and what was left out beside it. Raises `AttachError` where two of its
+    sources overlap."""
+
+    def __init__(self, region: Region, left_out: Iterable[Uncovered] = ()) -> None:
+        require_disjoint([region])
+        self._region = region
+        self._left_out = tuple(left_out)
+
+    def regions(self) -> Sequence[Region]:
+        """The one."""
+        return (self._region,)
+
+    def uncovered(self) -> Sequence[Uncovered]:
+        """What was left out."""
+        return self._left_out
 
 
 class WindowPool(PoolAdapter):

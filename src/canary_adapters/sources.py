@@ -162,7 +162,7 @@ def packed_page_source(pages: Tensor, part: Part, layout: PackedPage) -> tuple[K
 def growing_source(cache: Tensor, part: Part, max_tokens: int, batch_dim: int = 0, token_dim: int = 2) -> KVSource:
     """A cache that is reallocated as it grows, ``[batch, heads, tokens so far, dim]`` by default, also with no tokens
     yet. The slot of row ``b`` at position ``p`` is ``b * max_tokens + p`` whatever the tensor's length is, and so are
-    chunks, so that the source of the next, longer tensor has the same records and fingerprints (`Canary.rebind`).
+    chunks, so that the source of the next, longer tensor has the same records and fingerprints (`SlotEvents.rebind`).
     """
     _require_dims(cache, part, least=2, empty_dim=token_dim)
     batch_dim, token_dim = _two_dims(cache, part, {"batch_dim": batch_dim, "token_dim": token_dim})

@@ -96,11 +96,12 @@ class SlotEvents:
         self._mark(region, slots, State.UNKNOWN)
 
     def forget_bytes(self, region: str, slots: Tensor) -> None:
-        """What bytes ``slots`` have is not known; what was written there still is. They must be slots of the region.
-        Takes effect on the current stream at once."""
+        """What bytes ``slots`` have is not known; what was written there still is. Takes effect on the current stream at
+        once, and does not wait for the device."""
         state = self._state(region)
-        if state is not None:
-            state.fingerprints[slots] = 0
+        if state is not None and len(slots):
+            _, slot, anything = payload.entries(state, slots.long())
+            state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
 
     def expect_zeros(self, region: str, slots: Tensor) -> None:
         """All bytes of ``slots`` are zero: a write that leaves them so is lost. They must be slots of the region. Takes

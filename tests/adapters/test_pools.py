@@ -8,12 +8,15 @@ from canary_adapters import (
     PackedPage,
     PackedPool,
     PagedPool,
+    Part,
+    RegionPool,
     RowPool,
     WindowPool,
     kv_layers,
+    row_source,
     stacked_layers,
 )
-from canary_core.region import RegionKind, Role
+from canary_core.region import Region, RegionKind, Role, Uncovered
 
 
 def _tensors(*shape, n=2, dtype=torch.float32):
@@ -105,6 +108,25 @@ class TestPagedPool:
         refusal(lambda: stacked_layers(_tensors(2, 2, 4), 3), "dimension 3")
         layers = kv_layers(_tensors(6, 2, 4), _tensors(6, 2, 4))
         refusal(lambda: PagedPool("kv", layers, slot_dim=5).regions(), "(0, 5)", "slot_dim")
+
+
+class TestRegionPool:
+    def test_gives_what_it_was_given(self):
+        """A region of any kind, with its map, and what was left out beside it."""
+        source = row_source(torch.zeros(6, 4), Part("kv", 0))
+        region = Region("c4", 6, (source,), RegionKind.COMPRESSED, null_slot=0, tokens_per_slot=4)
+        left_out = Uncovered("c4/rest", 8, "spare rows")
+        pool = RegionPool(region, [left_out])
+        assert tuple(pool.regions()) == (region,)
+        assert tuple(pool.uncovered()) == (left_out,)
+        assert tuple(RegionPool(region).uncovered()) == ()
+        assert JoinedPools([pool]).regions() == (region,)
+
+    def test_sources_that_share_bytes_are_refused(self, refusal):
+        """Two sources of one region can't be the same memory."""
+        rows = torch.zeros(6, 4)
+        region = Region("full", 6, (row_source(rows, Part("k", 0)), row_source(rows, Part("v", 0))))
+        refusal(lambda: RegionPool(region), "full/k.0", "full/v.0")
 
 
 class TestWindowPool:

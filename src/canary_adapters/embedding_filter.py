@@ -1,0 +1,56 @@
+"""`EmbeddingFilter`: dismisses writes that look lost because two tokens enter the model as the same numbers."""
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from canary_core import Kind, Violation, hookimpl
+
+
+class EmbeddingFilter:
+    """Dismisses a `LOST_WRITE` where the old and the new token have the same embedding.
+
+    Then a correct store leaves the bytes as they were: two rows of the embedding are bit-identical (tied special
+    tokens), or the new token's is all zero (padding) and what was there was zero. Reads the device, but only after a
+    finding.
+
+    ``row(token)``: the token's row of the embedding, None where there is none. ``elsewhere(token)``: whether that row
+    is on another rank; then nobody knows, and the finding is dismissed as well. ``regions``: names of the regions that
+    it is about, None for all.
+    """
+
+    def __init__(
+        self,
+        row: Callable[[int], Tensor | None],
+        elsewhere: Callable[[int], bool] | None = None,
+        regions: Collection[str] | None = None,
+    ) -> None:
+        self._row = row
+        self._elsewhere = elsewhere
+        self._regions = None if regions is None else frozenset(regions)
+
+    @hookimpl
+    def canary_dismiss(self, violation: Violation) -> str | None:
+        """The reason, where there is one."""
+        token, old = violation.token, violation.stored_token
+        if violation.kind is not Kind.LOST_WRITE or token is None:
+            return None
+        if self._regions is not None and violation.region not in self._regions:
+            return None
+        if self._elsewhere is not None and any(self._elsewhere(t) for t in (token, old) if t is not None):
+            return f"rows of tokens {token} and {old} are not both on this rank"
+        new_row = self._row(token)
+        old_row = None if old is None else self._row(old)
+        if new_row is None:
+            return None
+        if not bool(new_row.any()):
+            return f"the embedding of token {token} is all zero"
+        if old_row is not None and torch.equal(_bits(new_row), _bits(old_row)):
+            return f"tokens {token} and {old} have the same embedding"
+        return None
+
+
+def _bits(row: Tensor) -> Tensor:
+    """The row's bytes: -0 and 0 differ, NaNs can be equal."""
+    return row.detach().contiguous().view(torch.uint8)
