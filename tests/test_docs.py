@@ -30,7 +30,8 @@ def code(page: Path) -> str:
     """Fenced blocks and code in sentences, one a line."""
     text = page.read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
-    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))])
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return "\n".join([*blocks, *(" ".join(span.split()) for span in spans)])
 
 
 def python_blocks(page: Path) -> list[str]:
