@@ -123,6 +123,8 @@ def test_public_names_exist(page):
     assert sorted(h for h in hooks if not hasattr(hookspecs, h)) == []
     names = set(re.findall(r"\bcanary_core\.([A-Za-z]\w*)", text)) - {"testing", "hookspecs"}
     assert sorted(names - set(canary_core.__all__)) == []
+    methods = set(re.findall(r"\bcanary\.([a-z]\w*)\(", text))
+    assert sorted(m for m in methods if not hasattr(canary_core.Canary, m)) == []
     for owner, name in set(re.findall(r"\b(step|slots)\.([a-z]\w*)(?=\()", text)):
         holder = canary_core.Step if owner == "step" else SlotEvents
         assert hasattr(holder, name), f"{owner}.{name}"
