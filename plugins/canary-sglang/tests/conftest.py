@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import EngineProcess
-from setups import SETUPS, SPECULATIVE, Setup
+from engines.process import EngineProcess
+from engines.setups import SETUPS, SPECULATIVE, Setup
 
 from canary_core import plugins
 from canary_core.hookspecs import hookimpl

@@ -4,12 +4,12 @@ import random
 from typing import Any
 
 import torch
-from inspection import findings
-from traffic import decoding, flush, serve
 
 from canary_core import faults
 from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, POSITION, STATES, STEP_WRITTEN, TOKEN, State
 from canary_core.region import RegionKind
+from tools.inspection import findings
+from tools.traffic import decoding, flush, serve
 
 
 def flip(engine: Any, region: str, source: str, seed: int, among: list[int] | None = None) -> int:

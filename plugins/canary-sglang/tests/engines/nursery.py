@@ -1,6 +1,6 @@
-"""Forks engine drivers off a process that has imported SGLang already: ``engine_nursery.py SOCKET``.
+"""Forks engine drivers off a process that has imported SGLang already: ``python -m engines.nursery SOCKET``.
 
-Reads orders from the socket of that number: ``{"options": ..., "environment": ...}`` of an `engine_driver`, with its
+Reads orders from the socket of that number: ``{"options": ..., "environment": ...}`` of `engines.driver`, with its
 stdin, stdout and stderr. Answers each with the driver's process id. What modules read from the environment when they
 are imported is from the nursery's own.
 """
@@ -46,9 +46,9 @@ def drive(order: dict[str, dict[str, str]], streams: list[int]) -> None:
     # Engines take ports at random.
     random.seed()
     sys.argv[1:] = [json.dumps(order["options"])]
-    import engine_driver
+    from engines import driver
 
-    engine_driver.main()
+    driver.main()
 
 
 if __name__ == "__main__":

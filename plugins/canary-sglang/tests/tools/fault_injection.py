@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from bit_flips import scrub
-from traffic import serve
-
 from canary_core import faults, plugins
 from canary_core.records import STEP_WRITTEN
+from tools.bit_flips import scrub
+from tools.traffic import serve
 
 
 def inject(engine: Any, text: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:

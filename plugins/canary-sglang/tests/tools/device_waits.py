@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from traffic import flush, serve
+from tools.traffic import flush, serve
 
 WAITS = frozenset(
     f"cuda{call}"

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import fake_compressors
 import torch
+
+from engines import fake_compressors
 
 
 def install() -> None:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-import fake_compressors
+from engines import fake_compressors
 
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from traffic import serve
 
 from canary_core.records import POSITION, STATES, State
+from tools.traffic import serve
 
 
 def cached_states(engine: Any) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from canary_sglang.pools.compressor_state import RequestCompressorStates
 from canary_sglang.pools.pool import SGLangPool
-from made_pools import COMMON, describe
+from tools.made_pools import COMMON, describe
 
 from canary_core.ops.reference import plan
 from canary_core.records import Status

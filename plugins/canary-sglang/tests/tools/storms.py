@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from traffic import flush
+from tools.traffic import flush
 
 
 def storm(engine: Any, seed: int, steps: int, prefix: int, new_tokens: int) -> dict[str, Any]:

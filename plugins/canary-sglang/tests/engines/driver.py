@@ -1,9 +1,9 @@
-"""A real SGLang scheduler and model runner in this process, driven step by step: ``engine_driver.py '<options>'``.
+"""A real SGLang scheduler and model runner in this process, driven step by step: ``python -m engines.driver OPTIONS``.
 
 Reads one JSON command a line from stdin, ``{"do": name, ...}``, and answers each with one JSON line on stdout: what
 the function of that name among `COMMANDS` returns, or ``{"error": ...}``. Everything else goes to stderr. SGLang keeps
 global state, so each engine needs a process of its own; the plugin comes in as it does for users, through SGLang's
-loader.
+loader. ``OPTIONS``, a JSON object: those of `Engine`, and ``folder``.
 """
 
 import contextlib
@@ -18,25 +18,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import allocator_misuse
-import bit_flips
-import builtin_canary
-import cache_faults
-import cached_states
-import device_waits
-import fake_deepseek_v4
-import fault_injection
-import inspection
-import speculation
-import storms
 import torch
-import traffic
-from cpu_models import CPU_DEFAULTS
-from gpu_models import GPU_DEFAULTS
-from hybrid_models import run_on_cpu
-from models import randomize, write_model
+from tools import (
+    allocator_misuse,
+    bit_flips,
+    builtin_canary,
+    cache_faults,
+    cached_states,
+    device_waits,
+    fault_injection,
+    inspection,
+    storms,
+    traffic,
+)
 
 from canary_core import plugins
+from engines import TESTS, fake_deepseek_v4, speculation
+from engines.cpu_models import CPU_DEFAULTS
+from engines.gpu_models import GPU_DEFAULTS
+from engines.hybrid_models import run_on_cpu
+from engines.models import randomize, write_model
 
 
 class Engine:
@@ -61,7 +62,7 @@ class Engine:
             run_on_cpu(model, options)
         cache_faults.use_swa_radix_cache(options)
         if options.get("enable_hierarchical_cache") and options.get("device", "cpu") == "cpu":
-            sys.path.append(str(Path(__file__).with_name("cpu")))
+            sys.path.append(str(TESTS / "cpu"))
             importlib.import_module("host_copies").install()
         options["model_path"] = write_model(folder, model)
         if "draft_model" in options:

@@ -1,5 +1,5 @@
 """Processes with one engine each. On a CPU most of the time that an engine takes to start goes into importing SGLang,
-so they are forked off one process that has done that: an `engine_nursery`."""
+so they are forked off one process that has done that: `engines.nursery`."""
 
 import atexit
 import contextlib
@@ -9,16 +9,14 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from setups import Setup
+from engines import command, python_path
+from engines.setups import Setup
 
-DRIVER = Path(__file__).with_name("engine_driver.py")
-NURSERY = Path(__file__).with_name("engine_nursery.py")
 GUARD = {
     "CANARY_PLUGINS": "sglang",
     "CANARY_READ_CHECK": "-1",
@@ -30,12 +28,12 @@ GUARD = {
 
 
 class EngineProcess:
-    """An `engine_driver` process. Each of its `COMMANDS` can be called here by name, with keywords."""
+    """A process that runs `engines.driver`. Each of its `COMMANDS` can be called here by name, with keywords."""
 
     def __init__(self, setup: Setup, folder: Path, **settings: str) -> None:
         ours = ("CANARY_", "PYTEST_", "TRITON_INTERPRET")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-        environment |= {"OMP_NUM_THREADS": "1", **setup.environment}
+        environment |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **setup.environment}
         options = {"folder": str(folder / "model"), **setup.options}
         self.setup = setup
         self._log = folder / "engine.log"
@@ -83,7 +81,7 @@ def start(options: dict[str, Any], environment: dict[str, str], log: Path) -> "s
     """A driver that imports everything itself."""
     with log.open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, str(DRIVER), json.dumps(options)],
+            command("driver", json.dumps(options)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -124,7 +122,7 @@ class Fork:
 
 
 class Nursery:
-    """An `engine_nursery` process, which says on ``log`` what is said while SGLang is imported."""
+    """A process that runs `engines.nursery`, which says on ``log`` what is said while SGLang is imported."""
 
     _last: ClassVar[dict[frozenset[tuple[str, str]], "Nursery"]] = {}
 
@@ -132,7 +130,7 @@ class Nursery:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("a") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, str(NURSERY), str(theirs.fileno())],
+                command("nursery", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
@@ -168,7 +166,7 @@ class Nursery:
         os.close(stdout)
         answer = self._orders.recv(64)
         if not answer:
-            raise RuntimeError(f"an engine_nursery process has ended\n{log.read_text(errors='replace')[-6000:]}")
+            raise RuntimeError(f"a process of engines.nursery has ended\n{log.read_text(errors='replace')[-6000:]}")
         return Fork(int(answer), our_stdin, our_stdout)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A Canary plugin for `ranks_script.py`: breaks one rank's memory on demand, and writes down what each rank does.
+"""A Canary plugin for `engines.ranks_script`: breaks one rank's memory on demand, and writes down what each rank does.
 
 ``RANKS_FOLDER`` has ``control``, what to break in rank 1, and gets ``rank<N>.jsonl``: a line for each forward, finding
 and event of rank N.

@@ -1,7 +1,7 @@
 """``sglang.Engine`` with its processes and the overlap scheduler, as a user starts it: prints outputs as JSON.
 
-``engine_script.py FOLDER [cpu | cuda | OPTIONS]``: with ``cuda`` a larger model on a GPU, with CUDA graphs; ``OPTIONS``
-are more `ServerArgs` on a CPU, as a JSON object.
+``python -m engines.user_script FOLDER [cpu | cuda | OPTIONS]``: with ``cuda`` a larger model on a GPU, with CUDA
+graphs; ``OPTIONS`` are more `ServerArgs` on a CPU, as a JSON object.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu_models import GPU_DEFAULTS, GPU_MODELS
+from engines.gpu_models import GPU_DEFAULTS, GPU_MODELS
 
 
 def on_cpu() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""``sglang.Engine`` with several ranks: ``ranks_script.py FOLDER OPTIONS`` serves FOLDER/phases.json.
+"""``sglang.Engine`` with several ranks: ``python -m engines.ranks_script FOLDER OPTIONS`` serves
+FOLDER/phases.json.
 
-A phase has ``control`` (see `ranks_witness`), ``prompts`` and ``new_tokens``. Prints one JSON line for each, after
-``PHASE``: by prompt its tokens and how it ended. ``OPTIONS``, a JSON object: more `ServerArgs`, and ``model``, one of
-`models.MODELS`.
+A phase has ``control`` (see `tools.ranks_witness`), ``prompts`` and ``new_tokens``. Prints one JSON line for each,
+after ``PHASE``: by prompt its tokens and how it ended. ``OPTIONS``, a JSON object: more `ServerArgs`, and ``model``,
+one of `models.MODELS`.
 """
 
 import asyncio
@@ -11,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_script import on_cpu
-from gpu_models import GPU_DEFAULTS
-from models import write_model
+from engines.gpu_models import GPU_DEFAULTS
+from engines.models import write_model
+from engines.user_script import on_cpu
 
 
 async def serve(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[dict[str, Any]]:

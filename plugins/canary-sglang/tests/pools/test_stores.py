@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from canary_sglang.pools import mamba
-from made_pools import COMMON, describe, flip
+from tools.made_pools import COMMON, describe, flip
 
 from canary_adapters import slot_table
 from canary_core.batch import BatchView

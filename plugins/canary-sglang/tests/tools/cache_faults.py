@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import builtin_canary
 import torch
 
 from canary_core.records import POSITION, STATES, TOKEN
 from canary_core.region import RegionKind
+from tools import builtin_canary
 
 SWA_CACHE = "swa_radix_cache_of_tests"
 

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import torch
-from cpu_models import CPU_MODELS
-from gpu_models import GPU_MODELS
-from hybrid_models import HYBRID_MODELS
+
+from engines.cpu_models import CPU_MODELS
+from engines.gpu_models import GPU_MODELS
+from engines.hybrid_models import HYBRID_MODELS
 
 MODELS = {**CPU_MODELS, **HYBRID_MODELS, **GPU_MODELS}
 

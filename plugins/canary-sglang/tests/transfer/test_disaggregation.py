@@ -25,7 +25,7 @@ from canary_core.records import POSITION, STATES, TOKEN, WRITER, State
 from canary_core.region import KVSource, Region
 
 SLOTS, PAGE, ROW = 64, 4, 16
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -247,8 +247,8 @@ def test_two_engines(options):
     transfer that is cut short and one whose pages are swapped. A page that is freed twice, or while it is in use, is
     reported by the side that does it. With Canary on one side only nothing happens, and neither where transfers fail,
     and SGLang retracts and resumes requests all the time."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "cpu"), os.environ.get("PYTHONPATH", "")])}
-    script = [sys.executable, str(HERE / "gpu" / "pd.py"), "--device", "cpu", *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS / "cpu"), os.environ.get("PYTHONPATH", "")])}
+    script = [sys.executable, str(TESTS / "gpu" / "pd.py"), "--device", "cpu", *options]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=1400)
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line for line in said if not line.get("good", "error" not in line)] == []

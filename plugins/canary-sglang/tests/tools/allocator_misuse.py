@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from storms import loop
-from traffic import decoding, serve
 
 from canary_core.records import POSITION, STATES, State
+from tools.storms import loop
+from tools.traffic import decoding, serve
 
 
 def misuse(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
