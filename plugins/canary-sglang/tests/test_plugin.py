@@ -102,6 +102,7 @@ def test_engines_that_would_raise_false_alarms_are_refused(change, word):
     assert (refusal is None) if word is None else (word in refusal)
 
 
+@pytest.mark.older_release
 @pytest.mark.without_engine
 def test_pools_whose_arrivals_cannot_be_followed_are_refused():
     """HiCache and PD name slots of tokens; of other slots that they move nothing could be known."""

@@ -35,6 +35,7 @@ def serve(folder: Path, device: str = "cpu", **settings: str) -> tuple[list[list
     return outputs[0], events
 
 
+@pytest.mark.older_release
 def test_overlap_in_several_processes(tmp_path):
     """The scheduler's process guards itself; clean traffic under the overlap scheduler, two rounds of it, raises
     nothing and computes what it computes unguarded; then a fault from the environment is found."""

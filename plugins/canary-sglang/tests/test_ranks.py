@@ -138,6 +138,7 @@ def test_one_rank_is_corrupted_and_both_act(tmp_path, device):
 BY_TURNS = dict(dp_size=2, enable_dp_attention=True, attention_backend="triton", load_balance_method="round_robin")
 
 
+@pytest.mark.beyond_ci("two tensor-parallel ranks")
 @pytest.mark.parametrize("device", DEVICES)
 def test_with_data_parallel_attention_each_rank_acts_for_itself(tmp_path, device):
     """Each rank schedules requests of its own, in step with the other, pads its batches to the other's and idles where

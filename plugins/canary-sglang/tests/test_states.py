@@ -8,8 +8,9 @@ import pytest
 import torch
 from canary_sglang.compat.state_checkpoints import Checkpoints
 from canary_sglang.pools.mamba import MambaStates
+from engines.setups import STATES
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci(STATES)]
 
 
 @pytest.mark.parametrize("interval", ["3", "64"])

@@ -10,6 +10,11 @@ from packaging.version import Version
 
 TRITON = {"TRITON_INTERPRET": "1"}
 
+STATES = "clean traffic and flips of Mamba-2: all recurrent states are one region, whatever the model"
+HICACHE = "records that travel and walks through nodes in host memory, without an engine"
+SPECULATION = "a draft model's batches, without an engine"
+"""What CI runs in place of engines for which it has no time."""
+
 UNFIT = frozenset(
     {
         ("req_to_token", "mamba"),
@@ -43,6 +48,10 @@ class Setup:
     """Length of the prefix that many prompts begin with; of pages of 256 tokens only whole ones are ever cached."""
     patience_s: float = 900
     """Most time for one answer of the engine's process, its start included; then it is ended."""
+    covered_by: str = ""
+    """What CI runs in place of `test_engine` with this engine, for which it has no time; empty where it does."""
+    older_release: bool = False
+    """Whether CI runs `test_engine` with it on an older SGLang, too."""
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -123,7 +132,7 @@ SPECULATIVE = {
 """Ways to speculate, for `test_speculation`."""
 
 SETUPS = {
-    "mha": Setup(storm_steps=600),
+    "mha": Setup(storm_steps=600, older_release=True),
     "pages": Setup({"page_size": 4}, TRITON, storm_steps=200),
     "fp8": Setup({"kv_cache_dtype": "fp8_e4m3"}),
     "swa": Setup(
@@ -133,6 +142,7 @@ SETUPS = {
         {"SGLANG_SWA_EVICTION_INTERVAL": "1"},
         regions=("full", "swa"),
         storm_steps=500,
+        older_release=True,
     ),
     "mla": Setup(
         {"model": "deepseek_v2", "attention_backend": "triton", "dtype": "float32"},
@@ -175,12 +185,14 @@ SETUPS = {
             "hicache_mem_layout": "layer_first",
             "hicache_write_policy": "write_through",
             "max_total_tokens": 160,
-        }
+        },
+        covered_by=HICACHE,
     ),
     "short_conv": Setup(
         {"model": "lfm2", "dtype": "float32", "max_mamba_cache_size": 16},
         {**TRITON, "CANARY_BACKEND": "torch"},
         regions=("full", "mamba"),
+        covered_by=STATES,
     ),
     "mamba2": Setup(
         {"model": "falcon_h1", "dtype": "float32", "max_mamba_cache_size": 16},
@@ -197,6 +209,7 @@ SETUPS = {
         new_tokens=4,
         regions=("full", "mamba"),
         storm_steps=8,
+        covered_by=STATES,
     ),
     "kimi_delta": Setup(
         {
@@ -211,6 +224,7 @@ SETUPS = {
         regions=("full", "mamba"),
         storm_steps=20,
         since="0.5.21",
+        covered_by=STATES,
     ),
     "radix_off": Setup({"disable_radix_cache": True}),
 }

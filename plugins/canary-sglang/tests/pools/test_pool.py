@@ -13,7 +13,12 @@ from canary_core.ops.reference import plan
 from canary_core.records import Status
 from canary_core.region import RegionKind
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("pools")]
+pytestmark = [
+    pytest.mark.older_release,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("pools"),
+]
 
 
 def test_mha_in_fp8_with_pages(pools):

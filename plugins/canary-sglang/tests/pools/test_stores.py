@@ -15,7 +15,12 @@ from canary_core.config import CanaryConfig
 from canary_core.faults import read_bytes, write_bytes
 from canary_core.region import Region
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("pools")]
+pytestmark = [
+    pytest.mark.older_release,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("pools"),
+]
 
 
 def row(slots: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -190,6 +195,7 @@ def unlisted_bytes(regions: Any) -> torch.Tensor:
     return rest
 
 
+@pytest.mark.beyond_ci("an older SGLang")
 def test_states_of_lightning_attention(pools, findings):
     """Linear attention without a convolution, on SGLang's real pool with forwards by hand, since such a model does not
     start on a CPU: states that are rewritten and copied are clean, and a flip in each source of a running request's

@@ -49,9 +49,16 @@ CACHES = {
     "rust_hicache": Cache("hicache", since=RUST, flat=True),
     "rust_deepseek_v4": Cache("deepseek_v4", since=RUST, flat=True),
 }
+IN_CI = "unified_swa"
+beyond_ci = pytest.mark.beyond_ci(f"{IN_CI}, which has nodes of every sort, and walks without an engine")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CACHES])
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Tests of one cache go to the same worker."""
+    return [pytest.mark.xdist_group(name), *([] if name == IN_CI else [beyond_ci])]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in CACHES])
 def swept(request: pytest.FixtureRequest, launch: Callable[..., Any]) -> Iterator[Any]:
     """An engine whose cache is swept at every step."""
     cache = CACHES[request.param]
@@ -194,6 +201,7 @@ def test_a_flush_in_between_is_no_finding(swept):
     assert swept.findings()["violations"] == []
 
 
+@beyond_ci
 def test_no_cache_is_told_once(start):
     """With the radix cache off there is nothing to sweep, which one event says."""
     engine = start("radix_off", CANARY_SWEEP_INTERVAL="1")

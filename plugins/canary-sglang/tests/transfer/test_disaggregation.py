@@ -234,6 +234,7 @@ def test_slots_that_are_written_to_are_not_judged(guarded, carried):
     assert (canary.states["full"].records[slots, POSITION] % STATES).tolist() == [State.UNKNOWN] * 6
 
 
+@pytest.mark.beyond_ci("records that leave, come and are left out, without an engine")
 @pytest.mark.first
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ and device, and streams, of which a CPU has none; `gpu/test_hicache.py` runs the
 """
 
 import pytest
+from engines.setups import HICACHE
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci(HICACHE)]
 
 
 def prompts(seed: int, count: int = 8) -> list[list[int]]:
