@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from canary_sglang import session, version
-from canary_sglang.actions.embedding_filter import EmbeddingFilter
 from canary_sglang.compat import runners
 from canary_sglang.hooks import Hooks
 from canary_sglang.plugin import start
@@ -16,7 +15,6 @@ from canary_sglang.transfer import disaggregation, hicache
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
-from canary_core.records import Kind
 from canary_core.region import RegionKind
 
 pytestmark = pytest.mark.timeout(300)
@@ -78,30 +76,6 @@ def test_an_engine_that_runs_without_our_hooks_is_told(monkeypatch):
     assert "no pool was attached" in told[0].fields["reason"]
 
 
-@pytest.mark.without_engine
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"is_draft_worker": True, "speculative_algorithm": "DFLASH"}, "DFLASH"),
-        ({"is_draft_worker": True, "enable_multi_layer_eagle": True}, "multi-layer"),
-        ({"enable_lmcache": True}, "LMCache"),
-        ({"enable_hisparse": True}, "HiSparse"),
-        ({"enable_hierarchical_cache": True, "disaggregation_mode": "decode"}, None),
-        ({}, None),
-    ],
-)
-def test_engines_that_would_raise_false_alarms_are_refused(change, word):
-    """Where KV arrives without a forward, or slots mean something else, nothing is guarded and the reason is given."""
-    args = SimpleNamespace(enable_hierarchical_cache=False, disaggregation_mode="null", speculative_algorithm="EAGLE")
-    runner = SimpleNamespace(
-        is_draft_worker=False, server_args=args, model_config=SimpleNamespace(is_encoder_decoder=False)
-    )
-    for name, value in change.items():
-        setattr(runner if hasattr(runner, name) else args, name, value)
-    refusal = runners.refusal(runner)
-    assert (refusal is None) if word is None else (word in refusal)
-
-
 @pytest.mark.older_release
 @pytest.mark.without_engine
 def test_pools_whose_arrivals_cannot_be_followed_are_refused():
@@ -157,35 +131,6 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     hooks.stop()
     assert hooks.session is None
     assert hooks.sessions == ()
-
-
-class VocabParallelEmbedding(torch.nn.Module):
-    """As SGLang's: rows 0 to 3 of 8 on this rank. Rows 1 and 2 are alike, row 3 is zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [3.0, 4.0], [0.0, 0.0]]))
-        self.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=4)
-
-
-@pytest.mark.without_engine
-@pytest.mark.parametrize(
-    ("region", "new", "old", "dismissed"),
-    [
-        ("full", 0, 1, False),
-        ("full", 1, 2, True),
-        ("full", 3, 0, True),
-        ("full", 0, 5, True),
-        ("full", 5, 0, True),
-        ("draft/full", 1, 2, False),
-    ],
-)
-def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old, dismissed):
-    """Rows that are alike or all zero leave the bytes as they were; of rows on another rank nobody knows. Only of the
-    model's own regions."""
-    vet = EmbeddingFilter(torch.nn.Sequential(VocabParallelEmbedding()), ["full"])
-    finding = SimpleNamespace(kind=Kind.LOST_WRITE, region=region, token=new, stored_token=old)
-    assert (vet.canary_dismiss(finding) is not None) is dismissed
 
 
 def test_an_error_of_ours_never_stops_the_engine(start):
