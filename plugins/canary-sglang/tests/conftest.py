@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from engines.process import EngineProcess
 from engines.setups import SETUPS, SPECULATIVE, Setup
+from tools.inspection import Findings
 
 from canary_core import plugins
-from canary_core.hookspecs import hookimpl
-from canary_core.violation import Violation
 
 MARKERS = (
     "without_engine: runs where SGLang is not installed, too",
@@ -156,21 +155,10 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return memory_pool
 
 
-class Findings:
-    """Keeps what a `Canary` found."""
-
-    def __init__(self) -> None:
-        self.violations: list[Violation] = []
-
-    @hookimpl
-    def canary_violation(self, violation: Violation) -> None:
-        self.violations.append(violation)
-
-
 @pytest.fixture
-def findings() -> Any:
-    """What is found during the test."""
-    listener = Findings()
-    plugins.manager().register(listener)
-    yield listener.violations
-    plugins.manager().unregister(listener)
+def findings() -> Iterator[Findings]:
+    """What Canaries of this process find and tell during the test."""
+    kept = Findings()
+    plugins.manager().register(kept)
+    yield kept
+    plugins.manager().unregister(kept)

@@ -2,13 +2,10 @@
 
 import pytest
 from engines.setups import STATES
+from tools.fault_injection import FAULTS
 
 pytestmark = pytest.mark.timeout(900)
 
-FAULTS = (
-    "req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "lost_write", "stray_write",
-    "swap_pages", "next_token_swap",
-)  # fmt: skip
 LEFT_OUT_OF_DEEPSEEK_V4 = (
     "real_kv_unused_cache", "real_kv_post_forward", "stray_write", "swap_pages", "next_token_swap",
 )  # fmt: skip

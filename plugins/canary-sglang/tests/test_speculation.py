@@ -2,17 +2,11 @@
 
 import pytest
 from engines.setups import SPECULATION
+from tools.fault_injection import FAULTS
 
-pytestmark = pytest.mark.timeout(1800)
-
-
-FAULTS = (
-    "req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "lost_write", "stray_write",
-    "swap_pages", "next_token_swap",
-)  # fmt: skip
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.beyond_ci(SPECULATION)]
 
 
-@pytest.mark.beyond_ci(SPECULATION)
 @pytest.mark.parametrize("name", ["eagle", "eagle_tree", "eagle_pressure", "eagle_pages", "standalone", "ngram"])
 def test_clean_speculation_raises_nothing(start, name):
     """Prefix hits, accepted tokens, trees whose accepted path is moved, retraction: no finding, and no slot that is
@@ -40,7 +34,6 @@ def test_clean_speculation_raises_nothing(start, name):
     assert 0 < verifies < decoded
 
 
-@pytest.mark.beyond_ci(SPECULATION)
 def test_refused_draft_models_leave_the_target_clean(start):
     """Multi-layer EAGLE: the pool of each of its draft models is named as not guarded; the target's is guarded, without
     a finding, and its allocator followed."""
@@ -59,7 +52,6 @@ def test_refused_draft_models_leave_the_target_clean(start):
     assert sum(turn["verifies"] for turn in served) > 0
 
 
-@pytest.mark.beyond_ci(SPECULATION)
 @pytest.mark.parametrize("name", ["eagle", "standalone"])
 def test_what_breaks_is_found_in_a_draft_models_pool(start, name):
     """A flipped bit in each source, and each fault of the core, where only the draft model reads."""
@@ -86,7 +78,6 @@ def test_what_breaks_is_found_in_a_draft_models_pool(start, name):
         assert done["explained"] == [True], text
 
 
-@pytest.mark.beyond_ci(SPECULATION)
 def test_an_allocator_under_speculation_is_followed(start):
     """Random traffic with aborts and retractions: slots that were drafted into, rejected, given back and handed out
     again raise nothing, and Canary's list of free slots stays the allocator's."""
@@ -99,7 +90,6 @@ def test_an_allocator_under_speculation_is_followed(start):
     assert retracted > 0
 
 
-@pytest.mark.beyond_ci(SPECULATION)
 def test_speculation_under_the_overlap_scheduler(start):
     """A forward is issued before the last one's results are known, so requests end, and give their slots back, while
     one that writes to them is in flight: nothing is found, and both know the same slots to be free."""

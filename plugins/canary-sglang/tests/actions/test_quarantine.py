@@ -13,6 +13,8 @@ from canary_core.violation import Violation
 
 pytestmark = pytest.mark.timeout(900)
 
+FOUND = dict(region="full", step=9, slot=4, page=4, request="r", stored_request="w", step_written=3)
+
 
 @pytest.mark.parametrize(("name", "region", "source"), [("mha", "full", "v.1"), ("swa", "full", "k.1")])
 def test_a_corrupted_prefix_is_evicted_and_computed_again(start, name, region, source):
@@ -161,19 +163,26 @@ def test_nothing_is_done_by_default(start):
 
 
 @pytest.mark.without_engine
-def test_what_a_finding_leads_to():
-    """Bytes that changed concern a slot for everybody; a wrong slot of a table, only its reader; a double free, nobody
-    whom one could stop."""
-    about = dict(region="full", step=9, slot=4, page=4, request="r", stored_request="w", step_written=3)
-    spoiled = Suspect.of(Violation(kind=Kind.BYTES, phase=Phase.SCRUB, **about))
-    assert (spoiled.slot, spoiled.spoiled, spoiled.written, spoiled.requests) == (4, True, 3, ("r",))
-    lost = Suspect.of(Violation(kind=Kind.LOST_WRITE, phase=Phase.POST_FORWARD, **about))
-    assert lost.written == 9
-    read = Suspect.of(Violation(kind=Kind.TOKEN, phase=Phase.PRE_FORWARD, **about))
-    assert (read.slot, read.spoiled, read.written) == (4, False, -1)
-    both = Suspect.of(Violation(kind=Kind.DOUBLE_ALLOC, phase=Phase.EVENT, **about))
-    assert (both.slot, both.requests) == (-1, ("r", "w"))
-    assert Suspect.of(Violation(kind=Kind.DOUBLE_FREE, phase=Phase.EVENT, **about)) is None
+@pytest.mark.parametrize(
+    ("kind", "phase", "slot", "spoiled", "written", "requests"),
+    [
+        pytest.param(Kind.BYTES, Phase.SCRUB, 4, True, 3, ("r",), id="changed bytes"),
+        pytest.param(Kind.LOST_WRITE, Phase.POST_FORWARD, 4, True, 9, ("r",), id="lost write"),
+        pytest.param(Kind.TOKEN, Phase.PRE_FORWARD, 4, False, -1, ("r",), id="wrong slot in a table"),
+        pytest.param(Kind.DOUBLE_ALLOC, Phase.EVENT, -1, False, -1, ("r", "w"), id="slot of two"),
+    ],
+)
+def test_what_a_finding_leads_to(kind, phase, slot, spoiled, written, requests):
+    """Bytes that changed concern a slot for everybody; a wrong slot of a table, only its reader; a slot that was handed
+    out twice, both who have it."""
+    suspect = Suspect.of(Violation(kind=kind, phase=phase, **FOUND))
+    assert (suspect.slot, suspect.spoiled, suspect.written, suspect.requests) == (slot, spoiled, written, requests)
+
+
+@pytest.mark.without_engine
+def test_a_double_free_leads_to_nothing():
+    """There is nobody whom one could stop."""
+    assert Suspect.of(Violation(kind=Kind.DOUBLE_FREE, phase=Phase.EVENT, **FOUND)) is None
 
 
 def suspect(slot: int, rank: int) -> Suspect:

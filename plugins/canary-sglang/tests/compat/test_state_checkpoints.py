@@ -28,13 +28,13 @@ def test_where_an_extend_puts_states_aside():
         seqlens=torch.tensor([100, 10 + 128, 64 + 1, -1]),
     )
     batch = forward("EXTEND", **tracked)
-    kept = checkpoints.kept(batch, prefixes)
+    kept = checkpoints.of_forward(batch, prefixes)
     assert kept.slots.tolist() == [4, 5, 6, -1]
     assert kept.positions[:3].tolist() == [63, 10 + 127, 63]
     batch.extend_seq_lens_cpu = [60, 63]
-    assert checkpoints.kept(batch, prefixes) is None
-    assert checkpoints.kept(forward("EXTEND", **{**tracked, "seqlens": None}), prefixes) is None
-    assert checkpoints.kept(forward("MIXED"), prefixes) is None
+    assert checkpoints.of_forward(batch, prefixes) is None
+    assert checkpoints.of_forward(forward("EXTEND", **{**tracked, "seqlens": None}), prefixes) is None
+    assert checkpoints.of_forward(forward("MIXED"), prefixes) is None
 
 
 def test_where_a_decode_puts_states_aside():
@@ -43,7 +43,7 @@ def test_where_a_decode_puts_states_aside():
     batch = forward("DECODE", indices=torch.tensor([4, 5]), mask=torch.tensor([True, False]))
     for lengths in (None, torch.tensor([256, 301])):
         batch.seq_lens_cpu = lengths
-        kept = checkpoints.kept(batch, prefixes)
+        kept = checkpoints.of_forward(batch, prefixes)
         assert (kept.slots.tolist(), kept.positions.tolist()) == ([4, -1], [255, 300])
     batch.seq_lens_cpu = torch.tensor([257, 301])
-    assert checkpoints.kept(batch, prefixes) is None
+    assert checkpoints.of_forward(batch, prefixes) is None

@@ -45,7 +45,7 @@ class Engine:
     with, ``draft_model``: names of `models.MODELS`. With ``device="cuda"`` the rest is as in `GPU_DEFAULTS`."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        self.told = inspection.Collector()
+        self.told = inspection.Findings()
         plugins.manager().register(self.told)
         from sglang.srt.plugins import load_plugins
 

@@ -137,7 +137,7 @@ def test_a_region_is_where_sglang_stores(pools, findings, monkeypatch, case, dev
         store(pool, slots)
     canary.post_forward(batch)
     canary.drain()
-    assert findings == []
+    assert findings.violations == []
     for region in regions:
         changed = (stored_bytes(region) != before[region.name]).any(1).nonzero()[:, 0]
         assert changed.tolist() == sorted(own_slots(region, slots).tolist())
@@ -149,10 +149,10 @@ def test_a_region_is_where_sglang_stores(pools, findings, monkeypatch, case, dev
             flip(source, slot)
             canary.post_forward(forward_of(slots[:0], regions))
             canary.drain()
-            told = [(v.kind.name, v.region, v.slot, v.source) for v in findings]
+            told = [(v.kind.name, v.region, v.slot, v.source) for v in findings.violations]
             assert told == [("BYTES", region.name, slot, source.name)]
             flip(source, slot)
-            findings.clear()
+            findings.violations.clear()
     canary.close()
 
 
@@ -246,16 +246,16 @@ def test_states_of_lightning_attention(pools, findings):
         pool.copy_from(*cached)
         mamba.copied(None, pool, *cached)
         forward(1)
-        assert findings == []
+        assert findings.violations == []
         for source in region.sources:
             for slot in (2, 4):
                 flip(source, slot)
                 forward(1)
-                told = {(v.kind.name, v.slot, v.layer, v.half) for v in findings}
+                told = {(v.kind.name, v.slot, v.layer, v.half) for v in findings.violations}
                 assert told == {("BYTES", slot, source.layer, "ssm")}
                 if slot == 2:
                     flip(source, slot)
-                findings.clear()
+                findings.violations.clear()
     finally:
         guard.close()
         canary.close()

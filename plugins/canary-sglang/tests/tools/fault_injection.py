@@ -7,6 +7,12 @@ from canary_core.records import STEP_WRITTEN
 from tools.bit_flips import scrub
 from tools.traffic import serve
 
+FAULTS = (
+    "req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "lost_write", "stray_write",
+    "swap_pages", "next_token_swap",
+)  # fmt: skip
+"""All of the core's."""
+
 
 def inject(engine: Any, text: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
     """Serves with the faults of ``text``, as ``CANARY_FAULTS`` names them; gives what was injected, whether each

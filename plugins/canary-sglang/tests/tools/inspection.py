@@ -10,8 +10,8 @@ from canary_core.hookspecs import hookimpl
 from canary_core.violation import Violation
 
 
-class Collector:
-    """Keeps what a guarded engine told."""
+class Findings:
+    """A plugin that keeps what the Canaries of a process found and told."""
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []

@@ -19,7 +19,7 @@ from canary_sglang.transfer import disaggregation
 from canary_sglang.transfer.disaggregation import DecodeSide, PrefillSide
 from canary_sglang.transfer.record_buffers import RecordBuffers, TransferBuffers
 
-from canary_core import Canary, CanaryConfig, hookimpl, plugins
+from canary_core import Canary, CanaryConfig
 from canary_core.adapters import Writers
 from canary_core.records import POSITION, STATES, TOKEN, WRITER, State
 from canary_core.region import KVSource, Region
@@ -29,37 +29,24 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def guarded(monkeypatch):
-    """Makes Canaries on small pools, and catches what they report; no function of the engine is hooked."""
+def make(monkeypatch, findings):
+    """Makes Canaries on small pools, which are closed after the test; no function of the engine is hooked."""
     monkeypatch.setattr(disaggregation, "apply_hooks", lambda hooks: None)
     monkeypatch.setattr(disaggregation, "_SIDES", [])
-    told = SimpleNamespace(violations=[], events=[], canaries=[])
+    canaries = []
 
-    class Collector:
-        @hookimpl
-        def canary_violation(self, violation):
-            told.violations.append(violation)
-
-        @hookimpl
-        def canary_event(self, event):
-            told.events.append(event)
-
-    def make() -> Canary:
+    def make_canary() -> Canary:
         pool = [torch.randint(0, 256, (SLOTS, ROW), dtype=torch.uint8) for _ in range(4)]
         sources = tuple(
             KVSource(tensor, half, layer, chunk_bytes=ROW, slot_stride_bytes=ROW)
             for (half, layer), tensor in zip((("k", 0), ("k", 1), ("v", 0), ("v", 1)), pool, strict=True)
         )
         config = CanaryConfig.load(scrub_budget="0", mode="log", silence_s=0)
-        told.canaries.append(Canary([Region("full", SLOTS, sources, null_slot=0)], config))
-        return told.canaries[-1]
+        canaries.append(Canary([Region("full", SLOTS, sources, null_slot=0)], config))
+        return canaries[-1]
 
-    collector = Collector()
-    plugins.manager().register(collector)
-    told.make = make
-    yield told
-    plugins.manager().unregister(collector)
-    for canary in told.canaries:
+    yield make_canary
+    for canary in canaries:
         canary.close()
 
 
@@ -105,9 +92,9 @@ def ride(sender: Canary, receiver: Canary, slots: torch.Tensor, there: torch.Ten
     return inbox
 
 
-def test_rows_lie_as_the_lists_say(guarded):
+def test_rows_lie_as_the_lists_say(make):
     """Each entry is a table's address, the bytes of all its pages and of one; every page has the same number."""
-    rider = RecordBuffers.of(guarded.make(), "full")
+    rider = RecordBuffers.of(make(), "full")
     entries = rider.entries(SLOTS // PAGE, PAGE)
     assert [item for _, _, item in entries] == [8 * PAGE, 32 * PAGE, 4 * 8 * PAGE]
     assert {length // item for _, length, item in entries} == {SLOTS // PAGE}
@@ -117,43 +104,46 @@ def test_rows_lie_as_the_lists_say(guarded):
     assert rider.entries(SLOTS // PAGE + 1, PAGE) == []
 
 
-def test_entries_are_appended_to_every_list(guarded):
-    """All lists that a manager reads grow alike, and only where buffers have one geometry."""
+def test_entries_are_appended_to_every_list(make):
+    """All lists that a manager reads grow alike; a list of layer ids that is empty stays so."""
     args = lists()
-    riders = TransferBuffers(guarded.make(), RecordBuffers.of)
+    riders = TransferBuffers(make(), RecordBuffers.of)
     riders.append(args)
     assert len(riders.kv) == 3
     assert {len(x) for x in (args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, args.kv_data_mem_kinds)} == {7}
     assert args.kv_data_ptrs[:4] == [1, 2, 3, 4]
     assert args.kv_layer_ids == []
-    uneven = lists()
-    uneven.kv_data_lens[-1] *= 2
-    riders = TransferBuffers(guarded.make(), RecordBuffers.of)
-    riders.append(uneven)
-    assert (riders.kv, len(uneven.kv_data_ptrs)) == ([], 4)
-    one_layer = lists(layers=2)
-    riders.append(one_layer)
-    assert len(one_layer.kv_data_ptrs) == 2
 
 
-def test_a_peer_that_takes_no_records_gets_none(guarded):
+@pytest.mark.parametrize(("layers", "longer"), [(4, 2), (2, 1)], ids=["a longer buffer", "too few buffers"])
+def test_nothing_is_appended_to_buffers_that_it_would_not_fit(make, layers, longer):
+    """Where a page's number does not mean the same in all of them, or where there are fewer than ours."""
+    args = lists(layers)
+    args.kv_data_lens[-1] *= longer
+    riders = TransferBuffers(make(), RecordBuffers.of)
+    riders.append(args)
+    assert (riders.kv, len(args.kv_data_ptrs)) == ([], layers)
+
+
+@pytest.mark.parametrize("more", [[], [8 * PAGE, 32 * PAGE, 2 * 8 * PAGE]], ids=["none", "fewer layers"])
+def test_a_peer_that_takes_no_records_gets_none(make, findings, more):
     """The prefill side takes its entries back for good when a decode engine's list is another one, and says so."""
-    for theirs in (lists().kv_item_lens, [*lists().kv_item_lens, 8 * PAGE, 32 * PAGE, 2 * 8 * PAGE]):
-        side = PrefillSide(guarded.make())
-        args = lists()
-        side.registering(args)
-        peer = SimpleNamespace(agent_name="d", decode_tp_size=1, dst_kv_item_lens=theirs, dst_state_item_lens=[])
-        manager = SimpleNamespace(kv_args=args, attn_tp_size=1)
-        side.meeting(manager, peer)
-        assert (args.kv_item_lens, len(args.kv_data_ptrs), len(args.kv_data_mem_kinds)) == ([PAGE * ROW] * 4, 4, 4)
-        assert guarded.events[-1].name == "records_left_out"
+    side = PrefillSide(make())
+    args = lists()
+    theirs = [*args.kv_item_lens, *more]
+    side.registering(args)
+    peer = SimpleNamespace(agent_name="d", decode_tp_size=1, dst_kv_item_lens=theirs, dst_state_item_lens=[])
+    manager = SimpleNamespace(kv_args=args, attn_tp_size=1)
+    side.meeting(manager, peer)
+    assert (args.kv_item_lens, len(args.kv_data_ptrs), len(args.kv_data_mem_kinds)) == ([PAGE * ROW] * 4, 4, 4)
+    assert findings.events[-1].name == "records_left_out"
 
 
-def test_a_peer_with_the_same_list_keeps_them(guarded):
+def test_a_peer_with_the_same_list_keeps_them(make):
     """Nothing changes for a decode engine whose entries are of the same sizes; another tensor-parallel size has others
     in the same bytes."""
     args = lists()
-    side = PrefillSide(guarded.make())
+    side = PrefillSide(make())
     side.registering(args)
     manager = SimpleNamespace(kv_args=args, attn_tp_size=1)
     peer = dict(agent_name="d", dst_kv_item_lens=list(args.kv_item_lens), dst_state_item_lens=[])
@@ -163,10 +153,10 @@ def test_a_peer_with_the_same_list_keeps_them(guarded):
     assert len(args.kv_item_lens) == 4
 
 
-def test_a_window_goes_buffer_by_buffer_or_without_records(guarded):
+def test_a_window_goes_buffer_by_buffer_or_without_records(make):
     """A state component that ends with our rows is sent flat to a peer that has them, and cut for one that has not."""
     args = lists(more_state=True)
-    side = PrefillSide(guarded.make())
+    side = PrefillSide(make())
     riders = side._riders
     riders.by_region["swa"], riders._names["swa"] = riders.by_region["full"], "swa"
     side.registering(args)
@@ -183,9 +173,9 @@ def test_a_window_goes_buffer_by_buffer_or_without_records(guarded):
     assert side.sending(manager, kv) == kv
 
 
-def test_rows_that_did_not_come_are_unwritten(guarded):
+def test_rows_that_did_not_come_are_unwritten(make):
     """Of a request of which some rows came, the others were lost; of one of which none came, nothing is known."""
-    sender, receiver = guarded.make(), guarded.make()
+    sender, receiver = make(), make()
     slots, there = torch.arange(8, 14), torch.arange(20, 26)
     write(sender, slots)
     inbox = ride(sender, receiver, slots, there)
@@ -200,9 +190,9 @@ def test_rows_that_did_not_come_are_unwritten(guarded):
     assert (state.records[there, POSITION] % STATES).tolist() == [State.UNKNOWN] * 6
 
 
-def test_a_prefill_side_that_is_off_says_nothing(guarded):
+def test_a_prefill_side_that_is_off_says_nothing(make):
     """Once its Canary is off its tables stand still: what leaves then is unknown to the other side."""
-    sender, receiver = guarded.make(), guarded.make()
+    sender, receiver = make(), make()
     side = PrefillSide(sender)
     slots, there = torch.arange(8, 14), torch.arange(20, 26)
     write(sender, slots)
@@ -216,9 +206,9 @@ def test_a_prefill_side_that_is_off_says_nothing(guarded):
 
 
 @pytest.mark.parametrize("carried", [True, False])
-def test_slots_that_are_written_to_are_not_judged(guarded, carried):
+def test_slots_that_are_written_to_are_not_judged(make, findings, carried):
     """From the moment a prefill engine knows of slots their bytes may change without a finding."""
-    canary = guarded.make()
+    canary = make()
     slots = torch.arange(8, 14)
     write(canary, slots)
     side = DecodeSide(canary, RequestWriters(Writers(), torch.device("cpu")), carried)
@@ -230,7 +220,7 @@ def test_slots_that_are_written_to_are_not_judged(guarded, carried):
     canary.regions["full"].sources[0].tensor[slots] += 1
     canary.check_slots("full", slots)
     canary.drain()
-    assert guarded.violations == []
+    assert findings.violations == []
     assert (canary.states["full"].records[slots, POSITION] % STATES).tolist() == [State.UNKNOWN] * 6
 
 
