@@ -1,10 +1,10 @@
 """Real speculative decoding on a CPU: what the target accepts, rejects and moves raises nothing."""
 
 import pytest
-from engines.setups import SPECULATION
+from engines.setups import SPECULATION_COVERED_BY
 from tools.fault_injection import FAULTS
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.beyond_ci(SPECULATION)]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.beyond_ci(SPECULATION_COVERED_BY)]
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle_tree", "eagle_pressure", "eagle_pages", "standalone", "ngram"])

@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from engines.setups import STATES
+from engines.setups import STATES_COVERED_BY
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci(STATES)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci(STATES_COVERED_BY)]
 
 
 @pytest.mark.parametrize("interval", ["3", "64"])

@@ -10,9 +10,9 @@ from packaging.version import Version
 
 TRITON = {"TRITON_INTERPRET": "1"}
 
-STATES = "clean traffic and flips of Mamba-2: all recurrent states are one region, whatever the model"
-HICACHE = "records that travel and walks through nodes in host memory, without an engine"
-SPECULATION = "a draft model's batches, without an engine"
+STATES_COVERED_BY = "clean traffic and flips of Mamba-2: all recurrent states are one region, whatever the model"
+HICACHE_COVERED_BY = "records that travel and walks through nodes in host memory, without an engine"
+SPECULATION_COVERED_BY = "a draft model's batches, without an engine"
 """What CI runs in place of engines for which it has no time."""
 
 UNFIT = frozenset(
@@ -186,13 +186,13 @@ SETUPS = {
             "hicache_write_policy": "write_through",
             "max_total_tokens": 160,
         },
-        covered_by=HICACHE,
+        covered_by=HICACHE_COVERED_BY,
     ),
     "short_conv": Setup(
         {"model": "lfm2", "dtype": "float32", "max_mamba_cache_size": 16},
         {**TRITON, "CANARY_BACKEND": "torch"},
         regions=("full", "mamba"),
-        covered_by=STATES,
+        covered_by=STATES_COVERED_BY,
     ),
     "mamba2": Setup(
         {"model": "falcon_h1", "dtype": "float32", "max_mamba_cache_size": 16},
@@ -209,7 +209,7 @@ SETUPS = {
         new_tokens=4,
         regions=("full", "mamba"),
         storm_steps=8,
-        covered_by=STATES,
+        covered_by=STATES_COVERED_BY,
     ),
     "kimi_delta": Setup(
         {
@@ -224,7 +224,7 @@ SETUPS = {
         regions=("full", "mamba"),
         storm_steps=20,
         since="0.5.21",
-        covered_by=STATES,
+        covered_by=STATES_COVERED_BY,
     ),
     "radix_off": Setup({"disable_radix_cache": True}),
 }

@@ -5,9 +5,9 @@ and device, and streams, of which a CPU has none; `gpu/test_hicache.py` runs the
 """
 
 import pytest
-from engines.setups import HICACHE
+from engines.setups import HICACHE_COVERED_BY
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci(HICACHE)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci(HICACHE_COVERED_BY)]
 
 
 def prompts(seed: int, count: int = 8) -> list[list[int]]:
