@@ -140,8 +140,8 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """Before a forward and after `check`: compares the bytes of the readable slots in the next ``READ_TILES`` tiles of
-    `READ_TILE` places, going round the batch. Reports BYTES. A slot whose bytes are as fingerprinted counts as
-    compared, whatever its state: only of the others a kernel asks whether they were written."""
+    `READ_TILE` places, going round the batch. Reports BYTES. A slot whose bytes equal their fingerprint counts as
+    compared, whatever its record says: only where they differ does a kernel look whether the slot was written."""
     rows = plan.rows(state.region, batch, table)
     places = plan.expand(rows.read_first, rows.prefix)
     count = rows.prefix - rows.read_first
@@ -191,7 +191,7 @@ def baseline(state: RegionState) -> None:
 def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor]) -> None:
     """Where a fingerprint is 0, which says that it is not known, nothing is compared."""
     written = seen.usable & (seen.state == State.WRITTEN)
-    # Nearly all slots that a batch reads were written, so a kernel asks only where bytes differ.
+    # Nearly all slots that a batch reads were written, so a kernel looks at the record only where bytes differ.
     asked = seen.usable if phase is Phase.PRE_FORWARD else written
     for stack in stacks(state):
         compared = asked & stack.like.has_bytes(seen.slot)
