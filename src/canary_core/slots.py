@@ -94,8 +94,8 @@ class SlotEvents:
         self._mark(region, slots, State.UNKNOWN)
 
     def forget_bytes(self, region: str, slots: Tensor) -> None:
-        """What bytes ``slots`` have is not known; what was written there still is. Takes effect on the current stream at
-        once, and does not wait for the device."""
+        """What bytes ``slots`` have is not known; what was written there still is. Takes effect on the current stream
+        at once, without a wait for the device."""
         state = self._state(region)
         if state is not None and len(slots):
             _, slot, anything = payload.entries(state, slots.long())

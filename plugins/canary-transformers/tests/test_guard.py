@@ -5,14 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib import metadata
 
 import canary_transformers
 import pytest
 import torch
 from canary_transformers.continuous.batch import ContinuousBatch
-from canary_transformers.filters import AdoptedFilter, EmbeddingFilter
+from canary_transformers.filters import EarlierBytesFilter, embedding_row
 
+from canary_adapters import EmbeddingFilter
 from canary_core.canary import Canary
 from canary_core.errors import ConfigError, PluginError, ViolationError
 from canary_core.hookspecs import hookimpl
@@ -221,7 +223,7 @@ def test_lost_writes_that_the_embedding_explains_are_dismissed(build):
     try:
         weight[7] = weight[8]
         weight[9] = 0
-        vet = EmbeddingFilter(model)
+        vet = EmbeddingFilter(partial(embedding_row, model))
 
         def lost(token, stored, kind=Kind.LOST_WRITE):
             return Violation(kind, "r", Phase.POST_FORWARD, 3, 1, 0, token=token, stored_token=stored, step_written=2)
@@ -232,7 +234,7 @@ def test_lost_writes_that_the_embedding_explains_are_dismissed(build):
         assert vet.canary_dismiss(lost(8, 9)) is None
         assert vet.canary_dismiss(lost(7, 8, Kind.BYTES)) is None
         assert vet.canary_dismiss(lost(99999, 8)) is None
-        assert AdoptedFilter().canary_dismiss(lost(7, 10)) is None
+        assert EarlierBytesFilter().canary_dismiss(lost(7, 10)) is None
     finally:
         weight[[7, 8, 9]] = kept
 

@@ -44,17 +44,15 @@ def test_the_book_says_what_requests_say_whoever_comes_and_goes():
             s.generated_tokens += [r.randrange(500) for _ in range(r.randrange(0, 3))]
         width = max(len(s.initial_tokens) + len(s.generated_tokens) for s in states) + r.randrange(2)
         assert book.expected(states, width).tolist() == truth(states, width)
-    assert book.cut == 0
 
 
-def test_the_book_keeps_to_its_budget_and_says_so():
+def test_the_book_keeps_to_its_budget():
     """Positions beyond what the budget can hold are unknown, not wrong."""
     book = TokenBook(CPU, budget_bytes=4 * 64)
     states = [State("a", range(100)), State("b", range(100, 110))]
     found = book.expected(states, 100)
     assert found.shape[1] == 16
     assert found.tolist() == truth(states, 16)
-    assert book.cut == 1
     assert book._tokens.numel() <= 64
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter as Tally
 from collections import deque
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -9,15 +10,12 @@ from weakref import ref
 
 import pluggy
 
-from canary_core import plugins
-from canary_core.config import CanaryConfig
-from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
-from canary_core.violation import Violation
+from canary_adapters import EmbeddingFilter
+from canary_core import CanaryConfig, Event, Violation, hookimpl, plugins
 from canary_transformers import version
 from canary_transformers.continuous.hooks import HOOKS
 from canary_transformers.continuous.session import Session
-from canary_transformers.filters import EmbeddingFilter
+from canary_transformers.filters import embedding_row
 from canary_transformers.generate.guarded_cache import GuardedCache
 from canary_transformers.generate.hooks import GENERATE
 
@@ -140,7 +138,7 @@ class Guard:
         for name, plugin in plugins.manager().list_name_plugin():
             if plugin is not None and not own.manager.has_plugin(name):
                 own.manager.register(plugin, name)
-        for extra in (EmbeddingFilter(model), self, *self._plugins):
+        for extra in (EmbeddingFilter(partial(embedding_row, model)), self, *self._plugins):
             own.manager.register(extra)
         return own.manager
 
