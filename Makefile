@@ -30,6 +30,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
 
 # Each engine that the tests share is a group, so that it starts once; they are in an order that ends with small ones.
+# PYTEST_FLAGS="-m 'not gpu and not beyond_ci'" is what CI runs of it.
 test-sglang: $(VENV_SGLANG)/.stamp
 	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) plugins/canary-sglang/tests

@@ -19,12 +19,13 @@ Report = dict[str, Any]
 MOST_LAUNCHES = 4
 MOST_HOST_US = 60
 ABOUT = """\
-Times are medians of CUDA-graph replays of several launches, with inputs in rotation so that they come from memory, not
-from the cache; *in L2* is the same launch again and again on one batch that fits the cache. *bytes* is the floor: each
-input read once, each output written once (a record is one 32-byte sector). *gather* reads the same rows in the same
-order and looks at nothing: what the memory gives for such rows. The built-in's times are of one lane with at
-most one layer's half, as it does it (a full pool has two lanes, beside a windowed one four); ours are of everything
-that the case says. What `record` reads was just written by `check`, so it is in the cache here as in an engine."""
+Times are medians of CUDA-graph replays of several launches. Inputs are used in rotation, so that they come from
+memory and not from the cache; *in L2* is the same launch again and again on one batch that fits the cache. *bytes* is
+the least that has to be moved: each input read once, each output written once (a record is one 32-byte sector).
+*gather* reads the same rows in the same order and does nothing with them: what the memory gives for such rows. The
+built-in's times are of one lane with at most one layer's half, as the built-in does it (a full pool has two lanes,
+beside a windowed one four); ours are of everything that the case says. What `record` reads was just written by
+`check`, so it is in the cache here, as it is in an engine."""
 HEADER = (
     "case", "bytes", "µs (p10–p90)", "GB/s", "of peak read", "in L2, µs", "gather, µs", "built-in, µs", "× slower",
     "bar", "",
@@ -131,8 +132,8 @@ def markdown(report: Report, plot: str | None = None) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Written by `python -m benchmarks`; do not edit. Every speed is of an op that gave the same bits as its torch",
-        "reference on the same data, clean and with faults planted, in the same run.",
+        "Written by `python -m benchmarks`; do not edit. Every speed is of an op whose results were, bit for bit,",
+        "those of its torch reference on the same data, clean and with faults, in the same run.",
         "",
         f"One {m['gpu']} ({size}), {m['date']}.",
         f"Python {m['python']}, torch {m['torch']}, CUDA {m['cuda']}, triton {m['triton']}, canary-core {m['canary']}",

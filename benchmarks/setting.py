@@ -11,6 +11,7 @@ from benchmarks.cases import EVENTS, Case
 from benchmarks.layouts import LAYOUTS
 from canary_core import BatchView, CanaryConfig, Region, SlotTable
 from canary_core.ops.backends import Backend, torch_backend
+from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
 from canary_core.records import PLAN_WORDS, POSITION, Cursor, State
 
@@ -109,7 +110,8 @@ class Setting:
         self.write_slots = flat(traffic.slots[:, shape.context_tokens :])
         self.reset()
         if case.scrub_bytes:
-            state.cursors[Cursor.SCRUB_SLOTS] = min(max(case.scrub_bytes // state.slot_bytes, 1), state.region.slots)
+            slots = case.scrub_bytes // state.sources.slot_bytes
+            state.cursors[Cursor.SCRUB_SLOTS] = min(max(slots, 1), state.region.slots)
         self.forwards = [self._forward(i) for i in range(shape.sets)]
 
     @classmethod
@@ -149,14 +151,14 @@ class Setting:
         return int(
             {
                 "check": reads * (entry + SECTOR_BYTES + known) + writes * (8 + plan + claim),
-                "read_check": reads * (entry + prints + state.slot_bytes),
-                "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.slot_bytes),
+                "read_check": reads * (entry + prints + state.sources.slot_bytes),
+                "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.sources.slot_bytes),
                 "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES),
-                "scrub": scrubbed * (SECTOR_BYTES + prints + state.slot_bytes),
-                "verify": reads * (8 + SECTOR_BYTES + prints + state.slot_bytes),
+                "scrub": scrubbed * (SECTOR_BYTES + prints + state.sources.slot_bytes),
+                "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "free": reads * (8 + 2 * SECTOR_BYTES),
                 "alloc": reads * (8 + 2 * SECTOR_BYTES),
-                "baseline": state.region.slots * (prints + state.slot_bytes),
+                "baseline": state.region.slots * (prints + state.sources.slot_bytes),
             }[op]
         )
 
@@ -203,8 +205,11 @@ def region(case: Case, traffic: Traffic) -> Region:
 
 def _scratch(state: RegionState, batch: BatchView) -> RegionState:
     view = copy.copy(state)
-    view.heads = state.heads.new_zeros(batch.rows)
-    view.plan = state.plan.new_zeros(batch.tokens, PLAN_WORDS)
+    view.scratch = copy.copy(state.scratch)
+    view.scratch.heads = state.scratch.heads.new_zeros(batch.rows)
+    view.scratch.plan = state.scratch.plan.new_zeros(batch.tokens, PLAN_WORDS)
+    # Launches on the original know its addresses.
+    view.launches = LaunchCache()
     return view
 
 

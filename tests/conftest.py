@@ -9,7 +9,8 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from canary_core import plugins
+from canary_core.plugins import hook_manager
+from canary_core.testing import Findings
 
 MakeDistribution = Callable[..., None]
 
@@ -41,7 +42,16 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ma
 @pytest.fixture
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process-wide plugins as they are at start: none loaded."""
-    monkeypatch.setattr(plugins, "_process", None)
+    monkeypatch.setattr("canary_core.plugins.process._process", None)
+
+
+@pytest.fixture
+def findings() -> Iterator[Findings]:
+    """Everything that the plugins of this process are told during the test."""
+    collected = Findings()
+    hook_manager().register(collected)
+    yield collected
+    hook_manager().unregister(collected)
 
 
 @pytest.fixture

@@ -32,8 +32,7 @@ def test_plugins_as_json(distribution):
     result = run("plugins", "--json", CANARY_PLUGINS="eye")
     found = {p["name"]: p for p in json.loads(result.output)}
     assert result.exit_code == 0
-    assert found["reporting"]["allowed"]
-    assert found["reporting"]["error"] is None
+    assert [(p["allowed"], p["error"]) for p in (found["reporting"], found["faults"])] == [(True, None)] * 2
     eye = found["eye"]
     assert eye.pop("error").endswith("ZeroDivisionError: division by zero")
     assert eye == {
@@ -71,13 +70,23 @@ def test_config_as_json_and_table():
     assert all(variable in table for variable in found)
 
 
+def test_config_shows_a_budget_as_it_was_written():
+    """What was read is shown in the words of whoever wrote it."""
+    found = {s["variable"]: s for s in json.loads(run("config", "--json", CANARY_SCRUB_BUDGET="1.50 %").output)}
+    assert (found["CANARY_SCRUB_BUDGET"]["default"], found["CANARY_SCRUB_BUDGET"]["value"]) == ("0.1%", "1.50 %")
+
+
 @pytest.mark.parametrize("command", ["plugins", "config"])
-def test_bad_setting_is_one_sentence(command):
-    """A bad setting ends the command with its sentence and exit code 2, no traceback."""
-    result = run(command, CANARY_MODE="loud")
+@pytest.mark.parametrize(
+    ("variable", "value"), [("CANARY_MODE", "loud"), ("CANARY_SCRUB_BUDGET", "nonsense"), ("CANARY_FAULTS", "bitrot")]
+)
+def test_bad_setting_is_one_sentence(command, variable, value):
+    """A bad setting ends the command with one sentence that has its name and value, and exit code 2, no traceback."""
+    result = run(command, **{variable: value})
     assert result.exit_code == 2
-    assert "CANARY_MODE" in result.output
-    assert "Traceback" not in result.output
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"canary: {variable}")
+    assert repr(value) in line
 
 
 def test_runs_as_a_module():

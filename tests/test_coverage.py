@@ -1,3 +1,5 @@
+"""The ``coverage`` event, and ``canary coverage``, which reads it from a log."""
+
 import json
 from io import StringIO
 
@@ -9,7 +11,8 @@ from canary_adapters import JoinedPools, RowPool, addresses, kv_layers
 from canary_core.canary import Canary
 from canary_core.cli import app
 from canary_core.config import CanaryConfig
-from canary_core.coverage import Coverage, readable_bytes
+from canary_core.coverage import Coverage
+from canary_core.plugins import Plugins
 from canary_core.region import Uncovered
 from canary_core.reporting import log
 
@@ -27,7 +30,7 @@ def test_every_region_is_told_with_its_bytes_and_what_it_is_made_of():
     assert event.fields["regions"] == {
         "full": {"kind": "full", "bytes": 9 * 32 * 4, "slots": 9, "sources": {"k": 2, "v": 2}}
     }
-    assert event.fields["summary"] == "100 % of 1.15 kB guarded"
+    assert event.fields["summary"] == "100 % of 1.2 kB guarded"
 
 
 def test_what_is_left_out_is_summed_up_by_part_and_reason():
@@ -35,7 +38,7 @@ def test_what_is_left_out_is_summed_up_by_part_and_reason():
     left_out = [Uncovered("mamba/ring.0", 1, "rings"), Uncovered("mamba/ring.1", 1, "rings")]
     event = Coverage(_pool().regions(), left_out).event()
     assert event.level == "warning"
-    assert event.fields["summary"] == "99.8 % of 1.15 kB guarded; left out: mamba 2 bytes (rings)"
+    assert event.fields["summary"] == "99.8 % of 1.2 kB guarded; left out: mamba 2 bytes (rings)"
     assert event.fields["uncovered"] == [
         {"name": "mamba/ring.0", "bytes": 1, "reason": "rings"},
         {"name": "mamba/ring.1", "bytes": 1, "reason": "rings"},
@@ -60,22 +63,14 @@ def test_pairs_that_could_not_be_decided_are_told(monkeypatch, logs):
     assert event["coverage_ratio"] == 1
 
 
-def test_sizes_are_readable():
-    """Three digits, powers of 1000."""
-    sizes = (0, 999, 1000, 999_499, 999_500, 131_400_000_000, 10**15)
-    assert [readable_bytes(n) for n in sizes] == [
-        "0 bytes", "999 bytes", "1 kB", "999 kB", "1 MB", "131 GB", "1e+03 TB",
-    ]  # fmt: skip
-
-
 def _logged(monkeypatch, *events):
     """What reporting writes for ``events`` as JSON lines, among lines of others."""
     stream = StringIO()
     monkeypatch.setattr(log.sys, "stderr", stream)
-    own = log.Reporting()
-    own.use(CanaryConfig.load(log_format="json"))
+    plugins = Plugins()
+    plugins.load(CanaryConfig.load(log_format="json"))
     for event in events:
-        own.canary_event(event)
+        plugins.emit(event)
     structlog.reset_defaults()
     return "loading weights {0.1 s}\n" + "".join(f"[rank 0] {line}\n" for line in stream.getvalue().splitlines())
 

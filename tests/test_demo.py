@@ -1,7 +1,7 @@
 """``canary demo``: what counts as passed, and what is printed; on a toy engine, so that faults can be missed."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from click.testing import Result
@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from canary_core import Canary, CanaryConfig, Event
 from canary_core.cli.app import app
+from canary_core.config import ScrubBudget
 from canary_core.errors import PluginError
-from canary_core.faults import FAULTS
-from canary_core.plugins.registry import Plugins
-from canary_core.testing import demo
-from canary_core.testing.demo import Demo, Job, Served, Traffic
+from canary_core.plugins import private_hooks
+from canary_core.testing import FAULTS, PROMPT_TOKENS, TOKENS, FaultSpec, Findings, Job, Served, demo
+from canary_core.testing.demo import Demo
+from canary_core.testing.engines import Traffic
 
 SMALL = 8
 """Requests of clean traffic."""
@@ -35,10 +36,10 @@ class ToyDemo:
         """Two requests at a time; one that ended stays in the pool until its slots are taken."""
         engine = ToyEngine(slots=1024, window=6 if job.model == "windowed" else 0)
         engine.table = engine.table.new_zeros(16, 256)
-        config = job.config.model_copy(update={"read_check": 0, "scrub_budget": "0"}) if self.blind else job.config
-        hooks = Plugins().manager
-        for plugin in job.plugins:
-            hooks.register(plugin)
+        config = (
+            job.config.model_copy(update={"read_check": 0, "scrub_budget": ScrubBudget()}) if self.blind else job.config
+        )
+        hooks = private_hooks(*job.plugins)
         canary = Canary(engine.regions(), config, hooks=hooks, writers=engine.writers)
         waiting = [(f"r{i}", list(p)) for i, p in enumerate(job.traffic.prompts)]
         step = 0
@@ -132,9 +133,7 @@ def test_changed_answers_are_exit_code_1(monkeypatch, one_fault):
 
 def test_a_fault_that_never_happened_does_not_pass(monkeypatch, one_fault):
     """No injection is no proof: nothing can have been found."""
-    monkeypatch.setattr(
-        demo, "FaultSpec", lambda fault, **aim: demo.FaultInjector.parse(f"{fault}:warmup=999")._armed[0].spec
-    )
+    monkeypatch.setattr(demo, "_once", lambda fault, warmup: FaultSpec(fault=fault, warmup=999))
     trial = Demo(ToyDemo(), "plain", requests=SMALL).trial("real_kv_used")
     assert not trial.passed
     assert trial.fields()["injected"] == 0
@@ -143,7 +142,7 @@ def test_a_fault_that_never_happened_does_not_pass(monkeypatch, one_fault):
 
 def test_an_error_of_ours_fails_the_trial(monkeypatch, one_fault):
     """A Canary that switched itself off proves nothing, even if it had found the fault before."""
-    heard = demo._Listener()
+    heard = Findings()
     honest = Demo(ToyDemo(), "plain", seed=2, requests=SMALL).trial("real_kv_used")
     heard.violations = list(honest.found)
     heard.canary_event(Event("disabled", "error", {"where": "end_step", "error": "boom", "traceback": "..."}))
@@ -156,9 +155,9 @@ def test_another_finding_does_not_count_as_the_fault():
     """What is found elsewhere is a consequence or a false alarm, never the detection."""
     honest = Demo(ToyDemo(), "plain", seed=2, requests=SMALL).trial("real_kv_used")
     assert honest.passed
-    heard = demo._Listener()
+    heard = Findings()
     heard.violations = list(honest.found)
-    moved = demo.replace(honest.injection, slots=(honest.injection.slots[0] + 1,))
+    moved = replace(honest.injection, slots=(honest.injection.slots[0] + 1,))
     judged = demo.judge("real_kv_used", [moved], heard)
     assert not judged.passed
     assert judged.others == honest.found
@@ -170,8 +169,8 @@ def test_traffic_is_seeded_and_shares_prefixes():
     assert traffic == Traffic.of(60, seed=1) != Traffic.of(60, seed=2)
     beginnings = [p[:16] for p in traffic.prompts if len(p) >= 16]
     assert len(beginnings) - len(set(beginnings)) > 20
-    assert max(map(len, traffic.prompts)) <= demo.PROMPT_TOKENS
-    assert all(0 < t < demo.TOKENS for p in traffic.prompts for t in p)
+    assert max(map(len, traffic.prompts)) <= PROMPT_TOKENS
+    assert all(0 < t < TOKENS for p in traffic.prompts for t in p)
     assert len(traffic.first(7).prompts) == 7
 
 

@@ -7,8 +7,8 @@ import torch
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig, Event, Kind, Violation, hookimpl
-from canary_core.plugins.registry import Plugins
-from canary_core.runtime import budget
+from canary_core.plugins import Plugins
+from canary_core.runtime import scrub
 
 
 @dataclass
@@ -67,7 +67,7 @@ def test_an_idle_engine_is_not_called_silent():
 def test_an_idle_time_is_no_long_step(monkeypatch):
     """A share of the time is one of the forwards' time: after a pause the scrub does no more than before it."""
     now = [0.0]
-    monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(scrub.time, "perf_counter", lambda: now[0])
     g = Guarded()
     g.engine.submit("a", list(range(5, 45)))
     scrubbed = []
@@ -84,7 +84,7 @@ def test_an_idle_time_is_no_long_step(monkeypatch):
 
 def test_the_first_forward_is_scrubbed():
     """A graph may be captured before any step has ended: the scrub is in it."""
-    assert all(state.scrub_slots > 0 for state in Guarded().canary.states.values())
+    assert all(stretch.slots > 0 for stretch in Guarded().canary._scrub.stretches)
 
 
 def test_a_mark_that_finds_no_slot_changes_nothing():

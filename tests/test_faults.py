@@ -1,7 +1,8 @@
 """Every fault, injected into a toy engine's memory, is found as what it is; without faults nothing is touched."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig, ConfigError, Event, Kind, Violation, ViolationError, hookimpl
-from canary_core.faults import FAULTS, FaultInjector, FaultSpec, read_bytes, write_bytes
-from canary_core.plugins.registry import Plugins
+from canary_core.faults.spec import FaultName
+from canary_core.plugins import Plugins, hook_manager, private_hooks, start
 from canary_core.region import KVSource
+from canary_core.testing import FAULTS, FaultInjector, FaultSpec, Findings, read_bytes, write_bytes
 
 BYTES = {Kind.BYTES}
 MAPPING = {Kind.POSITION, Kind.TOKEN, Kind.PREFIX}
@@ -37,27 +39,20 @@ class Run:
     faults: str = ""
     seed: int = 0
     window: int = 5
-    violations: list[Violation] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.engine = ToyEngine(slots=128, window=self.window)
-        self.manager = Plugins().manager
-        self.manager.unregister(name="reporting")
-        self.manager.register(self)
+        self.heard = Findings()
         self.injector = FaultInjector.parse(self.faults, self.seed)
-        self.manager.register(self.injector)
+        self.manager = private_hooks(self.heard, self.injector)
+        self.manager.unregister(name="reporting")
         # Bytes of all slots are compared in every forward, so that no fault is overwritten before it is seen.
         config = CanaryConfig(scrub_budget="1MiB", stats_interval=0, silence_s=0)
         self.canary = Canary(self.engine.regions(), config, hooks=self.manager, writers=self.engine.writers)
 
-    @hookimpl
-    def canary_violation(self, violation):
-        self.violations.append(violation)
-
-    @hookimpl
-    def canary_event(self, event):
-        self.events.append(event)
+    @property
+    def violations(self) -> list[Violation]:
+        return self.heard.violations
 
     def serve(self, steps: int = 8) -> "Run":
         """Four requests, one of which shares a prefix, one of which ends early and stays cached."""
@@ -78,7 +73,7 @@ class Run:
         self.engine.step(self.canary, chunk=3)
 
     def injected(self) -> list[Event]:
-        return [e for e in self.events if e.name == "fault_injected"]
+        return self.heard.told("fault_injected")
 
 
 @pytest.mark.parametrize("region", ["full", "window"])
@@ -168,7 +163,7 @@ def test_slot_picking_spares_this_forwards_writes_and_the_null_slot(seed, fault)
     assert run.injector.injections
     assert races == []
     assert 0 not in {s for i in run.injector.injections for s in i.slots}
-    assert "disabled" not in {e.name for e in run.events}
+    assert "disabled" not in {e.name for e in run.heard.events}
 
 
 def test_nothing_is_injected_by_default():
@@ -218,10 +213,10 @@ def test_a_fault_without_candidate_tries_again_and_says_so_in_the_end():
     """Nothing is readable in the first forward, so the fault comes in the second; one that never can is told."""
     assert [i.step for i in Run("real_kv_used").serve().injector.injections] == [2]
     run = Run("real_kv_unused_cache:warmup=500;lost_write:region=nowhere;swap_pages:source=k.77").serve()
-    told = {e.fields["fault"]: e.fields["reason"] for e in run.events if e.name == "fault_not_injected"}
+    told = {e.fields["fault"]: e.fields["reason"] for e in run.heard.told("fault_not_injected")}
     assert "not due in 11 forwards" in told["real_kv_unused_cache"]
     assert "no candidate in 11 forwards" in told["lost_write"]
-    at_start = [e.fields["reason"] for e in run.events if e.name == "fault_not_injected"][:2]
+    at_start = [e.fields["reason"] for e in run.heard.told("fault_not_injected")[:2]]
     assert at_start[0] == "there is no region 'nowhere'; the regions are full, window"
     assert at_start[1].startswith("there is no source 'k.77'; the guarded ones are k.0, k.1, k.9")
 
@@ -232,7 +227,7 @@ def test_a_fault_for_one_of_several_ranks():
     assert [e.fields["rank"] for e in ours.injected()] == [0]
     theirs = Run("real_kv_used:rank=1;lost_write:region=nowhere,rank=1").serve()
     assert theirs.injector.injections == []
-    assert [e.name for e in theirs.events if e.name.startswith("fault")] == []
+    assert [e.name for e in theirs.heard.events if e.name.startswith("fault")] == []
 
 
 def test_a_fault_in_a_slot_that_is_dropped_is_done_again():
@@ -247,7 +242,7 @@ def test_a_fault_in_a_slot_that_is_dropped_is_done_again():
 
     run.manager.register(Dropper())
     run.serve()
-    (moot,) = [e for e in run.events if e.name == "fault_moot"]
+    (moot,) = run.heard.told("fault_moot")
     assert (moot.fields["step"], moot.fields["reason"]) == (2, "the slot was dropped before another forward began")
     (injection,) = run.injector.injections
     assert injection.step == 3
@@ -259,7 +254,7 @@ def test_a_fault_after_the_last_forward_proves_nothing():
     run = Run("real_kv_post_forward:warmup=10").serve()
     assert run.canary.forwards == 11
     assert run.injector.injections == []
-    assert [e.name for e in run.events if "moot" in e.name] == ["fault_moot"]
+    assert len(run.heard.told("fault_moot")) == 1
 
 
 def test_settings_switch_faults_on():
@@ -281,10 +276,26 @@ def test_settings_switch_faults_on():
 
 
 def test_no_setting_registers_no_injector():
-    """By default the injector isn't even loaded."""
+    """By default there is no injector, nor in mode off."""
     plugins = Plugins()
     plugins.load(CanaryConfig())
-    assert not plugins.manager.has_plugin("faults")
+    plugins.load(CanaryConfig(faults="real_kv_used", mode="off"))
+    assert not any(isinstance(p, FaultInjector) for p in plugins.manager.get_plugins())
+
+
+def test_a_private_manager_shares_the_injector_of_the_process(fresh_process):
+    """A fault that is to happen once in a process happens once, however many managers there are."""
+    config = CanaryConfig(faults="real_kv_used")
+    start(config)
+    (shared,) = (p for p in hook_manager().get_plugins() if isinstance(p, FaultInjector))
+    private = private_hooks()
+    private.hook.canary_configure(config=config, manager=private)
+    assert [p for p in private.get_plugins() if isinstance(p, FaultInjector)] == [shared]
+
+
+def test_every_fault_has_its_name_in_the_settings():
+    """What ``CANARY_FAULTS`` may name, and what can be done, in the same order."""
+    assert list(get_args(FaultName)) == list(FAULTS)
 
 
 @pytest.mark.parametrize(
@@ -295,28 +306,30 @@ def test_no_setting_registers_no_injector():
             "lost_write:layer=3",
             "'layer=3'; write key=value with a key of probability, warmup, count, region, source, rank",
         ),
-        ("lost_write:rank=first", "rank=first; it must be a whole number of at least 0"),
+        ("lost_write:rank=first", "lost_write has rank=first: Input should be a valid integer"),
         ("lost_write:warmup", "lost_write has 'warmup'; write key=value"),
-        ("lost_write:warmup=soon", "warmup=soon; it must be a whole number of at least 0"),
-        ("lost_write:count=-1", "count=-1; it must be a whole number of at least 0"),
-        ("lost_write:probability=nan", "probability=nan; it must be a number from 0 to 1"),
-        ("lost_write:probability=1.5", "probability=1.5; it must be 0 to 1"),
+        ("lost_write:warmup=soon", "warmup=soon: Input should be a valid integer"),
+        ("lost_write:count=-1", "count=-1: Input should be greater than or equal to 0"),
+        ("lost_write:probability=nan", "probability=nan: Input should be a finite number"),
+        ("lost_write:probability=1.5", "probability=1.5: Input should be less than or equal to 1"),
         ("lost_write:count=1,count=2", "lost_write has count twice"),
     ],
 )
 def test_bad_text_is_one_sentence(text, sentence):
-    """A fault that can't be understood names what is known."""
+    """A fault that can't be understood names what is known, where the settings are read."""
     with pytest.raises(ConfigError) as error:
-        FaultInjector.parse(text)
+        CanaryConfig.load(faults=text)
+    assert str(error.value).startswith("CANARY_FAULTS: ")
     assert sentence in str(error.value)
 
 
 def test_the_syntax():
     """Blanks and empty parts don't matter."""
     parsed = FaultSpec.parse(" real_kv_used : probability=0.01, warmup=50,count=2 ,region=full,source=v.3,rank=1")
-    assert parsed == FaultSpec("real_kv_used", 0.01, 50, 2, "full", "v.3", 1)
-    assert FaultSpec.parse("lost_write") == FaultSpec("lost_write")
-    assert FaultInjector.parse(" ; ").injections == []
+    expected = {"probability": 0.01, "warmup": 50, "count": 2, "region": "full", "source": "v.3", "rank": 1}
+    assert parsed == FaultSpec(fault="real_kv_used", **expected)
+    assert FaultSpec.parse_all("lost_write; ;") == [FaultSpec(fault="lost_write")]
+    assert FaultSpec.parse_all(" ; ") == []
 
 
 def sources() -> Iterator[KVSource]:

@@ -4,7 +4,7 @@ import pytest
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig, hookimpl
-from canary_core.plugins.registry import Plugins
+from canary_core.plugins import Plugins
 
 
 class Recorder:

@@ -4,9 +4,11 @@ import threading
 from importlib import metadata
 
 import pytest
+from support.toy import ToyEngine
 
-from canary_core import CanaryConfig, ConfigError, Event, PluginError, hookimpl, plugins
-from canary_core.plugins.registry import EngineInfo, Plugins
+from canary_core import Canary, CanaryConfig, ConfigError, Event, PluginError, hookimpl, plugins
+from canary_core.plugins import EngineInfo, Plugins
+from canary_core.plugins.discovery import GROUP
 
 WORKING = """
 from canary_core import EngineInfo, hookimpl
@@ -217,7 +219,7 @@ def test_a_raising_reporter_silences_nobody(logs):
 def test_the_process_has_one_manager():
     """Threads that ask for the manager at the same time get the same one, with built-in reporting in it."""
     got = []
-    threads = [threading.Thread(target=lambda: got.append(plugins.manager())) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: got.append(plugins.hook_manager())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -255,16 +257,102 @@ def test_installed_lists_everything_without_loading(toy, distribution):
     distribution("canary-broken", {"canary_broken": "1/0"}, {"broken": "canary_broken"})
     found = {p.name: p for p in plugins.installed()}
     assert found["reporting"].built_in
-    assert found["reporting"].hooks == ("canary_attached", "canary_event", "canary_violation")
+    assert found["reporting"].hooks == ("canary_configure", "canary_event", "canary_violation")
     assert found["toy"].hooks == ("canary_engine", "canary_install", "canary_uninstall")
     assert found["toy"].engine.version == "2.4"
     assert "ZeroDivisionError" in found["broken"].error
-    assert not plugins.manager().has_plugin("toy")
+    assert not plugins.hook_manager().has_plugin("toy")
+
+
+def test_built_in_plugins_are_found_without_metadata(monkeypatch):
+    """Where Canary is only on PYTHONPATH, reporting and faults are there all the same."""
+
+    def none(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", none)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: ())
+    assert [(p.name, p.version, p.error) for p in plugins.installed()] == [
+        ("reporting", None, None),
+        ("faults", None, None),
+    ]
+    assert Plugins().manager.has_plugin("reporting")
+
+
+def test_a_plugin_with_the_name_of_a_built_in_one_is_refused(distribution):
+    """It can't take reporting's place, nor stop the process."""
+    distribution("canary-loud", {"canary_loud": OBSERVER}, {"reporting": "canary_loud"})
+    (plugin,) = Plugins().load(config("reporting"))
+    assert plugin.error == "plugin 'reporting' of canary-loud has the name of a built-in plugin; rename it"
+
+
+def test_a_class_is_made_into_an_object_for_each_manager(distribution):
+    """What one manager's plugin remembers is not known to that of another manager."""
+    source = (
+        "from canary_core import hookimpl\n"
+        "class Eye:\n"
+        "    def __init__(self): self.events = []\n"
+        "    @hookimpl\n"
+        "    def canary_event(self, event): self.events.append(event.name)\n"
+    )
+    distribution("canary-eye", {"canary_eye": source}, {"eye": "canary_eye:Eye"})
+    (one,), (other,) = Plugins().load(config("eye")), Plugins().load(config("eye"))
+    assert one.target is not other.target
+    assert one.target.events == ["plugins_loaded"]
+
+
+def test_settings_reach_a_plugin_before_it_is_told_anything(distribution):
+    """A plugin hears the settings whenever plugins are loaded and whenever a Canary is built, with its manager."""
+    source = (
+        "from canary_core import hookimpl\n"
+        "calls = []\n"
+        "@hookimpl\n"
+        "def canary_configure(config, manager): calls.append((config.seed, manager))\n"
+        "@hookimpl\n"
+        "def canary_event(event): calls.append(event.name)\n"
+    )
+    distribution("canary-eye", {"canary_eye": source}, {"eye": "canary_eye"})
+    found = Plugins()
+    (eye,) = found.load(config("eye", seed=1))
+    assert eye.target.calls == [(1, found.manager), "plugins_loaded"]
+    found.load(config("eye", seed=2))
+    assert eye.target.calls[2:] == [(2, found.manager)]
+    Canary([ToyEngine().region()], config(seed=3, silence_s=0), hooks=found.manager)
+    assert eye.target.calls[3:] == [(3, found.manager), "attached", "coverage"]
+    Canary([ToyEngine().region()], config(seed=4, mode="off"), hooks=found.manager)
+    assert len(eye.target.calls) == 6
+
+
+def test_a_plugin_that_fails_on_the_settings_is_refused(toy, distribution, logs):
+    """It is reported with the error and unregistered; the others go on."""
+    source = "from canary_core import hookimpl\n@hookimpl\ndef canary_configure(config, manager): 1/0"
+    distribution("canary-broken", {"canary_broken": source}, {"broken": "canary_broken"})
+    found = Plugins()
+    broken, working = found.load(config("broken", "toy"))
+    assert broken.error == "canary_configure of plugin 'broken' raised ZeroDivisionError: division by zero"
+    assert working.error is None
+    assert not found.manager.has_plugin("broken")
+    assert logs[-1]["failed"] == {"broken": broken.error}
+
+
+def test_failed_reporting_is_told_even_where_somebody_took_reporting_out(logs):
+    """A manager without built-in reporting."""
+
+    class Bad:
+        @hookimpl
+        def canary_event(self, event):
+            raise RuntimeError("no socket")
+
+    found = Plugins()
+    found.manager.unregister(name="reporting")
+    found.manager.register(Bad())
+    found.emit(Event("stats"))
+    assert [e["event"] for e in logs] == ["reporting_failed"]
 
 
 def test_a_distribution_found_twice_counts_once(toy, distribution, tmp_path, monkeypatch):
     """An editable install may be on sys.path twice; that is one plugin, not a conflict."""
     monkeypatch.syspath_prepend(str(tmp_path / "canary-toy"))
-    assert len([p for p in metadata.entry_points(group=plugins.GROUP) if p.name == "toy"]) == 1
+    assert len([p for p in metadata.entry_points(group=GROUP) if p.name == "toy"]) == 1
     (plugin,) = Plugins().load(config("toy"))
     assert plugin.error is None

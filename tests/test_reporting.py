@@ -7,7 +7,7 @@ import pytest
 import structlog
 
 from canary_core import CanaryConfig, Event, Kind, Phase, Violation, plugins
-from canary_core.plugins.registry import Plugins
+from canary_core.plugins import Plugins
 
 FINDING = Violation(Kind.BYTES, "kv", Phase.SCRUB, step=9, slot=5, page=1, source="k.3", layer=3, half="k")
 

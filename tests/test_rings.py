@@ -46,7 +46,7 @@ class Engine:
         own = row_source(self.own_rows, Part("kv", 0, role=Role.STATE))
         rings = Region("own", len(self.own_rows), (own,), RegionKind.RING, null_slot=0, group_tokens=OWN_GROUP)
         self.numbers = torch.arange(REQUESTS + 1)[:, None]
-        plugins.manager().register(self)
+        plugins.hook_manager().register(self)
         self.canary = Canary([pages, rings], CanaryConfig.load(scrub_budget=scrub))
 
     @hookimpl
@@ -93,7 +93,7 @@ def engine(request):
     torch.manual_seed(0)
     made = Engine(request.param)
     yield made
-    plugins.manager().unregister(made)
+    plugins.hook_manager().unregister(made)
     made.canary.close()
 
 

@@ -6,26 +6,37 @@ import pytest
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig, ConfigError
+from canary_core.config import ScrubBudget
 from canary_core.records import Cursor
-from canary_core.runtime import budget
-from canary_core.runtime.budget import ScrubBudget
+from canary_core.runtime import scrub
 
 
 @pytest.mark.parametrize(
     ("text", "budget"),
-    [("1%", ScrubBudget(share=0.01)), ("64MiB", ScrubBudget(step_bytes=64 << 20)), ("0", ScrubBudget())],
+    [
+        ("1%", ScrubBudget(share=0.01)),
+        ("0.1 %", ScrubBudget(share=0.001)),
+        ("64MiB", ScrubBudget(step_bytes=64 << 20)),
+        ("1.5 gib", ScrubBudget(step_bytes=3 << 29)),
+        ("1KB", ScrubBudget(step_bytes=1000)),
+        ("7b", ScrubBudget(step_bytes=7)),
+        (" 4096 ", ScrubBudget(step_bytes=4096)),
+        ("0", ScrubBudget()),
+    ],
 )
 def test_budgets_are_a_share_of_time_or_bytes(text, budget):
-    """Both ways of saying how much the scrub may do are understood."""
-    assert ScrubBudget.parse(text) == budget
+    """Both ways of saying how much the scrub may do are understood, and print as they were written."""
+    read = CanaryConfig.load(scrub_budget=text).scrub_budget
+    assert read == budget
+    assert str(read) == text.strip()
 
 
-@pytest.mark.parametrize("text", ["fast", "101%", "-1", "5 parsecs"])
-def test_a_budget_that_is_none_is_refused_by_name(text):
-    """A bad budget names the setting and what was got."""
-    with pytest.raises(ConfigError, match="CANARY_SCRUB_BUDGET") as raised:
-        ScrubBudget.parse(text)
-    assert repr(text) in str(raised.value)
+@pytest.mark.parametrize("text", ["fast", "101%", "-1", "5 parsecs", "1% of it", "64MiB!", "1.", "", "%"])
+def test_a_budget_that_is_none_is_refused_where_it_is_read(text):
+    """A bad budget is refused with the other settings; the sentence names it and what was got."""
+    with pytest.raises(ConfigError, match=r"^CANARY_SCRUB_BUDGET must be") as raised:
+        CanaryConfig.load(scrub_budget=text)
+    assert str(raised.value).endswith(repr(text))
 
 
 def test_the_scrub_goes_round_and_says_how_often():
@@ -48,10 +59,10 @@ def test_the_scrub_goes_round_and_says_how_often():
 def pace(monkeypatch):
     """Gives a `Pace` over forwards of a length each, by a clock that only it moves."""
     now = [0.0]
-    monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(scrub.time, "perf_counter", lambda: now[0])
 
     def paced(text, launch_s, forwards_s):
-        made = budget.Pace(ScrubBudget.parse(text), bytes_per_s=4e12, launch_s=launch_s)
+        made = scrub.Pace(ScrubBudget.parse(text), bytes_per_s=4e12, launch_s=launch_s)
         for forward_s in (0.0, *forwards_s):
             now[0] += forward_s
             made.step()

@@ -28,7 +28,7 @@ class Engine:
         self.lengths = torch.zeros(ROWS, dtype=torch.int64)
         self.tokens = [[] for _ in range(ROWS)]
         region = Region("mamba", 12, (row_source(self.states, Part("ssm", 0)),), RegionKind.STATE, null_slot=0)
-        plugins.manager().register(self)
+        plugins.hook_manager().register(self)
         self.canary = Canary([region], CanaryConfig.load(**{"state_interval": 64, "scrub_budget": "1MiB", **settings}))
 
     @hookimpl
@@ -89,7 +89,7 @@ def engine():
     """One with the reference back end, whose decodes are hardly ever looked at."""
     engine = Engine()
     yield engine
-    plugins.manager().unregister(engine)
+    plugins.hook_manager().unregister(engine)
     engine.canary.close()
 
 
@@ -167,11 +167,11 @@ def test_kernels_keep_what_the_reference_keeps(device):
             engine.step(new=7, kept=(8, -1, 10), back=3)
             engine.step(kept=(-1, 11, -1))
             state = engine.canary.states["mamba"]
-            memory = (state.records, state.fingerprints, state.chains, state.claims)
+            memory = (state.records, state.fingerprints, state.chains, state.scratch.claims)
             ends.append([tensor.cpu() for tensor in memory])
             assert engine.found == []
         finally:
-            plugins.manager().unregister(engine)
+            plugins.hook_manager().unregister(engine)
             engine.canary.close()
     for reference, kernels in zip(*ends, strict=True):
         assert torch.equal(reference, kernels)

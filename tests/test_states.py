@@ -19,7 +19,7 @@ class Engine:
         self.states = torch.zeros(9, 32)
         self.lengths = torch.zeros(ROWS, dtype=torch.int64)
         region = Region("mamba", 9, (row_source(self.states, Part("ssm", 0)),), RegionKind.STATE, null_slot=0)
-        plugins.manager().register(self)
+        plugins.hook_manager().register(self)
         self.canary = Canary([region], CanaryConfig.load(state_interval=interval, scrub_budget="1MiB"))
 
     @hookimpl
@@ -54,7 +54,7 @@ def start():
 
     yield make
     for engine in engines:
-        plugins.manager().unregister(engine)
+        plugins.hook_manager().unregister(engine)
         engine.canary.close()
 
 

@@ -5,7 +5,8 @@ import torch
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig
-from canary_core.prefix_cache.sweep import CachedRun, FreeList, Judged, RecordSweep
+from canary_core.prefix_cache.runs import CachedRun, FreeList
+from canary_core.prefix_cache.sweep import RecordSweep, SweepResult
 from canary_core.records import POSITION, STATES, TOKEN, Kind, Phase, State
 
 TOKENS = [5, 9, 5, 7, 30, 31, 8, 8, 2, 3]
@@ -29,11 +30,11 @@ class Cache:
             CachedRun(2, split, self.slots[split:], self.slots[split - 1 : split], tokens[split:], none),
         ]
 
-    def judge(self, runs: list[CachedRun], free: tuple[FreeList, ...] = ()) -> Judged:
+    def judge(self, runs: list[CachedRun], free: tuple[FreeList, ...] = ()) -> SweepResult:
         sweep = RecordSweep(self.canary)
         assert sweep.issue(runs, free)
         (judged,) = sweep.collect()
-        assert not sweep.in_flight
+        assert sweep.collect() == []
         return judged
 
 

@@ -11,7 +11,7 @@ from support.toy import ToyEngine
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, hookimpl
 from canary_core.ops.kernels import check, fingerprint, launch, lifetime, record
-from canary_core.plugins.registry import Plugins
+from canary_core.plugins import Plugins
 
 KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel, fingerprint.read_check_kernel,
@@ -41,7 +41,7 @@ class Guarded:
         """All that Canary remembers from one forward to the next."""
         states = self.canary.states.values()
         shared = next(iter(states)).shared
-        own = [[s.records, s.fingerprints, s.claims, s.chains, s.cursors] for s in states]
+        own = [[s.records, s.fingerprints, s.scratch.claims, s.chains, s.cursors] for s in states]
         return [
             t.clone() for t in (shared.counters, shared.clock, shared.ring, *(t for tensors in own for t in tensors))
         ]

@@ -1,6 +1,6 @@
 """`Writers`: names of requests behind the small numbers in records."""
 
-from canary_core.adapters import Writers
+from canary_core.writers import Writers
 
 
 def test_a_forgotten_request_gets_a_new_id_and_its_old_slots_keep_their_name() -> None:

@@ -135,7 +135,7 @@ class _Box:
 
 def _boxes(source: KVSource, slots: int) -> list[_Box]:
     """The present slots of a source; two boxes where the last page is cut short."""
-    present = source.page_size if source.present is None else source.present
+    present = source.present_slots
     pages, rest = divmod(slots, source.page_size)
     boxes = [_Box(source, 0, pages, present), _Box(source, pages, 1, min(rest, present))]
     return [box for box in boxes if box.pages > 0 and box.slots > 0]

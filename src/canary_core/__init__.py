@@ -1,21 +1,33 @@
 """Canary: AddressSanitizer for the KV cache of an LLM engine. This is the whole public surface."""
 
-from canary_core.adapters import BatchAdapter, PoolAdapter, Writers
+from canary_core.adapters import BatchAdapter, PoolAdapter
+from canary_core.attach import attach, report_unguarded
 from canary_core.batch import BatchView, SlotTable, StateCheckpoints
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
-from canary_core.events import Event
+from canary_core.events import Event, Level
 from canary_core.hookspecs import hookimpl
-from canary_core.ops.payload import PayloadCheck, PayloadLayout, check_payload, fingerprint_bytes
-from canary_core.plugins import EngineInfo
+from canary_core.ops.payload import (
+    PayloadCheck,
+    PayloadLayout,
+    PayloadRecords,
+    check_payload,
+    fingerprint_bytes,
+)
+from canary_core.ops.record_buffers import RecordBuffers
+from canary_core.plugins import EngineInfo, emit, hook_manager, private_hooks
+from canary_core.plugins import start as start_plugins
+from canary_core.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
+from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import StreamSet
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.slots import SlotEvents
 from canary_core.step import Overlap, Step, StepListener
 from canary_core.violation import Violation
+from canary_core.writers import Writers
 
 __version__ = "0.1.0"
 
@@ -23,21 +35,28 @@ __all__ = [
     "AttachError",
     "BatchAdapter",
     "BatchView",
+    "CachedRun",
     "Canary",
     "CanaryConfig",
     "CanaryError",
     "ConfigError",
     "EngineInfo",
     "Event",
+    "FreeList",
+    "HostCopy",
     "KVSource",
     "Kind",
+    "Level",
     "MisuseError",
     "Overlap",
     "PayloadCheck",
     "PayloadLayout",
+    "PayloadRecords",
     "Phase",
     "PluginError",
     "PoolAdapter",
+    "RecordBuffers",
+    "RecordSweep",
     "Region",
     "RegionKind",
     "Role",
@@ -48,13 +67,20 @@ __all__ = [
     "Step",
     "StepListener",
     "StreamSet",
+    "SweepResult",
     "Uncovered",
     "Violation",
     "ViolationError",
     "Watchdog",
     "Writers",
     "__version__",
+    "attach",
     "check_payload",
+    "emit",
     "fingerprint_bytes",
+    "hook_manager",
     "hookimpl",
+    "private_hooks",
+    "report_unguarded",
+    "start_plugins",
 ]

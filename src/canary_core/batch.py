@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core.errors import AttachError
-from canary_core.region import require_index_tensor
+from canary_core.region import Region, require_index_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +92,22 @@ class SlotTable:
         lies beyond the list's own length; there only `entries` as a whole bounds what is read."""
         ragged = self.rows is not None and self.entries.shape[0] == 1 and self.entries.stride(0) == 1
         return 1 << 62 if ragged else self.entries.shape[1]
+
+    @property
+    def extent(self) -> int:
+        """How many elements of ``entries`` can be read: from the first of the first row to the last of the last."""
+        entries = self.entries
+        return (entries.shape[0] - 1) * entries.stride(0) + entries.shape[1] if entries.numel() else 0
+
+    @property
+    def elements(self) -> Tensor:
+        """``entries`` as one list, ``[extent]``, in the same memory."""
+        return self.entries.as_strided((self.extent,), (1,))
+
+    def stored_by(self, region: Region) -> int:
+        """How many of its last new tokens a row stores in ``region`` at most, beside those that end a page of a
+        ``page_ring``; 0: all of them."""
+        return self.stored_tokens or (region.page_ring[1] if region.page_ring else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pluggy
 import torch
 
-from canary_core import faults, plugins
-from canary_core.adapters import Writers
+from canary_core import plugins
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage
@@ -22,6 +21,7 @@ from canary_core.runtime.workspace import Guard, Switch, Workspace
 from canary_core.slots import SlotEvents
 from canary_core.step import Step
 from canary_core.violation import Violation
+from canary_core.writers import Writers
 
 
 class Canary:
@@ -52,10 +52,10 @@ class Canary:
         self.regions = {r.name: r for r in regions}
         """The guarded regions by name."""
         self._counts: dict[str, int] = {}
-        hooks = hooks or plugins.manager()
+        hooks = hooks or plugins.hook_manager()
         on = self.config.mode != "off"
         if on:
-            faults.enable(self.config.faults, self.config.seed, hooks)
+            hooks.hook.canary_configure(config=self.config, manager=hooks)
             self._workspace = Workspace.allocate(regions, self.config)
         else:
             self._workspace = Workspace.off(self.config, regions[0].device)

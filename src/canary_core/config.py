@@ -1,17 +1,70 @@
 """Every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from canary_core.errors import ConfigError
+from canary_core.faults.spec import FaultSpec
 
 Mode = Literal["off", "log", "raise"]
 Bytes = Literal["off", "partial", "all"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubBudget:
+    """How much the scrub may do: either ``share`` of the time (0 to 1) or ``step_bytes`` after each forward. Prints as
+    it was written."""
+
+    share: float | None = None
+    step_bytes: int = 0
+    text: str = field(default="0", compare=False)
+
+    @classmethod
+    def parse(cls, value: object) -> "ScrubBudget":
+        """From ``1%``, ``64MiB`` (units of `pydantic.ByteSize`), ``4096`` (bytes) or ``0``. Raises `ConfigError`."""
+        if isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        # All of the text, since ByteSize takes what comes first in it and lets the rest go.
+        written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|\w*)", text)
+        try:
+            if written is None or written[2] != "%":
+                return cls(step_bytes=_BYTE_SIZE.validate_python(written and text), text=text)
+        except ValidationError as error:
+            raise ConfigError(
+                "CANARY_SCRUB_BUDGET must be a share of time such as 1% or bytes per forward such as 64MiB, got "
+                f"{value!r}"
+            ) from error
+        if float(written[1]) > 100:
+            raise ConfigError(f"CANARY_SCRUB_BUDGET must be at most 100%, got {value!r}")
+        return cls(share=float(written[1]) / 100, text=text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_BYTE_SIZE = TypeAdapter(ByteSize)
+
+
+def _readable_faults(text: str) -> str:
+    FaultSpec.parse_all(text)
+    return text
 
 
 def _unit(unit: str) -> dict[str, Any]:
@@ -56,8 +109,10 @@ class CanaryConfig(BaseSettings):
         description="Slots per forward whose mapping is checked, rotating over the batch, so that each slot is looked "
         "at once in (readable slots / budget) forwards; 0: all of them in every forward.",
     )
-    scrub_budget: str = Field(
-        default="0.1%",
+    scrub_budget: Annotated[
+        ScrubBudget, NoDecode, BeforeValidator(ScrubBudget.parse), PlainSerializer(str, return_type=str)
+    ] = Field(
+        default=ScrubBudget.parse("0.1%"),
         description="How much the scrub may do after each forward: a share of time such as 1%, or bytes per forward "
         "such as 64MiB; 0 turns it off.",
         json_schema_extra=_unit("share of time, or bytes per forward"),
@@ -122,7 +177,7 @@ class CanaryConfig(BaseSettings):
         default="",
         description="Name told with each event; a plugin whose engine runs several models names the draft models.",
     )
-    faults: str = Field(
+    faults: Annotated[str, AfterValidator(_readable_faults)] = Field(
         default="",
         description="Deliberate corruptions for self-tests, e.g. 'real_kv_used:probability=0.01,warmup=50;lost_write'. "
         "Empty: none.",
@@ -149,11 +204,15 @@ class CanaryConfig(BaseSettings):
         try:
             return cls(**overrides)  # type: ignore[arg-type]
         except ValidationError as error:
-            problems = [
-                f"CANARY_{'.'.join(str(p) for p in e['loc']).upper()}: {e['msg']}, got {e['input']!r}"
-                for e in error.errors()
-            ]
-            raise ConfigError("; ".join(problems)) from error
+            raise ConfigError("; ".join(_sentence(problem) for problem in error.errors())) from error
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    """One of pydantic's reports with the setting's name and value; an error of ours says both."""
+    ours = problem.get("ctx", {}).get("error")
+    if isinstance(ours, ConfigError):
+        return str(ours)
+    return f"CANARY_{'.'.join(map(str, problem['loc'])).upper()}: {problem['msg']}, got {problem['input']!r}"
 
 
 @dataclass(frozen=True, slots=True)

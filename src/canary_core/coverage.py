@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rich.filesize import decimal
+
 from canary_core.events import Event
 from canary_core.region import Region, Uncovered
-
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Coverage:
     def summary(self) -> str:
         """One line for an operator."""
         seen = self.guarded_bytes + sum(u.size_bytes for u in self.uncovered)
-        parts = [f"{_percent(self.guarded_bytes, seen)} of {readable_bytes(seen)} guarded"]
+        parts = [f"{_percent(self.guarded_bytes, seen)} of {decimal(seen)} guarded"]
         gaps = [u for u in self.uncovered if u.size_bytes]
         if gaps:
             parts.append("left out: " + ", ".join(_listed(gaps)))
@@ -58,14 +58,6 @@ class Coverage:
         return Event("coverage", "info" if self.regions and not self.uncovered else "warning", fields)
 
 
-def readable_bytes(count: int) -> str:
-    """``131 GB``, ``1.05 MB``: three digits, powers of 1000."""
-    size, unit = float(count), 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{count if unit == 0 else f'{size:.3g}'} {_UNITS[unit]}"
-
-
 def _halves(region: Region) -> dict[str, int]:
     """How many layers each half has, in order of appearance."""
     counts: dict[str, int] = {}
@@ -80,7 +72,7 @@ def _listed(items: Iterable[Uncovered]) -> list[str]:
     for item in items:
         key = (item.name.partition("/")[0], item.reason)
         sizes[key] = sizes.get(key, 0) + item.size_bytes
-    return [f"{name} {readable_bytes(size)} ({reason})" for (name, reason), size in sizes.items()]
+    return [f"{name} {decimal(size)} ({reason})" for (name, reason), size in sizes.items()]
 
 
 def _percent(part: int, whole: int) -> str:

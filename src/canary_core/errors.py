@@ -5,8 +5,8 @@ class CanaryError(Exception):
     """Base of all of Canary's own errors."""
 
 
-class ConfigError(CanaryError):
-    """A setting has a value that Canary can't use."""
+class ConfigError(CanaryError, ValueError):
+    """A setting has a value that Canary can't use. A `ValueError` too, so that pydantic collects it with others."""
 
 
 class PluginError(CanaryError):

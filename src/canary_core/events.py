@@ -23,6 +23,8 @@ class Event:
     | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
     | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |
     | disabled            | an exception of ours switched this canary off; the engine goes on                      |
+    | misuse              | Canary was called out of order or with arguments that can't be right, and what to do   |
+    | findings_lost       | an engine failed, and what was found last can't be read from its device any more       |
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
     | dismissed           | a plugin explained a finding away                                                      |
     | fault_injected      | a self-test corrupted something on purpose                                             |

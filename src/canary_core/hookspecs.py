@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from canary_core.canary import Canary
     from canary_core.config import CanaryConfig
     from canary_core.events import Event
-    from canary_core.plugins.registry import EngineInfo
-    from canary_core.testing.demo import DemoEngine
+    from canary_core.plugins import EngineInfo
+    from canary_core.testing.engines import DemoEngine
     from canary_core.violation import Violation
 
 hookspec = pluggy.HookspecMarker("canary")
@@ -25,6 +25,14 @@ hookimpl = pluggy.HookimplMarker("canary")
 def canary_engine() -> "EngineInfo":
     """Which engine the plugin is for, its installed version and the supported range. Called by ``canary plugins`` and
     before `canary_install`; must not import the engine."""
+
+
+@hookspec
+def canary_configure(config: "CanaryConfig", manager: "pluggy.PluginManager") -> None:
+    """Settings are about to be used. Called when plugins are loaded, of those that are in ``manager`` by then, the
+    built-in ones first, and before each `Canary` that is on is built, of all in its manager: so often, and with
+    different settings. Built-in reporting takes its format and level from them, built-in faults their injector, which
+    they register in ``manager``; a plugin may do the like. In `load` an exception refuses the plugin that raised it."""
 
 
 @hookspec

@@ -113,7 +113,7 @@ class Counter(IntEnum):
     CHECKED_SLOTS = 26
     """Slots whose mapping was checked."""
     CHECKED_BYTES = 27
-    """Bytes whose fingerprint was compared, by read checks, scrub and on demand (`Canary.check_slots`)."""
+    """Bytes whose fingerprint was compared, by read checks, scrub and on demand (`SlotEvents.check`)."""
     RECORDED_SLOTS = 28
     """Slots recorded after a forward."""
     RECORDED_BYTES = 29

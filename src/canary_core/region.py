@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core.errors import AttachError
+from canary_core.records import Status
 
 PARTIAL_BYTES = 16
 """How much of each source `CANARY_BYTES=partial` covers: the first bytes of a slot's first chunk."""
@@ -106,6 +107,15 @@ class KVSource:
         return self.chunks * self.words_per_chunk
 
     @property
+    def present_slots(self) -> int:
+        """How many slots of each page have bytes."""
+        return self.page_size if self.present is None else self.present
+
+    def has_bytes(self, slots: Tensor) -> Tensor:
+        """Which of ``slots`` (integer ``[n]``) have bytes in the tensor: bool ``[n]``."""
+        return slots % self.page_size < self.present_slots
+
+    @property
     def address(self) -> int:
         """Device address of slot 0, chunk 0."""
         return self.tensor.data_ptr() + self.offset_bytes
@@ -124,7 +134,7 @@ class KVSource:
     def require_slots(self, slots: int) -> None:
         """Raises `AttachError` if ``slots`` slots do not fit the tensor's storage."""
         pages = -(-slots // self.page_size)
-        present = self.page_size if self.present is None else self.present
+        present = self.present_slots
         if present == 0:
             return
         # The last page may be cut short; then the whole page before it can reach further.
@@ -230,6 +240,50 @@ class Region:
     def pool_bytes(self) -> int:
         """Guarded bytes of all slots."""
         return self.slots * self.slot_bytes
+
+    def slots_of(self, numbers: Tensor) -> Tensor:
+        """This region's slot of each of ``numbers`` (integer ``[n]``, on the pool's device), as the engine's tables
+        number slots: int64 ``[n]``, -1 where the region has none (padding, evicted from a window, beyond the pool).
+        Never waits for the device."""
+        slot, status = self.resolve(numbers)
+        return torch.where(status == Status.OK, slot, -1)
+
+    def resolve(self, numbers: Tensor, pool_page: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        """Slot and `Status` of each of ``numbers`` (integer ``[n]``), as the engine's tables and write lists have them:
+        int64 ``[n]`` each. Where the status isn't OK, the slot is what was found. ``pool_page``: see `SlotTable`.
+        Never waits for the device."""
+        slot, lost = self.locate(numbers, pool_page)
+        return slot, self.status_of(slot, lost)
+
+    def locate(self, numbers: Tensor, pool_page: tuple[int, int] | None = None) -> tuple[Tensor, Tensor | None]:
+        """The first half of `resolve`, for those who ask for the status later: the slot of each of ``numbers``, and
+        which of them lead nowhere (beyond the map, or to rows of a pool's page that are not this region's), bool
+        ``[n]``, None where none can."""
+        slot, lost = numbers.long(), None
+        if self.tokens_per_slot > 1:
+            slot = torch.where(slot < 0, slot, slot // self.tokens_per_slot)
+        if pool_page is not None or self.slot_map is not None:
+            named = found = slot >= 0
+            if pool_page is not None:
+                rows, slots = pool_page
+                found = found & (slot % rows < slots)
+                slot = torch.where(found, slot // rows * slots + slot % rows, slot)
+            if self.slot_map is not None:
+                found = found & (slot < len(self.slot_map))
+                slot = torch.where(found, self.slot_map[torch.where(found, slot, 0)].long(), slot)
+            lost = named & ~found
+        if self.page_ring is not None:
+            slot = self.rows(slot) if lost is None else torch.where(lost, slot, self.rows(slot))
+        return slot, lost
+
+    def status_of(self, slots: Tensor, lost: Tensor | None = None) -> Tensor:
+        """`Status` of each of ``slots`` (int64 ``[n]``, this region's own numbers, on any device): int64 ``[n]``.
+        ``lost``: see `locate`."""
+        null = slots < 0
+        if self.null_slot is not None:
+            null |= slots == self.null_slot
+        beyond = slots >= self.slots if lost is None else lost | (slots >= self.slots)
+        return torch.where(beyond, Status.RANGE, torch.where(null, Status.NULL, Status.OK))
 
     def rows(self, slots: Tensor) -> Tensor:
         """Rows of a ``page_ring`` that ``slots``, as the map gives them, take turns on; else the same. Negative numbers

@@ -6,8 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from canary_core.errors import AttachError
 from canary_core.ops import cross_region, payload
 from canary_core.ops.payload import PayloadLayout
+from canary_core.ops.record_buffers import RecordBuffers
 from canary_core.ops.state import RegionState
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, State
 from canary_core.region import KVSource
@@ -107,7 +109,7 @@ class SlotEvents:
         state = self._state(region)
         if state is not None:
             # The fingerprint of zero bytes is the salt alone.
-            state.fingerprints[slots] = state.salts[: state.fingerprints.shape[1]]
+            state.fingerprints[slots] = state.sources.salts[: len(state.sources)]
 
     def expect(self, region: str, slots: Tensor) -> None:
         """Bytes of ``slots`` will arrive by another way than a forward: what was written there is not judged any more.
@@ -140,7 +142,7 @@ class SlotEvents:
         of each row. Rows of which ``source`` has no sure record are not judged. Never captured."""
         state, other = self._state(region), self._state(source)
         if state is not None and other is not None:
-            cross_region.expect_sequences(state, other, slots, (lengths, writers))
+            cross_region.expect_sequences(state, other, slots, lengths=lengths, writers=writers)
 
     def payload_layout(self, region: str) -> PayloadLayout | None:
         """What the payloads of `export_records` mean, for `check_payload`; None in off mode."""
@@ -179,6 +181,17 @@ class SlotEvents:
                 rows = rows.to(slots.device, non_blocking=True)
                 self._queue.put_arrival(partial(payload.import_records, state, slots, rows, writer), slots, rows)
 
+    def record_buffers(self, region: str) -> RecordBuffers:
+        """What is known of all slots of ``region``, as tables that a transfer engine can send beside the KV. They are
+        this Canary's own and go on changing: not to be written to, but for their stamps. Raises `AttachError` for a
+        region that is not guarded."""
+        return RecordBuffers.of(self._require(region))
+
+    def empty_buffers(self, region: str) -> RecordBuffers:
+        """Tables of the same shape with nothing in them, to receive such rows. Raises `AttachError` for a region that
+        is not guarded."""
+        return RecordBuffers.inbox(self._require(region))
+
     def carry_over(self, old: "SlotEvents", region: str, source: Tensor, destination: Tensor) -> None:
         """This Canary takes the place of another one, whose events are ``old``: what that knows of the region's slots
         ``source`` is known of ``destination`` now; the number of the step and the requests' sequences go on. On the
@@ -195,7 +208,7 @@ class SlotEvents:
         addresses. Sources must match the old ones in name, size and page size, else `AttachError`. Never captured."""
         state = self._state(region)
         if state is not None:
-            state.rebind(sources, self.workspace.config)
+            state.rebind(sources)
 
     def still_holds(self, region: str, slot: int, step: int) -> bool:
         """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""
@@ -217,6 +230,12 @@ class SlotEvents:
     def _state(self, region: str) -> RegionState | None:
         """None where nothing is to be done."""
         return self._states.get(region) if self._switch.enabled else None
+
+    def _require(self, region: str) -> RegionState:
+        state = self._states.get(region)
+        if state is None:
+            raise AttachError(f"no region {region!r} is guarded; there are {', '.join(self._states) or 'none'}")
+        return state
 
     def _put_owned(
         self,

@@ -11,7 +11,6 @@ from canary_core.batch import BatchView
 from canary_core.errors import AttachError
 from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.reporting.findings import Findings
-from canary_core.runtime.budget import ScrubBudget
 from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.scrub import Scrub
 from canary_core.runtime.streams import capturing
@@ -126,8 +125,7 @@ class Step:
         self._states = workspace.states
         self._backend = workspace.backend
         self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
-        budget = ScrubBudget.parse(config.scrub_budget)
-        self.scrub = Scrub(list(self._states.values()), self._backend, budget)
+        self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self.forwards = 0
         """How many began."""

@@ -22,7 +22,7 @@ from canary_core import (
     Writers,
     hookimpl,
 )
-from canary_core.plugins.registry import Plugins
+from canary_core.plugins import Plugins
 
 WIDTH = 48
 """Most tokens of a request."""

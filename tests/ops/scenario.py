@@ -7,9 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
+from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
 from canary_core.records import POSITION, STATES, Cursor, State
 from canary_core.region import Role
+
+TABLES = ("records", "fingerprints", "chains", "cursors")
+SCRATCH = ("claims", "heads", "plan")
+"""Tensors of a `RegionState` and of its scratch that ops change."""
 
 TOKENS = 50
 """Vocabulary: small, so that equal tokens meet."""
@@ -204,18 +209,21 @@ def twin(state: RegionState) -> RegionState:
     """A copy with device memory of its own, on the same guarded bytes."""
     other = copy.copy(state)
     other.shared = Shared(*(t.clone() for t in (state.shared.counters, state.shared.clock, state.shared.ring)))
-    for name in ("records", "fingerprints", "claims", "heads", "plan", "chains", "cursors"):
+    for name in TABLES:
         setattr(other, name, getattr(state, name).clone())
+    other.scratch = copy.copy(state.scratch)
+    for name in SCRATCH:
+        setattr(other.scratch, name, getattr(state.scratch, name).clone())
+    # Launches on the original know its addresses.
+    other.launches = LaunchCache()
     return other
 
 
 def differences(state: RegionState, other: RegionState, tokens: int) -> list[str]:
     """Names of the tensors that differ. Ring rows are compared as a set: the order of atomics is free."""
-    pairs = {
-        name: (getattr(state, name), getattr(other, name))
-        for name in ("records", "fingerprints", "claims", "heads", "chains", "cursors")
-    }
-    pairs["plan"] = (state.plan[:tokens], other.plan[:tokens])
+    pairs = {name: (getattr(state, name), getattr(other, name)) for name in TABLES}
+    pairs |= {name: (getattr(state.scratch, name), getattr(other.scratch, name)) for name in SCRATCH}
+    pairs["plan"] = (state.scratch.plan[:tokens], other.scratch.plan[:tokens])
     pairs["counters"] = (state.shared.counters, other.shared.counters)
     pairs["clock"] = (state.shared.clock, other.shared.clock)
     names = [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]

@@ -22,7 +22,7 @@ class Engine:
             Region("full", 16, (row_source(self.kv, Part("kv", 0)),), null_slot=0),
             Region("mamba", 6, (row_source(self.states, Part("ssm", 0)),), RegionKind.STATE, null_slot=0),
         ]
-        plugins.manager().register(self)
+        plugins.hook_manager().register(self)
         self.canary = Canary(regions, CanaryConfig.load())
         self.forward(
             torch.arange(1, 9).view(2, 4), torch.tensor([[1], [2]]), ([0, 0], [4, 4]), [*TOKENS[0], *TOKENS[1]]
@@ -54,7 +54,8 @@ class Engine:
         """A new request goes on from the first one's KV, and from a state."""
         entries = torch.tensor([[1, 2, 3, 4, 9]])
         known = self.canary.states
-        expect_sequences(known["mamba"], known["full"], entries[:, 3], (torch.tensor([4]), torch.tensor([writer])))
+        row = {"lengths": torch.tensor([4]), "writers": torch.tensor([writer])}
+        expect_sequences(known["mamba"], known["full"], entries[:, 3], **row)
         self.forward(entries, torch.tensor([[state]]), ([4], [1]), [50], (writer,))
 
 
@@ -63,7 +64,7 @@ def engine():
     """After the prefills of the two requests."""
     engine = Engine()
     yield engine
-    plugins.manager().unregister(engine)
+    plugins.hook_manager().unregister(engine)
     engine.canary.close()
 
 
@@ -86,7 +87,7 @@ def test_what_is_not_known_is_not_expected(engine):
     engine.canary.slots.forget("full", torch.tensor([4]))
     slots, lengths = torch.tensor([4, 8, 8, 99, 8]), torch.tensor([4, 4, 0, 4, 3])
     writers = torch.tensor([5, -1, 5, 6, 7])
-    expect_sequences(known["mamba"], known["full"], slots, (lengths, writers))
+    expect_sequences(known["mamba"], known["full"], slots, lengths=lengths, writers=writers)
     assert torch.equal(known["mamba"].chains, before)
 
 
@@ -95,7 +96,8 @@ def test_only_rows_that_are_sure_are_expected(engine):
     known = engine.canary.states
     before = known["mamba"].chains.clone()
     slots, lengths = torch.tensor([8, 8, 3]), torch.tensor([3, 4, 3])
-    expect_sequences(known["mamba"], known["full"], slots, (lengths, torch.tensor([6, CHAINS + 6, 7])))
+    writers = torch.tensor([6, CHAINS + 6, 7])
+    expect_sequences(known["mamba"], known["full"], slots, lengths=lengths, writers=writers)
     changed = (known["mamba"].chains != before).any(1).nonzero()[:, 0]
     assert changed.tolist() == [6, 7]
     assert known["mamba"].chains[[6, 7], 0].tolist() == [(CHAINS + 6) << 32 | 4, 7 << 32 | 3]

@@ -11,11 +11,11 @@ from ops.scenario import disturb, history, scenario, write
 from support.toy import ToyEngine
 
 from canary_core import AttachError, Canary, CanaryConfig, Kind, State, Violation, hookimpl
-from canary_core.faults import read_bytes, write_bytes
 from canary_core.ops.backends import Backend, torch_backend, triton_backend
 from canary_core.ops.payload import PayloadLayout, check_payload, export_records, fingerprint_bytes, import_records
-from canary_core.plugins.registry import Plugins
+from canary_core.plugins import Plugins
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER
+from canary_core.testing import read_bytes, write_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

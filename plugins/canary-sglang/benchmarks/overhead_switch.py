@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from canary_core import hookimpl
-from canary_core.runtime.budget import ScrubBudget
+from canary_core.config import ScrubBudget
 
 SIGNAL = signal.SIGUSR2
 _canaries: list[tuple[Any, ScrubBudget]] = []

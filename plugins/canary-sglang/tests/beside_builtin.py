@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine_process import EngineProcess
-from setups import SETUPS, SPECULATIVE, TRITON, Setup
+from engines.process import EngineProcess
+from engines.setups import SETUPS, SPECULATIVE, TRITON, Setup
 
 BUILT_IN = {"kv_canary": "log", "kv_canary_real_data": "all", "kv_canary_sweep_interval": 1}
 BEST = {"SGLANG_KV_CANARY_ENABLE_MHA_V": "1", "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1"}

@@ -5,21 +5,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import EngineProcess
-from setups import SETUPS, SPECULATIVE, Setup
+from engines.process import EngineProcess
+from engines.setups import SETUPS, SPECULATIVE, Setup
+from tools.inspection import Findings
 
 from canary_core import plugins
-from canary_core.hookspecs import hookimpl
-from canary_core.violation import Violation
+
+MARKERS = (
+    "without_engine: runs where SGLang is not installed, too",
+    "first: takes long, so it begins before others, which then share what time is left",
+    "last: leaves its engine unfit for other tests, so it runs after them",
+    "long: hundreds of forwards",
+    "beyond_ci(covered_by): CI has no time for it; `covered_by` says what runs there and nearly covers it",
+    "older_release: CI runs it on an older SGLang, too, unless it is `long`",
+    "where(mark, **parameters): has the mark, but only with these values of its parameters, one or a list each",
+)
+"""What `.ci/run` selects by. Why a test is ``beyond_ci`` stands at its mark; why all tests with an engine are, at its
+`Setup.covered_by`. Without a selection everything runs."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Our markers."""
-    config.addinivalue_line("markers", "without_engine: runs where SGLang is not installed, too")
-    config.addinivalue_line(
-        "markers", "first: takes long, so it begins before others, which then share what time is left"
-    )
-    config.addinivalue_line("markers", "last: leaves its engine unfit for other tests, so it runs after them")
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Gives a test what its ``where`` markers say of its parameters. Raises `KeyError` for one that it has not."""
+    for marker in item.iter_markers("where"):
+        (mark,) = marker.args
+        given = item.callspec.params
+        wanted = {name: [values] if isinstance(values, str) else values for name, values in marker.kwargs.items()}
+        if all(given[name] in values for name, values in wanted.items()):
+            item.add_marker(mark)
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,8 +68,15 @@ def _group(item: pytest.Item) -> str:
     return item.nodeid if group is None else str(group.args[0])
 
 
-# All tests of one engine go to the same worker of `pytest -n 2 --dist loadgroup`, so that it starts once.
-@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SETUPS])
+def _marks(name: str, setup: Setup) -> list[pytest.MarkDecorator]:
+    """Of all tests with this engine, which go to the same worker of `pytest -n 2 --dist loadgroup`: it starts once."""
+    marks = [pytest.mark.xdist_group(name)]
+    if setup.covered_by:
+        marks.append(pytest.mark.beyond_ci(setup.covered_by))
+    return [*marks, pytest.mark.older_release] if setup.older_release else marks
+
+
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=_marks(name, SETUPS[name])) for name in SETUPS])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """One engine of each of `SETUPS`, guarded, shared by all tests that want it."""
     setup = SETUPS[request.param]
@@ -130,21 +155,10 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return memory_pool
 
 
-class Findings:
-    """Keeps what a `Canary` found."""
-
-    def __init__(self) -> None:
-        self.violations: list[Violation] = []
-
-    @hookimpl
-    def canary_violation(self, violation: Violation) -> None:
-        self.violations.append(violation)
-
-
 @pytest.fixture
-def findings() -> Any:
-    """What is found during the test."""
-    listener = Findings()
-    plugins.manager().register(listener)
-    yield listener.violations
-    plugins.manager().unregister(listener)
+def findings() -> Iterator[Findings]:
+    """What Canaries of this process find and tell during the test."""
+    kept = Findings()
+    plugins.hook_manager().register(kept)
+    yield kept
+    plugins.hook_manager().unregister(kept)

@@ -3,28 +3,27 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import command, python_path
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
-
-SCRIPT = Path(__file__).with_name("engine_script.py")
 
 
 def serve(folder: Path, device: str = "cpu", **settings: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Outputs, and Canary's events on stderr; the engine in a process group of its own, since one that is killed takes
     its parent along."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
+    known = {"PYTHONPATH": python_path(), "CANARY_LOG_FORMAT": "json", "OMP_NUM_THREADS": "1"}
     log = folder / "log"
     with log.open("w") as out:
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(folder / "model"), device],
+            command("user_script", str(folder / "model"), device),
             stdout=out,
             stderr=out,
-            env={**inherited, **settings, "CANARY_LOG_FORMAT": "json", "OMP_NUM_THREADS": "1"},
+            env={**inherited, **settings, **known},
             timeout=600,
             start_new_session=True,
             check=False,
@@ -36,6 +35,7 @@ def serve(folder: Path, device: str = "cpu", **settings: str) -> tuple[list[list
     return outputs[0], events
 
 
+@pytest.mark.older_release
 def test_overlap_in_several_processes(tmp_path):
     """The scheduler's process guards itself; clean traffic under the overlap scheduler, two rounds of it, raises
     nothing and computes what it computes unguarded; then a fault from the environment is found."""

@@ -4,16 +4,15 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import TESTS, command, python_path
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.first]
 
-HERE = Path(__file__).parent
 R = random.Random(0)
 SHARED = [R.randrange(3, 250) for _ in range(30)]
 TRAFFIC = [SHARED[: R.randrange(12, 30)] + [R.randrange(3, 250) for _ in range(10)] for _ in range(12)]
@@ -41,11 +40,11 @@ def serve(folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], *
     """What came of each phase; the engine in a process group of its own, since one that is killed takes its parent
     along."""
     folder.mkdir()
-    points = "[canary]\nranks_witness = ranks_witness\n"
-    path = [folder, HERE]
+    points = "[canary]\nranks_witness = tools.ranks_witness\n"
+    path = [folder]
     if options.get("enable_dp_attention") and "device" not in options:
         points += "[sglang.srt.plugins]\ndata_parallel = data_parallel:install\n"
-        path.append(HERE / "cpu")
+        path.append(TESTS / "cpu")
     info = folder / "ranks_witness-1.0.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ranks-witness\nVersion: 1.0\n")
@@ -54,7 +53,7 @@ def serve(folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], *
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_") and k != "TRITON_INTERPRET"}
     cores = sorted(os.sched_getaffinity(0))
     known = {
-        "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(*path),
         "RANKS_FOLDER": str(folder),
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
         "OMP_NUM_THREADS": "1",
@@ -62,7 +61,7 @@ def serve(folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], *
     log = folder / "log"
     with log.open("w") as out:
         done = subprocess.run(
-            [sys.executable, str(HERE / "ranks_script.py"), str(folder), json.dumps(options)],
+            command("ranks_script", str(folder), json.dumps(options)),
             stdout=out,
             stderr=out,
             env={**inherited, **known, **settings},
@@ -139,6 +138,7 @@ def test_one_rank_is_corrupted_and_both_act(tmp_path, device):
 BY_TURNS = dict(dp_size=2, enable_dp_attention=True, attention_backend="triton", load_balance_method="round_robin")
 
 
+@pytest.mark.beyond_ci("two tensor-parallel ranks")
 @pytest.mark.parametrize("device", DEVICES)
 def test_with_data_parallel_attention_each_rank_acts_for_itself(tmp_path, device):
     """Each rank schedules requests of its own, in step with the other, pads its batches to the other's and idles where

@@ -1,15 +1,11 @@
 """Recurrent states that are looked at now and then, as by default, on real SGLang."""
 
 import random
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
-import torch
-from canary_sglang.compat.state_checkpoints import Checkpoints
-from canary_sglang.pools.mamba import MambaStates
+from engines.setups import STATES_COVERED_BY
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci(STATES_COVERED_BY)]
 
 
 @pytest.mark.parametrize("interval", ["3", "64"])
@@ -168,74 +164,3 @@ def test_misuse_of_states_is_found_as_what_it_is(start, what, kind):
     assert {v["slot"] for v in found} == {done["slot"]}
     if what != "double_free":
         assert {v["stored_request"] for v in found} == {done["request"]}
-
-
-@pytest.mark.without_engine
-def test_padding_has_the_tables_that_forwards_have():
-    """In shape, types and strides, so that what a start compiles is what serving needs."""
-    lengths = torch.tensor([3, 0]), torch.tensor([1, 2])
-    requests = SimpleNamespace(
-        req_index_to_mamba_index_mapping=torch.tensor([0, 4, 5], dtype=torch.int32),
-        mamba_pool=SimpleNamespace(size=8),
-    )
-    guard = MambaStates(requests, "mamba", MagicMock())
-    batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(name="DECODE"), req_pool_indices=torch.tensor([1, 2]), input_ids=torch.zeros(3),
-        mamba_cow_src_indices=torch.tensor([7]), mamba_cow_dst_indices=torch.tensor([5]), mamba_track_indices=None,
-        mamba_track_mask=None,
-    )  # fmt: skip
-    try:
-        going_on = guard.table(batch, *lengths)
-        batch.forward_mode.name = "EXTEND"
-        reusing = guard.table(batch, *lengths)
-        for real, padding in zip((going_on, reusing), guard.padding(2), strict=True):
-            assert padding.entries.dtype == real.entries.dtype
-            assert padding.entries.stride()[-1] == real.entries.stride()[-1]
-            assert padding.rows.dtype == real.rows.dtype
-            names = ("page_size", "ring_slots", "stored_tokens", "pool_page")
-            assert [getattr(padding, n) for n in names] == [getattr(real, n) for n in names]
-            assert (padding.write_slots is None) == (real.write_slots is None)
-    finally:
-        guard.close()
-
-
-def forward(mode, **tracked):
-    """What a `ForwardBatch` says of checkpoints."""
-    known = dict.fromkeys(("indices", "mask", "seqlens"))
-    about = {f"mamba_track_{name}": value for name, value in {**known, **tracked}.items()}
-    return SimpleNamespace(
-        forward_mode=SimpleNamespace(name=mode), extend_seq_lens_cpu=None, seq_lens_cpu=None, **about
-    )
-
-
-@pytest.mark.without_engine
-def test_where_an_extend_puts_states_aside():
-    """As of its last whole chunk, which begin where the prefix ends; SGLang gives a token more where that is not the
-    last one of all. Rows that do not are left out, and a batch without a whole chunk is no work at all."""
-    checkpoints, prefixes = Checkpoints(64, 256), torch.tensor([0, 10, 0, 5], dtype=torch.int32)
-    tracked = dict(
-        indices=torch.tensor([4, 5, 6, 7]),
-        mask=torch.tensor([True, True, True, False]),
-        seqlens=torch.tensor([100, 10 + 128, 64 + 1, -1]),
-    )
-    batch = forward("EXTEND", **tracked)
-    kept = checkpoints.kept(batch, prefixes)
-    assert kept.slots.tolist() == [4, 5, 6, -1]
-    assert kept.positions[:3].tolist() == [63, 10 + 127, 63]
-    batch.extend_seq_lens_cpu = [60, 63]
-    assert checkpoints.kept(batch, prefixes) is None
-    assert checkpoints.kept(forward("EXTEND", **{**tracked, "seqlens": None}), prefixes) is None
-    assert checkpoints.kept(forward("MIXED"), prefixes) is None
-
-
-@pytest.mark.without_engine
-def test_where_a_decode_puts_states_aside():
-    """As of its only token; where no length is due, as the host knows them, that is no work at all."""
-    checkpoints, prefixes = Checkpoints(64, 256), torch.tensor([255, 300])
-    batch = forward("DECODE", indices=torch.tensor([4, 5]), mask=torch.tensor([True, False]))
-    for lengths in (None, torch.tensor([256, 301])):
-        batch.seq_lens_cpu = lengths
-        kept = checkpoints.kept(batch, prefixes)
-        assert (kept.slots.tolist(), kept.positions.tolist()) == ([4, -1], [255, 300])
-    batch.seq_lens_cpu = torch.tensor([257, 301])
-    assert checkpoints.kept(batch, prefixes) is None

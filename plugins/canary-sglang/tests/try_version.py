@@ -1,6 +1,6 @@
 """What of canary-sglang holds on the SGLang that is installed: ``try_version.py [SETUP ...]``.
 
-For each setup of `setups.SETUPS` one JSON line: forwards of clean traffic, slots checked, what was found in it,
+For each setup of `engines.setups.SETUPS` one JSON line: forwards of clean traffic, slots checked, what was found in it,
 flipped bits (one in each source of each region) and faults that were found as what they are, and whether outputs are
 those without Canary. A short round of what the tests do in full, for releases that CI does not run.
 """
@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine_process import EngineProcess
-from setups import SETUPS
+from engines.process import EngineProcess
+from engines.setups import SETUPS
 
 FAULTS = ("req_to_token", "real_kv_used", "lost_write")
 

@@ -5,8 +5,9 @@ from canary_transformers import plugin
 from canary_transformers.demo import TransformersDemo
 
 from canary_core import hookimpl
-from canary_core.testing import demo
-from canary_core.testing.demo import Demo, Job, Traffic
+from canary_core.testing import Job, demo
+from canary_core.testing.demo import Demo
+from canary_core.testing.engines import Traffic
 
 ENGINE = TransformersDemo()
 

@@ -8,7 +8,7 @@ from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForw
 from canary_transformers.continuous.compat import KVGroup
 from canary_transformers.continuous.tokens import TokenBook
 
-from canary_core.adapters import Writers
+from canary_core.writers import Writers
 
 CPU = torch.device("cpu")
 

@@ -9,17 +9,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Column, Table
 
 import canary_core
-from canary_core import plugins as plugin_registry
+from canary_core import plugins
 from canary_core.cli.coverage_log import coverage_events
 from canary_core.cli.demo_screen import Screen
 from canary_core.config import CanaryConfig, settings
-from canary_core.coverage import readable_bytes
 from canary_core.errors import CanaryError
-from canary_core.plugins.registry import EngineInfo, Plugin
 from canary_core.testing import demo
 
 app = typer.Typer(
@@ -52,7 +51,7 @@ def _options(
 def show_plugins(as_json: AsJson = False) -> None:
     """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load."""
     allowed = _config().plugins
-    found = plugin_registry.installed()
+    found = plugins.installed()
     if as_json:
         _print_json([_plugin_fields(p, allowed) for p in found])
         return
@@ -106,12 +105,12 @@ def show_coverage(
     for event in events:
         model = event.get("model") or ""
         share = event["summary"].partition(";")[0]
-        _add(table, model, "all", "", readable_bytes(event["guarded_bytes"]), share)
+        _add(table, model, "all", "", decimal(event["guarded_bytes"]), share)
         for name, r in event.get("regions", {}).items():
             layers = ", ".join(f"{half} x {count}" for half, count in r["sources"].items())
-            _add(table, model, name, r["kind"], readable_bytes(r["bytes"]), layers)
+            _add(table, model, name, r["kind"], decimal(r["bytes"]), layers)
         for item in event["uncovered"]:
-            _add(table, model, item["name"], "not", readable_bytes(item["bytes"]), item["reason"])
+            _add(table, model, item["name"], "not", decimal(item["bytes"]), item["reason"])
     Console().print(table)
 
 
@@ -127,7 +126,7 @@ def run_script(
     if not config.plugins:
         typer.echo("canary: CANARY_PLUGINS is empty, so nothing is guarded; name the engine's plugin in it", err=True)
     try:
-        plugin_registry.start(config)
+        plugins.start(config)
     except CanaryError as error:
         raise typer.Exit(2) from error  # `start` has reported it
     sys.argv = [script, *(arguments or [])]
@@ -139,7 +138,7 @@ def run_script(
             sys.path.insert(0, str(Path(script).resolve().parent))
             runpy.run_path(script, run_name="__main__")
     finally:
-        plugin_registry.uninstall()
+        plugins.uninstall()
 
 
 @app.command("demo")
@@ -185,7 +184,7 @@ def _config() -> CanaryConfig:
         raise typer.Exit(2) from error
 
 
-def _plugin_fields(plugin: Plugin, allowed: tuple[str, ...]) -> dict[str, Any]:
+def _plugin_fields(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> dict[str, Any]:
     return {
         "name": plugin.name,
         "version": plugin.version,
@@ -197,11 +196,11 @@ def _plugin_fields(plugin: Plugin, allowed: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _is_allowed(plugin: Plugin, allowed: tuple[str, ...]) -> bool:
+def _is_allowed(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> bool:
     return plugin.built_in or plugin.name in allowed
 
 
-def _engine(engine: EngineInfo | None) -> str:
+def _engine(engine: plugins.EngineInfo | None) -> str:
     if engine is None:
         return ""
     found = engine.version or "not installed"

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from canary_core.faults import FAULTS
+from canary_core.faults.catalogue import FAULTS
 from canary_core.testing.demo import OVERHEAD_REQUESTS, OVERHEAD_ROUNDS, Report, Trial, kinds
 
 LISTED = 3

@@ -9,10 +9,3 @@ Syntax: faults separated by ``;``, each a name, then ``:`` and ``key=value`` pai
 ``real_kv_used:probability=0.01,warmup=50,source=v.3;lost_write``. Names are those of `FAULTS`, keys those of
 `FaultSpec`.
 """
-
-from canary_core.faults.catalogue import FAULTS
-from canary_core.faults.injector import FaultInjector, enable
-from canary_core.faults.scene import Injection, read_bytes, write_bytes
-from canary_core.faults.spec import FaultSpec
-
-__all__ = ["FAULTS", "FaultInjector", "FaultSpec", "Injection", "enable", "read_bytes", "write_bytes"]

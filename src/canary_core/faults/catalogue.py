@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from canary_core.batch import SlotTable
-from canary_core.faults.scene import Injection, Pending, Scene, has_bytes, read_bytes, write_bytes
+from canary_core.faults.scene import Injection, Pending, Scene, read_bytes, write_bytes
+from canary_core.ops.mapping import Seen, see
 from canary_core.ops.reference import plan
-from canary_core.ops.reference.check import Seen, expected_tokens, see
+from canary_core.ops.reference.check import expected_tokens
 from canary_core.ops.state import RegionState
 from canary_core.records import STEP_WRITTEN, Kind, State, Status
 from canary_core.region import KVSource, RegionKind, Role
@@ -27,7 +27,7 @@ def _flip(scene: Scene, mask: Tensor) -> Injection | None:
     source = scene.source()
     if source is None:
         return None
-    slot = scene.pick_intact(mask & has_bytes(source, torch.arange(len(mask), device=mask.device)), source)
+    slot = scene.pick_intact(mask & source.has_bytes(torch.arange(len(mask), device=mask.device)), source)
     if slot is None:
         return None
     where = torch.tensor([slot], device=mask.device)
@@ -54,10 +54,10 @@ def _real_kv_post_forward(scene: Scene) -> Injection | None:
 def _req_to_token(scene: Scene) -> Injection | None:
     """Only an exchange that changes what is read counts: two slots may hold the same prefix of two requests."""
     state, table = scene.state, scene.table
-    read = _elements(table, scene.rows, scene.reads)
-    inside = _inside(table, read)
-    candidates = (inside & ~torch.isin(read, _elements(table, scene.rows, scene.writes))).nonzero()[:, 0]
-    flat = _flat(table)
+    read = plan.elements(table, scene.reads, scene.rows.group)
+    inside = (read >= 0) & (read < table.extent)
+    candidates = (inside & ~torch.isin(read, plan.elements(table, scene.writes, scene.rows.group))).nonzero()[:, 0]
+    flat = table.elements
     for _ in range(PICKS if len(candidates) > 1 else 0):
         i, j = (int(c) for c in candidates[torch.tensor([scene.random.randrange(len(candidates)) for _ in range(2)])])
         element, old, new = int(read[i]), int(flat[read[i]]), int(flat[read[j]])
@@ -90,25 +90,6 @@ def _misread(before: Seen, after: Seen, position: Tensor) -> Tensor:
     return judged & (~after.holds(position) | foreign)
 
 
-def _flat(table: SlotTable) -> Tensor:
-    """All elements of a table, as `SlotTable` numbers them."""
-    entries = table.entries
-    extent = (entries.shape[0] - 1) * entries.stride(0) + entries.shape[1] if entries.numel() else 0
-    return entries.as_strided((extent,), (1,))
-
-
-def _elements(table: SlotTable, rows: plan.Rows, places: plan.Places) -> Tensor:
-    """Number of each place's table element."""
-    column = plan.last_token(places.position, rows.group)
-    column = column % table.ring_slots if table.ring_slots else column
-    first = places.row if table.rows is None else table.rows[places.row].long()
-    return first * table.entries.stride(0) + column // table.page_size
-
-
-def _inside(table: SlotTable, elements: Tensor) -> Tensor:
-    return (elements >= 0) & (elements < len(_flat(table)))
-
-
 def _put_back(flat: Tensor, element: int, change: tuple[int, int]) -> None:
     """Unless the engine has written the entry since."""
     new, old = change
@@ -129,7 +110,7 @@ def _lost_write(scene: Scene) -> Injection | None:
     token = scene.batch.token_ids[scene.rows.token(scene.writes)].long()
     other = (record.step_written == 0) | (record.token != token)
     known = (scene.state.fingerprints != 0).any(1)[torch.where(usable, slot, 0)]
-    lost = usable & other & known & has_bytes(source, torch.where(usable, slot, 0))
+    lost = usable & other & known & source.has_bytes(torch.where(usable, slot, 0))
     rows = scene.writes.row[lost].unique()
     if not len(rows):
         return None
@@ -159,7 +140,7 @@ def _stray_write(scene: Scene) -> Injection | None:
     source = scene.source()
     if source is None:
         return None
-    present = has_bytes(source, torch.arange(scene.state.region.slots, device=scene.sound.device))
+    present = source.has_bytes(torch.arange(scene.state.region.slots, device=scene.sound.device))
     for _ in range(PICKS):
         victim = scene.pick_intact(scene.sound & ~scene.write_mask & present, source)
         stray = scene.pick(scene.write_mask & present)
@@ -190,7 +171,7 @@ def _swap_pages(scene: Scene) -> Injection | None:
             continue
         changed = torch.zeros_like(slots, dtype=torch.bool)
         for source in sources:
-            there = has_bytes(source, slots).all(0)
+            there = source.has_bytes(slots).all(0)
             a, b = (read_bytes(source, s[there]) for s in slots)
             changed[:, there] |= (a != b).any(1)
             write_bytes(source, slots[0][there], b)

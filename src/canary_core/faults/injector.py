@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from canary_core.batch import BatchView
+from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.faults.catalogue import FAULTS, Moment
 from canary_core.faults.scene import Armed, Injection, Pending, Scene
@@ -18,10 +19,13 @@ from canary_core.runtime.streams import capturing
 if TYPE_CHECKING:
     from canary_core.canary import Canary
 
+INJECTOR = "fault injector"
+"""Name under which a manager has it."""
+
 
 class FaultInjector:
-    """A plugin that injects ``specs``; `enable` registers it for `CanaryConfig.faults`. The same seed, specs and
-    traffic give the same faults; each spec draws from a stream of its own.
+    """A plugin that injects ``specs``; `FaultInjection` registers it for `CanaryConfig.faults`. The same seed, specs
+    and traffic give the same faults; each spec draws from a stream of its own.
 
     ``injections`` are those done so far, in order, each also told as a ``fault_injected`` event. A fault that finds
     nothing to break tries again in the next forward; so does one whose slot the engine drops before another forward
@@ -41,7 +45,7 @@ class FaultInjector:
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> "FaultInjector":
         """From the syntax of ``CANARY_FAULTS``. Raises `ConfigError` naming the known faults and keys."""
-        return cls([FaultSpec.parse(part) for part in text.split(";") if part.strip()], seed)
+        return cls(FaultSpec.parse_all(text), seed)
 
     @hookimpl
     def canary_attached(self, canary: "Canary") -> None:
@@ -142,11 +146,14 @@ class FaultInjector:
                 pending.restore()
 
 
-def enable(text: str, seed: int, hooks: pluggy.PluginManager) -> None:
-    """Registers a `FaultInjector` for ``text`` as plugin ``faults``, once per plugin manager; without text does
-    nothing. Raises `ConfigError` for a bad text."""
-    if text.strip() and not hooks.has_plugin("faults"):
-        hooks.register(FaultInjector.parse(text, seed), name="faults")
+class FaultInjection:
+    """Built-in plugin that brings the `FaultInjector` which `CanaryConfig.faults` asks for, if it does."""
+
+    @hookimpl
+    def canary_configure(self, config: CanaryConfig, manager: pluggy.PluginManager) -> None:
+        """Registers the injector, once in each manager."""
+        if config.mode != "off" and config.faults.strip() and not manager.has_plugin(INJECTOR):
+            manager.register(FaultInjector.parse(config.faults, config.seed), name=INJECTOR)
 
 
 @dataclass(frozen=True, slots=True)

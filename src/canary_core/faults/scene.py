@@ -203,7 +203,7 @@ class Scene:
         """Which of ``slots`` (int64 ``[n]``) have other bytes than were fingerprinted: bool ``[n, sources]``."""
         broken = torch.zeros(len(slots), len(self.state.sources), dtype=torch.bool, device=slots.device)
         for stack in stacks(self.state):
-            there = stack.present(slots)
+            there = stack.like.has_bytes(slots)
             value, _ = stack.fold(self.state, torch.where(there, slots, 0))
             stored = self.state.fingerprints[slots[:, None], stack.columns].T
             broken[:, stack.columns] = (there & (stored != 0) & (value != stored)).T
@@ -246,9 +246,3 @@ def _places_of(source: KVSource, slots: Tensor) -> tuple[Tensor, Tensor]:
     byte = torch.arange(source.chunk_bytes, device=slots.device)
     index = first[:, None, None] + chunk[:, None] + byte
     return flat, index.view(len(slots), source.slot_bytes)
-
-
-def has_bytes(source: KVSource, slots: Tensor) -> Tensor:
-    """Which slots the source's tensor holds."""
-    present = source.page_size if source.present is None else source.present
-    return slots % source.page_size < present

@@ -1,13 +1,26 @@
-"""`FaultSpec`: one fault to inject, from text."""
+"""`FaultSpec`: one fault to inject, from text. `CanaryConfig` reads it, so nothing here imports torch."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from canary_core.errors import ConfigError
-from canary_core.faults.catalogue import FAULTS
+
+FaultName = Literal[
+    "req_to_token",
+    "real_kv_used",
+    "real_kv_unused_cache",
+    "real_kv_post_forward",
+    "lost_write",
+    "stray_write",
+    "swap_pages",
+    "next_token_swap",
+]
+"""Every fault, in the order of `FAULTS`, which says what they do."""
 
 
-@dataclass(frozen=True, slots=True)
-class FaultSpec:
+class FaultSpec(BaseModel, frozen=True, extra="forbid"):
     """One fault to inject.
 
     ``probability`` per forward, after ``warmup`` forwards; ``count`` injections in all, 0 for no limit. ``region`` and
@@ -15,57 +28,43 @@ class FaultSpec:
     any.
     """
 
-    fault: str
-    probability: float = 1.0
-    warmup: int = 0
-    count: int = 1
+    fault: FaultName
+    probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
+    warmup: NonNegativeInt = 0
+    count: NonNegativeInt = 1
     region: str | None = None
     source: str | None = None
-    rank: int | None = None
+    rank: NonNegativeInt | None = None
 
     @classmethod
     def parse(cls, text: str) -> "FaultSpec":
         """``name`` or ``name:key=value,...``. Raises `ConfigError`."""
-        name, _, rest = text.partition(":")
-        name = name.strip()
-        if name not in FAULTS:
-            raise ConfigError(f"CANARY_FAULTS: unknown fault {name!r}; the faults are {', '.join(FAULTS)}")
-        known = [f.name for f in fields(cls) if f.name != "fault"]
+        name, _, rest = (part.strip() for part in text.partition(":"))
+        keys = [key for key in cls.model_fields if key != "fault"]
         values: dict[str, str] = {}
         for pair in filter(None, (p.strip() for p in rest.split(","))):
-            key, equals, value = (part.strip() for part in pair.partition("="))
-            if key not in known or not equals or not value:
+            key, _, value = (part.strip() for part in pair.partition("="))
+            if key not in keys or not value:
                 raise ConfigError(
-                    f"CANARY_FAULTS: {name} has {pair!r}; write key=value with a key of {', '.join(known)}"
+                    f"CANARY_FAULTS: {name} has {pair!r}; write key=value with a key of {', '.join(keys)}"
                 )
             if key in values:
                 raise ConfigError(f"CANARY_FAULTS: {name} has {key} twice; give it once, or the fault twice")
             values[key] = value
-        spec = cls(
-            name,
-            _number(name, "probability", values, 1.0),
-            int(_number(name, "warmup", values, 0)),
-            int(_number(name, "count", values, 1)),
-            values.get("region"),
-            values.get("source"),
-            int(_number(name, "rank", values, 0)) if "rank" in values else None,
-        )
-        if spec.probability > 1:
-            raise ConfigError(f"CANARY_FAULTS: {name} has probability={spec.probability:g}; it must be 0 to 1")
-        return spec
+        try:
+            return cls.model_validate({"fault": name, **values})
+        except ValidationError as error:
+            raise ConfigError("; ".join(_sentence(name, problem) for problem in error.errors())) from error
+
+    @classmethod
+    def parse_all(cls, text: str) -> "list[FaultSpec]":
+        """Those of ``CANARY_FAULTS``, separated by semicolons. Raises `ConfigError`."""
+        return [cls.parse(part) for part in text.split(";") if part.strip()]
 
 
-def _number(fault: str, key: str, values: dict[str, str], default: float) -> float:
-    if key not in values:
-        return default
-    whole = key != "probability"
-    try:
-        number = int(values[key]) if whole else float(values[key])
-    except ValueError:
-        number = -1
-    if not number >= 0:
-        raise ConfigError(
-            f"CANARY_FAULTS: {fault} has {key}={values[key]}; it must be "
-            f"{'a whole number of at least 0' if whole else 'a number from 0 to 1'}"
-        )
-    return number
+def _sentence(fault: str, problem: Mapping[str, Any]) -> str:
+    """One of pydantic's reports with the fault's name, the key and its value."""
+    (key,) = problem["loc"]
+    if key == "fault":
+        return f"CANARY_FAULTS: unknown fault {fault!r}; the faults are {', '.join(get_args(FaultName))}"
+    return f"CANARY_FAULTS: {fault} has {key}={problem['input']}: {problem['msg']}"

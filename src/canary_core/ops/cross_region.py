@@ -1,23 +1,29 @@
-"""Sequences that two regions keep, each in slots of its own: what one knows of them, the other must agree with."""
+"""Sequences of which two regions keep something, such as the KV of a prefix and the recurrent state after it: what is
+reused together must have the same prefix hash."""
 
 import torch
 from torch import Tensor
 
+from canary_core.ops.mapping import int64_words
 from canary_core.ops.state import RegionState
 from canary_core.records import CHAINS, POSITION, PREFIX_HASH, STATES, State
 
 
-def expect_sequences(state: RegionState, source: RegionState, slots: Tensor, batch: tuple[Tensor, Tensor]) -> None:
-    """Before a forward: what it reads in ``state`` must be of the sequences whose last tokens ``source`` has in
-    ``slots`` (integer ``[rows]``), else it is a PREFIX finding. ``batch``: prefix lengths and writers of the rows. For
-    requests that come new to a region that keeps one slot of each sequence, and so can't be held against the slot
-    before it. Rows of which ``source`` has no sure record, or whose writer is not known, are left to `check` as they
-    are. Never captured; never waits for the device."""
-    lengths, writers = (tensor.long() for tensor in batch)
-    slots = slots.long()
+def expect_sequences(
+    state: RegionState, source: RegionState, slots: Tensor, *, lengths: Tensor, writers: Tensor
+) -> None:
+    """Before a forward: in ``state`` each of its rows must read a slot of the sequence whose last token ``source`` has
+    in ``slots``, else `check` raises a PREFIX finding. For requests that are new to a region with one slot for each
+    sequence: it has no slot before to compare with.
+
+    slots: integer ``[rows]``, slots of ``source``. lengths, writers: integer ``[rows]``, prefix length and writer id of
+    each row. Nothing is expected of rows of which ``source`` has no sure record, or whose writer is not known (-1).
+    Never captured; never waits for the device.
+    """
+    slots, lengths, writers = slots.long(), lengths.long(), writers.long()
     there = (slots >= 0) & (slots < source.region.slots)
     record = source.records[torch.where(there, slots, 0)]
-    hashes = record[:, PREFIX_HASH : PREFIX_HASH + 2].contiguous().view(torch.int64)[:, 0]
+    hashes = int64_words(record, PREFIX_HASH)
     sure = there & (lengths > 0) & (writers >= 0) & (hashes != 0)
     sure &= record[:, POSITION].long() == (lengths - 1) * STATES + int(State.WRITTEN)
     # Other rows repeat the first sure one: the same value written twice does no harm.

@@ -43,6 +43,10 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+COMMON_ANCHOR = signed(ANCHOR_SEED)
+"""Start value ``h[-1]`` of the prefix hash of a sequence that may share slots with any other: `anchor` of no salt."""
+
+
 def splitmix(x: Tensor) -> Tensor:
     """splitmix64's output for the state ``x`` (int64, any shape): adds the golden ratio, then mixes."""
     x = x + signed(GOLDEN)
@@ -71,7 +75,7 @@ def anchor(*salt: str) -> int:
     """Start value ``h[-1]`` of a prefix hash for sequences that must not share slots with others: model, LoRA name,
     cache salt, image digest. No salt gives the common anchor. The same strings give the same value in every process.
     """
-    value = signed(ANCHOR_SEED)
+    value = COMMON_ANCHOR
     for text in salt:
         for byte in text.encode() + b"\0":
             value = int(splitmix(torch.tensor(value ^ byte)))

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 BLOCK_WORDS = 1 << 16
 """Words that `fingerprint_bytes` takes at a time: its scratch then stays in a core's cache."""
 
+_CONTENT = int(State.FREED) - 1
+"""The bits of a state that say what a slot holds, whoever owns it."""
+
 _NONCE = os.urandom(16)
 """Tells this process's payloads from another's."""
 
@@ -99,6 +102,14 @@ class PayloadLayout:
             known = _layouts[state] = cls(sources, int.from_bytes(origin, "little"))
         return known
 
+    def read(self, payload: Tensor) -> "PayloadRecords":
+        """What the rows of ``payload`` (int64 ``[n, words]``, on any device) say of the slots they were exported of.
+        Never waits for the device."""
+        known, record = _records_of(self, payload)
+        word = record[:, POSITION].long()
+        written = known & (word & _CONTENT == State.WRITTEN)
+        return PayloadRecords(known, written, record[:, TOKEN].long(), word // STATES)
+
     @property
     def words(self) -> int:
         """int64 words of one slot's payload."""
@@ -108,6 +119,20 @@ class PayloadLayout:
     def stamp(self) -> int:
         """First word of every payload row of this layout."""
         return self.digest << 32 | self.origin
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PayloadRecords:
+    """Rows of a payload, read: all ``[n]``, where the payload is.
+
+    known: bool, whether the row is of this layout; if not, the rest of it means nothing. written: bool, whether the
+    slot held a token that a forward had written. tokens, positions: int64, that token and its position.
+    """
+
+    known: Tensor
+    written: Tensor
+    tokens: Tensor
+    positions: Tensor
 
 
 _layouts: "WeakKeyDictionary[RegionState, PayloadLayout]" = WeakKeyDictionary()
@@ -204,10 +229,6 @@ def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Ten
     return PayloadCheck(tuple(differences), checked, skipped)
 
 
-_CONTENT = int(State.FREED) - 1
-"""The bits of a state that say what a slot holds, whoever owns it."""
-
-
 def export_records(state: "RegionState", slots: Tensor) -> Tensor:
     """What is known of ``slots`` (integer ``[n]``): int64 ``[n, layout.words]`` on the region's device. Rows of numbers
     that are no slots are zero, which is imported as unknown. Never waits for the device."""
@@ -271,7 +292,7 @@ def _records_of(layout: PayloadLayout, payload: Tensor) -> tuple[Tensor, Tensor]
 
 def _present(state: "RegionState", slot: Tensor) -> Tensor:
     """Whether each source has bytes of each slot, bool ``[n, sources]``."""
-    page_size, present = (state.descriptors[:, d] for d in (Descriptor.PAGE_SIZE, Descriptor.PRESENT))
+    page_size, present = (state.sources.descriptors[:, d] for d in (Descriptor.PAGE_SIZE, Descriptor.PRESENT))
     return slot[:, None] % page_size < present
 
 

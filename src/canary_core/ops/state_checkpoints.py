@@ -40,7 +40,7 @@ def _plan(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     token, slots = torch.where(there, token, 0), torch.where(there, slots, 0)
     row = torch.arange(len(slots), device=slots.device)
     word = (int(Status.OK) + 1 << 32) + row
-    plan = state.plan[: batch.tokens].zero_()
+    plan = state.scratch.plan[: batch.tokens].zero_()
     plan.index_add_(0, token, torch.stack((word, slots, positions, torch.full_like(row, -1)), 1) * there[:, None])
     claim = (state.shared.clock[Clock.NEXT] << 32) + token + 1
-    state.claims.scatter_reduce_(0, slots, claim * there, "amax")
+    state.scratch.claims.scatter_reduce_(0, slots, claim * there, "amax")

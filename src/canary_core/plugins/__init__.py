@@ -1,30 +1,24 @@
-"""Finds, loads and installs plugins: `start` is all that an engine's own plugin loader needs to call."""
+"""Finds, loads and installs plugins: `start` is all that an engine's own plugin loader needs to call.
 
-from canary_core.plugins.registry import (
-    EngineInfo,
-    Plugin,
-    Plugins,
-    emit,
-    install,
-    installed,
-    load,
-    manager,
-    process,
-    refusal,
-    start,
-    uninstall,
-)
+A plugin is an object (usually a module) with hook implementations, declared as an entry point of the group ``canary``;
+where that names a class, each manager makes its own object of it. Canary's own reporting and faults are such plugins.
+"""
+
+from canary_core.plugins.discovery import installed
+from canary_core.plugins.plugin import EngineInfo, Plugin, refusal
+from canary_core.plugins.process import emit, hook_manager, install, load, private_hooks, start, uninstall
+from canary_core.plugins.registry import Plugins
 
 __all__ = [
     "EngineInfo",
     "Plugin",
     "Plugins",
     "emit",
+    "hook_manager",
     "install",
     "installed",
     "load",
-    "manager",
-    "process",
+    "private_hooks",
     "refusal",
     "start",
     "uninstall",

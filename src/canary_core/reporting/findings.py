@@ -3,13 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from canary_core.adapters import Writers
 from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.records import STATES, Counter, Kind, Phase, Row, State
 from canary_core.reporting.readback import ReadBack, Snapshot
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.violation import Violation
+from canary_core.writers import Writers
 
 REMEMBERED = 65536
 """Findings remembered so that one that every forward finds again is reported once."""

@@ -2,17 +2,14 @@
 
 import logging
 import sys
-from typing import TYPE_CHECKING
 
+import pluggy
 import structlog
 
 from canary_core.config import CanaryConfig, LogFormat, LogLevel
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from canary_core.canary import Canary
-    from canary_core.violation import Violation
+from canary_core.violation import Violation
 
 
 class Reporting:
@@ -26,17 +23,13 @@ class Reporting:
         self._format: LogFormat = "console"
         self._level: LogLevel = "info"
 
-    def use(self, config: CanaryConfig) -> None:
+    @hookimpl(tryfirst=True)
+    def canary_configure(self, config: CanaryConfig, manager: pluggy.PluginManager) -> None:
         """Takes format and level over from ``config``."""
         self._format, self._level = config.log_format, config.log_level
 
     @hookimpl(tryfirst=True)
-    def canary_attached(self, canary: "Canary") -> None:
-        """A `Canary` made by hand brings its own settings."""
-        self.use(canary.config)
-
-    @hookimpl(tryfirst=True)
-    def canary_violation(self, violation: "Violation") -> None:
+    def canary_violation(self, violation: Violation) -> None:
         """Logs ``violation`` at level error, with `Violation.fields`."""
         self._log(Event("violation", "error", violation.fields()))
 

@@ -7,25 +7,23 @@ is decided here, the same for every engine.
 import contextlib
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
 from canary_core.errors import PluginError
-from canary_core.events import Event
-from canary_core.faults import FAULTS, FaultInjector, FaultSpec, Injection
-from canary_core.hookspecs import hookimpl
+from canary_core.faults.catalogue import FAULTS
+from canary_core.faults.injector import FaultInjector
+from canary_core.faults.scene import Injection
+from canary_core.faults.spec import FaultSpec
+from canary_core.testing.engines import DemoEngine, Job, Served, Traffic
+from canary_core.testing.findings import Findings
 from canary_core.violation import Violation
 
-TOKENS = 256
-"""Prompts are made of token ids below this."""
-PROMPT_TOKENS = 192
-NEW_TOKENS = 16
-"""Most tokens of a prompt, and of an answer."""
 FAULT_REQUESTS = 24
 """Requests served for each fault."""
 OVERHEAD_REQUESTS = 48
@@ -34,73 +32,6 @@ OVERHEAD_ROUNDS = 4
 
 Progress = Callable[[str, int], None]
 """Told what is being done, and how many requests were finished since the last call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Requests: prompts of token ids 1 to `TOKENS` - 1, many of which begin alike, and how many tokens to answer each
-    with."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    new_tokens: tuple[int, ...]
-
-    @classmethod
-    def of(cls, requests: int, seed: int) -> "Traffic":
-        """Seeded: two thirds of the prompts share one of four beginnings, some are repeated as a whole, and every sixth
-        is long, so that an engine has to read it in several forwards."""
-        draw = random.Random(f"traffic {seed}")
-        begins = [_tokens(draw, draw.randrange(20, 64)) for _ in range(4)]
-        prompts: list[tuple[int, ...]] = []
-        for i in range(requests):
-            own = _tokens(draw, draw.randrange(96, 128) if i % 6 == 5 else draw.randrange(1, 32))
-            begin = draw.choice(begins) if draw.random() < 0.67 else ()
-            repeats = prompts and draw.random() < 0.1
-            prompts.append(draw.choice(prompts) if repeats else (*begin, *own))
-        return cls(tuple(prompts), tuple(draw.randrange(4, NEW_TOKENS + 1) for _ in prompts))
-
-    def first(self, requests: int) -> "Traffic":
-        """The first ``requests`` of them."""
-        return Traffic(self.prompts[:requests], self.new_tokens[:requests])
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One serving run: ``traffic`` on ``model`` (weights from ``seed``) under ``config``, not guarded in mode off.
-
-    ``plugins`` get the hooks of every Canary of the run. ``finished`` is called once for each answered request.
-    """
-
-    model: str
-    seed: int
-    traffic: Traffic
-    config: CanaryConfig
-    plugins: tuple[object, ...] = ()
-    finished: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What came out: for each request anything that is equal only if the answers are bit-identical; `Canary.stats`
-    (empty where not guarded); the time from the first forward to the last answer, without building and attaching."""
-
-    outputs: tuple[object, ...]
-    stats: Mapping[str, int]
-    seconds: float
-
-
-class DemoEngine(Protocol):
-    """An engine that can be demonstrated. Runs must be repeatable: the same job schedules the same batches."""
-
-    @property
-    def name(self) -> str:
-        """As its plugin is called."""
-
-    @property
-    def models(self) -> Sequence[str]:
-        """The first one has full attention, another one a sliding window if the engine can."""
-
-    def serve(self, job: Job) -> Served:
-        """Serves all requests with a fresh cache. Everything found has been reported when it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,33 +161,33 @@ class Demo:
         """Serves without Canary, then with every byte compared that a forward reads and the whole pool after it."""
         traffic = Traffic.of(self.requests, self.seed)
         bare = self._serve("serving without Canary", traffic, _config(mode="off"))
-        listener = _Listener()
-        guarded = self._serve("serving under Canary", traffic, _strict(), listener)
-        return _judged(listener, guarded, bare.outputs == guarded.outputs)
+        heard = Findings()
+        guarded = self._serve("serving under Canary", traffic, _strict(), heard)
+        return _judged(heard, guarded, bare.outputs == guarded.outputs)
 
     def trial(self, fault: str) -> Trial:
         """Serves until ``fault`` has happened once, at a forward of the seed's choice, and collects the findings."""
         draw = random.Random(f"{fault} {self.seed}")
-        injector = FaultInjector([FaultSpec(fault, probability=0.5, warmup=draw.randrange(3, 10))], self.seed)
-        listener = _Listener()
+        injector = FaultInjector([_once(fault, draw.randrange(3, 10))], self.seed)
+        heard = Findings()
         traffic = Traffic.of(self._fault_requests, self.seed)
-        self._serve(f"injecting {fault}", traffic, _strict(), listener, injector)
-        return judge(fault, injector.injections, listener)
+        self._serve(f"injecting {fault}", traffic, _strict(), heard, injector)
+        return judge(fault, injector.injections, heard)
 
     def overhead(self) -> tuple[float, Clean]:
         """The median of times with Canary's default settings over that without, in per cent, and how they went."""
         traffic = Traffic.of(self._overhead_requests, self.seed)
-        listener = _Listener()
+        heard = Findings()
         times: dict[str, list[float]] = {"off": [], "log": []}
         runs: list[Served] = []
         for _ in range(OVERHEAD_ROUNDS):
             for mode, seconds in times.items():
-                heard = (listener,) if mode == "log" else ()
-                runs.append(self._serve("measuring the overhead", traffic, _config(mode=mode), *heard))
+                listeners = (heard,) if mode == "log" else ()
+                runs.append(self._serve("measuring the overhead", traffic, _config(mode=mode), *listeners))
                 seconds.append(runs[-1].seconds)
         same = all(r.outputs == runs[0].outputs for r in runs)
         ratio = statistics.median(times["log"]) / statistics.median(times["off"])
-        return 100 * (ratio - 1), _judged(listener, runs[-1], same)
+        return 100 * (ratio - 1), _judged(heard, runs[-1], same)
 
     @property
     def _fault_requests(self) -> int:
@@ -272,15 +203,17 @@ class Demo:
         return self.engine.serve(job)
 
 
-def judge(fault: str, injections: Sequence[Injection], heard: "_Listener") -> Trial:
+def judge(fault: str, injections: Sequence[Injection], heard: Findings) -> Trial:
     """What of the findings is the fault itself, what its consequences, what came too early to be either."""
     if not injections:
-        return Trial(fault, None, (), (), tuple(heard.violations), heard.reason, tuple(heard.troubles))
+        reasons = [str(event.fields["reason"]) for event in heard.told("fault_not_injected")]
+        reason = reasons[-1] if reasons else None
+        return Trial(fault, None, early=tuple(heard.violations), reason=reason, troubles=_troubles(heard))
     (injection,) = injections
     found = tuple(v for v in heard.violations if injection.explains(v))
     early = tuple(v for v in heard.violations if v.step < injection.step)
     others = tuple(v for v in heard.violations if v not in found and v not in early)
-    return Trial(fault, injection, found, others, early, troubles=tuple(heard.troubles))
+    return Trial(fault, injection, found, others, early, troubles=_troubles(heard))
 
 
 def kinds(violations: Sequence[Violation]) -> list[str]:
@@ -310,37 +243,27 @@ def engines(wanted: str | None = None) -> list[DemoEngine]:
     return found[::-1]
 
 
-class _Listener:
-    """Collects what is found, and what goes wrong with ourselves."""
-
-    def __init__(self) -> None:
-        self.violations: list[Violation] = []
-        self.troubles: list[str] = []
-        self.reason: str | None = None
-
-    @hookimpl
-    def canary_violation(self, violation: Violation) -> None:
-        self.violations.append(violation)
-
-    @hookimpl
-    def canary_event(self, event: Event) -> None:
-        if event.level == "error":
-            shown = {k: v for k, v in event.fields.items() if k != "traceback"}
-            self.troubles.append(f"{event.name}: {shown}")
-        if event.name == "fault_not_injected":
-            self.reason = str(event.fields["reason"])
+def _troubles(heard: Findings) -> tuple[str, ...]:
+    """What went wrong with ourselves."""
+    errors = (event for event in heard.events if event.level == "error")
+    return tuple(f"{e.name}: { {k: v for k, v in e.fields.items() if k != 'traceback'} }" for e in errors)
 
 
-def _judged(listener: _Listener, served: Served, outputs_identical: bool) -> Clean:
+def _judged(heard: Findings, served: Served, outputs_identical: bool) -> Clean:
     stats = served.stats
     return Clean(
         stats.get("forwards", 0),
         stats.get("checked_slots", 0),
         stats.get("checked_bytes", 0),
         outputs_identical,
-        tuple(listener.violations),
-        tuple(listener.troubles),
+        tuple(heard.violations),
+        _troubles(heard),
     )
+
+
+def _once(fault: str, warmup: int) -> FaultSpec:
+    """The fault, at a forward after so many that is drawn."""
+    return FaultSpec.model_validate({"fault": fault, "probability": 0.5, "warmup": warmup})
 
 
 def _config(**overrides: Any) -> CanaryConfig:
@@ -352,10 +275,6 @@ def _config(**overrides: Any) -> CanaryConfig:
 def _strict() -> CanaryConfig:
     """All bytes a forward reads are compared before it, and the whole of a small pool after it."""
     return _config(read_check=-1, scrub_budget="1GiB")
-
-
-def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(draw.randrange(1, TOKENS) for _ in range(count))
 
 
 @contextlib.contextmanager

@@ -1,41 +1,35 @@
-"""What SGLang calls: a few functions of its runner, scheduler and pools, wrapped through its own `HookRegistry`."""
+"""What SGLang calls: a few functions of its runner, scheduler and pools, each wrapped by the `Registrar`."""
 
 import contextlib
-import importlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from canary_core import plugins
-from canary_core.config import CanaryConfig
-from canary_core.errors import ViolationError
-from canary_core.events import Event
-from canary_core.runtime.watchdog import Watchdog
+from canary_core import CanaryConfig, Event, ViolationError, Watchdog, emit, hook_manager
 from canary_sglang.actions.quarantine import Quarantine
 from canary_sglang.allocator.lifetime import allocator_hooks
+from canary_sglang.batches.draft_hooks import DraftHooks
 from canary_sglang.compat import runners, targets
-from canary_sglang.draft_hooks import DraftHooks
+from canary_sglang.compat.registrar import REGISTRAR, Hook
 from canary_sglang.pools import mamba
-from canary_sglang.session import Session, attach
+from canary_sglang.session import Session, attach_runner
 
 LAST_WORDS_S = 5.0
 """Most time to read the last findings of an engine that has failed, whose device may hang."""
 
 
 class Hooks:
-    """The hooks of this process. They stay in place for its life, since `HookRegistry` takes none back; without a
-    configuration (`stop`) they only call on.
+    """The hooks of this process. They stay in place for its life; without a configuration (`stop`) they only call on.
 
     One session for each guarded model of the process: ``session`` is that of the model that is served, ``sessions``
     has those of its draft models, too.
     """
 
     def __init__(self) -> None:
-        self._registered = False
         self._config: CanaryConfig | None = None
-        self._watch: Watchdog | None = None
+        self._watchdog: Watchdog | None = None
         self._by_runner: dict[int, Session] = {}
         self.session: Session | None = None
         """Of the model that is served."""
@@ -50,40 +44,34 @@ class Hooks:
     def start(self, config: CanaryConfig) -> None:
         """Guards the runners that are built from now on. Called before SGLang applies its hooks, i.e. from its plugin
         loader, or before an engine is made. Raises `PluginError` if a function to hook does not exist."""
-        if not self._registered:
-            names = targets.targets()
-            registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-            hooks = {
-                targets.ALLOCATE: (self._allocated, registry.HookType.AFTER),
-                targets.RESIZE: (self._resized, registry.HookType.AFTER),
-                targets.FORWARD: (self._forward, registry.HookType.AROUND),
-                targets.RUN_BATCH: (self._batch, registry.HookType.AROUND),
-                targets.FLUSH: (self._flushed, registry.HookType.AFTER),
-                targets.IDLE: (self._idle, registry.HookType.AFTER),
-                targets.STATE_COPY: (mamba.copied, registry.HookType.AFTER),
-                targets.STATE_LOAD: (mamba.loaded, registry.HookType.AFTER),
-                targets.TURN: (self._turn, registry.HookType.BEFORE),
-                targets.LOOP: (self._loop, registry.HookType.AROUND),
-            }
-            for name in names:
-                registry.HookRegistry.register(name, *hooks[name])
-            for target, hook in allocator_hooks(lambda: self.session).items():
-                registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
-            self._registered = True
+        hooks: dict[str, Hook] = {
+            targets.ALLOCATE: (self._allocated, "AFTER"),
+            targets.RESIZE: (self._resized, "AFTER"),
+            targets.FORWARD: (self._forward, "AROUND"),
+            targets.RUN_BATCH: (self._batch, "AROUND"),
+            targets.FLUSH: (self._flushed, "AFTER"),
+            targets.IDLE: (self._idle, "AFTER"),
+            targets.STATE_COPY: (mamba.copied, "AFTER"),
+            targets.STATE_LOAD: (mamba.loaded, "AFTER"),
+            targets.TURN: (self._turn, "BEFORE"),
+            targets.LOOP: (self._loop, "AROUND"),
+        }
+        REGISTRAR.register({name: hooks[name] for name in targets.targets()})
+        REGISTRAR.register(allocator_hooks(lambda: self.session))
         self._config = config
         if config.on_violation != "report":
             self._quarantine = Quarantine(config, lambda: [session.canary for session in self.sessions])
-            plugins.manager().register(self._quarantine)
+            hook_manager().register(self._quarantine)
 
     def stop(self) -> None:
         """Ends the session; the hooks only call on from now on."""
         self._config = None
-        if self._watch is not None:
-            self._watch.feed()
-            self._watch = None
+        if self._watchdog is not None:
+            self._watchdog.feed()
+            self._watchdog = None
         self._close(self.sessions)
         if self._quarantine is not None:
-            plugins.manager().unregister(self._quarantine)
+            hook_manager().unregister(self._quarantine)
             self._quarantine = None
 
     def _allocated(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +88,7 @@ class Hooks:
         # Another engine in this process: the old one's models are gone, or this one of them.
         self._close([s for s in self.sessions if model is None or s.model == model])
         others = self.sessions
-        session = attach(runner, self._config, others[0].requests if others else None)
+        session = attach_runner(runner, self._config, others[0].requests if others else None)
         if session is not None:
             self._by_runner[id(runner)] = session
             if session.model is None:
@@ -118,8 +106,8 @@ class Hooks:
         session = self._by_runner.get(id(runner))
         if session is None:
             return original(runner, *args, **kwargs)
-        if self._watch is not None:
-            self._watch.feed()
+        if self._watchdog is not None:
+            self._watchdog.feed()
         batch = args[0] if args else kwargs["forward_batch"]
         return session.forward(lambda: original(runner, *args, **kwargs), batch)
 
@@ -128,12 +116,14 @@ class Hooks:
             self._begin_batch(self._config, scheduler, args[0] if args else kwargs["batch"])
         result = original(scheduler, *args, **kwargs)
         for session in self.sessions:
-            session.launched()
+            # This is the scheduler's stream: under the overlap scheduler one of its own, on which it writes to the
+            # tables of the next batch while this one runs.
+            session.canary.step.follow_check()
         return result
 
     def _begin_batch(self, config: CanaryConfig, scheduler: Any, batch: Any) -> None:
-        if self._watch is None:
-            self._watch = Watchdog(config.silence_s, self._silent)
+        if self._watchdog is None:
+            self._watchdog = Watchdog(config.silence_s, self._silent)
         if self._quarantine is not None:
             # Not every loop of SGLang makes turns; those that don't are told of.
             self._quarantine.begin(scheduler)
@@ -145,17 +135,15 @@ class Hooks:
     def _flushed(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if result:
             for session in self.sessions:
-                session.flushed()
+                session.canary.step.flushed()
 
     def _turn(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if self._quarantine is not None:
             self._quarantine.turn(scheduler)
 
     def _idle(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        if self.session is not None:
-            self.session.sweep.idle(scheduler)
         for session in self.sessions:
-            session.idle()
+            session.canary.step.idle()
 
     def _loop(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -176,7 +164,7 @@ class Hooks:
     def _silent(self) -> None:
         what = "no pool was attached" if not self._by_runner else "no forward was seen"
         reason = f"the scheduler runs batches, but {what}; were the hooks applied? See SGLang's log"
-        plugins.emit(Event("silence", "error", {"reason": reason}))
+        emit(Event("silence", "error", {"reason": reason}))
 
 
 HOOKS = Hooks()

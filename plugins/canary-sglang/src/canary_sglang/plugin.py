@@ -1,11 +1,6 @@
 """The plugin ``sglang``: what ``CANARY_PLUGINS=sglang`` turns on. Importing it imports no engine."""
 
-from canary_core import plugins
-from canary_core.config import CanaryConfig
-from canary_core.errors import CanaryError
-from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
-from canary_core.plugins.registry import EngineInfo
+from canary_core import CanaryConfig, CanaryError, EngineInfo, Event, emit, hookimpl, start_plugins
 from canary_sglang import version
 from canary_sglang.hooks import HOOKS
 
@@ -21,10 +16,10 @@ def start() -> None:
     try:
         config = CanaryConfig.load()
         if "sglang" in config.plugins:
-            plugins.start(config)
+            start_plugins(config)
     except CanaryError as error:
         if config is None:
-            plugins.emit(Event("start_failed", "error", {"error": str(error)}))
+            emit(Event("start_failed", "error", {"error": str(error)}))
         elif config.mode == "raise":
             raise SystemExit(f"canary: {error}") from error
         raise

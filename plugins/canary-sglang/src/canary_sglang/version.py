@@ -1,6 +1,6 @@
 """Our version, and which versions of SGLang we know."""
 
-from canary_core.plugins.registry import EngineInfo
+from canary_core import EngineInfo
 
 __version__ = "0.1.0"
 

@@ -50,7 +50,7 @@ ALONE = frozenset({"dsv4"})
 
 def run_cell(cell: str) -> None:
     """Prints the rows of a cell of `beside_builtin`, with the engines of `test_engine`."""
-    from setups import Setup
+    from engines.setups import Setup
     from test_engine import GUARD, SETUPS
 
     setups = {name: Setup(**fields) for name, (fields, _) in SETUPS.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from canary_core import faults
+from canary_core import testing
 from canary_core.hookspecs import hookimpl
 from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, STATES
 
@@ -98,9 +98,9 @@ def canary_recorded(canary: Any, batch: Any) -> None:
     if region.slot_map is not None:
         slot = region.slot_map[slot].long()
     where = next(s for s in canary.states[words[2]].sources if s.name == source)
-    content = faults.read_bytes(where, slot)
+    content = testing.read_bytes(where, slot)
     content[0, 1] ^= 1
-    faults.write_bytes(where, slot, content)
+    testing.write_bytes(where, slot, content)
     if slot.is_cuda:
         torch.cuda.synchronize()
     tell({"broken": "corrupt", "slot": int(slot)})

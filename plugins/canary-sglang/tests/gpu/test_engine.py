@@ -8,11 +8,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 import pytest
-
-FAULTS = (
-    "req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "lost_write", "stray_write",
-    "swap_pages", "next_token_swap",
-)  # fmt: skip
+from tools.fault_injection import FAULTS
 
 GUARD = {"CANARY_SCRUB_BUDGET": "64MiB"}
 COMMON = {"prompts": 12, "new_tokens": 32, "shared": 300, "patience_s": 400}

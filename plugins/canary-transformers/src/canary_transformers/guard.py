@@ -11,7 +11,7 @@ from weakref import ref
 import pluggy
 
 from canary_adapters import EmbeddingFilter
-from canary_core import CanaryConfig, Event, Violation, hookimpl, plugins
+from canary_core import CanaryConfig, Violation, attach, hookimpl, private_hooks
 from canary_transformers import version
 from canary_transformers.continuous.hooks import HOOKS
 from canary_transformers.continuous.session import Session
@@ -93,14 +93,10 @@ class Guard:
         """A session for a `ContinuousBatchProcessor` of ``model``. In log mode None, and a ``disabled`` event, where it
         can't be guarded; in raise mode that raises."""
         hooks = self._hooks(model)
-        try:
-            session = Session(processor, self.config, hooks, fresh)
-        except Exception as error:
-            if self.config.mode == "raise":
-                raise
-            plugins.emit(Event("disabled", "error", {"where": "attach to transformers", "error": str(error)}), hooks)
-            return None
-        self._sessions.append(session)
+        build = partial(Session, processor, self.config, hooks, fresh)
+        session = attach("attach to transformers", self.config, build, hooks)
+        if session is not None:
+            self._sessions.append(session)
         return session
 
     def retire(self, session: Session) -> None:
@@ -134,13 +130,7 @@ class Guard:
 
     def _hooks(self, model: Any) -> pluggy.PluginManager:
         """One manager per cache: findings do not say which model or guard they are about."""
-        own = plugins.Plugins()
-        for name, plugin in plugins.manager().list_name_plugin():
-            if plugin is not None and not own.manager.has_plugin(name):
-                own.manager.register(plugin, name)
-        for extra in (EmbeddingFilter(partial(embedding_row, model)), self, *self._plugins):
-            own.manager.register(extra)
-        return own.manager
+        return private_hooks(EmbeddingFilter(partial(embedding_row, model)), self, *self._plugins)
 
 
 def guard(model: Any, **config: object) -> Guard:

@@ -1,7 +1,7 @@
 """The plugin ``transformers``: what ``CANARY_PLUGINS=transformers`` turns on. Importing it imports no engine."""
 
 from canary_core import CanaryConfig, EngineInfo, hookimpl
-from canary_core.testing.demo import DemoEngine
+from canary_core.testing import DemoEngine
 from canary_transformers import version
 from canary_transformers.guard import Guard
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.ops import hashing
 from canary_core.ops.kernels.common import (
     ALLOCATED,
     FREED,
@@ -36,7 +37,6 @@ from canary_core.ops.kernels.launch import (
     region_arguments,
     register_limit,
 )
-from canary_core.ops.reference.check import COMMON_ANCHOR
 from canary_core.ops.state import RegionState
 from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
 
@@ -46,7 +46,7 @@ WARPS = 4
 REGISTERS = 80
 PROGRAMS_PER_PROCESSOR = 6
 
-ANCHOR = tl.constexpr(COMMON_ANCHOR)
+ANCHOR = tl.constexpr(hashing.COMMON_ANCHOR)
 CHAIN_ENTRIES = tl.constexpr(CHAINS)
 READ_CHECK_TILE = tl.constexpr(READ_TILE)
 CLOCK_STEP = tl.constexpr(int(Clock.STEP))
@@ -79,12 +79,12 @@ PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.check.check`. One launch; may be captured."""
     given, constants = batch_arguments(state, batch, table)
-    launcher = state.arguments.get(("check", constants))
+    launcher = state.launches.launchers.get(("check", constants))
     if launcher is None:
         tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
         options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
         launcher = Launcher(check_kernel, state, (region_arguments(state),), constants._asdict() | tile, **options)
-        state.arguments["check", constants] = launcher
+        state.launches.launchers["check", constants] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 

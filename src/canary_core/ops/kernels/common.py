@@ -55,7 +55,7 @@ def resolve(
     number, p_map, map_length, slots, null_slot, m,
     POOL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """`reference.plan.resolve`: slot and status of int64 slot numbers. ``null_slot`` -1: none. `POOL`: see
+    """`Region.resolve`: slot and status of int64 slot numbers. ``null_slot`` -1: none. `POOL`: see
     `launch.TableConstants`."""
     POOL_ROWS: tl.constexpr = POOL[0]
     POOL_SLOTS: tl.constexpr = POOL[1]

@@ -1,4 +1,4 @@
-"""What the bytes of a tile are, against what was recorded of them."""
+"""Compares the bytes of a tile with what was recorded of them."""
 
 import triton
 import triton.language as tl
@@ -17,11 +17,14 @@ def compare(
     region, slot, m, position, p_writers, i_row, phase,
     STRIPS: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
-    """Compares the bytes of written slots, a row of the tile each, in a ``source`` and the ``strip`` that may go with
-    it, with their fingerprints and reports BYTES; gives the bytes compared. A fingerprint of 0 is not known and is not
-    compared. `EAGER` asks only of slots that differ whether they were written: right where nearly all are. What differs
-    is rare, so all doubt about it (written after all? known?) is settled there and costs the others no register. Of
-    long slots it is asked before they are read whether they are known: most aren't, and to read one takes long."""
+    """Compares the bytes of written slots, each a row of the tile, with their fingerprints and reports BYTES; gives how
+    many bytes were compared. ``source``: see `fold.describe`; ``strip``: the narrow source that goes with it, if
+    `STRIPS` has one. A fingerprint of 0 is not known and is not compared.
+
+    Only where bytes differ, which is rare, it is looked at whether the slot was written and its fingerprint known:
+    these checks cost the other slots no register. Two exceptions: without `EAGER` (for tiles of which many slots hold
+    nothing) it is looked at first whether a slot was written, and of long slots, which take long to read and of which
+    most are not known, whether the fingerprint is."""
     ABREAST: tl.constexpr = len(source[0].shape) > 0
     if not EAGER:
         m = m & is_written(tl.load(p_records + slot * 4, mask=m, other=0))
@@ -49,7 +52,7 @@ def compare(
         alike = (strip_present & (strip_differs == 0)).to(tl.int64)
         compared += tl.sum(alike, 0) * (STRIPS[STRIP + 1] * STRIPS[STRIP + 2])
     if tl.sum(suspect.to(tl.int32), 0) > 0:
-        # Read now: another stream may have announced meanwhile that bytes arrive there (`Canary.expect_slots`).
+        # Read now: another stream may have announced meanwhile that bytes arrive there (`SlotEvents.expect`).
         first = tl.load(p_records + slot * 4, mask=m, other=0, volatile=True)
         token, _word = split_head(first)
         written = m & is_written(first)

@@ -70,7 +70,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     if batch.tokens == 0:
         return
     given = arguments(batch.token_ids, batch.writers, batch.tokens)
-    for launch in _launches(state, fingerprint_kernel, WRITE_TILES):
+    for launch in _launches(state, "fingerprint", fingerprint_kernel, WRITE_TILES):
         tiles = min(-(-batch.tokens // launch.tile.slots), MOST_TILES)
         if launch.tile.abreast:
             # A program's tokens are far apart, for it may be that only the last of a row has a slot; and an odd number
@@ -82,38 +82,38 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.fingerprint.read_check`. One launch a source group; may be captured."""
     given, built_in = batch_arguments(state, batch, table)
-    for launch in _launches(state, read_check_kernel, READ_CHECK_TILES, built_in):
+    for launch in _launches(state, "read_check", read_check_kernel, READ_CHECK_TILES, built_in):
         launch.launcher((launch.blocks, launch.programs), given)
 
 
 def scrub(state: RegionState) -> None:
     """As `canary_core.ops.reference.fingerprint.scrub`. One launch a source group; may be captured."""
-    for launch in _launches(state, scrub_kernel, SCRUB_TILES):
+    for launch in _launches(state, "scrub", scrub_kernel, SCRUB_TILES):
         launch.launcher((launch.blocks, launch.programs))
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
     """As `canary_core.ops.reference.fingerprint.verify`. One launch a source group."""
     given = arguments(slots, slots.shape[0])
-    for launch in _launches(state, verify_kernel, SCRUB_TILES):
+    for launch in _launches(state, "verify", verify_kernel, SCRUB_TILES):
         needed = max(-(-slots.shape[0] // launch.tile.slots), 1)
         launch.launcher((launch.blocks, min(needed, launch.programs)), given)
 
 
 def baseline(state: RegionState) -> None:
     """As `canary_core.ops.reference.fingerprint.baseline`. One launch a source group."""
-    for launch in _launches(state, baseline_kernel, SCRUB_TILES):
+    for launch in _launches(state, "baseline", baseline_kernel, SCRUB_TILES):
         launch.launcher((launch.blocks, launch.programs))
 
 
-def _launches(state: RegionState, kernel: Any, tiles: Tiles, table: TableConstants | None = None) -> list[Launch]:
+def _launches(
+    state: RegionState, op: str, kernel: Any, tiles: Tiles, table: TableConstants | None = None
+) -> list[Launch]:
     """One for each source group of the region."""
-    # Not the kernel: to hash one is to hash its source, each time.
-    key = (id(kernel), table)
-    known: list[Launch] | None = state.arguments.get(key)
+    known = state.launches.byte_launches.get((op, table))
     if known is None:
-        known = state.arguments[key] = []
-        for group in state.groups:
+        known = state.launches.byte_launches[op, table] = []
+        for group in state.sources.groups:
             tile = tiles.long if is_long(state, group) else tiles.usual
             fixed = (region_arguments(state), source_arguments(state, group))
             every = {**(table._asdict() if table else {}), **constants(group.shapes, tile, len(group.columns))}

@@ -13,8 +13,18 @@ import triton.language as tl
 from canary_core.records import DESCRIPTOR_WORDS, Descriptor
 
 STRIP = tl.constexpr(6)
-"""Constants of one source of a group in ``STRIPS``, one flat tuple: page size, chunks, bytes of a chunk, alignment,
-words of a load, loads in flight."""
+"""How many constants of each source of a group are in ``STRIPS``, one flat tuple, which begins with those of the wide
+source and goes on with those of the narrow one, if there is one. Kernels know them by number:
+
+| number            | constant              |
+|-------------------|-----------------------|
+| ``S * STRIP``     | slots of a page       |
+| ``S * STRIP + 1`` | chunks of a slot      |
+| ``S * STRIP + 2`` | bytes of a chunk      |
+| ``S * STRIP + 3`` | alignment             |
+| ``S * STRIP + 4`` | words of a load       |
+| ``S * STRIP + 5`` | loads in flight       |
+"""
 FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
 ADDRESS = tl.constexpr(int(Descriptor.ADDRESS))
 PAGE_STRIDE = tl.constexpr(int(Descriptor.PAGE_STRIDE))
@@ -30,9 +40,20 @@ CARRY = tl.constexpr(int(Descriptor.CARRY))
 
 @triton.jit
 def describe(p_descriptors, p_columns, p_salts, N: tl.constexpr, S: tl.constexpr, ABREAST: tl.constexpr):
-    """The `S`-th of the `N` sources of this program: its column, salt, address, strides of page, slot and chunk in
-    bytes, slots of a page that have bytes, words of a slot. `ABREAST`: how many programs take together, of how many;
-    each field is a block of theirs then, and beyond the last one no slot has bytes."""
+    """The `S`-th of the `N` sources of this program. `ABREAST`: how many sources a program takes together, of how many;
+    each field is a block of theirs then, and beyond the last one no slot has bytes. Kernels know the fields by number:
+
+    | field | content                                             |
+    |-------|-----------------------------------------------------|
+    | 0     | column: its index among the region's sources        |
+    | 1     | salt of its fingerprints                            |
+    | 2     | address of slot 0                                   |
+    | 3     | stride of pages, in bytes                           |
+    | 4     | stride of slots, in bytes                           |
+    | 5     | stride of chunks, in bytes                          |
+    | 6     | slots of a page that have bytes                     |
+    | 7     | words of a slot                                     |
+    """
     ROWS: tl.constexpr = ABREAST[0]
     if ROWS > 0:
         o_source = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.reference.plan import stored_tokens
-from canary_core.ops.state import RegionState, SourceGroup
+from canary_core.ops.sources import SourceGroup
+from canary_core.ops.state import RegionState
 
 INTERPRETED_PROGRAMS = 3
 """Programs on the interpreter: few, so that each of them goes round its loop."""
@@ -144,25 +144,18 @@ def compile_together(launches: Callable[[], None]) -> None:
 def region_arguments(state: RegionState) -> Arguments:
     """``p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows,
     region, slots, null_slot``: what every kernel takes first."""
-    known = state.arguments.get("region")
-    if known is None:
-        shared, null = state.shared, state.region.null_slot
-        known = state.arguments["region"] = arguments(
-            state.records.view(torch.int64), state.records, state.claims, state.plan, state.heads, state.chains,
-            state.cursors, shared.counters, shared.clock, shared.ring, shared.ring.shape[0], state.index,
-            state.region.slots, -1 if null is None else null,
-        )  # fmt: skip
-    return known
+    shared, scratch, null = state.shared, state.scratch, state.region.null_slot
+    return arguments(
+        state.records.view(torch.int64), state.records, scratch.claims, scratch.plan, scratch.heads, state.chains,
+        state.cursors, shared.counters, shared.clock, shared.ring, shared.ring.shape[0], state.index,
+        state.region.slots, -1 if null is None else null,
+    )  # fmt: skip
 
 
 def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
     """``p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources``."""
-    known = state.arguments.get(group)
-    if known is None:
-        known = state.arguments[group] = arguments(
-            state.descriptors, group.columns, state.keys, state.salts, state.fingerprints, len(state.sources)
-        )
-    return known
+    sources = state.sources
+    return arguments(sources.descriptors, group.columns, sources.keys, sources.salts, state.fingerprints, len(sources))
 
 
 class TableConstants(NamedTuple):
@@ -183,13 +176,22 @@ class TableConstants(NamedTuple):
     ROWS: int
 
 
+class BatchArguments(NamedTuple):
+    """What kernels need of one batch, and which batch and table that is."""
+
+    batch: BatchView
+    table: SlotTable
+    given: Arguments
+    constants: TableConstants
+
+
 def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableConstants]:
     """``p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens``, and
     the compile-time constants that go with them. Looked at once a forward."""
-    last = state.arguments.get("batch")
-    if last is not None and last[0] is batch and last[1] is table:
-        return last[2], last[3]
+    last = state.launches.batch
+    if last is not None and last.batch is batch and last.table is table:
+        return last.given, last.constants
     entries, writes, slot_map, expected = table.entries, table.write_slots, state.region.slot_map, batch.expected_tokens
     stride = entries.stride(0)
     if expected is not None and expected.numel() == 0:
@@ -199,16 +201,16 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
         batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, batch.token_ids, batch.positions,
         expected, 0 if expected is None else expected.shape[1], 0 if expected is None else expected.stride(0),
         entries, table.rows, slot_map, table.width, stride,
-        (entries.shape[0] - 1) * stride + entries.shape[1] if entries.numel() else 0,
+        table.extent,
         0 if slot_map is None else slot_map.shape[0], writes, 0 if writes is None else writes.shape[0], rows, tokens,
     )  # fmt: skip
     region = state.region
     constants = TableConstants(
-        table.page_size, table.ring_slots, stored_tokens(region, table), region.attention_window, region.group_tokens,
+        table.page_size, table.ring_slots, table.stored_by(region), region.attention_window, region.group_tokens,
         (*(table.pool_page or (0, 0)), *(region.page_ring or (0, 0))), region.tokens_per_slot,
         next(step for step in ROW_STEPS if rows <= step),
     )  # fmt: skip
-    state.arguments["batch"] = (batch, table, found, constants)
+    state.launches.batch = BatchArguments(batch, table, found, constants)
     return found, constants
 
 

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from canary_core.ops.state import RegionState, SourceGroup, SourceShape
+from canary_core.ops.sources import SourceGroup, SourceShape
+from canary_core.ops.state import RegionState
 from canary_core.records import READ_TILE
 from canary_core.region import RegionKind
 

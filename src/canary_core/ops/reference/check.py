@@ -1,26 +1,18 @@
 """check: before a forward, every slot it will read must hold the position, token and prefix that it is read as."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops import hashing
+from canary_core.ops.mapping import KINDS, Seen, see, verdict
 from canary_core.ops.reference import plan
 from canary_core.ops.reference.ring import report
 from canary_core.ops.state import RegionState
 from canary_core.records import (
     CHAINS,
     CHECK_TILE,
-    POSITION,
-    PREFIX_HASH,
     READ_TILE,
-    STATES,
-    STEP_FREED,
-    STEP_WRITTEN,
-    TOKEN,
-    WRITER,
     Clock,
     Counter,
     Cursor,
@@ -30,51 +22,6 @@ from canary_core.records import (
     State,
     Status,
 )
-
-COMMON_ANCHOR = hashing.anchor()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """The record behind each place, all ``[n]``; ``usable`` says whether there is one (else the rest is of slot 0)."""
-
-    slot: Tensor
-    status: Tensor
-    state: Tensor
-    position: Tensor
-    word: Tensor
-    token: Tensor
-    hash: Tensor
-    writer: Tensor
-    step_written: Tensor
-    freed: Tensor
-
-    @property
-    def usable(self) -> Tensor:
-        """Whether the place has a slot of the region."""
-        return self.status == Status.OK
-
-    def holds(self, position: Tensor) -> Tensor:
-        """Whether the slot was written, and as ``position``."""
-        return self.usable & (self.state == State.WRITTEN) & (self.position == position)
-
-
-def see(state: RegionState, slot: Tensor, status: Tensor) -> Seen:
-    """Reads the records of ``slot`` where ``status`` is `Status.OK`."""
-    record = state.records[torch.where(status == Status.OK, slot, 0)]
-    word = record[:, POSITION].long()
-    return Seen(
-        slot=slot,
-        status=status,
-        state=torch.where(word & State.FREED != 0, State.FREED, word & (STATES - 1)),
-        position=word // STATES,
-        word=word,
-        token=record[:, TOKEN].long(),
-        hash=record[:, PREFIX_HASH : PREFIX_HASH + 2].contiguous().view(torch.int64)[:, 0],
-        writer=record[:, WRITER].long(),
-        step_written=record[:, STEP_WRITTEN].long(),
-        freed=record[:, STEP_FREED : STEP_FREED + 2].contiguous().view(torch.int64)[:, 0],
-    )
 
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -89,24 +36,14 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     places = plan.expand(rows.read_first, rows.prefix)
     seen = see(state, *plan.lookup(state.region, table, places))
     expected = expected_tokens(batch, rows, places)
-    placed = seen.holds(places.position)
-    own = (expected < 0) | (expected == seen.token)
     linked, link_hash = _links(batch, rows, places, seen)
     ended, chain_hash = _ends(state, batch, rows, places, seen)
-    findings = {
-        Kind.SLOT_RANGE: seen.status == Status.RANGE,
-        Kind.NULL_SLOT: seen.status == Status.NULL,
-        Kind.UNWRITTEN: seen.usable & ((seen.state == State.UNWRITTEN) | (seen.state == State.ALLOCATED)),
-        Kind.FREED: seen.usable & (seen.state == State.FREED),
-        Kind.POSITION: seen.usable & (seen.state == State.WRITTEN) & ~placed,
-        Kind.TOKEN: placed & ~own,
-        Kind.PREFIX: placed & own & ~(linked & ended),
-    }
+    found = verdict(seen, places.position, expected, linked & ended)
     chosen_places = _chosen(state, rows, places)
     step = shared.clock[Clock.STEP] + 1
     writer = batch.writers[places.row].long()
-    for kind, mask in findings.items():
-        mask = mask & chosen_places
+    for kind in KINDS:
+        mask = (found == kind) & chosen_places
         if not bool(mask.any()):
             continue
         prefix = kind is Kind.PREFIX
@@ -115,14 +52,14 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
             Row.TOKEN: expected,
             Row.FOUND_VALUE: torch.where(linked, chain_hash, link_hash) if prefix else torch.full_like(expected, -1),
             Row.WRITER: writer,
-            **record_fields(seen),
+            **seen.fields(),
         }
         chosen = {word: value[mask] for word, value in fields.items()}
         about: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.PRE_FORWARD}
         report(shared, kind, seen.slot[mask], {**chosen, **about})
 
     _note_heads(state, batch, rows, table)
-    _claim(state, plan.plan_writes(state.plan, state.region, batch, table))
+    _claim(state, plan.plan_writes(state.scratch.plan, state.region, batch, table))
     shared.counters[Counter.CHECKED_SLOTS] += chosen_places.sum()
     shared.counters[Counter.UNKNOWN_SLOTS] += (chosen_places & seen.usable & (seen.state == State.UNKNOWN)).sum()
     shared.counters[Counter.CHECKED_FORWARDS] += 1
@@ -142,19 +79,6 @@ def _chosen(state: RegionState, rows: plan.Rows, places: plan.Places) -> Tensor:
     return (tile - first) % total < budget
 
 
-def record_fields(seen: Seen) -> dict[Row, Tensor]:
-    """What a finding says of the stored record; -1 where the slot has none."""
-    usable = seen.usable
-    return {
-        Row.STORED_TOKEN: torch.where(usable, seen.token, -1),
-        Row.STORED_POSITION: torch.where(usable, seen.word, -1),
-        Row.STORED_VALUE: torch.where(usable, seen.hash, -1),
-        Row.STORED_WRITER: torch.where(usable, seen.writer, -1),
-        Row.STEP_WRITTEN: torch.where(usable, seen.step_written, -1),
-        Row.FREED: torch.where(usable, seen.freed, -1),
-    }
-
-
 def expected_tokens(batch: BatchView, rows: plan.Rows, places: plan.Places) -> Tensor:
     """The request's own token at each place, -1 where the batch doesn't say."""
     table = batch.expected_tokens
@@ -168,7 +92,7 @@ def expected_tokens(batch: BatchView, rows: plan.Rows, places: plan.Places) -> T
 
 def anchors(batch: BatchView, row: Tensor) -> Tensor:
     """``h[-1]`` of each row in ``row``."""
-    return torch.full_like(row, COMMON_ANCHOR) if batch.anchors is None else batch.anchors[row]
+    return torch.full_like(row, hashing.COMMON_ANCHOR) if batch.anchors is None else batch.anchors[row]
 
 
 def _links(batch: BatchView, rows: plan.Rows, places: plan.Places, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -180,8 +104,7 @@ def _links(batch: BatchView, rows: plan.Rows, places: plan.Places, seen: Seen) -
     known &= places.position > rows.read_first[places.row]
     begin = places.position == 0
     before = torch.where(begin, anchors(batch, places.row), before)
-    should_be = before + hashing.mix(seen.token, places.position)
-    return (seen.hash == should_be) | (seen.hash == 0) | ~(known | begin), should_be
+    return seen.continues(places.position, before, known | begin)
 
 
 def _chain(state: RegionState, batch: BatchView, row: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,13 +131,13 @@ def _note_heads(state: RegionState, batch: BatchView, rows: plan.Rows, table: Sl
     seen = see(state, *plan.lookup(state.region, table, last))
     known, chain_hash = _chain(state, batch, row, rows.prefix)
     head = torch.where(seen.holds(last.position), seen.hash, torch.where(known, chain_hash, 0))
-    state.heads[: len(row)] = torch.where(rows.prefix == 0, anchors(batch, row), head)
+    state.scratch.heads[: len(row)] = torch.where(rows.prefix == 0, anchors(batch, row), head)
 
 
 def _claim(state: RegionState, writes: plan.Writes) -> None:
     usable = writes.status == Status.OK
     claim = ((state.shared.clock[Clock.STEP] + 1) << 32) + writes.token + 1
-    state.claims.scatter_reduce_(0, writes.slot[usable], claim[usable], "amax")
+    state.scratch.claims.scatter_reduce_(0, writes.slot[usable], claim[usable], "amax")
 
 
 def _advance(state: RegionState, rows: plan.Rows) -> None:

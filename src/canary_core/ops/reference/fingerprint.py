@@ -1,13 +1,14 @@
 """fingerprint: the bytes of slots. Written ones are fingerprinted and judged, recorded ones are compared."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.mapping import Seen, see
 from canary_core.ops.reference import plan
-from canary_core.ops.reference.check import Seen, record_fields, see
 from canary_core.ops.reference.record import won
 from canary_core.ops.reference.ring import report
 from canary_core.ops.state import RegionState
@@ -40,11 +41,6 @@ class Stack:
     columns: Tensor
     starts: Tensor
 
-    def present(self, slots: Tensor) -> Tensor:
-        """Which of ``slots`` have bytes."""
-        present = self.like.page_size if self.like.present is None else self.like.present
-        return slots % self.like.page_size < present
-
     def words(self, slots: Tensor) -> Tensor:
         """The 32-bit words of ``slots`` (int64 ``[n]``), zero-extended: int64 ``[g, n, slot_words]``. A chunk's last
         word is padded with zero bytes."""
@@ -68,10 +64,10 @@ class Stack:
     def fold(self, state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Fingerprint of each slot in each source, ``salt + sum(word * key)``, int64 ``[g, n]``; and whether one of its
         floats has all its exponent bits set, bool ``[g, n]``."""
-        salts = state.salts[self.columns][:, None]
-        descriptors = state.descriptors[self.columns][:, None, None]
+        salts = state.sources.salts[self.columns][:, None]
+        descriptors = state.sources.descriptors[self.columns][:, None, None]
         exponent, increment, carry = (descriptors[..., d] for d in Descriptor if d >= Descriptor.EXPONENT)
-        keys = state.keys[: self.like.slot_words]
+        keys = state.sources.keys[: self.like.slot_words]
         values, odd = [], []
         for piece in slots.split(max(MOST_WORDS // (len(self.starts) * self.like.slot_words), 1)):
             words = self.words(piece)
@@ -82,9 +78,8 @@ class Stack:
 
 def stacks(state: RegionState) -> tuple[Stack, ...]:
     """The region's sources by what they have in common; worked out anew when the region was bound to other tensors."""
-    known = state.arguments.get("stacks")
-    if known is not None and known[0] is state.sources:
-        return known[1]  # type: ignore[no-any-return]
+    if state.launches.stacks is not None:
+        return state.launches.stacks
     alike: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     for column, s in enumerate(state.sources):
         storage = s.tensor.untyped_storage()
@@ -96,7 +91,7 @@ def stacks(state: RegionState) -> tuple[Stack, ...]:
             s.chunk_stride_bytes,
             s.chunk_bytes,
         )
-        key = (storage.data_ptr(), *geometry, s.present, s.alignment >= 4)
+        key = (storage.data_ptr(), *geometry, s.present_slots, s.alignment >= 4)
         alike.setdefault(key, []).append((column, s.address - storage.data_ptr()))
     device = state.records.device
     found = tuple(
@@ -107,7 +102,7 @@ def stacks(state: RegionState) -> tuple[Stack, ...]:
         )
         for members in alike.values()
     )
-    state.arguments["stacks"] = (state.sources, found)
+    state.launches.stacks = found
     return found
 
 
@@ -118,22 +113,26 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     was ever written before), NON_FINITE where a float has all its exponent bits set. Bytes unchanged by a write of the
     same token are only counted, as `UNSURE`. No new fingerprint equals one that is not known.
     """
-    writes = plan.planned_writes(state.plan, batch)
+    writes = plan.planned_writes(state.scratch.plan, batch)
     writes = writes[won(state, writes)]
     seen = see(state, writes.slot, writes.status)
     slot, token = writes.slot, batch.token_ids[writes.token].long()
     other = (seen.step_written == 0) | (seen.token != token)
-    about = {Row.POSITION: writes.position, Row.TOKEN: token, Row.WRITER: batch.writers[writes.row].long()}
-    sure = state.descriptors[:, Descriptor.SURE] != 0
+    about = {
+        Row.POSITION: writes.position,
+        Row.TOKEN: token,
+        Row.WRITER: batch.writers[writes.row].long(),
+        Row.STEP: state.shared.clock[Clock.NEXT] * 8 + Phase.POST_FORWARD,
+    }
+    sure = state.sources.descriptors[:, Descriptor.SURE] != 0
     for stack in stacks(state):
-        there = stack.present(slot)
+        there = stack.like.has_bytes(slot)
         value, odd = stack.fold(state, torch.where(there, slot, 0))
         old = state.fingerprints[slot[:, None], stack.columns].T
         same = there & (value == old) & sure[stack.columns, None]
         lost = same & other
         findings = {Kind.LOST_WRITE: lost, Kind.NON_FINITE: there & ~lost & odd}
-        for kind, mask in findings.items():
-            _report(state, seen, (stack, kind, Phase.POST_FORWARD), mask, {**about, Row.FOUND_VALUE: value})
+        _report(state, seen, stack, findings, {**about, Row.FOUND_VALUE: value})
         state.fingerprints[slot[:, None], stack.columns] = torch.where(there, value, old).T
         state.shared.counters[Counter.UNSURE] += (same & ~other).sum()
         state.shared.counters[Counter.RECORDED_BYTES] += there.sum() * len(stack.columns) * stack.like.slot_bytes
@@ -184,7 +183,7 @@ def baseline(state: RegionState) -> None:
     """At attach: fingerprints every slot as it is, so that even a slot's first write can be seen to be lost."""
     every = torch.arange(state.region.slots, device=state.records.device)
     for stack in stacks(state):
-        slot = every[stack.present(every)]
+        slot = every[stack.like.has_bytes(every)]
         value, _ = stack.fold(state, slot)
         state.fingerprints[slot[:, None], stack.columns] = value.T
 
@@ -195,7 +194,7 @@ def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tens
     # Nearly all slots that a batch reads were written, so a kernel asks only where bytes differ.
     asked = seen.usable if phase is Phase.PRE_FORWARD else written
     for stack in stacks(state):
-        compared = asked & stack.present(seen.slot)
+        compared = asked & stack.like.has_bytes(seen.slot)
         slot = seen.slot[compared]
         value, _ = stack.fold(state, slot)
         stored = state.fingerprints[slot[:, None], stack.columns].T
@@ -207,24 +206,23 @@ def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tens
             mask = torch.zeros(len(stack.columns), len(compared), dtype=torch.bool, device=slot.device)
             found = torch.zeros_like(mask, dtype=torch.int64)
             mask[:, compared], found[:, compared] = differs, value
-            fields = {Row.TOKEN: seen.token, **about, Row.FOUND_VALUE: found}
-            _report(state, seen, (stack, Kind.BYTES, phase), mask, fields)
+            step = state.shared.clock[Clock.NEXT] * 8 + phase
+            fields = {Row.TOKEN: seen.token, **about, Row.FOUND_VALUE: found, Row.STEP: step}
+            _report(state, seen, stack, {Kind.BYTES: mask}, fields)
 
 
 def _report(
-    state: RegionState, seen: Seen, what: tuple[Stack, Kind, Phase], masks: Tensor, about: dict[Row, Tensor]
+    state: RegionState, seen: Seen, stack: Stack, findings: Mapping[Kind, Tensor], about: Mapping[Row, Tensor]
 ) -> None:
-    """One finding for each of ``masks`` ``[g, n]``; fields of ``about`` are ``[n]``, or ``[g, n]`` where the sources
-    differ in them."""
-    if not bool(masks.any()):
-        return
-    stack, kind, phase = what
-    step = state.shared.clock[Clock.NEXT]
-    for i, source in enumerate(stack.columns.tolist()):
-        mask = masks[i]
-        stored = state.fingerprints[torch.where(seen.usable, seen.slot, 0), source]
-        own = {word: value[i] if value.dim() == 2 else value for word, value in about.items()}
-        fields = {**record_fields(seen), Row.STORED_VALUE: stored, **own}
-        chosen = {word: value[mask] for word, value in fields.items()}
-        where: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.SOURCE: source, Row.STEP: step * 8 + phase}
-        report(state.shared, kind, seen.slot[mask], {**chosen, **where})
+    """One finding for each place and source of a mask of ``findings``, bool ``[g, n]``. Fields of ``about`` are one
+    number for all, or ``[n]``, or ``[g, n]`` where the sources differ in them."""
+    for kind, masks in findings.items():
+        if not bool(masks.any()):
+            continue
+        for i, source in enumerate(stack.columns.tolist()):
+            mask = masks[i]
+            stored = state.fingerprints[torch.where(seen.usable, seen.slot, 0), source]
+            own = {word: value[i] if value.dim() == 2 else value for word, value in about.items()}
+            fields: dict[Row, Tensor] = {**seen.fields(), Row.STORED_VALUE: stored, **own}
+            chosen = {word: value[mask] if value.dim() else value for word, value in fields.items()}
+            report(state.shared, kind, seen.slot[mask], {**chosen, Row.REGION: state.index, Row.SOURCE: source})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from canary_core.ops.reference.check import record_fields, see
+from canary_core.ops.mapping import see
 from canary_core.ops.reference.ring import report
 from canary_core.ops.state import RegionState
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, Clock, Kind, Phase, Row, State, Status
@@ -26,12 +26,10 @@ class _Event:
 
     def usable(self) -> Tensor:
         """Which are live slots of the region; reports the others."""
-        slots, region = self.slots, self.state.region
-        null = slots < 0 if region.null_slot is None else (slots < 0) | (slots == region.null_slot)
-        beyond = slots >= region.slots
-        self.report(Kind.NULL_SLOT, null)
-        self.report(Kind.SLOT_RANGE, beyond)
-        return ~(null | beyond)
+        status = self.state.region.status_of(self.slots)
+        self.report(Kind.NULL_SLOT, status == Status.NULL)
+        self.report(Kind.SLOT_RANGE, status == Status.RANGE)
+        return status == Status.OK
 
     def words(self, usable: Tensor) -> Tensor:
         """Position words of the records, of slot 0 where not ``usable``."""
@@ -52,7 +50,7 @@ class _Event:
             return
         slots = self.slots[mask]
         lost = kind in (Kind.NULL_SLOT, Kind.SLOT_RANGE)
-        fields = record_fields(see(self.state, slots, torch.full_like(slots, Status.RANGE if lost else Status.OK)))
+        fields = see(self.state, slots, torch.full_like(slots, Status.RANGE if lost else Status.OK)).fields()
         if word is not None:
             fields[Row.STORED_POSITION] = word[mask].long()
         step = self.state.shared.clock[Clock.NEXT] * 8 + Phase.EVENT

@@ -62,7 +62,7 @@ def rows(region: Region, batch: BatchView, table: SlotTable) -> Rows:
     prefix = prefix // group
     read_first = _read_first(region, prefix, asked)
     stored_first = prefix
-    most = stored_tokens(region, table)
+    most = table.stored_by(region)
     if most:
         stored_first = prefix + (new - most).clamp(min=0)
     return Rows(prefix, new, read_first, stored_first, token_zero, group)
@@ -78,11 +78,6 @@ def _read_first(region: Region, prefix: Tensor, new: Tensor) -> Tensor:
     first = (prefix - prefix % region.group_tokens - back).clamp(min=0)
     completes = (prefix + new) // region.group_tokens > prefix // region.group_tokens
     return torch.where(completes, first, prefix)
-
-
-def stored_tokens(region: Region, table: SlotTable) -> int:
-    """How many of its last new tokens a row stores at most, beside those that end a page of a ``page_ring``; 0: all."""
-    return table.stored_tokens or (region.page_ring[1] if region.page_ring else 0)
 
 
 def stored(region: Region, ranges: Rows) -> Places:
@@ -108,46 +103,29 @@ def expand(first: Tensor, end: Tensor) -> Places:
     return Places(row, first[row] + offset)
 
 
+def elements(table: SlotTable, places: Places, group: int) -> Tensor:
+    """Index of each place's entry among `SlotTable.elements`, which may lie outside of them. ``group``: see `Rows`."""
+    first = places.row if table.rows is None else table.rows[places.row].long()
+    return first * table.entries.stride(0) + _column(table, places, group) // table.page_size
+
+
 def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Tensor]:
     """Slot and status of each place, as attention finds it. Where the status isn't OK, the slot is what was
     found: -1 if the table has no such entry."""
-    entries = table.entries
-    column = last_token(places.position, region.tokens_per_slot)
-    column = column % table.ring_slots if table.ring_slots else column
-    page, inside = column // table.page_size, column % table.page_size
-    first = places.row if table.rows is None else table.rows[places.row].long()
-    element = first * entries.stride(0) + page
-    extent = (entries.shape[0] - 1) * entries.stride(0) + entries.shape[1] if entries.numel() else 0
-    present = (page < table.width) & (element >= 0) & (element < extent)
-    flat = entries.as_strided((extent,), (1,)) if extent else entries.new_zeros(1)
+    group, extent = region.tokens_per_slot, table.extent
+    column, element = _column(table, places, group), elements(table, places, group)
+    present = (column // table.page_size < table.width) & (element >= 0) & (element < extent)
+    flat = table.elements if extent else table.entries.new_zeros(1)
     entry = flat[torch.where(present, element, 0)].long()
-    number = torch.where(entry >= 0, entry * table.page_size + inside, entry)
-    slot, status = resolve(region, table, number)
-    missing = ~present
-    return torch.where(missing, -1, slot), torch.where(missing, Status.RANGE, status)
+    number = torch.where(entry >= 0, entry * table.page_size + column % table.page_size, entry)
+    slot, status = region.resolve(number, table.pool_page)
+    return torch.where(present, slot, -1), torch.where(present, status, Status.RANGE)
 
 
-def resolve(region: Region, table: SlotTable, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Slot and status of each slot number that the engine uses in tables and write lists, int64 ``[n]``."""
-    negative = number < 0
-    number = torch.where(negative, number, number // region.tokens_per_slot)
-    slot, bad = number, torch.zeros_like(negative)
-    if table.pool_page is not None:
-        page_rows, page_slots = table.pool_page
-        bad = ~negative & (slot % page_rows >= page_slots)
-        slot = torch.where(negative | bad, slot, slot // page_rows * page_slots + slot % page_rows)
-    if region.slot_map is not None:
-        unmapped = ~negative & ~bad & (slot >= len(region.slot_map))
-        usable = ~(negative | bad | unmapped)
-        slot = torch.where(usable, region.slot_map[torch.where(usable, slot, 0)].long(), slot)
-        bad |= unmapped
-    slot = torch.where(bad, slot, region.rows(slot))
-    null = ~bad & (slot < 0)
-    if region.null_slot is not None:
-        null |= ~bad & (slot == region.null_slot)
-    bad |= slot >= region.slots
-    status = torch.where(bad, Status.RANGE, torch.where(null, Status.NULL, Status.OK))
-    return slot, status
+def _column(table: SlotTable, places: Places, group: int) -> Tensor:
+    """The position under which the table has each place."""
+    column = last_token(places.position, group)
+    return column % table.ring_slots if table.ring_slots else column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,5 +173,5 @@ def write_slots(region: Region, table: SlotTable, places: Places, tokens: Tensor
     listed = tokens < len(table.write_slots)
     if table.write_slots.numel() == 0:
         return torch.full_like(tokens, -1), torch.full_like(tokens, Status.RANGE)
-    slot, status = resolve(region, table, table.write_slots[torch.where(listed, tokens, 0)].long())
+    slot, status = region.resolve(table.write_slots[torch.where(listed, tokens, 0)], table.pool_page)
     return torch.where(listed, slot, -1), torch.where(listed, status, Status.RANGE)

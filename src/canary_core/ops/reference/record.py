@@ -5,6 +5,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops import hashing
+from canary_core.ops.mapping import int64_words
 from canary_core.ops.reference import plan
 from canary_core.ops.reference.check import expected_tokens
 from canary_core.ops.reference.ring import report
@@ -45,7 +46,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     hash[rows.token(every)] = _prefix_hashes(state, batch, rows, every)
     _remember_ends(state, batch, rows, hash)
 
-    writes = plan.planned_writes(state.plan, batch)
+    writes = plan.planned_writes(state.scratch.plan, batch)
     places = plan.Places(writes.row, writes.position)
     usable = writes.status == Status.OK
     winner = won(state, writes)
@@ -53,7 +54,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     expected = expected_tokens(batch, rows, places)
     own = plan.last_token(places.position, rows.group)
     position = own if batch.positions is None else batch.positions[writes.token].long()
-    claim = state.claims[torch.where(usable, writes.slot, 0)]
+    claim = state.scratch.claims[torch.where(usable, writes.slot, 0)]
     old = state.records[torch.where(winner, writes.slot, 0)]
     freed = winner & (old[:, POSITION] & State.FREED != 0)
     findings = {
@@ -80,7 +81,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
             chosen[Row.STORED_VALUE] = other_value[kind][mask]
         if kind is Kind.WRITE_AFTER_FREE:
             chosen[Row.STORED_WRITER] = old[mask, FREED_BY].long()
-            chosen[Row.FREED] = old[mask, STEP_FREED : STEP_FREED + 2].contiguous().view(torch.int64)[:, 0]
+            chosen[Row.FREED] = int64_words(old[mask], STEP_FREED)
         about: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.POST_FORWARD}
         report(shared, kind, writes.slot[mask], {**chosen, **about})
 
@@ -101,7 +102,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 def won(state: RegionState, writes: plan.Writes) -> Tensor:
     """Which writes go to a slot of the region that no later token of this batch is written to as well."""
     usable = writes.status == Status.OK
-    claim = state.claims[torch.where(usable, writes.slot, 0)]
+    claim = state.scratch.claims[torch.where(usable, writes.slot, 0)]
     return usable & (claim == (state.shared.clock[Clock.NEXT] << 32) + writes.token + 1)
 
 
@@ -110,7 +111,7 @@ def _prefix_hashes(state: RegionState, batch: BatchView, rows: plan.Rows, places
     mixes = hashing.mix(batch.token_ids[rows.token(places)], places.position)
     total = mixes.cumsum(0)
     first = rows.new_first[places.row]
-    head = state.heads[places.row]
+    head = state.scratch.heads[places.row]
     before = torch.where(first > 0, total[(first - 1).clamp(min=0)], 0)
     return torch.where(head == 0, 0, head + total - before)
 

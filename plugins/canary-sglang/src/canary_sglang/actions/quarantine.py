@@ -15,17 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from canary_core import plugins
-from canary_core.canary import Canary
-from canary_core.config import CanaryConfig
-from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
-from canary_core.records import POSITION, STATES, STEP_WRITTEN, Kind, Phase, State
-from canary_core.region import Region
-from canary_core.violation import Violation
+from canary_core import Canary, CanaryConfig, Event, Region, Violation, emit, hookimpl
+from canary_sglang.actions.ranks import Ranks
+from canary_sglang.actions.suspect import Suspect
 from canary_sglang.compat import allocators, caches, runners, schedulers
 from canary_sglang.pools import compressor_state, mamba
 
@@ -37,50 +31,6 @@ RETRY_EVERY = 4
 
 SELDOM = 64
 """A slot that stays in use is looked at after 1, 2, 4, ... and then every so many of those times."""
-
-SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE})
-"""The slot's own content is wrong, for whoever reads it."""
-
-MISPLACED = frozenset({Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED})
-"""The slot is wrong for the request that reads it, through the prefix cache maybe, and may be right for others."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Suspect:
-    """A finding as ranks tell it each other. ``slot`` -1: only the requests are at fault. ``spoiled``: see `SPOILED`.
-    ``written``: the forward that wrote the slot, -1 if unknown; once another one did, the suspect is gone."""
-
-    region: str
-    slot: int
-    spoiled: bool
-    written: int
-    kind: str
-    requests: tuple[str, ...]
-
-    @property
-    def plain_region(self) -> str:
-        """Without the model's name."""
-        return self.region.rpartition("/")[2]
-
-    @classmethod
-    def of(cls, violation: Violation) -> "Suspect | None":
-        """None for findings that nothing can be done about, such as a slot that was freed twice."""
-        kind = violation.kind
-        if kind is Kind.DOUBLE_FREE:
-            return None
-        names = {violation.request}
-        if kind in (Kind.DOUBLE_ALLOC, Kind.TWO_WRITERS):
-            names.add(violation.stored_request)
-        spoiled = kind in SPOILED
-        written = violation.step if violation.phase is Phase.POST_FORWARD else violation.step_written
-        return cls(
-            region=violation.region,
-            slot=violation.slot if violation.slot is not None and (spoiled or kind in MISPLACED) else -1,
-            spoiled=spoiled,
-            written=written if spoiled and written is not None else -1,
-            kind=kind.name.lower(),
-            requests=tuple(sorted(name for name in names if name is not None)),
-        )
 
 
 class Quarantine:
@@ -121,7 +71,7 @@ class Quarantine:
         if ranks.size > 1 and self._turn % AGREE_EVERY == 0:
             ranks.ask(bool(self._found or self._open))
 
-    def begin(self, scheduler: Any) -> "Ranks":
+    def begin(self, scheduler: Any) -> Ranks:
         """Meets the other ranks, once; says so where nothing can be done in this engine. Every rank must call it."""
         if self._ranks is None:
             self._ranks = self._meet(scheduler)
@@ -146,11 +96,11 @@ class Quarantine:
                 self._failed.add(suspect)
                 self._tell("quarantine_failed", {**_about(suspect), "reason": repr(error)}, "error")
 
-    def _meet(self, scheduler: Any) -> "Ranks":
+    def _meet(self, scheduler: Any) -> Ranks:
         self._rank = self._rank or runners.rank()
         group, reason = schedulers.deciding_group(scheduler)
         ranks = Ranks(group)
-        if reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.states)):
+        if reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.regions)):
             reason = "not all ranks are guarded alike, so they can't decide alike"
         if reason is not None:
             self._off = True
@@ -218,15 +168,13 @@ class Quarantine:
         canary = self._canary(suspect.region)
         if suspect.slot < 0 or suspect.written < 0 or canary is None:
             return False
-        canary.join()
-        record: list[int] = canary.states[suspect.region].records[suspect.slot].tolist()
-        return record[STEP_WRITTEN] != suspect.written or record[POSITION] % STATES != State.WRITTEN
+        return not canary.slots.still_holds(suspect.region, suspect.slot, suspect.written)
 
     def _canary(self, region: str) -> Canary | None:
-        return next((canary for canary in self._canaries() if region in canary.states), None)
+        return next((canary for canary in self._canaries() if region in canary.regions), None)
 
     def _tell(self, name: str, fields: dict[str, object], level: Any) -> None:
-        plugins.emit(Event(name, level, {"rank": self._rank, "turn": self._turn, **fields}))
+        emit(Event(name, level, {"rank": self._rank, "turn": self._turn, **fields}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +201,7 @@ class _Slot:
 
     def _is(self, slots: Tensor) -> Tensor:
         """Which of ``slots``, as the engine's tables number them, are this one."""
-        own = slots.long() // self.region.tokens_per_slot
-        if self.region.slot_map is not None:
-            own = self.region.slot_map[own].long()
-        return self.region.rows(own) == self.slot
+        return self.region.slots_of(slots) == self.slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,47 +223,6 @@ class _State:
     def evict(self) -> dict[str, object]:
         """As `_Slot.evict`."""
         return {"evicted_states": caches.evict_states(self.scheduler.tree_cache)}
-
-
-class Ranks:
-    """Those that schedule together, through a process group on the host; None for a lone one."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._flag = torch.zeros(1, dtype=torch.int64)
-        self._asked: Any = None
-        self.size = 1 if group is None else torch.distributed.get_world_size(group)
-
-    def alike(self, value: Any) -> bool:
-        """Whether all have the same. Waits for the others."""
-        told: list[Any] = [value]
-        if self.size > 1:
-            told = [None] * self.size
-            torch.distributed.all_gather_object(told, value, group=self._group)
-        return all(bool(other == value) for other in told)
-
-    def ask(self, has: bool) -> None:
-        """Puts the question whether anybody has something. Waits for nobody: it is answered while the engine works."""
-        self._flag = torch.tensor([int(has)])
-        self._asked = torch.distributed.all_reduce(
-            self._flag, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
-        )
-
-    def anybody_had(self) -> bool:
-        """The answer to `ask`, the same on all; false if it never was. Waits for those that did not ask yet."""
-        if self._asked is None:
-            return False
-        self._asked.wait()
-        return bool(self._flag)
-
-    def agree(self, found: Sequence[Suspect], gone: Sequence[Suspect]) -> tuple[list[Suspect], list[Suspect]]:
-        """What any of them found, and what any of them says is gone, in one order for all. Waits for the others."""
-        told: list[Any] = [(list(found), list(gone))]
-        if self.size > 1:
-            told = [None] * self.size
-            torch.distributed.all_gather_object(told, (list(found), list(gone)), group=self._group)
-        parts = [sorted({s for rank in told for s in rank[part]}) for part in (0, 1)]
-        return parts[0], parts[1]
 
 
 def _about(suspect: Suspect) -> dict[str, object]:

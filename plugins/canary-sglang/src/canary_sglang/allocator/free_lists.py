@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core.canary import Canary
-from canary_core.runtime.streams import current, current_handle
+from canary_core import Canary, StreamSet
 from canary_sglang.allocator.owners import Owners
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import allocators
@@ -156,8 +155,7 @@ class _Run:
 
     def __init__(self, place: tuple[str, bool], device: torch.device) -> None:
         self.place = place
-        self._device = device if device.type == "cuda" else None
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._streams = StreamSet(device)
         self._count = 0
         self._parts: list[Tensor] = []
         self._shares: list[Sequence[tuple[int, int]]] = []
@@ -165,15 +163,14 @@ class _Run:
     def grow(self, count: int, shares: Sequence[tuple[int, int]], parts: Sequence[Tensor] = ()) -> None:
         """``count`` more pages, on the current stream; ``parts``: themselves, where no list holds them. ``shares``:
         whose they are, and how many of each."""
-        if self._device is not None and current_handle(self._device) not in self._streams:
-            self._streams[current_handle(self._device)] = current(self._device)
+        self._streams.add()
         self._count += count
         self._shares.append(shares)
         self._parts += parts
 
     def ready(self) -> list[torch.cuda.Event]:
         """After which `pages` are there: what the streams have to do on which they came back."""
-        return [stream.record_event() for stream in self._streams.values()]
+        return self._streams.ready()
 
     def pages(self, free: Tensor, released: Sequence[Tensor]) -> Tensor:
         """All of them, in the lists' order."""

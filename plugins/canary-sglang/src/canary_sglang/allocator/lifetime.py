@@ -8,13 +8,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from canary_core.canary import Canary
-from canary_core.events import Event
-from canary_core.region import Region
+from canary_core import Canary, Event, Region
 from canary_sglang.allocator.free_lists import Follower
 from canary_sglang.allocator.owners import Owners
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import allocators, targets
+from canary_sglang.compat.registrar import Hook
 from canary_sglang.pools import mamba
 
 
@@ -59,14 +58,12 @@ class Lifetime:
         # A cleared list is whole again, whatever happened to it before, say while Canary was switched off.
         intact = name == allocators.CLEAR or follower.intact()
         result = original(allocator, *args, **kwargs)
-        try:
+        with self._canary.guard(name):
             if not intact or not follower.called(name, self.owners, args, kwargs):
                 del self._followers[id(allocator)]
                 for region in follower.regions:
                     self._canary.slots.end_lifetime(region)
                 self._off(follower.regions, f"the free list was changed by something else than {name} and its like")
-        except Exception as error:
-            self._canary.fail(f"canary_sglang: {name}", error)
         return result
 
     def _off(self, regions: Collection[str], reason: str) -> None:
@@ -80,7 +77,7 @@ class Guarded(Protocol):
     lifetime: Lifetime | None
 
 
-def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Callable[..., Any]]:
+def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
     """Functions of SGLang that change an allocator's list, or say for whom, and what goes around each of them.
     ``session``: the one whose allocator is followed, at that moment. Imports the engine."""
 
@@ -104,12 +101,14 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Callable
         release = partial(original, *args, **kwargs)
         return followed.owners.releasing(request, release) if followed and request is not None else release()
 
-    functions = allocators.allocator_functions()
-    return {
-        **{target: partial(changing, target.rpartition(".")[2]) for target in functions},
-        **{target: partial(preparing, target == targets.DECODES) for target in targets.existing(targets.PREPARES)},
-        **dict.fromkeys(targets.existing(targets.RELEASES), releasing),
+    functions: dict[str, Callable[..., Any]] = {
+        target: partial(changing, target.rpartition(".")[2]) for target in allocators.allocator_functions()
     }
+    prepares: dict[str, Callable[..., Any]] = {
+        t: partial(preparing, t == targets.DECODES) for t in targets.existing(targets.PREPARES)
+    }
+    releases = dict.fromkeys(targets.existing(targets.RELEASES), releasing)
+    return {target: (hook, "AROUND") for target, hook in {**functions, **prepares, **releases}.items()}
 
 
 def _page_slots(allocator: Any, region: Region) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import slot_table
-from canary_core.batch import BatchView
+from canary_core import BatchView
 from canary_sglang.batches.forward import Anchors, UniformLens
 from canary_sglang.batches.writers import RequestWriters
 

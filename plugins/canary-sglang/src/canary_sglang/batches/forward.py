@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 from canary_adapters import slot_table
-from canary_core.adapters import BatchAdapter
-from canary_core.batch import BatchView
+from canary_core import BatchAdapter, BatchView
 from canary_sglang.batches.tokens import TABLE_STEP, UNKNOWN, expected_tokens
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches, drafts, runners
-from canary_sglang.pools.compressor_state import RequestCompressorStates
-from canary_sglang.pools.mamba import MambaStates
 
 FIRST_ROWS = 256
 """Rows of static buffers before a batch asks for more."""
@@ -68,8 +65,6 @@ class ForwardBatches(BatchAdapter[Any]):
         runner: Any,
         regions: Sequence[str],
         writers: RequestWriters,
-        states: MambaStates | None = None,
-        rings: RequestCompressorStates | None = None,
     ) -> None:
         self._entries: Tensor = runner.req_to_token_pool.req_to_token
         self._regions = tuple(regions)
@@ -79,8 +74,6 @@ class ForwardBatches(BatchAdapter[Any]):
         self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
         # A draft model's slot at position p holds the token at p + 1.
         self._ahead = int(runners.draft_name(runner) is not None)
-        self._states = states
-        self._rings = rings
 
     def view(self, batch: Any) -> BatchView | None:
         """None for a forward without requests, such as a warm-up, and for those that are not `batches.is_checked`."""
@@ -103,18 +96,11 @@ class ForwardBatches(BatchAdapter[Any]):
             prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
             expected = self._expected(batch, names)
         tables = dict.fromkeys(self._regions, slot_table(self._entries, batch.req_pool_indices, slots))
-        writers = self._writers.ids(names)
-        state = None if self._states is None else self._states.table(batch, prefix_lens, new_lens)
-        if self._states is not None and state is not None:
-            tables[self._states.region] = state
-            self._states.expect(batch, self._entries, (prefix_lens, writers))
-        if self._rings is not None:
-            tables[self._rings.region] = self._rings.table(batch.req_pool_indices)
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
             token_ids=batch.input_ids,
-            writers=writers,
+            writers=self._writers.ids(names),
             tables=tables,
             positions=positions,
             expected_tokens=expected,
@@ -126,23 +112,18 @@ class ForwardBatches(BatchAdapter[Any]):
         numbers = self._entries.new_zeros(rows, dtype=torch.int64)
         lengths = self._entries.new_zeros(rows, dtype=torch.int32)
         known = lengths.new_full((rows, TABLE_STEP), UNKNOWN)
-        table = slot_table(self._entries, numbers, numbers)
-        tables = dict.fromkeys(self._regions, table)
-        if self._rings is not None:
-            tables[self._rings.region] = self._rings.table(numbers)
-        states = [{}] if self._states is None else [{self._states.region: t} for t in self._states.padding(rows)]
-        for state in states:
-            for lens, expected in ((numbers, None), (lengths, known)):
-                yield BatchView(
-                    prefix_lens=lens,
-                    new_lens=lens,
-                    token_ids=numbers,
-                    writers=lengths,
-                    tables={**tables, **state},
-                    positions=numbers,
-                    expected_tokens=expected,
-                    anchors=self._anchors.of(lens),
-                )
+        tables = dict.fromkeys(self._regions, slot_table(self._entries, numbers, numbers))
+        for lens, expected in ((numbers, None), (lengths, known)):
+            yield BatchView(
+                prefix_lens=lens,
+                new_lens=lens,
+                token_ids=numbers,
+                writers=lengths,
+                tables=tables,
+                positions=numbers,
+                expected_tokens=expected,
+                anchors=self._anchors.of(lens),
+            )
 
     def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         rows = seq_lens.shape[0]

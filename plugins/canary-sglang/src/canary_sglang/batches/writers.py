@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from canary_core.adapters import Writers
+from canary_core import Writers
 
 
 class RequestWriters:

@@ -9,6 +9,13 @@ NO_KV_MODES = frozenset({"IDLE", "PREBUILT"})
 """Forwards that write no KV."""
 
 
+def writes_kv(batch: Any) -> bool:
+    """Whether a `ForwardBatch` (None: there is none) writes slots of its requests."""
+    return batch is not None and bool(
+        batch.rids and batch.out_cache_loc is not None and batch.forward_mode.name not in NO_KV_MODES
+    )
+
+
 def is_checked(batch: Any) -> bool:
     """Whether what a `ForwardBatch` reads and writes follows from it: its mode is one of `CHECKED_MODES`, and it does
     not mix extends with requests that speculate, whose lengths the overlap scheduler sets later than the host's copy.

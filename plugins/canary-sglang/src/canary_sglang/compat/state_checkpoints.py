@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core.batch import StateCheckpoints
-from canary_core.errors import PluginError
+from canary_core import PluginError, StateCheckpoints
 
 CONTEXT = "sglang.srt.runtime_context"
 

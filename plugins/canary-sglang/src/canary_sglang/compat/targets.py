@@ -3,7 +3,7 @@
 import pkgutil
 from collections.abc import Iterable, Sequence
 
-from canary_core.errors import PluginError
+from canary_core import PluginError
 
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"

@@ -25,11 +25,19 @@ import torch
 from torch import Tensor
 
 from canary_adapters import Part, block_table, require_disjoint, ring_table, row_source
-from canary_core.adapters import PoolAdapter
-from canary_core.batch import SlotTable
-from canary_core.canary import Canary
-from canary_core.errors import AttachError
-from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
+from canary_core import (
+    AttachError,
+    BatchView,
+    Canary,
+    KVSource,
+    PoolAdapter,
+    Region,
+    RegionKind,
+    Role,
+    StepListener,
+    Uncovered,
+)
+from canary_sglang.compat import batches
 
 C4, C128 = "c4_state", "c128_state"
 
@@ -78,7 +86,7 @@ def ring_pool(name: str, pool: Any) -> CompressorStatePool:
     return CompressorStatePool(describe(pool))
 
 
-class RequestCompressorStates:
+class RequestCompressorStates(StepListener):
     """Where the requests' own rings are, for one runner: those of the region ``name`` of ``canary``."""
 
     def __init__(self, name: str, canary: Canary) -> None:
@@ -88,14 +96,23 @@ class RequestCompressorStates:
         self._entries = torch.arange(region.slots // C128_ROWS, dtype=torch.int32, device=region.device)[:, None]
         self._inside = torch.arange(C128_ROWS, device=region.device)
 
-    def table(self, requests: Tensor) -> SlotTable:
-        """The rings of ``requests``, as `ForwardBatch.req_pool_indices` numbers them."""
-        return ring_table(block_table(self._entries, C128_ROWS, requests), C128_ROWS)
+    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
+        """Adds the rings of the forward's requests."""
+        return view if view is None or batch is None else self._with_rings(view, batch.req_pool_indices)
 
-    def forget(self, requests: Tensor) -> None:
-        """A forward that wasn't checked may have written rows of ``requests``."""
-        rows = requests.long()[:, None] * C128_ROWS + self._inside
-        self._canary.slots.forget(self.region, rows.flatten())
+    def padding(self, view: BatchView) -> list[BatchView]:
+        """``view``, of padding, with the rings of nobody."""
+        return [self._with_rings(view, view.prefix_lens.new_zeros(view.rows, dtype=torch.int64))]
+
+    def forget(self, batch: Any) -> None:
+        """The forward may have written rows of its requests."""
+        if batches.writes_kv(batch):
+            rows = batch.req_pool_indices.long()[:, None] * C128_ROWS + self._inside
+            self._canary.slots.forget(self.region, rows.flatten())
+
+    def _with_rings(self, view: BatchView, requests: Tensor) -> BatchView:
+        table = ring_table(block_table(self._entries, C128_ROWS, requests), C128_ROWS)
+        return replace(view, tables={**view.tables, self.region: table})
 
 
 def _c4_region(pool: Any) -> Region:

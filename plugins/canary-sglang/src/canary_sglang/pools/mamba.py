@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from canary_adapters import Part, ragged_table, ring_table, row_source, slot_table
-from canary_core.adapters import PoolAdapter
-from canary_core.batch import SlotTable
-from canary_core.canary import Canary
-from canary_core.errors import AttachError
-from canary_core.ops.cross_region import expect_sequences
-from canary_core.region import KVSource, Region, RegionKind, Uncovered
+from canary_core import (
+    AttachError,
+    BatchView,
+    Canary,
+    KVSource,
+    PoolAdapter,
+    Region,
+    RegionKind,
+    SlotTable,
+    StepListener,
+    Uncovered,
+)
+from canary_sglang.compat import batches
 from canary_sglang.compat.state_checkpoints import Checkpoints, tracked_slots
 
 REGION = "mamba"
@@ -80,10 +87,10 @@ def refusal(requests: Any) -> str | None:
     return None
 
 
-class MambaStates:
+class MambaStates(StepListener):
     """Where the requests' states are, for one runner, and what moves between them. ``region``: the name under which
-    ``canary`` has them. Copies between slots carry its records until `close`. ``checkpoints``: None where forwards put
-    no states aside."""
+    ``canary`` has them. Copies between slots carry its records until `close`. ``checkpoints``: None where forwards copy
+    no states into checkpoint slots."""
 
     def __init__(self, requests: Any, region: str, canary: Canary, checkpoints: Checkpoints | None = None) -> None:
         self.region = region
@@ -98,46 +105,48 @@ class MambaStates:
         """Copies are no longer followed."""
         _GUARDS.pop(id(self._pool), None)
 
-    def table(self, batch: Any, prefix_lens: Tensor, new_lens: Tensor) -> SlotTable | None:
-        """The states that a forward reads and writes; None where that doesn't follow from the batch, as of a
-        verification, which leaves the states to a later step: then they are not known any more.
+    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
+        """Adds the states that the forward reads and writes. A cached state that is reused must be of the very tokens
+        whose KV is reused with it.
 
-        A request that reuses a cached state reads it from the cache's slot and writes its own: until the forward has
-        copied it, there is nothing in the latter. A decode copies nothing, though the lists may still hold what the
-        extend before it has copied.
+        A verification leaves the states to a later step, so they are not known any more. A request that reuses a cached
+        state reads it from the cache's slot and writes its own: until the forward has copied it, there is nothing in
+        the latter. A decode copies nothing, though the lists may still hold what the extend before it has copied.
         """
+        if view is None or batch is None:
+            return view
         if batch.forward_mode.name not in REWRITING_MODES:
-            self.forget(batch)
-            return None
-        table = self._table(batch, prefix_lens, new_lens)
-        made = None if self._checkpoints is None else self._checkpoints.of_forward(batch, prefix_lens)
-        return table if made is None else replace(table, checkpoints=made)
+            self._forget_requests(batch)
+            return view
+        if _reuses(batch):
+            self._expect(batch, view)
+            table = self._reusing(batch, view)
+        else:
+            table = self._own(batch.req_pool_indices)
+        made = None if self._checkpoints is None else self._checkpoints.of_forward(batch, view.prefix_lens)
+        if made is not None:
+            table = replace(table, checkpoints=made)
+        return replace(view, tables={**view.tables, self.region: table})
 
-    def expect(self, batch: Any, entries: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-        """Before a forward: a cached state that is reused must be of the very tokens whose KV is reused with it.
-        ``entries``: the slot table. ``rows``: prefix lengths and writers of the forward's."""
-        states = self._canary.states
-        if not _reuses(batch) or KV not in states:
-            return
-        slots = entries[batch.req_pool_indices, (rows[0].long() - 1).clamp(min=0)]
-        expect_sequences(states[self.region], states[KV], slots, rows)
-
-    def _table(self, batch: Any, prefix_lens: Tensor, new_lens: Tensor) -> SlotTable:
-        sources, destinations = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
-        if not _reuses(batch):
-            return self._own(batch.req_pool_indices)
-        lengths = prefix_lens, new_lens
-        return self._reusing(batch.req_pool_indices, batch.input_ids.shape[0], lengths, (sources, destinations))
-
-    def padding(self, rows: int) -> tuple[SlotTable, SlotTable]:
-        """Tables of ``rows`` requests that have nothing: of requests that go on, and of some that reuse a cached
-        state."""
-        numbers = torch.zeros(rows, dtype=torch.int64, device=self._slots.device)
-        return self._own(numbers), self._reusing(numbers, 0, (numbers, numbers), (numbers[:0], numbers[:0]))
+    def padding(self, view: BatchView) -> list[BatchView]:
+        """``view``, of padding, with the tables of requests that go on, and of some that reuse a cached state."""
+        numbers = torch.zeros(view.rows, dtype=torch.int64, device=self._slots.device)
+        tables = self._own(numbers), _slot_lists(numbers, numbers, view, 0)
+        return [replace(view, tables={**view.tables, self.region: table}) for table in tables]
 
     def forget(self, batch: Any) -> None:
-        """A forward that wasn't checked may have rewritten the states of its requests, and what follows it may put some
-        aside."""
+        """The forward may have rewritten the states of its requests, and what follows it may copy some into checkpoint
+        slots."""
+        if batches.writes_kv(batch):
+            self._forget_requests(batch)
+
+    def _expect(self, batch: Any, view: BatchView) -> None:
+        table = view.tables.get(KV)
+        if table is not None:
+            slots = table.entries[batch.req_pool_indices, (view.prefix_lens.long() - 1).clamp(min=0)]
+            self._canary.slots.expect_prefix(self.region, KV, slots, view.prefix_lens, view.writers)
+
+    def _forget_requests(self, batch: Any) -> None:
         self._canary.slots.forget(self.region, self._slots[batch.req_pool_indices])
         tracked = tracked_slots(batch)
         if tracked is not None:
@@ -154,23 +163,12 @@ class MambaStates:
     def _own(self, requests: Tensor) -> SlotTable:
         return ring_table(slot_table(self._slots[:, None], requests), 1)
 
-    def _reusing(
-        self, requests: Tensor, tokens: int, lengths: tuple[Tensor, Tensor], copies: tuple[Tensor, Tensor]
-    ) -> SlotTable:
-        """A list of slots a row: the one to read, then one for each new token, of which the last is written.
-        ``lengths``: of prefixes, and how many new. ``copies``: sources and destinations."""
-        prefix_lens, new_lens = lengths
-        sources, destinations = copies
-        own = self._slots[requests].long()
+    def _reusing(self, batch: Any, view: BatchView) -> SlotTable:
+        """A list of slots a row: the one to read, then one for each new token, of which only the last is written."""
+        own = self._slots[batch.req_pool_indices].long()
         read = self._identity.clone()
-        read[destinations.long()] = sources.long()
-        news = new_lens.long()
-        ends = (news + 1).cumsum(0)
-        first = ends - news - 1
-        flat = own.new_full((tokens + own.shape[0],), -1)
-        flat[first] = read[own]
-        flat[ends - 1] = own
-        return replace(ragged_table(flat, first + 1 - prefix_lens.long()), stored_tokens=1)
+        read[batch.mamba_cow_dst_indices.long()] = batch.mamba_cow_src_indices.long()
+        return _slot_lists(read[own], own, view, batch.input_ids.shape[0])
 
 
 _GUARDS: dict[int, MambaStates] = {}
@@ -195,6 +193,18 @@ def loaded(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
     guard = _GUARDS.get(id(pool))
     if guard is not None:
         guard.arrived(args[1] if len(args) > 1 else kwargs["indices"])
+
+
+def _slot_lists(read: Tensor, own: Tensor, view: BatchView, tokens: int) -> SlotTable:
+    """For each row of ``view``, which has ``tokens`` new tokens in all: the slot to ``read``, then its ``own`` for each
+    new token."""
+    news = view.new_lens.long()
+    ends = (news + 1).cumsum(0)
+    first = ends - news - 1
+    flat = own.new_full((tokens + own.shape[0],), -1)
+    flat[first] = read
+    flat[ends - 1] = own
+    return replace(ragged_table(flat, first + 1 - view.prefix_lens.long()), stored_tokens=1)
 
 
 def _reuses(batch: Any) -> bool:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import Part, paged_source
-from canary_core.adapters import PoolAdapter
-from canary_core.errors import AttachError
-from canary_core.region import Region, Role
+from canary_core import AttachError, PoolAdapter, Region, Role
 from canary_sglang.pools.parts import NULL_SLOT, Unguarded, tensor_bytes
 
 SCALES = "full_scale"

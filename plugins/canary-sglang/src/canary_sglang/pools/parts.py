@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from canary_adapters import require_disjoint
-from canary_core.adapters import PoolAdapter
-from canary_core.region import KVSource, Region, RegionKind, Uncovered
+from canary_core import KVSource, PoolAdapter, Region, RegionKind, Uncovered
 
 NULL_SLOT = 0
 """Where SGLang sends padded tokens; in a full → window map it means evicted."""

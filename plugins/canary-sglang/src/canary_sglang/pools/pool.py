@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from canary_adapters import JoinedPools, WindowPool
-from canary_core.adapters import PoolAdapter
-from canary_core.errors import AttachError
-from canary_core.region import Region, Uncovered
+from canary_core import AttachError, PoolAdapter, Region, Uncovered
 from canary_sglang.compat import runners
 from canary_sglang.pools import compressor_state, mamba
 from canary_sglang.pools.mxfp8_scales import interleaved_scales

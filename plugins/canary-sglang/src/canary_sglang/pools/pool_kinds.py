@@ -17,9 +17,7 @@ from canary_adapters import (
     packed_page_source,
     row_source,
 )
-from canary_core.adapters import PoolAdapter
-from canary_core.errors import AttachError
-from canary_core.region import KVSource, Role, Uncovered
+from canary_core import AttachError, KVSource, PoolAdapter, Role, Uncovered
 from canary_sglang.pools.parts import NULL_SLOT, SourcePool, Unguarded, WholePool, tensor_bytes
 
 DSV4_PAGE = (576, 8)

@@ -6,10 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
-from canary_core.canary import Canary
-from canary_core.events import Event, Level
-from canary_core.region import Region, RegionKind
+from canary_core import BatchView, Canary, Event, HostCopy, Level, Region, RegionKind, StepListener
 
 MOST_ENTRIES = 1 << 20
 """Entries of the request table that are looked at together; more of them are taken in turns."""
@@ -24,11 +21,10 @@ class _Sample:
 
     region: str
     step: int
-    counts: Tensor
-    ready: torch.cuda.Event | None
+    counts: HostCopy
 
 
-class WindowDivergence:
+class WindowDivergence(StepListener):
     """Counts, on the device, every ``CANARY_DIVERGENCE_INTERVAL`` forwards, over the requests of that forward:
 
     | field          | what                                                                                      |
@@ -40,7 +36,7 @@ class WindowDivergence:
     | out_of_window  | live entries without a slot of the window: it has passed                                  |
     | evicted_inside | of these, entries that the forward still reads: a bug, which the check reports as well    |
 
-    Read back some forwards later, without waiting. In log mode nothing is raised.
+    Read back some forwards later, without waiting.
     """
 
     def __init__(self, canary: Canary, entries: Tensor) -> None:
@@ -52,23 +48,21 @@ class WindowDivergence:
         windows = [r for r in canary.regions.values() if r.kind is RegionKind.WINDOW and r.slot_map is not None]
         self._windows = windows if self._interval and canary.enabled else []
 
-    def before_forward(self, batch: Any, view: BatchView) -> None:
-        """Called before a forward that is checked, on its stream."""
-        if not self._windows or not self._canary.enabled:
-            return
-        try:
-            self.finish()
+    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
+        """Counts, if it is time to; tells what has arrived."""
+        if self._windows and view is not None and batch is not None:
+            self.close()
             self._forwards += 1
             if self._forwards % self._interval == 0:
                 self._samples += [self._sample(region, batch, view) for region in self._windows]
-        except Exception as error:
-            self._canary.fail("canary_sglang: window divergence", error)
+        return view
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Tells what has arrived."""
-        while self._samples and (self._samples[0].ready is None or self._samples[0].ready.query()):
+        while self._samples and self._samples[0].counts.arrived():
             sample = self._samples.pop(0)
-            fields: dict[str, object] = dict(zip(FIELDS, sample.counts.tolist(), strict=True))
+            (counts,) = sample.counts.tensors
+            fields: dict[str, object] = dict(zip(FIELDS, counts.tolist(), strict=True))
             level: Level = "error" if fields["evicted_inside"] else "info"
             told = {"region": sample.region, "step": sample.step, **fields}
             self._canary.tell(Event("window_divergence", level, told))
@@ -86,13 +80,7 @@ class WindowDivergence:
             part = slice(first, first + rows)
             table = self._entries[batch.req_pool_indices[part].long(), :width]
             counts += _count(region, table, prefix[part], new[part])
-        if not counts.is_cuda:
-            return _Sample(region.name, self._canary.forwards + 1, counts, None)
-        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        host.copy_(counts, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return _Sample(region.name, self._canary.forwards + 1, host, ready)
+        return _Sample(region.name, self._canary.forwards + 1, HostCopy(counts))
 
 
 def _count(region: Region, table: Tensor, prefix: Tensor, new: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from canary_core.records import POSITION, STATES, TOKEN, State
 from canary_sglang.prefix_cache.tree import Broken
 from canary_sglang.prefix_cache.walk import HostRun
 from canary_sglang.transfer.hicache import ParkedRecords
@@ -29,10 +28,9 @@ def check_host_nodes(parked: ParkedRecords, runs: Sequence[HostRun], vocabulary:
 
     inside = (numbers >= 0) & (numbers < parked.slots)
     slots = torch.where(inside, numbers, 0)
-    known, records = parked.records(slots)
-    known &= inside & (records[:, POSITION] & (int(State.FREED) - 1) == State.WRITTEN)
-    stored_token, stored_position = records[:, TOKEN].long(), records[:, POSITION].long() // STATES
-    other = known & ((stored_position != position) | ((tokens < vocabulary) & (stored_token != tokens)))
+    stored = parked.records(slots)
+    known = inside & stored.known & stored.written
+    other = known & ((stored.positions != position) | ((tokens < vocabulary) & (stored.tokens != tokens)))
     free = inside & ~parked.host_pool.slot_used[slots]
 
     found: dict[int, Broken] = {}
@@ -45,7 +43,7 @@ def check_host_nodes(parked: ParkedRecords, runs: Sequence[HostRun], vocabulary:
         elif free[entry]:
             what = "is in the host pool's free list as well"
         else:
-            there = f"token {int(stored_token[entry])} at {int(stored_position[entry])}"
+            there = f"token {int(stored.tokens[entry])} at {int(stored.positions[entry])}"
             what = f"was written for {there}, the node's is {int(tokens[entry])}"
         detail = f"host slot {int(numbers[entry])}, which holds its position {int(position[entry])}, {what}"
         found[index] = Broken(runs[index].node, RULE, detail)

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from canary_core.canary import Canary
-from canary_core.events import Event, Level
-from canary_core.prefix_cache.sweep import FreeList, Judged, RecordSweep
-from canary_core.records import Kind, Phase
-from canary_core.violation import Violation
+from canary_core import Canary, Event, FreeList, Kind, Level, Phase, RecordSweep, StepListener, SweepResult, Violation
 from canary_sglang.prefix_cache import tree
 from canary_sglang.prefix_cache.host_nodes import check_host_nodes
 from canary_sglang.prefix_cache.tree import Broken, RustTree
@@ -65,9 +61,9 @@ class _Issue:
     ready: torch.cuda.Event | None
 
 
-class PrefixSweep:
+class PrefixSweep(StepListener):
     """Sweeps of one session's cache, one every ``CANARY_SWEEP_INTERVAL`` batches; ``vocabulary``: how many tokens there
-    are; ``parked``: what is known, at that moment, of KV in host memory. In log mode nothing is raised."""
+    are; ``parked``: what is known, at that moment, of KV in host memory."""
 
     def __init__(self, canary: Canary, vocabulary: int, parked: Callable[[], ParkedRecords | None]) -> None:
         self._canary = canary
@@ -79,6 +75,7 @@ class PrefixSweep:
         self._vocabulary = vocabulary
         self._parked = parked
         self._sweep: _Under | None = None
+        self._scheduler: Any = None
 
     @property
     def on(self) -> bool:
@@ -88,30 +85,26 @@ class PrefixSweep:
     def before_batch(self, scheduler: Any) -> None:
         """The scheduler issues a batch next: walks on, and reports what has arrived of earlier steps."""
         if self.on:
+            self._scheduler = scheduler
             self._batches += 1
-            self._guarded(self._advance, scheduler, False)
+            with self._canary.guard("PrefixSweep.before_batch"):
+                self._advance(scheduler, False)
 
-    def idle(self, scheduler: Any) -> None:
-        """The engine idles: brings a sweep that is due or under way to its end, a large piece a call."""
-        if self.on:
-            self._guarded(self._advance, scheduler, True)
-            self.issue()
-
-    def issue(self) -> None:
-        """Gathers the records of what was walked: called before the batch's forward, on its stream."""
+    def begin(self, batch: Any) -> None:
+        """Gathers the records of what was walked: before the batch's forward, on its stream."""
         if self._sweep is not None and self._sweep.waiting is not None and self.on:
-            self._guarded(self._issue, self._sweep, self._sweep.waiting)
+            self._issue(self._sweep, self._sweep.waiting)
 
-    def finish(self) -> None:
-        """Reports what has arrived. For the end of a session."""
+    def idle(self) -> None:
+        """Brings a sweep that is due or under way to its end, a large piece a call."""
+        if self.on and self._scheduler is not None:
+            self._advance(self._scheduler, True)
+            self.begin(None)
+
+    def close(self) -> None:
+        """Reports what has arrived."""
         if self.on:
-            self._guarded(self._collect)
-
-    def _guarded(self, do: Any, *arguments: Any) -> None:
-        try:
-            do(*arguments)
-        except Exception as error:
-            self._canary.fail("canary_sglang: sweep", error)
+            self._collect()
 
     def _advance(self, scheduler: Any, idle: bool) -> None:
         self._collect()
@@ -187,7 +180,7 @@ class PrefixSweep:
             self._tell(sweep)
             self._sweep = None
 
-    def _report(self, sweep: _Under, piece: Piece, judged: Judged | None) -> None:
+    def _report(self, sweep: _Under, piece: Piece, judged: SweepResult | None) -> None:
         found = [self._violation(broken) for broken in piece.broken]
         sweep.findings += len(found)
         if judged is not None:
@@ -204,7 +197,7 @@ class PrefixSweep:
                 sweep.unknown_slots += judged.unknown
         self._canary.report(found)
 
-    def _twice(self, piece: Piece, judged: Judged) -> list[Violation]:
+    def _twice(self, piece: Piece, judged: SweepResult) -> list[Violation]:
         return [
             self._violation(
                 Broken(
@@ -215,7 +208,7 @@ class PrefixSweep:
             if piece.nodes[one] is not piece.nodes[other]
         ]
 
-    def _note_owners(self, sweep: _Under, piece: Piece, judged: Judged) -> None:
+    def _note_owners(self, sweep: _Under, piece: Piece, judged: SweepResult) -> None:
         """Remembers which node has each slot; a slot that another one had is suspect, not more: it may have moved."""
         if sweep.owner is None:
             slots = max(region.slots * region.tokens_per_slot for region in self._canary.regions.values())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core.prefix_cache.sweep import CachedRun, FreeList
+from canary_core import CachedRun, FreeList
 from canary_sglang.batches.tokens import as_array
 
 FULL, WINDOW = "full", "swa"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core.prefix_cache.sweep import CachedRun
+from canary_core import CachedRun
 from canary_sglang.prefix_cache.tree import PASSED, Broken, NodeTree, RustTree, node_tokens
 
 DEEPEST = 1 << 20

@@ -15,32 +15,28 @@ the request did are taken for unwritten: the transfer was cut short.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
-from canary_core.canary import Canary
-from canary_core.events import Event
-from canary_core.ops.payload import PayloadLayout
-from canary_core.region import Region, RegionKind
+from canary_core import BatchView, Canary, Event, RecordBuffers, Region, RegionKind, StepListener
 from canary_sglang.batches.tokens import expected_tokens
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import targets
-from canary_sglang.transfer.kv_transfer import Hook, KVTransfer, apply_hooks, region_slots, used_here
-from canary_sglang.transfer.record_buffers import RecordBuffers, TransferBuffers
+from canary_sglang.compat.registrar import REGISTRAR, Hook
+from canary_sglang.transfer.kv_transfer import used_here
+from canary_sglang.transfer.transfer_buffers import TransferBuffers
 
 
-class PrefillSide(KVTransfer):
+class PrefillSide(StepListener):
     """A prefill engine: nothing arrives here, but what is known leaves with the bytes."""
 
     def __init__(self, canary: Canary) -> None:
-        apply_hooks(_prefill_hooks())
-        self._canary = canary
-        self._riders = TransferBuffers(canary, RecordBuffers.of)
+        REGISTRAR.apply(_prefill_hooks())
+        self.canary = canary
+        self._buffers = TransferBuffers(canary, canary.slots.record_buffers)
         self._peers: set[tuple[str, int]] = set()
         self._left_out = False
         self.carried = True
@@ -48,12 +44,12 @@ class PrefillSide(KVTransfer):
 
     def registering(self, args: Any) -> None:
         """A transfer manager is about to register ``args``."""
-        self._riders.append(args)
-        _tell_travel(self._canary, "pd prefill", self._riders)
+        self._buffers.append(args)
+        _tell_travel(self.canary, "pd prefill", self._buffers)
 
     def meeting(self, manager: Any, peer: Any) -> None:
         """A decode engine has told its buffers, and the manager is about to pair them with its own."""
-        args, ours = manager.kv_args, len(self._riders.kv)
+        args, ours = manager.kv_args, len(self._buffers.kv)
         same = peer.decode_tp_size == manager.attn_tp_size and not getattr(peer, "requires_dcp_relayout", False)
         if ours and not (same and _ends_alike(args.kv_item_lens, peer.dst_kv_item_lens, ours)):
             # For all peers from now on: they share the list. Those met before have our rows last, too.
@@ -63,10 +59,10 @@ class PrefillSide(KVTransfer):
             kinds = getattr(args, "kv_data_mem_kinds", None)
             if kinds:
                 del kinds[-ours:]
-            self._riders.kv = []
+            self._buffers.kv = []
             self._leave_out(peer)
         theirs = getattr(peer, "dst_state_item_lens", None) or []
-        for i, entries in self._riders.states.items():
+        for i, entries in self._buffers.states.items():
             if entries and i < len(theirs) and same and _ends_alike(args.state_item_lens[i], theirs[i], len(entries)):
                 self._peers.add((peer.agent_name, i))
             elif entries:
@@ -78,7 +74,7 @@ class PrefillSide(KVTransfer):
         component = next(
             (i for i, ptrs in enumerate(manager.kv_args.state_data_ptrs) if ptrs is arguments["src_data_ptrs"]), -1
         )
-        ours = len(self._riders.states.get(component, ()))
+        ours = len(self._buffers.states.get(component, ()))
         if not ours:
             return arguments
         if (arguments["peer_name"], component) in self._peers:
@@ -86,11 +82,12 @@ class PrefillSide(KVTransfer):
         cut = ("src_data_ptrs", "item_lens", "src_layer_ids")
         return {k: v[:-ours] if k in cut and v else v for k, v in arguments.items()}
 
-    def ended(self) -> None:
+    def close(self) -> None:
         """What leaves from now on says nothing: our tables stand still and the bytes don't. The manager goes on with
         the longer lists, so this object goes on telling it how to send them."""
-        for rider in self._riders.by_region.values():
-            rider.stamps.zero_()
+        _SIDES.remove(self)
+        for buffers in self._buffers.by_region.values():
+            buffers.stamps.zero_()
 
     def _leave_out(self, peer: Any) -> None:
         if not self._left_out:
@@ -99,7 +96,7 @@ class PrefillSide(KVTransfer):
                 "a decode engine takes no records: it runs without Canary, with another pool, or with another "
                 "CANARY_BYTES; what it receives is not judged there"
             )
-            self._canary.tell(Event("records_left_out", "warning", {"peer": peer.agent_name, "reason": reason}))
+            self.canary.tell(Event("records_left_out", "warning", {"peer": peer.agent_name, "reason": reason}))
 
 
 def _ends_alike(own: Sequence[int], other: Sequence[int], count: int) -> bool:
@@ -115,33 +112,34 @@ class _Transfer:
     slots: Tensor
 
 
-class DecodeSide(KVTransfer):
+class DecodeSide(StepListener):
     """A decode engine. ``carried``: whether records may come with the bytes; if not, slots are only not judged."""
 
     def __init__(self, canary: Canary, requests: RequestWriters, carried: bool) -> None:
-        apply_hooks(_decode_hooks(carried))
+        REGISTRAR.apply(_decode_hooks(carried))
         self.carried = carried
         self.counts = {"transfers": 0, "imported_transfers": 0}
         # Whether more than the new slots is sent: a window or an indexer, whatever the decode engine has of it.
         self._whole = True
-        self._canary = canary
+        self.canary = canary
         self._requests = requests
-        self._riders = TransferBuffers(canary, RecordBuffers.inbox) if carried else None
+        self._buffers = TransferBuffers(canary, canary.slots.empty_buffers) if carried else None
         self._announced: WeakKeyDictionary[Any, _Transfer] = WeakKeyDictionary()
         self._arrived: dict[str, _Transfer] = {}
+        self._first: dict[str, _Transfer] = {}
         _SIDES.append(self)
 
     def registering(self, args: Any) -> None:
         """A transfer manager is about to register ``args``."""
         self._whole = bool(args.state_types)
-        if self._riders is not None:
-            self._riders.append(args)
-            _tell_travel(self._canary, "pd decode", self._riders)
+        if self._buffers is not None:
+            self._buffers.append(args)
+            _tell_travel(self.canary, "pd decode", self._buffers)
 
     def allocated(self, request: Any, prefix: Tensor | None, start: int, slots: Tensor) -> None:
         """Slots were taken for ``request``'s KV from position ``start`` on, and the prefill engine will be told of
         them next; from then on their bytes may change at any time. ``prefix``: slots before them, which hold KV."""
-        if not self._canary.enabled:
+        if not self.canary.enabled:
             return
         if self._whole and prefix is not None and len(prefix):
             self._expect(prefix.to(slots.device))
@@ -155,36 +153,38 @@ class DecodeSide(KVTransfer):
         self._announced[request] = _Transfer(request, start, slots[: max(sent - start, 0)])
 
     def _expect(self, slots: Tensor) -> None:
-        riders = self._riders.by_region if self._riders is not None else {}
-        for region in self._canary.regions:
-            own = region_slots(self._canary, region, slots)
-            self._canary.slots.expect(region, own)
-            if region in riders:
-                riders[region].clear(own)
-            self._canary.slots.forget(region, own)
+        inboxes = self._buffers.by_region if self._buffers is not None else {}
+        for region in self.canary.regions:
+            own = self.canary.regions[region].slots_of(slots)
+            self.canary.slots.expect(region, own)
+            if region in inboxes:
+                inboxes[region].clear(own)
+            self.canary.slots.forget(region, own)
 
     def received(self, request: Any) -> None:
         """``request``'s KV has arrived, or failed to."""
         transfer = self._announced.pop(request, None)
         self.counts["transfers"] += 1
-        registered = self._riders is not None and self._riders.registered
+        registered = self._buffers is not None and self._buffers.registered
         if transfer is not None and request.finished_reason is None and registered:
             self._arrived = {name: t for name, t in self._arrived.items() if t.request.finished_reason is None}
             self._arrived[request.rid] = transfer
 
-    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
-        """Imports the KV of requests whose first forward this is, compares its bytes, and has their tokens checked."""
+    def begin(self, batch: Any) -> None:
+        """Imports the KV of requests whose first forward this is, and compares its bytes."""
+        self._first = {}
         if not self._arrived or batch is None or not batch.rids:
-            return view
+            return
         first = [name for name in batch.rids if name in self._arrived]
-        if not first:
+        self._first = {name: self._arrived.pop(name) for name in first}
+        for transfer in self._first.values():
+            self._import(transfer, self._buffers.by_region if self._buffers is not None else {})
+
+    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
+        """Has the tokens of those requests checked."""
+        if not self._first or view is None or view.expected_tokens is not None:
             return view
-        transfers = {name: self._arrived.pop(name) for name in first}
-        for transfer in transfers.values():
-            self._import(transfer, self._riders.by_region if self._riders is not None else {})
-        if view is None or view.expected_tokens is not None:
-            return view
-        requests = [transfers[name].request if name in transfers else None for name in batch.rids]
+        requests = [self._first[name].request if name in self._first else None for name in batch.rids]
         ends = [0 if request is None else len(request.origin_input_ids) for request in requests]
         return replace(view, expected_tokens=expected_tokens(requests, ends, view.device))
 
@@ -192,30 +192,34 @@ class DecodeSide(KVTransfer):
         """Nothing is on its way any more."""
         self._arrived = {}
 
-    def _import(self, transfer: _Transfer, riders: Mapping[str, RecordBuffers]) -> None:
+    def close(self) -> None:
+        """Says how much has come."""
+        _SIDES.remove(self)
+        self.canary.tell(Event("records_travelled", fields={"with": "pd decode", **self.counts}))
+
+    def _import(self, transfer: _Transfer, by_region: Mapping[str, RecordBuffers]) -> None:
         self.counts["imported_transfers"] += 1
         writer = self._requests.writers.id(f"{transfer.request.rid} (prefill)")
         end = transfer.start + len(transfer.slots)
         used_here(transfer.slots)
-        for region, rider in riders.items():
-            guarded = self._canary.regions[region]
+        for region, buffers in by_region.items():
+            guarded = self.canary.regions[region]
             slots = transfer.slots
             if guarded.window_tokens is not None:
                 # No more than the window is sent.
                 slots = slots[max(end - guarded.window_tokens + 1 - transfer.start, 0) :]
-            own = region_slots(self._canary, region, slots)
+            own = guarded.slots_of(slots)
             if not len(own):
                 continue
-            layout_ = PayloadLayout.of(self._canary.states[region])
-            self._canary.slots.import_records(region, own, rider.payload(layout_, own), writer)
-            rider.clear(own)
-            self._canary.slots.check(region, own)
+            self.canary.slots.import_records(region, own, buffers.payload(own), writer)
+            buffers.clear(own)
+            self.canary.slots.check(region, own)
 
 
-def _tell_travel(canary: Canary, what: str, riders: TransferBuffers) -> None:
-    regions = {region: rider.size_bytes for region, rider in riders.by_region.items()}
-    fields = {"with": what, "carried": riders.registered, "buffers_bytes": regions}
-    canary.tell(Event("records_travel", "info" if riders.registered else "warning", fields))
+def _tell_travel(canary: Canary, what: str, buffers: TransferBuffers) -> None:
+    sizes = {region: kept.size_bytes for region, kept in buffers.by_region.items()}
+    fields = {"with": what, "carried": buffers.registered, "buffers_bytes": sizes}
+    canary.tell(Event("records_travel", "info" if buffers.registered else "warning", fields))
 
 
 def refusal(regions: Sequence[Region]) -> str | None:
@@ -249,24 +253,26 @@ def _decode_hooks(carried: bool) -> dict[str, Hook]:
 
 def _registering(manager: Any, *args: Any, **kwargs: Any) -> None:
     kv_args = args[0] if args else kwargs["args"]
-    side = next((side for side in reversed(_SIDES) if side.carried and side._canary.enabled), None)
+    side = next((side for side in reversed(_SIDES) if side.carried and side.canary.enabled), None)
     if side is not None:
         _MANAGERS[manager] = side
-        _guarded(side, "register", partial(side.registering, kv_args))
+        with side.canary.guard("disaggregation register"):
+            side.registering(kv_args)
 
 
 def _meeting(manager: Any, *args: Any, **kwargs: Any) -> None:
     peer = args[0] if args else kwargs["peer_info"]
     side = _MANAGERS.get(manager)
     if isinstance(side, PrefillSide):
-        _guarded(side, "meet", partial(side.meeting, manager, peer))
+        with side.canary.guard("disaggregation meet"):
+            side.meeting(manager, peer)
 
 
 def _sending(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
     side = _MANAGERS.get(manager)
     if isinstance(side, PrefillSide) and not args:
-        changed = _guarded(side, "send", partial(side.sending, manager, kwargs))
-        kwargs = kwargs if changed is None else changed
+        with side.canary.guard("disaggregation send"):
+            kwargs = side.sending(manager, kwargs)
     return original(manager, *args, **kwargs)
 
 
@@ -276,19 +282,12 @@ def _preallocated(result: Any, queue: Any, request: Any, *args: Any, **kwargs: A
     start = int((given.get("prefix_len") if start is None else start) or 0)
     for side in _SIDES:
         if isinstance(side, DecodeSide) and isinstance(result, Tensor):
-            prefix = given.get("prefix_indices")
-            _guarded(side, "allocate", partial(side.allocated, request, prefix, start, result))
+            with side.canary.guard("disaggregation allocate"):
+                side.allocated(request, given.get("prefix_indices"), start, result)
 
 
 def _committed(result: Any, queue: Any, decode_request: Any, *args: Any, **kwargs: Any) -> None:
     for side in _SIDES:
         if isinstance(side, DecodeSide):
-            _guarded(side, "commit", partial(side.received, decode_request.req))
-
-
-def _guarded(side: PrefillSide | DecodeSide, where: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        side._canary.fail(f"canary_sglang: disaggregation {where}", error)
-        return None
+            with side.canary.guard("disaggregation commit"):
+                side.received(decode_request.req)

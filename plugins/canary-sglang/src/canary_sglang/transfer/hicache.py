@@ -10,33 +10,29 @@ records; what is loaded from them is not judged.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
-from canary_core.canary import Canary
-from canary_core.events import Event
-from canary_core.ops import payload as payloads
-from canary_core.records import PAYLOAD_FINGERPRINTS, PAYLOAD_RECORD, PAYLOAD_STAMP, RECORD_WORDS
+from canary_core import AttachError, BatchView, Canary, Event, HostCopy, PayloadRecords, StepListener
 from canary_sglang.compat import targets
-from canary_sglang.transfer.kv_transfer import Hook, KVTransfer, apply_hooks, plain_names, used_here
+from canary_sglang.compat.registrar import REGISTRAR, Hook
+from canary_sglang.transfer.kv_transfer import plain_names, used_here
 
 REGIONS = frozenset({"full", "swa"})
 """Regions whose slots HiCache's transfers name."""
 
 
-class HostCache(KVTransfer):
+class HostCache(StepListener):
     """The part of HiCache that concerns one session's pool. ``carried``: whether records go with the bytes; if not,
     what is loaded is only not judged."""
 
     def __init__(self, canary: Canary, pool: Any, carried: bool = True) -> None:
-        apply_hooks(_hooks())
+        REGISTRAR.apply(_hooks())
         self._carried = carried
         self.counts = {"parked_slots": 0, "loaded_slots": 0, "unknown_slots": 0}
-        self._canary = canary
+        self.canary = canary
         self._pool = pool
         self._names = plain_names(canary)
         self._parked: dict[str, ParkedRecords] = {}
@@ -47,7 +43,7 @@ class HostCache(KVTransfer):
         """Whether the controller moves this session's KV; a draft model's travels with the served one's."""
         pools = (self._pool, getattr(self._pool, "full_kv_pool", None))
         moved = (controller.mem_pool_device, getattr(controller, "mem_pool_device_draft", None))
-        return self._canary.enabled and any(pool is not None and pool in pools for pool in moved)
+        return self.canary.enabled and any(pool is not None and pool in pools for pool in moved)
 
     def writing(self, controller: Any) -> None:
         """The controller is about to copy its write queue to the host."""
@@ -56,7 +52,7 @@ class HostCache(KVTransfer):
         for region, host_pool, host_slots, slots in self._transfers(controller, controller.write_queue):
             parked = self._parked.get(region)
             if parked is None:
-                parked = self._parked[region] = ParkedRecords(self._canary, region, host_pool)
+                parked = self._parked[region] = ParkedRecords(self.canary, region, host_pool)
             parked.park(host_slots, slots, [load.slots for load in self._loads if load.region == region])
             self.counts["parked_slots"] += len(slots)
 
@@ -64,18 +60,17 @@ class HostCache(KVTransfer):
         """The controller has taken slots for its load queue, which it loads only with the next prefill. The cache has
         them from now on."""
         for region, _, _, slots in self._transfers(controller, controller.load_queue[-1:]):
-            self._canary.slots.forget(region, slots)
+            self.canary.slots.forget(region, slots)
 
     def loading(self, controller: Any) -> "list[_Load]":
         """The controller is about to load its load queue to the device: the slots' old content is not judged any
         more. `loaded` must follow."""
         loads = []
         for region, _, host_slots, slots in self._transfers(controller, controller.load_queue):
-            self._canary.slots.expect(region, slots)
-            self._canary.slots.forget(region, slots)
+            self.canary.slots.expect(region, slots)
+            self.canary.slots.forget(region, slots)
             parked = self._parked.get(region)
-            payload = None if parked is None else parked.fetch(host_slots)
-            known = 0 if payload is None else int((payload[:, PAYLOAD_STAMP] != 0).sum())
+            known, payload = (0, None) if parked is None else parked.fetch(host_slots)
             self.counts["loaded_slots"] += len(slots)
             self.counts["unknown_slots"] += len(slots) - known
             if payload is not None and known:
@@ -98,18 +93,17 @@ class HostCache(KVTransfer):
         """What is known of the host slots of the served model's region ``plain``; None if nothing went there."""
         return self._parked.get(self._names.get(plain, ""))
 
-    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
+    def begin(self, batch: Any) -> None:
         """Imports what this forward waits for, and what is there already."""
         for load in self._loads:
             if not load.imported and load.due():
-                if self._canary.states[load.region].reads:
+                if self.canary.compares_reads(load.region):
                     load.done.wait()
                 used_here(load.slots)
-                self._canary.slots.import_records(load.region, load.slots, load.payload)
+                self.canary.slots.import_records(load.region, load.slots, load.payload)
                 load.imported = True
-        return view
 
-    def landed(self) -> None:
+    def after(self, batch: Any, view: BatchView | None) -> None:
         """Compares the bytes of what the forward waited for."""
         if not self._loads:
             return
@@ -117,17 +111,17 @@ class HostCache(KVTransfer):
             if load.imported:
                 # The forward has waited already, if all its layers read KV.
                 load.done.wait()
-                self._canary.slots.check(load.region, load.slots)
+                self.canary.slots.check(load.region, load.slots)
         self._loads = [load for load in self._loads if not load.imported]
 
     def flushed(self) -> None:
         """Nothing is on its way any more."""
         self._loads = []
 
-    def ended(self) -> None:
+    def close(self) -> None:
         """Lets go of the controller."""
         _ATTACHED.remove(self)
-        self._canary.tell(Event("records_travelled", fields={"with": "hicache", **self.counts}))
+        self.canary.tell(Event("records_travelled", fields={"with": "hicache", **self.counts}))
 
     def _transfers(self, controller: Any, operations: Sequence[Any]) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
         """Region, host pool, host slots and device slots of each queued copy of a guarded region."""
@@ -142,7 +136,7 @@ class HostCache(KVTransfer):
     def _named(self, plain: str, host_pool: Any, transfer: Any) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
         name, host_slots, slots = self._names.get(plain), transfer.host_indices, transfer.device_indices
         if name is not None and host_slots is not None and slots is not None and len(slots):
-            yield name, host_pool, host_slots, slots.to(self._canary.regions[name].device)
+            yield name, host_pool, host_slots, slots.to(self.canary.regions[name].device)
 
 
 class ParkedRecords:
@@ -157,63 +151,65 @@ class ParkedRecords:
         self._canary = canary
         self._region = region
         self.slots = int(getattr(self.host_pool, "logical_size", self.host_pool.size))
-        self._table = torch.zeros(self.slots, payloads.PayloadLayout.of(canary.states[region]).words, dtype=torch.int64)
+        layout = canary.slots.payload_layout(region)
+        if layout is None:
+            raise AttachError(f"no region {region!r} is guarded, so nothing of it can be parked")
+        self._layout = layout
+        self._table = torch.zeros(self.slots, layout.words, dtype=torch.int64)
+        self._known = torch.zeros(self.slots, dtype=torch.bool)
         self._age = torch.zeros(self.slots, dtype=torch.int32)
         self._coming: deque[_Parking] = deque()
         fields = {
             "with": "hicache",
             "region": region,
             "host_slots": self.slots,
-            "host_memory_bytes": self._table.nbytes + self._age.nbytes,
+            "host_memory_bytes": self._table.nbytes + self._known.nbytes + self._age.nbytes,
         }
         canary.tell(Event("records_travel", fields=fields))
 
     def park(self, host_slots: Tensor, slots: Tensor, arriving: Sequence[Tensor]) -> None:
         """Bytes of ``slots`` go to ``host_slots``, on the current stream. ``arriving``: slots whose own records are
         not imported yet."""
-        # Not by the Canary, which would let events take effect that wait for the next forward: this is not the stream
-        # of the forwards, and none of those events is about what was written already.
-        payload = payloads.export_records(self._canary.states[self._region], slots)
+        # Events that wait for the next forward are let wait: this is not the stream of the forwards, and none of those
+        # events is about what was written already.
+        payload = self._canary.slots.export_records(self._region, slots, settle=False)
         for others in arriving:
             payload = payload * ~torch.isin(slots, others)[:, None]
-        pinned = payload.is_cuda
-        staged = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=pinned).copy_(payload, non_blocking=True)
-        ready = None
-        if pinned:
-            ready = torch.cuda.Event()
-            ready.record()
         host_slots = host_slots.cpu()
         self.forget(host_slots)
-        self._coming.append(_Parking(host_slots, self._age[host_slots], staged, ready))
+        self._coming.append(_Parking(host_slots, self._age[host_slots], HostCopy(payload)))
         self._settle()
 
-    def fetch(self, host_slots: Tensor) -> Tensor:
-        """The payload of ``host_slots``, in memory from which it can be copied without a wait."""
+    def fetch(self, host_slots: Tensor) -> tuple[int, Tensor]:
+        """Of how many of ``host_slots`` something is known, and their payload, in memory from which it can be copied
+        without a wait."""
         self._settle()
         host_slots = host_slots.cpu()
         rows = torch.empty(
             len(host_slots), self._table.shape[1], dtype=torch.int64, pin_memory=torch.cuda.is_available()
         )
-        return torch.index_select(self._table, 0, host_slots, out=rows)
+        known = self._known[host_slots]
+        torch.index_select(self._table, 0, host_slots, out=rows)
+        return int(known.sum()), rows.mul_(known[:, None])
 
-    def records(self, host_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether anything is known of each of ``host_slots``, which are on the host, bool ``[n]``, and their records,
-        int32 ``[n, 8]``, as they were when their bytes left the device."""
+    def records(self, host_slots: Tensor) -> PayloadRecords:
+        """What is known of ``host_slots``, which are on the host, as it was when their bytes left the device."""
         self._settle()
-        record = self._table[host_slots, PAYLOAD_RECORD:PAYLOAD_FINGERPRINTS].view(torch.int32)
-        return self._table[host_slots, PAYLOAD_STAMP] != 0, record.view(-1, RECORD_WORDS)
+        return self._layout.read(self._table[host_slots] * self._known[host_slots][:, None])
 
     def forget(self, host_slots: Tensor) -> None:
         """``host_slots`` will hold something else."""
-        self._table[host_slots, PAYLOAD_STAMP] = 0
+        self._known[host_slots] = False
         self._age[host_slots] += 1
 
     def _settle(self) -> None:
         """Takes in what has arrived, except for host slots that were reused meanwhile."""
-        while self._coming and (self._coming[0].ready is None or self._coming[0].ready.query()):
+        while self._coming and self._coming[0].payload.arrived():
             parking = self._coming.popleft()
+            (payload,) = parking.payload.tensors
             current = self._age[parking.host_slots] == parking.age
-            self._table[parking.host_slots[current]] = parking.payload[current]
+            self._table[parking.host_slots[current]] = payload[current]
+            self._known[parking.host_slots[current]] = self._layout.read(payload[current]).known
 
 
 @dataclass(slots=True, eq=False)
@@ -222,8 +218,7 @@ class _Parking:
 
     host_slots: Tensor
     age: Tensor
-    payload: Tensor
-    ready: torch.cuda.Event | None
+    payload: HostCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -267,39 +262,36 @@ def _hooks() -> dict[str, Hook]:
 
 def _writing(controller: Any, *args: Any, **kwargs: Any) -> None:
     for cache in _concerned(controller):
-        _guarded(cache, "writing", partial(cache.writing, controller))
+        with cache.canary.guard("HostCache.writing"):
+            cache.writing(controller)
 
 
 def _queued(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
     if result is not None:
         for cache in _concerned(controller):
-            _guarded(cache, "queued", partial(cache.queued, controller))
+            with cache.canary.guard("HostCache.queued"):
+                cache.queued(controller)
 
 
 def _loading(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
-    caches = [(cache, _guarded(cache, "loading", partial(cache.loading, controller)))
-              for cache in _concerned(controller)]  # fmt: skip
+    begun: list[tuple[HostCache, list[_Load]]] = []
+    for cache in _concerned(controller):
+        with cache.canary.guard("HostCache.loading"):
+            begun.append((cache, cache.loading(controller)))
     producer = original(controller, *args, **kwargs)
-    for cache, loads in caches:
+    for cache, loads in begun:
         if loads and producer >= 0:
-            counter = controller.layer_done_counter
-            _guarded(cache, "loaded", partial(cache.loaded, loads, counter, producer))
+            with cache.canary.guard("HostCache.loaded"):
+                cache.loaded(loads, controller.layer_done_counter, producer)
     return producer
 
 
 def _allocated(result: Any, host_pool: Any, *args: Any, **kwargs: Any) -> None:
     if result is not None:
         for cache in list(_ATTACHED):
-            _guarded(cache, "allocated", partial(cache.reused, host_pool, result))
+            with cache.canary.guard("HostCache.allocated"):
+                cache.reused(host_pool, result)
 
 
 def _concerned(controller: Any) -> list[HostCache]:
     return [cache for cache in _ATTACHED if cache.concerns(controller)]
-
-
-def _guarded(cache: HostCache, where: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        cache._canary.fail(f"canary_sglang: hicache {where}", error)
-        return None

@@ -9,9 +9,7 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core import Canary, CanaryConfig, Event, ViolationError, Writers
-from canary_core.events import Level
-from canary_core.plugins import emit
+from canary_core import Canary, CanaryConfig, Event, Level, ViolationError, Writers, emit
 from canary_transformers.filters import MovedBytesFilter
 from canary_transformers.generate import caches
 from canary_transformers.generate.caches import LayerView

@@ -1,0 +1,91 @@
+"""What SGLang calls in its draft workers: wrapped once there is a model that needs it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from canary_core import BatchView
+from canary_sglang.compat import targets
+from canary_sglang.compat.drafts import draft_targets
+from canary_sglang.compat.registrar import REGISTRAR, Hook
+from canary_sglang.session import Session
+
+
+class DraftHooks:
+    """Functions of SGLang's draft workers. What such a worker runs for a batch is one forward to Canary, whatever
+    SGLang makes of it: several ones, a CUDA graph of them, or none.
+
+    ``session_of``: the session of a `ModelRunner`, None where it has none.
+    """
+
+    def __init__(self, session_of: Callable[[Any], Session | None]) -> None:
+        self._session_of = session_of
+
+    def register(self, runner: Any) -> None:
+        """Called when the pool of a model that is guarded was allocated: SGLang's other hooks were applied, and the
+        worker imported."""
+        hooks: dict[str, Hook] = {
+            targets.DRAFT_STEPS: (self._steps, "AROUND"),
+            targets.DRAFT_EXTEND: (self._extend, "AROUND"),
+            targets.VERIFY: (self._verify, "AROUND"),
+            targets.NGRAM: (self._ngram, "AROUND"),
+        }
+        REGISTRAR.apply({target: hooks[target] for target in draft_targets(runner)})
+
+    def _steps(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._session_of(worker.draft_runner)
+        written = worker.speculative_num_steps - 1
+        if session is None or written < 1 or batch.forward_mode.is_idle():
+            return original(worker, batch, *args, **kwargs)
+        drafts, tree = session.drafts, worker.topk > 1
+
+        def settle(view: BatchView, output: Any) -> None:
+            if tree:
+                session.forget_slots(drafts.branch_slots(batch, worker))
+            else:
+                drafts.guessed(view, output[0] if isinstance(output, tuple) else output)
+
+        return session.canary.step.run(
+            lambda: original(worker, batch, *args, **kwargs),
+            lambda: drafts.steps(batch, 0 if tree else written),
+            settle=settle,
+        )
+
+    def _extend(self, original: Callable[..., Any], worker: Any, batch: Any, result: Any) -> Any:
+        session = self._session_of(worker.draft_runner)
+        if session is None or batch.forward_mode.is_idle():
+            return original(worker, batch, result)
+        drafts = session.drafts
+        return session.canary.step.run(
+            lambda: original(worker, batch, result), lambda: drafts.extend(batch, result.next_token_ids)
+        )
+
+    def _verify(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._session_of(worker.target_worker.model_runner)
+        drafted = batch.spec_info
+        tree = not batch.forward_mode.is_idle() and drafted.topk > 1 and drafted.draft_token_num > 1
+        result = original(worker, batch, *args, **kwargs)
+        if session is not None and tree:
+            _accept(session, batch, drafted, result)
+        return result
+
+    def _ngram(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """All that the worker does with a batch; it verifies decodes."""
+        session = self._session_of(worker.target_worker.model_runner)
+        verifies = batch.forward_mode.is_decode()
+        result = original(worker, batch, *args, **kwargs)
+        if session is not None and verifies:
+            _accept(session, batch, batch.spec_info, result)
+        return result
+
+
+def _accept(session: Session, batch: Any, drafted: Any, result: Any) -> None:
+    """A verified tree's accepted path was moved to the front of each request's slots; the rest is none."""
+    drafts = session.drafts
+
+    def accepted() -> BatchView:
+        return drafts.accepted(batch, drafted.draft_token.view(-1, drafted.draft_token_num)[:, 0], result)
+
+    session.canary.step.run(lambda: None, accepted)
+    if session.canary.enabled:
+        with session.canary.guard("rejected tokens"):
+            session.forget_slots(drafts.rejected_slots(batch, result))

@@ -1,0 +1,83 @@
+"""`TransferBuffers`: what is known of slots, as buffers that a transfer manager sends beside those of the KV."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from canary_core import Canary, RecordBuffers, RegionKind
+from canary_sglang.transfer.kv_transfer import plain_names
+
+FEWEST_BUFFERS = 4
+"""Of a list with fewer, SGLang's sender could take ours for the second half of a model with one layer."""
+
+LAYER_ID = 1 << 24
+"""Layer ids of our entries begin here, where SGLang pairs entries by layer."""
+
+Entry = tuple[int, int, int]
+"""Address, length in bytes, bytes of one page."""
+
+
+class TransferBuffers:
+    """The `RecordBuffers` of a session's regions (``make`` gives a region's), and where they were appended to the
+    ``KVArgs`` of a transfer manager."""
+
+    def __init__(self, canary: Canary, make: Callable[[str], RecordBuffers]) -> None:
+        names = plain_names(canary)
+        self.by_region = {
+            names[plain]: make(names[plain])
+            for plain, kind in (("full", RegionKind.FULL), ("swa", RegionKind.WINDOW))
+            if plain in names and canary.regions[names[plain]].kind is kind
+        }
+        self._names = names
+        self.kv: list[Entry] = []
+        """Our entries at the end of the KV list."""
+        self.states: dict[int, list[Entry]] = {}
+        """The same by number of the state component."""
+
+    @property
+    def registered(self) -> bool:
+        """Whether any rows can come."""
+        return bool(self.kv or any(self.states.values()))
+
+    def append(self, args: Any) -> None:
+        """Appends to the lists of ``args``, before a manager registers them."""
+        buffers = self.by_region.get(self._names.get("full", ""))
+        if buffers is not None:
+            self.kv = _fitting(buffers, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, args.page_size)
+            _extend((args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens), self.kv)
+            _extend_ids(args.kv_layer_ids, len(self.kv))
+            kinds = getattr(args, "kv_data_mem_kinds", None)
+            if kinds:
+                kinds.extend(["VRAM"] * len(self.kv))
+        buffers = self.by_region.get(self._names.get("swa", ""))
+        for i, kind in enumerate(args.state_types):
+            if buffers is not None and getattr(kind, "value", kind) == "swa" and i not in self.states:
+                lists = (args.state_data_ptrs[i], args.state_data_lens[i], args.state_item_lens[i])
+                self.states[i] = _fitting(buffers, *lists, args.page_size)
+                _extend(lists, self.states[i])
+                _extend_ids(args.state_layer_ids[i], len(self.states[i]))
+                # One window pool of one index space.
+                break
+
+
+def _fitting(
+    buffers: RecordBuffers, ptrs: Sequence[int], lens: Sequence[int], items: Sequence[int], page: int
+) -> list[Entry]:
+    alike = {length // item for length, item in zip(lens, items, strict=True) if item}
+    if len(ptrs) < FEWEST_BUFFERS or len(alike) != 1:
+        return []
+    pages, page_slots = alike.pop(), int(page)
+    if pages * page_slots > buffers.stamps.shape[0]:
+        return []
+    tables = [t.view(t.shape[0], -1) for t in (buffers.stamps, buffers.records, buffers.fingerprints)]
+    sizes = [(t, page_slots * t[0].nbytes) for t in tables if t[0].numel()]
+    return [(t.data_ptr(), pages * item_bytes, item_bytes) for t, item_bytes in sizes]
+
+
+def _extend(lists: Sequence[list[int]], entries: Sequence[Entry]) -> None:
+    for values, new in zip(lists, zip(*entries, strict=True), strict=bool(entries)):
+        values.extend(new)
+
+
+def _extend_ids(ids: list[int] | None, count: int) -> None:
+    if ids:
+        ids.extend(LAYER_ID + i for i in range(count))

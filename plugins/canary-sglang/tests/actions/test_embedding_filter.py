@@ -1,0 +1,39 @@
+"""Lost writes that are none, since the embedding gives both tokens the same bytes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from canary_sglang.actions.embedding_filter import EmbeddingFilter
+
+from canary_core.records import Kind
+
+pytestmark = pytest.mark.without_engine
+
+
+class VocabParallelEmbedding(torch.nn.Module):
+    """As SGLang's: rows 0 to 3 of 8 on this rank. Rows 1 and 2 are alike, row 3 is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [3.0, 4.0], [0.0, 0.0]]))
+        self.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=4)
+
+
+@pytest.mark.parametrize(
+    ("region", "new", "old", "dismissed"),
+    [
+        ("full", 0, 1, False),
+        ("full", 1, 2, True),
+        ("full", 3, 0, True),
+        ("full", 0, 5, True),
+        ("full", 5, 0, True),
+        ("draft/full", 1, 2, False),
+    ],
+)
+def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old, dismissed):
+    """Rows that are alike or all zero leave the bytes as they were; of rows on another rank nobody knows. Only of the
+    model's own regions."""
+    vet = EmbeddingFilter(torch.nn.Sequential(VocabParallelEmbedding()), ["full"])
+    finding = SimpleNamespace(kind=Kind.LOST_WRITE, region=region, token=new, stored_token=old)
+    assert (vet.canary_dismiss(finding) is not None) is dismissed

@@ -1,0 +1,40 @@
+"""Begins to guard a pool, or says why not: what a plugin calls once the engine's pool is there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import pluggy
+
+from canary_core.config import CanaryConfig
+from canary_core.coverage import Coverage
+from canary_core.events import Event
+from canary_core.plugins import emit
+from canary_core.region import Uncovered
+
+Guarded = TypeVar("Guarded")
+
+
+def attach(
+    where: str, config: CanaryConfig, build: Callable[[], Guarded | None], hooks: pluggy.PluginManager | None = None
+) -> Guarded | None:
+    """What ``build`` gives: the plugin's own object around a `Canary`, or None where there is nothing to guard, which
+    `report_unguarded` tells. In log mode an exception of ``build`` becomes a ``disabled`` event, which says ``where``
+    (as in `Canary.fail`), and None: the engine goes on unguarded. In raise mode it is raised. ``hooks``: who is told,
+    this process's plugins by default."""
+    try:
+        return build()
+    except Exception as error:
+        if config.mode == "raise":
+            raise
+        emit(Event("disabled", "error", {"where": where, "error": str(error)}), hooks)
+        return None
+
+
+def report_unguarded(
+    items: Sequence[Uncovered], model: str | None = None, hooks: pluggy.PluginManager | None = None
+) -> None:
+    """Tells that a pool is not guarded at all: a ``coverage`` event with ``items``, the reasons, and no region.
+    ``model``: as `CanaryConfig.model`. ``hooks``: who is told, this process's plugins by default."""
+    event = Coverage((), tuple(items)).event()
+    emit(replace(event, fields={"model": model, **event.fields}) if model else event, hooks)

@@ -1,0 +1,143 @@
+"""Finds plugins, imports and inspects them: entry points of the group ``canary``, and Canary's own in `BUILT_IN`."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+
+import pluggy
+
+from canary_core import hookspecs
+from canary_core.errors import PluginError
+from canary_core.plugins.plugin import Plugin, error_text
+
+GROUP = "canary"
+"""Entry-point group in which plugins are declared."""
+
+REPORTING = "reporting"
+"""The built-in plugin that is told first, and of other plugins' failures."""
+
+BUILT_IN = (
+    metadata.EntryPoint(REPORTING, "canary_core.reporting.log:Reporting", GROUP),
+    metadata.EntryPoint("faults", "canary_core.faults.injector:FaultInjection", GROUP),
+)
+"""Canary's own plugins by import path, in the order in which they are registered: before all others, in every
+manager. They are not entry points of ours, since those are known only where Canary is installed, not where it is on
+``PYTHONPATH``."""
+
+
+def new_manager() -> pluggy.PluginManager:
+    """A manager that knows Canary's hooks, without any plugin."""
+    new = pluggy.PluginManager("canary")
+    new.add_hookspecs(hookspecs)
+    return new
+
+
+def built_in() -> tuple[Plugin, ...]:
+    """Canary's own plugins, made anew: each manager has its own."""
+    try:
+        version: str | None = metadata.version("canary-core")
+    except metadata.PackageNotFoundError:
+        version = None
+    found = (Plugin(point.name, "canary-core", version, built_in=True) for point in BUILT_IN)
+    return tuple(_load(plugin, point) for plugin, point in zip(found, BUILT_IN, strict=True))
+
+
+def installed() -> tuple[Plugin, ...]:
+    """Every plugin of this environment, allowed by ``CANARY_PLUGINS`` or not, the built-in ones first. Imports the
+    plugins, to ask for their hooks and engines, but neither registers nor installs them."""
+    return (*built_in(), *(inspect(name, points) for name, points in sorted(entry_points().items())))
+
+
+def entry_points() -> dict[str, list[metadata.EntryPoint]]:
+    """Entry points of the group by name; several of one name come from several distributions."""
+    found: dict[str, list[metadata.EntryPoint]] = {}
+    for point in metadata.entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def require_installed(names: Sequence[str], found: dict[str, list[metadata.EntryPoint]]) -> None:
+    """Raises `PluginError` if one of ``names`` is not among ``found``."""
+    missing = [n for n in names if n not in found]
+    if missing:
+        raise PluginError(
+            f"CANARY_PLUGINS names {', '.join(map(repr, missing))}, which is not installed; installed plugins: "
+            f"{', '.join(sorted(found)) or 'none'}. Install it (pip install canary-{missing[0]}) or correct the name"
+        )
+
+
+def inspect(name: str, points: Sequence[metadata.EntryPoint]) -> Plugin:
+    """Imports and examines the plugin that ``points``, all of this name, declare. Touches no manager in use; never
+    raises."""
+    plugin = Plugin(name)
+    if len(points) > 1:
+        homes = ", ".join(sorted(_home(p)[0] or "?" for p in points))
+        return replace(plugin, error=f"several distributions declare plugin {name!r}: {homes}; uninstall all but one")
+    distribution, version = _home(points[0])
+    plugin = replace(plugin, distribution=distribution, version=version)
+    if name in (point.name for point in BUILT_IN):
+        return replace(plugin, error=f"plugin {name!r} of {distribution} has the name of a built-in plugin; rename it")
+    return _load(plugin, points[0])
+
+
+def _load(plugin: Plugin, point: metadata.EntryPoint) -> Plugin:
+    """Imports and examines what ``point`` names. A class is made into an object, so that no two managers share it."""
+    try:
+        target = point.load()
+        if isinstance(target, type):
+            target = target()
+    except Exception as error:
+        return replace(plugin, error=f"plugin {plugin.name!r} ({point.value}) can't be imported: {error_text(error)}")
+    return _examine(replace(plugin, target=target))
+
+
+def _examine(plugin: Plugin) -> Plugin:
+    """Fills in hooks and engine of an imported plugin, or the error. It is registered in a manager made for this, so
+    that a plugin that doesn't fit leaves no trace in the real one."""
+    trial = new_manager()
+    try:
+        trial.register(plugin.target, name=plugin.name)
+        trial.check_pending()
+    except Exception as error:
+        return replace(plugin, error=f"plugin {plugin.name!r} does not fit Canary's hooks: {error}{_nearest(trial)}")
+    hooks = tuple(sorted(h.name for h in trial.get_hookcallers(plugin.target) or ()))
+    plugin = replace(plugin, hooks=hooks)
+    unmarked = [n for n in _hook_names() if n not in hooks and callable(getattr(plugin.target, n, None))]
+    if unmarked:
+        return replace(
+            plugin,
+            error=f"plugin {plugin.name!r} defines {', '.join(unmarked)} without @hookimpl, so it would never be "
+            f"called; decorate it with canary_core.hookimpl",
+        )
+    if not hooks:
+        return replace(
+            plugin,
+            error=f"plugin {plugin.name!r} implements no hook of Canary; its entry point must name an object with "
+            f"functions marked by canary_core.hookimpl, got {plugin.target!r}",
+        )
+    try:
+        engines = trial.hook.canary_engine()
+    except Exception as error:
+        return replace(plugin, error=f"canary_engine of plugin {plugin.name!r} raised {error_text(error)}")
+    return replace(plugin, engine=engines[0]) if engines else plugin
+
+
+def _hook_names() -> list[str]:
+    """Names of all hooks, in the order of `hookspecs`."""
+    return [n for n in vars(hookspecs) if n.startswith("canary_")]
+
+
+def _nearest(trial: pluggy.PluginManager) -> str:
+    """A hint for each hook that has no specification."""
+    names = _hook_names()
+    hints = []
+    for unknown in (n for n in vars(trial.hook) if not n.startswith("_") and n not in names):
+        close = difflib.get_close_matches(unknown, names, n=1)
+        hints.append(f"did you mean {close[0]}?" if close else f"the hooks are {', '.join(names)}")
+    return f"; {' '.join(hints)}" if hints else ""
+
+
+def _home(point: metadata.EntryPoint) -> tuple[str | None, str | None]:
+    """Distribution that declares an entry point, and its version."""
+    return (point.dist.name, point.dist.version) if point.dist else (None, None)

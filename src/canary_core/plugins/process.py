@@ -1,0 +1,83 @@
+"""The plugins of this process: what engines' own plugin loaders, the ``canary`` command and plugins call."""
+
+from threading import RLock
+
+import pluggy
+
+from canary_core.config import CanaryConfig
+from canary_core.errors import CanaryError, PluginError
+from canary_core.events import Event
+from canary_core.plugins.plugin import Plugin
+from canary_core.plugins.registry import Plugins, hand_on
+
+_process: Plugins | None = None
+_process_lock = RLock()
+
+
+def _plugins() -> Plugins:
+    """Those of this process, made at the first call."""
+    global _process
+    with _process_lock:
+        if _process is None:
+            _process = Plugins()
+        return _process
+
+
+def hook_manager() -> pluggy.PluginManager:
+    """The pluggy manager of this process, with the built-in plugins and whatever `load` has added. Register an object
+    with hook implementations in it to hear of every `Canary` that has no manager of its own."""
+    return _plugins().manager
+
+
+def private_hooks(*own: object) -> pluggy.PluginManager:
+    """A manager of one's own: the plugins of this process as they are now, built-in reporting of its own, and ``own``,
+    which hear of nothing but the `Canary` that is given this manager."""
+    private = Plugins().manager
+    for name, plugin in hook_manager().list_name_plugin():
+        if plugin is not None and not private.has_plugin(name):
+            private.register(plugin, name)
+    for plugin in own:
+        private.register(plugin)
+    return private
+
+
+def load(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
+    """`Plugins.load` for this process; without ``config``, by the environment."""
+    return _plugins().load(config or CanaryConfig.load())
+
+
+def install(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
+    """`Plugins.install` for this process; without ``config``, by the environment."""
+    return _plugins().install(config or CanaryConfig.load())
+
+
+def uninstall() -> None:
+    """`Plugins.uninstall` for this process."""
+    _plugins().uninstall()
+
+
+def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
+    """Loads and installs what ``CANARY_PLUGINS`` allows: the function an engine's own plugin loader calls. Cheap where
+    it is empty; a second call changes nothing.
+
+    Raises `ConfigError` or `PluginError`, after a ``start_failed`` event, since engines swallow what their plugins
+    raise. In raise mode a plugin that could not be loaded or installed is such an error too: a test that was to run
+    guarded must not pass unguarded.
+    """
+    try:
+        config = config or CanaryConfig.load()
+        _plugins().load(config)
+        started = _plugins().install(config)
+        errors = [p.error for p in started if p.error is not None]
+        if errors and config.mode == "raise":
+            raise PluginError("; ".join(errors))
+        return started
+    except CanaryError as error:
+        emit(Event("start_failed", "error", {"error": str(error)}))
+        raise
+
+
+def emit(event: Event, hooks: pluggy.PluginManager | None = None) -> None:
+    """Hands ``event`` to every plugin's `canary_event`, this process's by default. An exception of a plugin is
+    reported as a ``reporting_failed`` event, which only built-in reporting sees, and goes no further."""
+    hand_on(event, hook_manager() if hooks is None else hooks)

@@ -1,0 +1,49 @@
+"""How a number in an engine's table becomes a slot of a region."""
+
+import torch
+
+from canary_core import KVSource, Region, RegionKind
+from canary_core.records import Status
+
+
+def region(slots: int = 16, **about: object) -> Region:
+    """Rows of one source."""
+    return Region("r", slots, (KVSource(torch.zeros(slots, 8), "k", 0, 32, 32),), **about)
+
+
+def test_numbers_are_slots_where_nothing_else_is_said():
+    """Padding, the null slot and numbers beyond the pool are none."""
+    numbers = torch.tensor([3, -1, 0, 15, 16, -7, 1 << 40], dtype=torch.int64)
+    assert region(null_slot=0).slots_of(numbers).tolist() == [3, -1, -1, 15, -1, -1, -1]
+    assert region().slots_of(torch.tensor([0, 5], dtype=torch.int32)).tolist() == [0, 5]
+
+
+def test_a_map_turns_numbers_into_slots():
+    """A number that was evicted from the window has none, nor has one beyond the map."""
+    slot_map = torch.tensor([0, 4, 0, 2, 99, -1], dtype=torch.int32)
+    window = region(8, kind=RegionKind.WINDOW, window_tokens=4, slot_map=slot_map, null_slot=0)
+    numbers = torch.tensor([1, 3, 2, 4, 5, 6, -1])
+    assert window.slots_of(numbers).tolist() == [4, 2, -1, -1, -1, -1, -1]
+    slot, status = window.resolve(numbers)
+    assert slot.tolist() == [4, 2, 0, 99, -1, 6, -1]
+    ok, null, beyond = Status.OK, Status.NULL, Status.RANGE
+    assert status.tolist() == [ok, ok, null, beyond, null, beyond, null]
+
+
+def test_tokens_of_a_group_share_a_slot():
+    """Of a region that keeps one slot for several tokens."""
+    compressed = region(kind=RegionKind.COMPRESSED, tokens_per_slot=4)
+    assert compressed.slots_of(torch.tensor([0, 3, 4, 63, 64, -3])).tolist() == [0, 0, 1, 15, -1, -1]
+
+
+def test_slots_of_a_page_take_turns_on_a_ring():
+    """The page's number and the row of its ring make the slot."""
+    ring = region(kind=RegionKind.RING, group_tokens=2, page_ring=(8, 4))
+    assert ring.slots_of(torch.tensor([0, 5, 8, 15, 31, 32, -1])).tolist() == [0, 1, 4, 7, 15, -1, -1]
+
+
+def test_rows_of_a_page_that_belong_to_others_are_out_of_range():
+    """Pages of several layers in one tensor; what is found there is told as it is."""
+    slot, status = region().resolve(torch.tensor([0, 4, 5, 7, 8, -1]), pool_page=(7, 5))
+    assert slot.tolist() == [0, 4, 5, 5, 6, -1]
+    assert status.tolist() == [Status.OK, Status.OK, Status.RANGE, Status.OK, Status.OK, Status.NULL]

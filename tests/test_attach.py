@@ -1,0 +1,58 @@
+"""How a plugin begins to guard a pool, and what is told where it can't."""
+
+import pytest
+
+from canary_core import CanaryConfig, Uncovered
+from canary_core.attach import attach, report_unguarded
+from canary_core.plugins import private_hooks
+from canary_core.testing import Findings
+
+
+def broken() -> object:
+    """A pool that its adapter does not understand."""
+    raise KeyError("kv_buffer")
+
+
+def test_what_was_built_is_given_back(findings):
+    """A pool that can be guarded, and one where there is nothing to guard: nothing is told of either here."""
+    built = object()
+    assert attach("attach to toy", CanaryConfig.load(), lambda: built) is built
+    assert attach("attach to toy", CanaryConfig.load(), lambda: None) is None
+    assert findings.events == []
+
+
+def test_in_log_mode_the_engine_goes_on_unguarded(findings):
+    """An exception becomes a ``disabled`` event that says where and why."""
+    assert attach("attach to toy", CanaryConfig.load(mode="log"), broken) is None
+    (event,) = findings.told("disabled")
+    assert event.level == "error"
+    assert event.fields == {"where": "attach to toy", "error": "'kv_buffer'"}
+
+
+def test_in_raise_mode_it_is_raised(findings):
+    """A test that was to run guarded must not pass unguarded."""
+    with pytest.raises(KeyError):
+        attach("attach to toy", CanaryConfig.load(mode="raise"), broken)
+    assert findings.events == []
+
+
+def test_a_pool_that_is_not_guarded_is_a_warning_with_the_reason(findings):
+    """It is told as coverage of nothing, with the model where it has a name."""
+    report_unguarded([Uncovered("pool", 5, "FP4 pages")])
+    report_unguarded([Uncovered("pool", 5, "FP4 pages")], model="draft")
+    first, second = findings.told("coverage")
+    assert (first.level, first.fields["coverage_ratio"]) == ("warning", 0.0)
+    assert first.fields["uncovered"] == [{"name": "pool", "bytes": 5, "reason": "FP4 pages"}]
+    assert "model" not in first.fields
+    assert second.fields == {"model": "draft", **first.fields}
+
+
+def test_private_hooks_hear_of_their_own_and_the_process_of_all(findings):
+    """What is told to private hooks reaches the plugins of the process too, but not the other way round."""
+    alone = Findings()
+    hooks = private_hooks(alone)
+    report_unguarded([Uncovered("pool", 5, "FP4 pages")])
+    report_unguarded([Uncovered("pool", 6, "FP4 pages")], hooks=hooks)
+    attach("attach to toy", CanaryConfig.load(mode="log"), broken, hooks)
+    assert [e.name for e in alone.events] == ["coverage", "disabled"]
+    assert [e.name for e in findings.events] == ["coverage", "coverage", "disabled"]

@@ -1,0 +1,175 @@
+"""What the documentation says must be so: examples run, links lead somewhere, names exist, tables are complete."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import canary_core
+from canary_core import hookspecs
+from canary_core.cli.app import app
+from canary_core.config import CanaryConfig, settings
+from canary_core.events import Event
+from canary_core.faults.catalogue import FAULTS
+from canary_core.records import Kind
+from canary_core.slots import SlotEvents
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("plugins/*/*.md")])
+TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""Pages about what is, not what was."""
+
+page_of_today = pytest.mark.parametrize("page", TODAY, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+def code(page: Path) -> str:
+    """Fenced blocks and code in sentences, one a line."""
+    text = page.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return "\n".join([*blocks, *(" ".join(span.split()) for span in spans)])
+
+
+def python_blocks(page: Path) -> list[str]:
+    """Python examples of a page."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def first_column(text: str) -> list[str]:
+    """Names in the first column of every table of ``text``; a cell may have several."""
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+
+
+def anchors(page: Path) -> set[str]:
+    """Where links may point to within a page, as GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_library_example_finds_its_stray_write(capsys, logs):
+    """The library quickstart runs as printed and reports exactly the stray write it makes."""
+    (example,) = python_blocks(ROOT / "README.md")
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "1 slot with wrong bytes\n"
+    (finding,) = (e for e in logs if e["event"] == "violation")
+    assert (finding["kind"], finding["slot"], finding["source"]) == ("bytes", 5, "k.0")
+
+
+def test_readme_is_short():
+    """README.md is read in one go."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@page_of_today
+def test_python_examples_parse(page):
+    """No example has a typing error."""
+    for example in python_blocks(page):
+        ast.parse(example)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    """Each relative link names a file that exists, and a heading in it."""
+    lost = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            lost.append(target)
+    assert lost == []
+
+
+def test_every_page_is_in_the_index():
+    """docs/README.md leads to each page."""
+    index = DOCS / "README.md"
+    named = {(DOCS / t).resolve() for t in re.findall(r"\]\(([^)#\s]+)", index.read_text())}
+    assert [str(p.relative_to(ROOT)) for p in sorted(DOCS.rglob("*.md")) if p != index and p not in named] == []
+
+
+@page_of_today
+def test_make_targets_exist(page):
+    """Every ``make`` target that a page names is in the Makefile."""
+    makefile = (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", code(page)))
+    assert [t for t in sorted(named) if not re.search(rf"^{t}:", makefile, re.M)] == []
+
+
+@page_of_today
+def test_commands_exist(page):
+    """Every subcommand of ``canary`` that a page names exists."""
+    named = set(re.findall(r"(?:^|\s)canary ([a-z]+)", code(page), re.M))
+    assert sorted(named - set(get_command(app).commands)) == []
+
+
+@page_of_today
+def test_variables_are_settings(page):
+    """Every ``CANARY_*`` variable that a page names is a setting."""
+    named = set(re.findall(r"(?<![A-Z_])CANARY_[A-Z_]*[A-Z]", page.read_text()))
+    assert sorted(named - {s.variable for s in settings(CanaryConfig())}) == []
+
+
+@page_of_today
+def test_public_names_exist(page):
+    """Every hook, every public name, and every call of `Step` and `SlotEvents` that a page names exists."""
+    text = code(page)
+    hooks = set(re.findall(r"\bcanary_(?!core|adapters|sglang|transformers|myengine)\w+", text))
+    assert sorted(h for h in hooks if not hasattr(hookspecs, h)) == []
+    names = set(re.findall(r"\bcanary_core\.([A-Za-z]\w*)", text)) - {"testing", "hookspecs"}
+    assert sorted(names - set(canary_core.__all__)) == []
+    methods = set(re.findall(r"\bcanary\.([a-z]\w*)\(", text))
+    assert sorted(m for m in methods if not hasattr(canary_core.Canary, m)) == []
+    for owner, name in set(re.findall(r"\b(step|slots)\.([a-z]\w*)(?=\()", text)):
+        holder = canary_core.Step if owner == "step" else SlotEvents
+        assert hasattr(holder, name), f"{owner}.{name}"
+
+
+def test_settings_are_those_of_the_command(monkeypatch):
+    """The table of docs/settings.md is what ``canary config --markdown`` prints; on failure, paste that there."""
+    for setting in settings(CanaryConfig()):
+        monkeypatch.delenv(setting.variable, raising=False)
+    text = (DOCS / "settings.md").read_text()
+    (table,) = re.findall(r"<!-- settings -->\n(.*?)<!-- /settings -->", text, re.S)
+    assert table == CliRunner().invoke(app, ["config", "--markdown"]).output
+    faults = [name for name in first_column(text.partition("## Faults")[2]) if name in FAULTS]
+    assert faults == list(FAULTS)
+
+
+def test_every_kind_of_finding_has_a_section():
+    """docs/findings.md says of each kind, in order, what it means, what usually causes it, and what to do."""
+    sections = re.split(r"^## ", (DOCS / "findings.md").read_text(), flags=re.M)[1:]
+    kinds = {title: text for title, _, text in (s.partition("\n") for s in sections) if re.fullmatch("[a-z_]+", title)}
+    assert list(kinds) == [kind.name.lower() for kind in Kind]
+    for part in ("**What it means.**", "**Usual causes.**", "**What to do next.**"):
+        assert [title for title, text in kinds.items() if part not in text] == []
+    table = (ROOT / "README.md").read_text().partition("## What it finds")[2].partition("## ")[0].rpartition("|")[0]
+    listed = re.findall(r"`(\w+)`", table)
+    assert sorted(listed) == sorted(kinds)
+
+
+def test_every_event_is_listed():
+    """docs/events.md has each event of `Event`'s table, and none that nothing tells."""
+    told = first_column(re.sub(r"^ +", "", (DOCS / "events.md").read_text()).partition("## The counters")[0])
+    known = re.findall(r"^ +\| (\w+) +\|", Event.__doc__ or "", re.M)
+    assert sorted(set(known) - {"name"} - set(told)) == []
+    assert len(told) == len(set(told))
+    sources = "".join(f.read_text() for f in (*ROOT.glob("src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")))
+    assert [name for name in told if f'"{name}"' not in sources] == []
+
+
+@pytest.mark.parametrize("engine", ["sglang", "transformers"])
+def test_supported_versions_are_those_of_the_package(engine):
+    """A plugin's README and the project's name the range that its package accepts."""
+    plugin = ROOT / "plugins" / f"canary-{engine}"
+    found = re.search(rf'"{engine}>=([\d.]+),<([\d.]+)"', plugin.joinpath("pyproject.toml").read_text())
+    assert found
+    head, _, last = found[2].rpartition(".")
+    supported = f"{found[1]} to {head}.{int(last) - 1}"
+    for page in (plugin / "README.md", ROOT / "README.md"):
+        assert supported in page.read_text(), f"{page} does not say {supported}"
