@@ -207,8 +207,7 @@ class PackedPool(_LayerPool):
 
 class GrowingPool(_LayerPool):
     """Caches ``[batch, heads, tokens so far, dim]`` that are reallocated as they grow (`growing_source`). The region
-    has ``batch * max_tokens`` slots from the start; after each reallocation `SlotEvents.rebind` is given the new
-    sources."""
+    has ``batch * max_tokens`` slots from the start; after a reallocation `SlotEvents.rebind` takes the new sources."""
 
     def __init__(
         self, name: str, layers: Sequence[LayerTensors], max_tokens: int, batch_dim: int = 0, token_dim: int = 2

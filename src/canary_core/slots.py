@@ -97,7 +97,7 @@ class SlotEvents:
 
     def forget_bytes(self, region: str, slots: Tensor) -> None:
         """What bytes ``slots`` have is not known; what was written there still is. Takes effect on the current stream
-        at once, and does not wait for the device."""
+        at once, without a wait for the device."""
         state = self._state(region)
         if state is not None and len(slots):
             _, slot, anything = payload.entries(state, slots.long())

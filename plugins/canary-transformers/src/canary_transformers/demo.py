@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from canary_core.errors import PluginError
+from canary_core import PluginError
 from canary_core.testing import NEW_TOKENS, PROMPT_TOKENS, TOKENS, Job, Served
 from canary_transformers.guard import Guard
 

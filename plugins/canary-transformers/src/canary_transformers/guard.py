@@ -2,6 +2,7 @@
 
 from collections import Counter as Tally
 from collections import deque
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -9,15 +10,12 @@ from weakref import ref
 
 import pluggy
 
-from canary_core import plugins
-from canary_core.config import CanaryConfig
-from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
-from canary_core.violation import Violation
+from canary_adapters import EmbeddingFilter
+from canary_core import CanaryConfig, Violation, attach, hookimpl, private_hooks
 from canary_transformers import version
 from canary_transformers.continuous.hooks import HOOKS
 from canary_transformers.continuous.session import Session
-from canary_transformers.filters import EmbeddingFilter
+from canary_transformers.filters import embedding_row
 from canary_transformers.generate.guarded_cache import GuardedCache
 from canary_transformers.generate.hooks import GENERATE
 
@@ -95,14 +93,10 @@ class Guard:
         """A session for a `ContinuousBatchProcessor` of ``model``. In log mode None, and a ``disabled`` event, where it
         can't be guarded; in raise mode that raises."""
         hooks = self._hooks(model)
-        try:
-            session = Session(processor, self.config, hooks, fresh)
-        except Exception as error:
-            if self.config.mode == "raise":
-                raise
-            plugins.emit(Event("disabled", "error", {"where": "attach to transformers", "error": str(error)}), hooks)
-            return None
-        self._sessions.append(session)
+        build = partial(Session, processor, self.config, hooks, fresh)
+        session = attach("attach to transformers", self.config, build, hooks)
+        if session is not None:
+            self._sessions.append(session)
         return session
 
     def retire(self, session: Session) -> None:
@@ -136,13 +130,7 @@ class Guard:
 
     def _hooks(self, model: Any) -> pluggy.PluginManager:
         """One manager per cache: findings do not say which model or guard they are about."""
-        own = plugins.Plugins()
-        for name, plugin in plugins.hook_manager().list_name_plugin():
-            if plugin is not None and not own.manager.has_plugin(name):
-                own.manager.register(plugin, name)
-        for extra in (EmbeddingFilter(model), self, *self._plugins):
-            own.manager.register(extra)
-        return own.manager
+        return private_hooks(EmbeddingFilter(partial(embedding_row, model)), self, *self._plugins)
 
 
 def guard(model: Any, **config: object) -> Guard:

@@ -1,8 +1,6 @@
 """The plugin ``transformers``: what ``CANARY_PLUGINS=transformers`` turns on. Importing it imports no engine."""
 
-from canary_core.config import CanaryConfig
-from canary_core.hookspecs import hookimpl
-from canary_core.plugins import EngineInfo
+from canary_core import CanaryConfig, EngineInfo, hookimpl
 from canary_core.testing import DemoEngine
 from canary_transformers import version
 from canary_transformers.guard import Guard
@@ -12,7 +10,7 @@ _guard: Guard | None = None
 
 @hookimpl
 def canary_engine() -> EngineInfo:
-    """Transformers, and the range that `layout` knows."""
+    """The installed Transformers, and the releases that are supported."""
     return version.engine()
 
 

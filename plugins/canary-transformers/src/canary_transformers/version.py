@@ -1,12 +1,11 @@
 """Our version, and which versions of Transformers we know."""
 
-from canary_core.errors import PluginError
-from canary_core.plugins import EngineInfo
+from canary_core import EngineInfo, PluginError
 
 __version__ = "0.1.0"
 
 SUPPORTED = ">=5.17,<5.24"
-"""Releases whose continuous batching and caches were read and run; see `layout` for how they differ."""
+"""Releases whose continuous batching and caches were read and run; `continuous.compat` says how they differ."""
 
 
 def engine() -> EngineInfo:

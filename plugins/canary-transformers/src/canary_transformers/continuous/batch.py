@@ -9,9 +9,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from canary_adapters import block_table, ragged_table
-from canary_core.adapters import BatchAdapter
-from canary_core.batch import BatchView, SlotTable
-from canary_core.writers import Writers
+from canary_core import BatchAdapter, BatchView, SlotTable, Writers
 from canary_transformers.continuous.compat import KVGroup
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload_lists

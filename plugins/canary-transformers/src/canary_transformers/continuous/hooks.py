@@ -10,7 +10,7 @@ from threading import RLock
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from canary_core.errors import ViolationError
+from canary_core import ViolationError
 from canary_transformers.continuous.session import Session
 from canary_transformers.patches import Patches
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from canary_adapters import JoinedPools, RowPool, WindowPool
-from canary_core.adapters import PoolAdapter
-from canary_core.region import Region, Uncovered
+from canary_core import PoolAdapter, Region, Uncovered
 from canary_transformers.continuous.compat import KVGroup
 
 

@@ -8,17 +8,13 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView
-from canary_core.canary import Canary
-from canary_core.config import CanaryConfig
-from canary_core.errors import ViolationError
-from canary_core.writers import Writers
+from canary_core import BatchView, Canary, CanaryConfig, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import PagedCachePool
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload
-from canary_transformers.filters import AdoptedFilter
+from canary_transformers.filters import EarlierBytesFilter
 from canary_transformers.patches import Patches
 
 
@@ -30,7 +26,7 @@ class Session:
     order in which the engine issues its own.
 
     ``fresh``: the cache was just made, so that reading a slot before it is written is a finding.
-    Raises `AttachError` if the cache is not what `layout` expects, `ConfigError` if a setting can't be used.
+    Raises `AttachError` if the cache is not what `compat` expects, `ConfigError` if a setting can't be used.
     """
 
     def __init__(self, processor: Any, config: CanaryConfig, hooks: pluggy.PluginManager, fresh: bool) -> None:
@@ -41,9 +37,8 @@ class Session:
         self._groups = compat.kv_groups(cache)
         self._dropped: dict[int, list[int]] = {}
         self._stepping = False
-        self.error: ViolationError | None = None
-        """What stopped the engine in raise mode."""
-        _synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
         with self._on_stream():
             writers = Writers()
             pool = PagedCachePool(self._groups)
@@ -52,7 +47,7 @@ class Session:
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
             self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
             if not (fresh and compat.cleared(cache)):
-                hooks.register(AdoptedFilter())
+                hooks.register(EarlierBytesFilter())
                 for group in self._groups:
                     self.canary.slots.forget(group.name, None)
         self._patches = Patches()
@@ -66,22 +61,17 @@ class Session:
             original()
         finally:
             self._stepping = False
-        try:
-            with self._on_stream():
-                self.canary.step.end()
-        except ViolationError as error:
-            self.error = error
-            raise
+        with self._on_stream():
+            self.canary.step.end()
+        if not self.canary.enabled:
+            # Nothing is told to Canary any more, so nothing needs to be heard.
+            self._patches.undo()
 
     def drain(self) -> None:
         """Reports everything found so far; the engine's thread must not be in a step. Raises `ViolationError` in raise
         mode."""
-        try:
-            with self._on_stream():
-                self.canary.drain()
-        except ViolationError as error:
-            self.error = self.error or error
-            raise
+        with self._on_stream():
+            self.canary.drain()
 
     def close(self) -> None:
         """Drains and lets go of the engine, whose methods are its own again. Never raises `ViolationError`."""
@@ -123,17 +113,22 @@ class Session:
                 return
             with self._on_stream():
                 self.canary.step.before(view)
-            original(model, batch_data)
+            try:
+                original(model, batch_data)
+            except BaseException:
+                self.canary.step.abandon()
+                raise
             with self._on_stream():
-                self.canary.step.after(view)
+                self.canary.step.after()
 
         return compute_batch
 
     def _view(self, arguments: dict[str, Any]) -> BatchView | None:
+        view = None
         with self._ours("batch"):
             self._drop_now()
-            return self._batch.view(ContinuousForward(compat.requests(self._io), arguments))
-        return None
+            view = self._batch.view(ContinuousForward(compat.requests(self._io), arguments))
+        return view
 
     def _drop_now(self) -> None:
         for g in self._groups:
@@ -149,26 +144,15 @@ class Session:
         first = upload(blocks, self._device) * group.block_slots
         return (first[:, None] + torch.arange(group.block_slots, device=self._device)).flatten()
 
+    @contextlib.contextmanager
+    def _ours(self, where: str) -> Iterator[None]:
+        """Code of ours within a call of the engine: on its stream, and its exceptions are ours to handle."""
+        with self.canary.guard(f"canary_transformers: {where}"), self._on_stream():
+            yield
+
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         stream = self._io.compute_stream
         if stream is None:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[object] = torch.get_device_module(self._device).stream(stream)
         return context
-
-    @contextlib.contextmanager
-    def _ours(self, where: str) -> Iterator[None]:
-        """Code of ours within a call of the engine: on its stream, and its exceptions are ours to handle."""
-        try:
-            if self.canary.enabled:
-                with self._on_stream():
-                    yield
-            else:
-                yield
-        except Exception as error:
-            self.canary.fail(f"canary_transformers: {where}", error)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

@@ -16,11 +16,10 @@ class TokenBook:
     """What each request's own history says stands at each position: the oracle that tables are checked against.
 
     One row per request, kept while the request runs; the least recently used make room for new ones. Takes at most
-    ``budget_bytes``; positions beyond what that can hold are unknown, and such forwards are counted in ``cut``.
+    ``budget_bytes``; positions beyond what that can hold are unknown.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
-        self.cut = 0
         self._device = device
         self._budget_tokens = max(budget_bytes // 4, 2)
         self._tokens = torch.full((0, 0), UNKNOWN, dtype=torch.int32, device=device)
@@ -71,9 +70,7 @@ class TokenBook:
         """Makes room for ``rows`` requests of ``width`` tokens; gives the width there is."""
         have_rows, have_width = self._tokens.shape
         limit = max(self._budget_tokens // (2 * rows), 1)
-        if width > limit:
-            self.cut += 1
-            width = limit
+        width = min(width, limit)
         if width > have_width or rows > have_rows:
             # Powers of two, so that growth is rare; everything is uploaded again after it.
             new_width = min(max(have_width, _power_of_two(width)), limit)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core.region import Uncovered
+from canary_core import Uncovered
 
 _FULL = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", "DynamicIndexedLayer", "Fp8QuantizedLayer")
 _WINDOW = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import Part, growing_source
-from canary_core.batch import SlotTable
-from canary_core.region import KVSource, Region, RegionKind
+from canary_core import KVSource, Region, RegionKind, SlotTable
 from canary_transformers.generate.caches import Keeping, LayerView
 
 LEAST_TOKENS = 128
@@ -20,7 +19,7 @@ class Group:
     """A region of ``rows * capacity`` slots: slot ``r * capacity + i`` is index ``i`` of the tensors' batch row ``r``.
 
     It holds position ``first + i`` for ``i < held``. Where a window moves on, ``first`` grows and all bytes move to
-    other indices, as slots do.
+    other indices, as slots do. ``bound``: where its bytes were found last, K and V of each layer in turn.
     """
 
     name: str
@@ -57,6 +56,11 @@ class Group:
             for old, (part, tensor) in zip(before, parts, strict=True)
         )
         return self.bound
+
+    def resized(self, rows: int, held: int) -> "Group":
+        """The same with ``rows`` rows, and with room for ``held`` tokens of each."""
+        capacity = self.capacity if held <= self.capacity else capacity_for(held)
+        return replace(self, rows=rows, capacity=capacity, bound=())
 
     def slots(self, indices: range, rows: Tensor) -> Tensor:
         """Slots at ``indices`` of batch rows ``rows`` (int64 ``[n]``), int64 ``[n * len(indices)]``."""

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from canary_core.errors import ViolationError
+from canary_core import ViolationError
 from canary_transformers.generate import caches
 from canary_transformers.generate.forward import ModelCall
 from canary_transformers.generate.guarded_cache import GuardedCache
@@ -120,15 +120,23 @@ class GenerateHooks:
             given = _arguments(model, args, kwargs)
             cache = given.get("past_key_values")
             forward = _forward(given, self._history(cache))
-            guarded = None if forward is None else self._guard(owner, model, cache)
-            if guarded is not None and forward is not None:
-                guarded.before(cache, forward)
-            output = call(*args, **kwargs)
-            if guarded is None and forward is not None:
-                cache = _cache_of(output)
+            if forward is None:
+                output = call(*args, **kwargs)
+            else:
                 guarded = self._guard(owner, model, cache)
-            if guarded is not None and forward is not None:
-                guarded.after(cache, forward)
+                if guarded is not None:
+                    guarded.before(cache, forward)
+                try:
+                    output = call(*args, **kwargs)
+                except BaseException:
+                    if guarded is not None:
+                        guarded.failed()
+                    raise
+                if guarded is None:
+                    cache = _cache_of(output)
+                    guarded = self._guard(owner, model, cache)
+                if guarded is not None:
+                    guarded.after(cache, forward)
         finally:
             self._calls.inside = False
         self._raise_late()

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from canary_transformers import Guard
-from generation import (
+from tiny.generation import (
     LOOP,
-    WINDOW,
-    build,
     expect_clean,
     flip,
     forwards,
@@ -19,6 +17,7 @@ from generation import (
     new_cache,
     prompts,
 )
+from tiny.models import WINDOW, generating
 from transformers import (
     CompileConfig,
     PreTrainedModel,
@@ -46,24 +45,24 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_clean_generation_raises_no_alarm_and_is_not_changed(name: str, scenario: str) -> None:
     """Every kind of cache and decoding: bit-identical sequences, every forward checked, nothing found."""
-    model, settings = build(name), SCENARIOS[scenario]
+    model, settings = generating(name), SCENARIOS[scenario]
     ids = LOOP if scenario == "lookup" else prompts()
     expected = generate(model, ids, **settings)
-    watch, listener = listening(model)
+    watch, findings = listening(model)
     with watch:
         assert torch.equal(generate(model, ids, **settings), expected)
     stats = expect_clean(watch)
     assert stats["checked_forwards"] >= stats["forwards"] > 3
     assert stats["checked_bytes"] > 0
     assert stats["unknown_slots"] == 0
-    assert [e.name for e in listener.events if e.level != "info"] == []
+    assert [e.name for e in findings.events if e.level != "info"] == []
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_left_padding_is_guarded_like_any_token(name: str, kind: str) -> None:
     """Pads are written too. Their embedding is all zero, so that writing one leaves a zeroed slot as it was."""
-    model = build(name)
+    model = generating(name)
     ids = prompts()
     ids[0, :5] = 0
     settings = {"attention_mask": (ids != 0).long(), "cache_implementation": kind}
@@ -75,7 +74,7 @@ def test_left_padding_is_guarded_like_any_token(name: str, kind: str) -> None:
 
 def test_embeddings_have_unknown_tokens() -> None:
     """No ids, no guess: bytes are guarded, tokens of those positions are not judged."""
-    model = build("llama")
+    model = generating("llama")
     embeds = model.get_input_embeddings()(prompts()).detach()
     empty = torch.zeros(2, 0, dtype=torch.long)
     expected = generate(model, empty, inputs_embeds=embeds)
@@ -95,30 +94,30 @@ def test_embeddings_have_unknown_tokens() -> None:
 
 def test_without_a_cache_there_is_nothing_to_do() -> None:
     """`use_cache=False`: no Canary is made."""
-    model = build("llama")
-    watch, listener = listening(model)
+    model = generating("llama")
+    watch, findings = listening(model)
     with watch:
         generate(model, prompts(), use_cache=False, max_new_tokens=3)
         model(prompts(), use_cache=False)
     assert watch.stats()["forwards"] == 0
-    assert listener.events == []
+    assert findings.events == []
 
 
 def test_an_error_of_ours_is_told_and_the_model_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log mode: one ``disabled`` event, and the same output."""
-    model = build("llama")
+    model = generating("llama")
     expected = generate(model, prompts())
-    watch, listener = listening(model)
+    watch, findings = listening(model)
     with watch:
         monkeypatch.setattr("canary_transformers.generate.caches.look", lambda *a, **k: 1 // 0)
         assert torch.equal(generate(model, prompts()), expected)
-    (told,) = listener.named("disabled")
-    assert "ZeroDivisionError" in told["error"]
+    (told,) = findings.told("disabled")
+    assert "ZeroDivisionError" in told.fields["error"]
 
 
 def test_a_guard_leaves_nothing_behind() -> None:
     """The engine's functions are its own again, and caches that are gone are not kept."""
-    model = build("llama")
+    model = generating("llama")
     before = (Cache.crop, Cache.reset, GenerationMixin.generate, PreTrainedModel.__call__)
     with listening(model)[0] as watch:
         assert Cache.crop is not before[0]
@@ -126,7 +125,7 @@ def test_a_guard_leaves_nothing_behind() -> None:
         gc.collect()
         assert watch._caches == []
         assert watch.stats()["forwards"] == 12
-        other = build("qwen3")
+        other = generating("qwen3")
         generate(other, prompts(), max_new_tokens=2)
         assert watch.stats()["forwards"] == 12
         copied = copy.deepcopy(model)
@@ -139,7 +138,7 @@ def test_a_compiled_decode_is_bracketed_and_traces_nothing_of_ours(monkeypatch: 
     """What `generate()` compiles on a GPU: as many graphs as without a guard, none broken, every forward checked."""
     monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", lambda *args: True)
     settings = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager", mode=None)}
-    model = copy.deepcopy(build("llama"))
+    model = copy.deepcopy(generating("llama"))
     graphs = []
     outputs = []
     for on in (False, True):
@@ -159,19 +158,19 @@ def test_every_model_of_the_process_is_guarded_for_the_plugin() -> None:
     """What `CANARY_PLUGINS=transformers` turns on: outermost calls, whichever model they are of."""
     config = CanaryConfig.load(read_check=-1, log_level="error")
     with Guard(None, config) as watch:
-        generate(build("llama"), prompts(), max_new_tokens=3)
-        cache = new_cache(build("mistral"), "dynamic")
+        generate(generating("llama"), prompts(), max_new_tokens=3)
+        cache = new_cache(generating("mistral"), "dynamic")
         with torch.no_grad():
-            build("mistral").model(input_ids=prompts(), past_key_values=cache)
+            generating("mistral").model(input_ids=prompts(), past_key_values=cache)
         assert expect_clean(watch)["forwards"] == 4
         flip(cache, 1, "values", row=0, index=3)
-        forwards(build("mistral"), cache, prompts(2, 1))
+        forwards(generating("mistral"), cache, prompts(2, 1))
         assert [v.source for v in watch.violations] == ["v.1"]
 
 
 def test_inference_mode_and_gradients_do_not_matter() -> None:
     """A cache may be used in and out of inference mode; a training step keeps its gradients."""
-    model = build("llama")
+    model = generating("llama")
     with listening(model)[0] as watch:
         with torch.inference_mode():
             cache = new_cache(model, "dynamic")

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 from canary_transformers import guard
-from generation import (
+from tiny.generation import (
     LOOP,
-    WINDOW,
-    build,
     expect_clean,
     flip,
     forwards,
@@ -18,6 +16,7 @@ from generation import (
     new_cache,
     prompts,
 )
+from tiny.models import WINDOW, generating
 from transformers.cache_utils import Cache, DynamicLayer
 
 from canary_core import Kind, ViolationError
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_one_flipped_bit_is_found_before_it_is_read(name: str, kind: str, layer: int, half: str) -> None:
     """Layer, half, row and position are named, also where a window has moved on."""
-    model = build(name)
+    model = generating(name)
     with listening(model)[0] as watch:
         cache = new_cache(model, kind)
         forwards(model, cache, prompts(2, 12), prompts(2, 1), prompts(2, 3))
@@ -49,7 +48,7 @@ def test_one_flipped_bit_is_found_before_it_is_read(name: str, kind: str, layer:
 
 def test_a_store_that_never_ran_is_found() -> None:
     """A static layer keeps its zeros where the new token should be."""
-    model = build("llama")
+    model = generating("llama")
     with listening(model)[0] as watch:
         cache = new_cache(model, "static")
         forwards(model, cache, prompts(2, 6))
@@ -70,7 +69,7 @@ def test_a_store_that_never_ran_is_found() -> None:
 
 def test_a_layer_that_is_not_reordered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beams move to other rows; one layer stays behind."""
-    model = build("llama")
+    model = generating("llama")
     original = DynamicLayer.reorder_cache
 
     def forgetful(layer: Any, rows: torch.Tensor) -> None:
@@ -91,7 +90,7 @@ def test_a_layer_that_is_not_reordered_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_cache_reordered_by_the_wrong_beams_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers agree, but the rows are not the sequences that go on: tokens differ from the caller's own."""
-    model = build("llama")
+    model = generating("llama")
     with listening(model)[0] as watch:
         reorder = Cache.reorder_cache
         monkeypatch.setattr(Cache, "reorder_cache", lambda cache, rows: reorder(cache, rows.roll(1)))
@@ -104,7 +103,7 @@ def test_a_cache_reordered_by_the_wrong_beams_is_found(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_roll_back_that_is_forgotten_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected drafts stay in the cache, and are read as tokens that the sequence does not have."""
-    model = build(name)
+    model = generating(name)
     with listening(model)[0] as watch:
         crop = Cache.crop
         monkeypatch.setattr(Cache, "crop", lambda cache, tokens: crop(cache, 0))
@@ -115,8 +114,8 @@ def test_a_roll_back_that_is_forgotten_is_found(name: str, monkeypatch: pytest.M
 
 def test_layers_that_do_not_roll_back_are_named() -> None:
     """Told to crop, one layer keeps its slots; attention reads them all the same."""
-    model = build("llama")
-    watch, listener = listening(model)
+    model = generating("llama")
+    watch, findings = listening(model)
     with watch:
         cache = new_cache(model, "dynamic")
         forwards(model, cache, prompts(2, 9))
@@ -124,15 +123,15 @@ def test_layers_that_do_not_roll_back_are_named() -> None:
         cache.crop(-3)
         forwards(model, cache, prompts(2, 1))
     assert {(v.kind, v.position) for v in watch.violations} == {(Kind.UNWRITTEN, p) for p in (6, 7, 8)}
-    (told,) = listener.named("cache_layers_disagree")
-    assert told["layer_tokens"] == {1: 9}
-    assert told["expected_tokens"] == 6
+    (told,) = findings.told("cache_layers_disagree")
+    assert told.fields["layer_tokens"] == {1: 9}
+    assert told.fields["expected_tokens"] == 6
 
 
 def test_a_crop_that_no_layer_follows_is_found_and_guarding_goes_on() -> None:
     """All layers keep the slots that are said to be gone."""
-    model = build("llama")
-    watch, listener = listening(model)
+    model = generating("llama")
+    watch, findings = listening(model)
     with watch:
         cache = new_cache(model, "dynamic")
         forwards(model, cache, prompts(2, 9))
@@ -144,12 +143,12 @@ def test_a_crop_that_no_layer_follows_is_found_and_guarding_goes_on() -> None:
         flip(cache, 0, "keys", row=0, index=3)
         forwards(model, cache, prompts(2, 1))
         assert watch.violations[-1].source == "k.0"
-    assert len(listener.named("cache_layers_disagree")) == 1
+    assert len(findings.told("cache_layers_disagree")) == 1
 
 
 def test_raise_mode_stops_the_generation_that_reads_a_wrong_byte() -> None:
     """`generate()` raises the finding."""
-    model = build("llama")
+    model = generating("llama")
     with guard(model, mode="raise", read_check=-1, log_level="error"):
         cache = new_cache(model, "dynamic")
         first = generate(model, prompts(1), past_key_values=cache, max_new_tokens=3)

@@ -1,12 +1,11 @@
 """Every kind of cache under guard, and what is done with one between forwards."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from generation import (
-    TINY,
-    build,
+from tiny.generation import (
     expect_clean,
     flip,
     forwards,
@@ -15,6 +14,7 @@ from generation import (
     new_cache,
     prompts,
 )
+from tiny.models import TINY, generating
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_cache_goes_on_over_two_generations(name: str, kind: str) -> None:
     """The second call extends the sequence of the first, whether it is given all tokens or the new ones only."""
-    model = build(name)
+    model = generating(name)
 
     def both() -> torch.Tensor:
         cache = new_cache(model, kind)
@@ -49,17 +49,17 @@ def test_a_cache_goes_on_over_two_generations(name: str, kind: str) -> None:
 
 def test_direct_forwards_and_a_cache_that_outgrows_its_room() -> None:
     """Chunks of any length; records survive the move to a larger region, where a flip is still found."""
-    model = build("gemma3")
+    model = generating("gemma3")
     chunks = [prompts(2, n) for n in (3, 90, 1, 60, 120, 2)]
     expected = forwards(model, new_cache(model, "dynamic"), *chunks)
-    watch, listener = listening(model)
+    watch, findings = listening(model)
     with watch:
         cache = new_cache(model, "dynamic")
         for got, want in zip(forwards(model, cache, *chunks), expected, strict=True):
             assert torch.equal(got, want)
         expect_clean(watch)
         assert watch.stats()["forwards"] == len(chunks)
-        assert len(listener.named("attached")) == 2
+        assert len(findings.told("attached")) == 2
         flip(cache, 2, "values", row=1, index=17)
         forwards(model, cache, prompts(2, 1))
         (found,) = watch.violations
@@ -69,8 +69,8 @@ def test_direct_forwards_and_a_cache_that_outgrows_its_room() -> None:
 
 def test_layers_cropped_one_by_one_are_taken_as_they_are() -> None:
     """What is done behind `Cache`'s back but to all layers alike is no finding; it is told, and guarding goes on."""
-    model = build("llama")
-    watch, listener = listening(model)
+    model = generating("llama")
+    watch, findings = listening(model)
     with watch:
         cache = new_cache(model, "dynamic")
         forwards(model, cache, prompts(2, 9))
@@ -81,14 +81,14 @@ def test_layers_cropped_one_by_one_are_taken_as_they_are() -> None:
         flip(cache, 0, "keys", row=0, index=3)
         forwards(model, cache, prompts(2, 1))
         assert [v.source for v in watch.violations] == ["k.0"]
-    assert len(listener.named("cache_changed")) == 1
-    assert [f["tokens"] for f in listener.named("adopted")] == [14]
+    assert len(findings.told("cache_changed")) == 1
+    assert [e.fields["tokens"] for e in findings.told("adopted")] == [14]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rows_may_be_chosen_repeated_and_reset(name: str) -> None:
     """`Cache`'s other methods carry the records with the rows; what they leave is still guarded."""
-    model = build(name)
+    model = generating(name)
     with listening(model)[0] as watch:
         cache = new_cache(model, "dynamic")
         forwards(model, cache, prompts(2, 9), prompts(2, 3))
@@ -111,8 +111,8 @@ def test_rows_may_be_chosen_repeated_and_reset(name: str) -> None:
 
 def test_a_copied_or_filled_cache_is_adopted_and_guarded_from_then_on() -> None:
     """Prompt caching by `copy.deepcopy`: the copy came without records."""
-    model = build("llama")
-    watch, listener = listening(model)
+    model = generating("llama")
+    watch, findings = listening(model)
     with watch:
         prompt = new_cache(model, "dynamic")
         forwards(model, prompt, prompts(1, 9))
@@ -124,14 +124,14 @@ def test_a_copied_or_filled_cache_is_adopted_and_guarded_from_then_on() -> None:
         flip(cache, 1, "values", row=0, index=2)
         forwards(model, cache, prompts(1, 1))
         assert [(v.source, v.position) for v in watch.violations] == [("v.1", 2)]
-    assert [f["tokens"] for f in listener.named("adopted")] == [9, 9]
+    assert [e.fields["tokens"] for e in findings.told("adopted")] == [9, 9]
 
 
 def test_fp8_layers_are_guarded_and_others_are_named() -> None:
     """The frozen scale of fp8 keeps written bytes as they are."""
     if not hasattr(__import__("transformers.cache_utils").cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this Transformers has no fp8 cache")
-    model = build("llama")
+    model = generating("llama")
     settings = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
     expected = generate(model, prompts(), **settings)
     with listening(model, non_finite=False)[0] as watch:
@@ -150,12 +150,12 @@ def test_cross_attention_is_named_and_the_rest_guarded() -> None:
     model = BartForConditionalGeneration(config).eval()
     settings = {"num_beams": 2, "decoder_start_token_id": 2}
     expected = generate(model, prompts(), **settings)
-    watch, listener = listening(model)
+    watch, findings = listening(model)
     with watch:
         assert torch.equal(generate(model, prompts(), **settings), expected)
         stats = expect_clean(watch)
     assert stats["checked_bytes"] > 0
-    assert [u["name"] for u in listener.named("coverage")[0]["uncovered"]] == ["cross_attention"]
+    assert [u["name"] for u in findings.told("coverage")[0].fields["uncovered"]] == ["cross_attention"]
 
 
 def test_hybrid_layers_are_named_and_the_rest_guarded() -> None:
@@ -164,19 +164,19 @@ def test_hybrid_layers_are_named_and_the_rest_guarded() -> None:
     config = Lfm2Config(**{**TINY, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"])
     model = Lfm2ForCausalLM(config).eval()
     expected = generate(model, prompts())
-    watch, listener = listening(model)
+    watch, findings = listening(model)
     with watch:
         assert torch.equal(generate(model, prompts()), expected)
         stats = expect_clean(watch)
     assert stats["checked_bytes"] > 0
-    (coverage,) = listener.named("coverage")
-    assert [u["name"] for u in coverage["uncovered"]] == ["LinearAttentionLayer.0", "LinearAttentionLayer.2"]
-    assert 0 < coverage["coverage_ratio"] < 1
+    (coverage,) = findings.told("coverage")
+    assert [u["name"] for u in coverage.fields["uncovered"]] == ["LinearAttentionLayer.0", "LinearAttentionLayer.2"]
+    assert 0 < coverage.fields["coverage_ratio"] < 1
 
 
 def test_a_window_that_records_its_past_is_followed() -> None:
     """`activate_past_recording`: the window is cut by the next crop only."""
-    model = build("mistral")
+    model = generating("mistral")
     with listening(model)[0] as watch:
         cache = new_cache(model, "dynamic")
         cache.activate_past_recording()
@@ -190,3 +190,43 @@ def test_a_window_that_records_its_past_is_followed() -> None:
         forwards(model, cache, prompts(1, 2))
         stats = expect_clean(watch)
     assert stats["checked_bytes"] > 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_call_that_raises_is_abandoned(kind: str) -> None:
+    """Nothing of it is recorded, and the next call of the model is checked like any other."""
+    model = generating("llama")
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no memory left")
+
+    watch, findings = listening(model)
+    with watch:
+        cache = new_cache(model, kind)
+        forwards(model, cache, prompts(2, 9))
+        handle = model.model.register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError):
+            forwards(model, cache, prompts(2, 3))
+        handle.remove()
+        forwards(model, cache, prompts(2, 3))
+        expect_clean(watch)
+        flip(cache, 1, "keys", row=0, index=10)
+        forwards(model, cache, prompts(2, 1))
+        assert [(v.source, v.position) for v in watch.violations] == [("k.1", 10)]
+    assert [e.name for e in findings.events if e.level == "error"] == []
+
+
+def test_a_call_that_leaves_the_cache_alone_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is given a cache and does not use it has written nothing."""
+    model = generating("llama")
+    forward = model.forward
+    watch, findings = listening(model)
+    with watch:
+        cache = new_cache(model, "dynamic")
+        forwards(model, cache, prompts(2, 9))
+        monkeypatch.setattr(model, "forward", lambda input_ids, past_key_values: forward(input_ids, use_cache=False))
+        forwards(model, cache, prompts(2, 3))
+        monkeypatch.undo()
+        forwards(model, cache, prompts(2, 3))
+        expect_clean(watch)
+    assert [e.name for e in findings.events if e.level == "error"] == []

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tiny.batching import HAS_POOL, AtStep, Traffic, serve
+from tiny.models import batching
 
-from canary_core.records import Kind
+from canary_core import Kind
 
 
 @contextmanager
@@ -68,9 +70,9 @@ CASES = [("llama", 0), ("llama", 3), ("mistral", 2), ("gemma3", 1), ("gemma3", 3
 
 @pytest.mark.parametrize("half", ["k", "v"])
 @pytest.mark.parametrize(("kind", "layer"), CASES)
-def test_a_flipped_bit_in_use_is_found(kind, layer, half, build, serve, guard, traffic):
+def test_a_flipped_bit_in_use_is_found(kind, layer, half, guard):
     """In a slot that requests read: in the step after, with layer, half and slot."""
-    model, guarded, hit = build(kind), guard(build(kind), scrub_budget="0"), {}
+    model, guarded, hit = batching(kind), guard(batching(kind), scrub_budget="0"), {}
 
     def act(arguments):
         index, allocator = group_of(arguments["cache"], layer)
@@ -87,7 +89,7 @@ def test_a_flipped_bit_in_use_is_found(kind, layer, half, build, serve, guard, t
         return True
 
     with in_forward(model, act) as done:
-        serve(model, traffic(new_tokens=14))
+        serve(model, Traffic(new_tokens=14))
     assert done
     found = guarded.violations[0]
     assert (found.kind, found.layer, found.half) == (Kind.BYTES, layer, half)
@@ -96,9 +98,9 @@ def test_a_flipped_bit_in_use_is_found(kind, layer, half, build, serve, guard, t
     assert {v.slot for v in guarded.violations} == {found.slot}
 
 
-def test_a_flipped_bit_in_an_idle_cached_block_is_found_by_the_scrub(build, serve, guard, traffic):
+def test_a_flipped_bit_in_an_idle_cached_block_is_found_by_the_scrub(guard):
     """In a block that no running request reads, kept for prefix sharing."""
-    model, guarded = build("llama"), guard(build("llama"), read_check=0, scrub_budget="1MiB")
+    model, guarded = batching("llama"), guard(batching("llama"), read_check=0, scrub_budget="1MiB")
 
     def act(arguments):
         cache = arguments["cache"]
@@ -113,7 +115,7 @@ def test_a_flipped_bit_in_an_idle_cached_block_is_found_by_the_scrub(build, serv
         return True
 
     with in_forward(model, act) as done:
-        serve(model, traffic(new_tokens=20, requests=12, batch_tokens=24))
+        serve(model, Traffic(new_tokens=20, requests=12, batch_tokens=24))
     assert done
     assert [(v.kind, v.layer, v.half) for v in guarded.violations[:1]] == [(Kind.BYTES, 2, "v")]
 
@@ -129,9 +131,9 @@ def test_a_flipped_bit_in_an_idle_cached_block_is_found_by_the_scrub(build, serv
         ("null", {Kind.NULL_SLOT}),
     ],
 )
-def test_an_edited_table_is_found(edit, kinds, kind, build, serve, guard, traffic, at_step):
+def test_an_edited_table_is_found(edit, kinds, kind, guard):
     """The list of slots on the device, changed after the engine wrote it: found in the same step."""
-    model, guarded, hit = build(kind), guard(build(kind)), {}
+    model, guarded, hit = batching(kind), guard(batching(kind)), {}
 
     def act(canary, batch):
         region = next(iter(canary.regions.values()))
@@ -156,9 +158,9 @@ def test_an_edited_table_is_found(edit, kinds, kind, build, serve, guard, traffi
             hit["flat"].copy_(hit["was"])
         return bool(hit)
 
-    guarded.register(at_step(6, act))
+    guarded.register(AtStep(6, act))
     with in_forward(model, restore) as restored:
-        serve(model, traffic(new_tokens=14))
+        serve(model, Traffic(new_tokens=14))
     assert restored
     found = guarded.violations[0]
     assert found.kind in kinds
@@ -167,9 +169,9 @@ def test_an_edited_table_is_found(edit, kinds, kind, build, serve, guard, traffi
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
-def test_the_tables_canary_checks_are_the_ones_the_forward_reads(kind, build, serve, guard, traffic, at_step):
+def test_the_tables_canary_checks_are_the_ones_the_forward_reads(kind, guard):
     """Not copies: same memory, so that nothing can come between them."""
-    model, guarded, seen = build(kind), guard(build(kind)), {}
+    model, guarded, seen = batching(kind), guard(batching(kind)), {}
 
     def note(canary, batch):
         seen["checked"] = {t.entries.data_ptr() for t in batch.tables.values()}
@@ -183,17 +185,17 @@ def test_the_tables_canary_checks_are_the_ones_the_forward_reads(kind, build, se
         seen["compared"] = True
         return False
 
-    guarded.register(at_step(1, note))
+    guarded.register(AtStep(1, note))
     with in_forward(model, compare):
-        serve(model, traffic())
+        serve(model, Traffic())
     assert seen["compared"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_a_write_to_another_slot_is_found(kind, build, serve, guard, traffic, at_step):
+def test_a_write_to_another_slot_is_found(kind, guard):
     """The write list sends a token where its request will not look: the list and the table disagree, or where there is
     no table for new tokens (a ring), the next read finds the wrong position."""
-    model, guarded, hit = build(kind), guard(build(kind)), {}
+    model, guarded, hit = batching(kind), guard(batching(kind)), {}
 
     def act(canary, batch):
         (table,) = batch.tables.values()
@@ -203,8 +205,8 @@ def test_a_write_to_another_slot_is_found(kind, build, serve, guard, traffic, at
         table.write_slots[0], table.write_slots[1] = table.write_slots[1].clone(), table.write_slots[0].clone()
         return True
 
-    guarded.register(at_step(6, act))
-    serve(model, traffic(new_tokens=14))
+    guarded.register(AtStep(6, act))
+    serve(model, Traffic(new_tokens=14))
     assert hit
     expected = {"llama": {Kind.WRITE_SLOT}, "mistral": {Kind.POSITION, Kind.TOKEN, Kind.UNWRITTEN, Kind.PREFIX}}[kind]
     assert guarded.violations[0].kind in expected
@@ -212,11 +214,11 @@ def test_a_write_to_another_slot_is_found(kind, build, serve, guard, traffic, at
 
 
 @pytest.mark.parametrize(("kind", "layer"), CASES)
-def test_a_lost_write_is_found(kind, layer, build, serve, guard, traffic, has_pool):
+def test_a_lost_write_is_found(kind, layer, guard):
     """The store of one layer's V does not run in one step."""
-    if not has_pool:
+    if not HAS_POOL:
         pytest.skip("Transformers 5.17 never clears its cache: a first write may leave the bytes of an earlier cache")
-    model, guarded, hit = build(kind), guard(build(kind)), {}
+    model, guarded, hit = batching(kind), guard(batching(kind)), {}
 
     def act(arguments):
         index, _ = group_of(arguments["cache"], layer)
@@ -233,17 +235,17 @@ def test_a_lost_write_is_found(kind, layer, build, serve, guard, traffic, has_po
 
     handle = model.register_forward_hook(undo)
     with in_forward(model, act):
-        serve(model, traffic())
+        serve(model, Traffic())
     handle.remove()
     assert {(v.kind, v.layer, v.half) for v in guarded.violations} == {(Kind.LOST_WRITE, layer, "v")}
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
-def test_a_freed_block_in_use_is_found(kind, build, serve, guard, traffic, has_pool):
+def test_a_freed_block_in_use_is_found(kind, guard):
     """The engine frees a block that a running request still reads, and may hand it out again."""
-    if not has_pool:
+    if not HAS_POOL:
         pytest.skip("Transformers 5.17 tells when blocks are handed out, not when they are freed")
-    model, guarded = build(kind), guard(build(kind))
+    model, guarded = batching(kind), guard(batching(kind))
 
     def act(arguments):
         cache = arguments["cache"]
@@ -255,14 +257,14 @@ def test_a_freed_block_in_use_is_found(kind, build, serve, guard, traffic, has_p
         return True
 
     with in_forward(model, act) as done:
-        serve(model, traffic(new_tokens=14))
+        serve(model, Traffic(new_tokens=14))
     assert done
     assert guarded.violations[0].kind in (Kind.UNWRITTEN, Kind.FREED, Kind.POSITION, Kind.TOKEN)
 
 
-def test_a_foreign_prefix_is_found(build, serve, guard, traffic):
+def test_a_foreign_prefix_is_found(guard):
     """Two running requests change places in the block table: every slot holds a valid sequence, of somebody else."""
-    model, guarded = build("llama"), guard(build("llama"))
+    model, guarded = batching("llama"), guard(batching("llama"))
 
     def act(arguments):
         _, allocator = group_of(arguments["cache"], 0)
@@ -274,7 +276,7 @@ def test_a_foreign_prefix_is_found(build, serve, guard, traffic):
         return a[0] != b[0]
 
     with in_forward(model, act) as done:
-        serve(model, traffic(new_tokens=14, options={"allow_block_sharing": False}))
+        serve(model, Traffic(new_tokens=14, options={"allow_block_sharing": False}))
     assert done
     assert guarded.violations[0].kind in (Kind.TOKEN, Kind.PREFIX)
     assert guarded.violations[0].position < 8

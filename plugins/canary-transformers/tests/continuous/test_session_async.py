@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny.batching import AtStep, Traffic, serve
+from tiny.models import batching
 
-from canary_core.hookspecs import hookimpl
+from canary_core import hookimpl
 
 MODULES = "transformers.generation.continuous_batching"
 
@@ -77,13 +79,13 @@ LOADS = {
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_asynchronous_batches_raise_no_alarm(kind, load, seed, engine_on_cpu, build, serve, guard, traffic):
+def test_asynchronous_batches_raise_no_alarm(kind, load, seed, engine_on_cpu, guard):
     """Tokens that the host does not know yet, requests that end or are preempted while their next batch runs."""
-    shape = traffic(seed=seed, options={"use_async_batching": True}, **LOADS[load])
-    bare = serve(build(kind), shape)
-    guarded, seen = guard(build(kind), mode="raise"), Unknown()
+    shape = Traffic(seed=seed, options={"use_async_batching": True}, **LOADS[load])
+    bare = serve(batching(kind), shape)
+    guarded, seen = guard(batching(kind), mode="raise"), Unknown()
     guarded.register(seen)
-    assert serve(build(kind), shape) == bare
+    assert serve(batching(kind), shape) == bare
     assert guarded.violations == []
     assert guarded.stats()["forwards"] > 10
     assert seen.tokens > 0
@@ -91,19 +93,19 @@ def test_asynchronous_batches_raise_no_alarm(kind, load, seed, engine_on_cpu, bu
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_padded_batches_raise_no_alarm(kind, asynchronous, padded, engine_on_cpu, build, serve, guard, traffic):
+def test_padded_batches_raise_no_alarm(kind, asynchronous, padded, engine_on_cpu, guard):
     """Padding is nobody's; a warm-up through the same function is neither judged nor recorded."""
-    shape = traffic(options={"use_async_batching": asynchronous}, pages=24, batch_tokens=32)
-    bare = serve(build(kind), shape)
-    guarded = guard(build(kind), mode="raise")
-    assert serve(build(kind), shape) == bare
+    shape = Traffic(options={"use_async_batching": asynchronous}, pages=24, batch_tokens=32)
+    bare = serve(batching(kind), shape)
+    guarded = guard(batching(kind), mode="raise")
+    assert serve(batching(kind), shape) == bare
     assert guarded.violations == []
     assert guarded.stats()["checked_slots"] > 0
 
 
-def test_a_flipped_bit_is_found_in_asynchronous_batches(engine_on_cpu, build, serve, guard, traffic, at_step):
+def test_a_flipped_bit_is_found_in_asynchronous_batches(engine_on_cpu, guard):
     """The same findings as in any other batch."""
-    guarded = guard(build("llama"))
+    guarded = guard(batching("llama"))
 
     def flip(canary, batch):
         region = canary.regions["full_attention"]
@@ -111,6 +113,6 @@ def test_a_flipped_bit_is_found_in_asynchronous_batches(engine_on_cpu, build, se
         source.tensor.view(torch.uint8).view(-1)[::32] ^= 1
         return True
 
-    guarded.register(at_step(6, flip))
-    serve(build("llama"), traffic(options={"use_async_batching": True}))
+    guarded.register(AtStep(6, flip))
+    serve(batching("llama"), Traffic(options={"use_async_batching": True}))
     assert {v.kind.name for v in guarded.violations} == {"BYTES"}

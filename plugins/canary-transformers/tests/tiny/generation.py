@@ -1,68 +1,24 @@
-"""Tiny random models, and what they generate under guard."""
+"""What models are asked to generate under guard, and what is done to their caches."""
 
-import functools
 from typing import Any
 
 import torch
 from canary_transformers import guard
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from canary_core import Event, hookimpl
+from canary_core.testing import Findings
 
-TINY: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.5,
-    "pad_token_id": 0,
-}  # fmt: skip
-WINDOW = 8
 LOOP = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]])
 """A prompt that repeats itself, so that prompt lookup has something to propose."""
 
 
-@functools.cache
-def build(name: str) -> Any:
-    """The tiny model of that name, random weights, made once."""
-    torch.manual_seed(0)
-    if name == "llama":
-        return LlamaForCausalLM(LlamaConfig(**TINY)).eval()
-    if name == "mistral":
-        return MistralForCausalLM(MistralConfig(**TINY, sliding_window=WINDOW)).eval()
-    if name == "gemma3":
-        layers = ["sliding_attention", "sliding_attention", "full_attention"]
-        config = Gemma3TextConfig(**TINY, sliding_window=WINDOW, layer_types=layers)
-        return Gemma3ForCausalLM(config).eval()
-    return Qwen3ForCausalLM(Qwen3Config(**TINY)).eval()
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    @hookimpl
-    def canary_event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def named(self, name: str) -> list[dict[str, Any]]:
-        return [e.fields for e in self.events if e.name == name]
-
-
-def listening(model: Any, **config: Any) -> tuple[Any, Listener]:
-    """A guard that reads every byte before it is used, and who hears its events."""
+def listening(model: Any, **config: Any) -> tuple[Any, Findings]:
+    """A guard that reads every byte before it is used, and what it is told."""
     watch = guard(model, **{"read_check": -1, "log_level": "error", **config})
-    listener = Listener()
-    watch.register(listener)
-    return watch, listener
+    findings = Findings()
+    watch.register(findings)
+    return watch, findings
 
 
 def generate(model: Any, ids: torch.Tensor, **settings: Any) -> Any:

@@ -1,0 +1,230 @@
+"""`CacheRecords`: one `Canary` on a cache of `generate()`, and what the cache holds as far as Canary was told."""
+
+from collections.abc import Mapping, Sequence
+
+import pluggy
+import torch
+from torch import Tensor
+
+from canary_core import BatchView, Canary, SlotTable
+from canary_transformers.generate.caches import LayerView
+from canary_transformers.generate.forward import UNKNOWN, ModelCall
+from canary_transformers.generate.groups import Group
+
+
+class CacheRecords:
+    """Knows which token of which sequence each slot of ``canary`` holds, and keeps that right when the engine moves
+    rows or tokens. Every row of the cache holds ``end`` tokens, of which each of ``groups`` keeps some.
+
+    ``name``: of the cache, as findings give it. ``pad``: the token whose embedding is zero, if there is one.
+
+    No method waits for the device, unless it says so. None handles errors: see `GuardedCache`.
+    """
+
+    def __init__(self, name: str, canary: Canary, groups: Sequence[Group], end: int, pad: int | None) -> None:
+        self.canary = canary
+        self.groups = tuple(groups)
+        self.end = end
+        """The position after the last token."""
+        self.checked: Mapping[str, int] | None = None
+        """While a forward that `check` was called for runs: how many tokens each group will hold after it."""
+        self._name = name
+        self._pad = None if canary.config.bytes == "off" else pad
+        self._every = torch.arange(groups[0].rows, device=canary.device)
+        self._unknown_end = 0
+        self._writers: list[int] = []
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the cache."""
+        return len(self._every)
+
+    @property
+    def layers(self) -> set[int]:
+        """All that are guarded."""
+        return {layer for group in self.groups for layer in group.layers}
+
+    def held_after(self, views: Sequence[LayerView], new: int) -> dict[str, int]:
+        """How many tokens of a row each group will hold after a forward of ``new`` more."""
+        recording = {view.layer: view.recording for view in views}
+        return {g.name: g.keeping.held_after(g.held, new, recording.get(g.layers[0], False)) for g in self.groups}
+
+    def have_room(self, held: Mapping[str, int]) -> bool:
+        """Whether every group that grows has slots for so many tokens of a row."""
+        return all(held[g.name] <= g.capacity for g in self.groups if g.keeping.static_tokens is None)
+
+    def rebuilt(
+        self,
+        views: Sequence[LayerView],
+        hooks: pluggy.PluginManager,
+        rows: Tensor | None = None,
+        held: Mapping[str, int] | None = None,
+    ) -> "CacheRecords":
+        """The same on another Canary, whose row ``i`` was row ``rows[i]`` here (None: row ``i``), with room for
+        ``held`` tokens of a row by group. This Canary is left to the caller to close."""
+        old = self.canary
+        every = self._every if rows is None else rows
+        groups = [group.resized(len(every), (held or {}).get(group.name, 0)) for group in self.groups]
+        regions = [group.region(views) for group in groups]
+        canary = Canary(regions, old.config, hooks=hooks, writers=old.writers, uncovered=old.uncovered)
+        new = CacheRecords(self._name, canary, groups, self.end, self._pad)
+        new._unknown_end = self._unknown_end
+        new._writers = self._writers
+        for before, group in zip(self.groups, groups, strict=True):
+            kept = range(group.held)
+            source, destination = before.slots(kept, every), group.slots(kept, new._every)
+            canary.slots.carry_over(old.slots, group.name, source, destination)
+        if rows is not None:
+            new._rename_rows()
+        return new
+
+    def rebind(self, views: Sequence[LayerView]) -> None:
+        """The layers' tensors are those of ``views`` now."""
+        for group in self.groups:
+            mine = [view for view in views if view.layer in group.layers]
+            bound = [source.tensor.data_ptr() for source in group.bound]
+            in_place = group.keeping.static_tokens is not None
+            if in_place and bound == [t.data_ptr() for view in mine for t in (view.keys, view.values)]:
+                continue
+            if len(mine) == len(group.layers):
+                self.canary.slots.rebind(group.name, group.sources(mine))
+
+    def adopt(self, forward: ModelCall, was_empty: bool) -> None:
+        """After the first forward under guard: records the whole cache, so that what ``forward`` wrote is judged from
+        now on. ``was_empty``: nothing was in the cache before, so that static tensors were zero."""
+        device, end = self.canary.device, self.end
+        self._rename_rows()
+        tokens = torch.full((self.rows, end), UNKNOWN, dtype=torch.int64, device=device)
+        history = forward.history_to(end)
+        for known in (forward.tokens, history):
+            if known is not None and known.shape[1]:
+                tokens[:, end - known.shape[1] :] = known.to(device)
+        known_tokens = forward.new if history is None else max(history.shape[1], forward.new)
+        self._unknown_end = end if forward.tokens is None else end - known_tokens
+        for group in self.groups:
+            slots = group.slots(range(group.held), self._every)
+            if group.keeping.static_tokens is not None and was_empty:
+                self.canary.slots.expect_zeros(group.name, slots)
+            else:
+                self.canary.slots.forget_bytes(group.name, slots)
+        tables = {g.name: g.table(0, device, g.first, end) for g in self.groups}
+        batch = self._batch(0, ModelCall(self.rows, end, tokens, None), tables)
+        self._excuse_pads(tokens)
+        self.canary.step.before(batch)
+        self.canary.step.after(batch)
+
+    def check(self, forward: ModelCall, held: Mapping[str, int]) -> None:
+        """Before a forward, after which the groups will hold ``held``: checks what it will read. `record` or `abandon`
+        must follow."""
+        end = self.end + forward.new
+        tables = {}
+        for group in self.groups:
+            first = end - held[group.name]
+            tables[group.name] = group.table(self.end, self.canary.device, first or None, forward.new)
+        self.checked = held
+        self.canary.step.before(self._batch(self.end, forward, tables))
+
+    def record(self, views: Sequence[LayerView], forward: ModelCall) -> None:
+        """After a forward: records what it wrote to the tensors of ``views``."""
+        held, self.checked = self.checked or {}, None
+        before, self.end = self.end, self.end + forward.new
+        for group in self.groups:
+            self._move(group, held[group.name])
+        self.rebind(views)
+        tables = {group.name: group.table(self.end, self.canary.device) for group in self.groups}
+        if forward.tokens is not None:
+            self._excuse_pads(forward.tokens)
+        self.canary.step.after(self._batch(before, forward, tables))
+        if forward.tokens is None:
+            self._unknown_end = self.end
+
+    def abandon(self) -> None:
+        """The forward has failed, or left the cache alone."""
+        if self.checked is not None:
+            self.checked = None
+            self.canary.step.abandon()
+
+    def check_beyond(self, lengths: Mapping[int, int]) -> None:
+        """Finds what attention will read although not every layer holds it. ``lengths``: those of the sequences in
+        layers that do not hold what they should. Waits for the device. Raises `ViolationError` in raise mode."""
+        lowest, highest = min(lengths.values()), max(lengths.values())
+        groups = [g for g in self.groups if any(layer in lengths for layer in g.layers)]
+        # A layer that lost slots makes the group's slots unreadable, one that kept too many is read beyond its records.
+        end = min(max(highest, self.end), *(g.first + g.capacity for g in groups))
+        for group in groups:
+            gone = range(max(lowest - group.first, 0), max(group.held, 0))
+            if gone:
+                self.canary.slots.clear(group.name, group.slots(gone, self._every))
+        tables = {group.name: group.table(end, self.canary.device) for group in groups}
+        self.canary.step.before(self._batch(end, ModelCall(self.rows, 0, None, None), tables))
+        self.canary.step.abandon()
+        self.canary.drain()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row ``i`` is now what row ``rows[i]`` was, for as many rows as before."""
+        for group in self.groups:
+            held = range(group.held)
+            self.canary.slots.copy(group.name, group.slots(held, rows), group.slots(held, self._every))
+        self._rename_rows()
+
+    def crop(self, end: int) -> None:
+        """Only the first ``end`` tokens are left; windows also drop what they have passed."""
+        removed = max(self.end - end, 0)
+        self.end -= removed
+        self._unknown_end = min(self._unknown_end, self.end)
+        for group in self.groups:
+            self._move(group, group.keeping.held_after_crop(group.held, removed))
+
+    def clear(self) -> None:
+        """Nothing is left; tensors that stay are zeroed."""
+        self.end = self._unknown_end = 0
+        for group in self.groups:
+            self._move(group, 0)
+            if group.keeping.static_tokens is not None:
+                slots = group.slots(range(group.capacity), self._every)
+                self.canary.slots.expect_zeros(group.name, slots)
+        self._rename_rows()
+
+    def _rename_rows(self) -> None:
+        """A row has another history from now on than its name had."""
+        names = [f"{self._name} row {row}" for row in range(self.rows)]
+        writers = self.canary.writers
+        for name in names:
+            writers.forget(name)
+        self._writers = [writers.id(name) for name in names]
+
+    def _move(self, group: Group, held: int) -> None:
+        """The group holds the last ``held`` tokens now: records go where the bytes went."""
+        first = self.end - held
+        distance = first - group.first
+        kept = min(group.held - distance, held)
+        if distance > 0 and kept > 0:
+            source = group.slots(range(distance, distance + kept), self._every)
+            self.canary.slots.copy(group.name, source, group.slots(range(kept), self._every))
+        if held < group.held:
+            self.canary.slots.clear(group.name, group.slots(range(held, group.held), self._every))
+        group.first, group.held = first, held
+
+    def _excuse_pads(self, tokens: Tensor) -> None:
+        """``tokens``: the last ones, ``[rows, n]``. A pad has an embedding of zeros, which gives zero K and V: what a
+        static tensor held before. So of pads a lost write is not seen."""
+        if self._pad is None:
+            return
+        pads = tokens.to(self.canary.device) == self._pad
+        for group in self.groups:
+            if group.keeping.static_tokens is not None:
+                stored = min(pads.shape[1], group.held)
+                slots = group.slots(range(group.held - stored, group.held), self._every)
+                own = pads[:, pads.shape[1] - stored :].flatten()
+                self.canary.slots.forget_bytes(group.name, slots.masked_fill(~own, -1))
+
+    def _batch(self, prefix: int, forward: ModelCall, tables: Mapping[str, SlotTable]) -> BatchView:
+        rows, device = forward.rows, self.canary.device
+        return BatchView(
+            prefix_lens=torch.full((rows,), prefix, dtype=torch.int64, device=device),
+            new_lens=torch.full((rows,), forward.new, dtype=torch.int64, device=device),
+            token_ids=forward.token_ids(device),
+            writers=torch.tensor(self._writers, dtype=torch.int64, device=device),
+            tables=tables,
+            expected_tokens=forward.expected_tokens(prefix, self._unknown_end, device),
+        )

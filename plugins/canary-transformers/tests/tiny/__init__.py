@@ -1,0 +1,1 @@
+"""Tiny random models, and what they are asked to do under guard."""
