@@ -29,7 +29,7 @@ def canary_attached(canary: Any) -> None:
         name, _, budget = arm.partition("@")
         for guard, own in _canaries:
             guard.step.scrub.budget = ScrubBudget.parse(budget) if budget else own
-            guard.enabled = name == "on"
+            guard._switch.enabled = name == "on"
         _write(folder / "applied", arm)
 
     signal.signal(SIGNAL, switch)
