@@ -24,18 +24,18 @@ def test_padding_has_the_tables_that_forwards_have():
         mamba_pool=SimpleNamespace(size=8),
     )
     none = torch.zeros(2, dtype=torch.int64)
-    guard = MambaStates(requests, "mamba", MagicMock())
+    states = MambaStates(requests, "mamba", MagicMock())
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(name="DECODE"), req_pool_indices=torch.tensor([1, 2]), input_ids=torch.zeros(3),
         mamba_cow_src_indices=torch.tensor([7]), mamba_cow_dst_indices=torch.tensor([5]), mamba_track_indices=None,
         mamba_track_mask=None,
     )  # fmt: skip
     try:
-        going_on = guard.before(batch, view)
+        going_on = states.before(batch, view)
         batch.forward_mode.name = "EXTEND"
-        reusing = guard.before(batch, view)
+        reusing = states.before(batch, view)
         for views in zip(
-            (going_on, reusing), guard.padding(replace(view, prefix_lens=none, new_lens=none)), strict=True
+            (going_on, reusing), states.padding(replace(view, prefix_lens=none, new_lens=none)), strict=True
         ):
             real, padding = (v.tables["mamba"] for v in views)
             assert padding.entries.dtype == real.entries.dtype
@@ -45,4 +45,4 @@ def test_padding_has_the_tables_that_forwards_have():
             assert [getattr(padding, n) for n in names] == [getattr(real, n) for n in names]
             assert (padding.write_slots is None) == (real.write_slots is None)
     finally:
-        guard.close()
+        states.close()

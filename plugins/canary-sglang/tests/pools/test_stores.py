@@ -208,14 +208,14 @@ def test_states_of_lightning_attention(pools, findings):
     layers = [0, 2]
     params = Mamba2CacheParams(shape=shape, layers=layers)
     pool = pools.MambaPool(size=6, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu")
-    adapter = mamba.MambaStatePool(pool, layers)
+    adapter = mamba.state_pool(pool, layers)
     (region,) = adapter.regions()
     assert [source.name for source in region.sources] == ["ssm.0", "ssm.2"]
     assert adapter.uncovered() == ()
     canary = Canary([region], CanaryConfig.load(scrub_budget="1MiB", state_interval=1))
     numbers = torch.tensor([0, 4, 5], dtype=torch.int32)
     requests = SimpleNamespace(mamba_pool=pool, req_index_to_mamba_index_mapping=numbers)
-    guard = mamba.MambaStates(requests, region.name, canary)
+    states = mamba.MambaStates(requests, region.name, canary)
     lengths = torch.zeros(2, dtype=torch.int64)
 
     def forward(new: int) -> None:
@@ -232,7 +232,7 @@ def test_states_of_lightning_attention(pools, findings):
             writers=torch.tensor([0, 1]),
             tables={},
         )
-        canary.step.before(guard.before(batch, view))
+        canary.step.before(states.before(batch, view))
         pool.mamba_cache.temporal[:, 4:] += torch.randn(len(layers), 3, *pool.mamba_cache.temporal.shape[2:])
         canary.step.after(view)
         canary.drain()
@@ -256,5 +256,5 @@ def test_states_of_lightning_attention(pools, findings):
                     flip(source, slot)
                 findings.violations.clear()
     finally:
-        guard.close()
+        states.close()
         canary.close()

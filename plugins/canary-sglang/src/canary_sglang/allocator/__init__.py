@@ -1,1 +1,1 @@
-"""What SGLang's allocators hand out and take back, and for whom."""
+"""Slots that SGLang's allocators hand out and take back, and for which request."""

@@ -1,6 +1,6 @@
-"""What SGLang's allocators hand out and take back, as lifetime events of the core.
+"""Tells Canary which slots SGLang's allocators hand out and take back.
 
-Nothing waits for the device; the core lets events take effect before the next forward, on its stream.
+Nothing here waits for the device. The events take effect before the next forward, on its stream.
 """
 
 from collections.abc import Callable, Collection
@@ -18,9 +18,10 @@ from canary_sglang.pools import mamba
 
 
 class Lifetime:
-    """The allocator of one runner, followed; ``owners`` says on whose behalf it is called at the moment.
+    """Follows the allocators of one runner. ``owners``: for which request they are called at the moment.
 
-    What can't be followed is told with a ``lifetime_off`` event, and from then on no slot of it counts as freed.
+    A ``lifetime_off`` event names regions whose allocator can't be followed, or no longer; from then on none of their
+    slots counts as freed.
     """
 
     def __init__(self, runner: Any, canary: Canary, writers: RequestWriters) -> None:
@@ -32,15 +33,15 @@ class Lifetime:
         if refusal is not None:
             self._off(canary.regions, refusal)
             return
-        # Keeps the lists' owners alive, which are known by their ids.
-        self._lists = allocators.free_lists(allocator)
+        # Keeps the allocators alive: `_followers` knows them by their ``id()``.
+        self._lists = allocators.page_allocators(allocator)
         states_allocator = allocators.state_allocator(runner)
         if allocators.hands_out_states(states_allocator):
             self._lists[mamba.REGION] = states_allocator
         lists = {**allocators.ALLOCATED_REGIONS, mamba.REGION: mamba.REGION}
         wanted = {name: r for name, r in canary.regions.items() if name in lists}
         for kind, part in self._lists.items():
-            # A page has the same number in all regions that share a list, and so many slots in each.
+            # A page has the same number in all regions that share a list; its slots are counted for each region.
             slots = {n: _page_slots(part, r) for n, r in wanted.items() if lists[n] == kind}
             followed = {name: count for name, count in slots.items() if count}
             if followed:
@@ -51,11 +52,11 @@ class Lifetime:
             self._off(left, f"{type(unknown).__name__} is not an allocator that this canary-sglang knows")
 
     def call(self, name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs one function of an allocator and tells what it did."""
+        """Runs the function ``name`` of an allocator and tells Canary what it did."""
         follower = self._followers.get(id(allocator))
         if follower is None or not self._canary.enabled:
             return original(allocator, *args, **kwargs)
-        # A cleared list is whole again, whatever happened to it before, say while Canary was switched off.
+        # A cleared list can be followed again, whatever happened to it before.
         intact = name == allocators.CLEAR or follower.intact()
         result = original(allocator, *args, **kwargs)
         with self._canary.guard(name):
@@ -78,8 +79,8 @@ class Guarded(Protocol):
 
 
 def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
-    """Functions of SGLang that change an allocator's list, or say for whom, and what goes around each of them.
-    ``session``: the one whose allocator is followed, at that moment. Imports the engine."""
+    """Hooks for the functions of SGLang that change an allocator's list, and for those that say for which request.
+    ``session``: gives the session whose allocator is followed now, None if there is none. Imports SGLang."""
 
     def changing(name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
         guarded = session()
@@ -112,6 +113,6 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
 
 
 def _page_slots(allocator: Any, region: Region) -> int:
-    """Slots of ``region`` in a page of the allocator, 0 where pages and slots don't go together."""
+    """Slots of ``region`` in a page of the allocator; 0 if a slot does not fit into a page a whole number of times."""
     slots, rest = divmod(allocators.page_tokens(allocator), region.tokens_per_slot)
     return 0 if rest else slots

@@ -1,4 +1,4 @@
-"""On whose behalf SGLang calls its allocators."""
+"""`Owners`: for which request SGLang calls its allocators."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,29 +12,29 @@ from canary_sglang.compat import batches, schedulers
 
 
 class Owners:
-    """On whose behalf the allocator is called: the batch that is prepared, the request that lets go."""
+    """For whom the allocator is called: the batch that is prepared, or the request that frees its slots."""
 
     def __init__(self, writers: RequestWriters) -> None:
         self._writers = writers
         self._batch: Any = None
         self._request: Any = None
-        self._ahead: _Ahead | None = None
+        self._drafted: _DraftedSlots | None = None
 
     @contextmanager
     def preparing(self, batch: Any, decode: bool = False) -> Iterator[None]:
-        """What is handed out meanwhile is for the requests of ``batch``, an extend or a decode."""
-        before, self._batch = (self._batch, self._ahead), batch
-        self._ahead = ahead = _Ahead(batch) if decode and batches.speculates(batch) else None
+        """Within it, slots are handed out to the requests of ``batch``, an extend or a decode."""
+        before, self._batch = (self._batch, self._drafted), batch
+        self._drafted = drafted = _DraftedSlots(batch) if decode and batches.speculates(batch) else None
         try:
             yield
         finally:
-            self._batch, self._ahead = before
-            if ahead is not None:
-                ahead.prepared()
+            self._batch, self._drafted = before
+            if drafted is not None:
+                drafted.prepared()
 
     def releasing(self, request: Any, release: Callable[[], Any]) -> Any:
-        """Runs ``release``: what is taken back meanwhile was given up by ``request``."""
-        # Not a context: a batch of requests that end lets an engine wait for its host.
+        """Runs ``release``. Slots that it frees were those of ``request``."""
+        # No context manager, which is slower: the engine waits for its host when a batch of requests ends.
         before, self._request = self._request, request
         try:
             return release()
@@ -42,20 +42,23 @@ class Owners:
             self._request = before
 
     def freer(self) -> int:
-        """Writer id of the request that lets go, -1 where the engine does so of its own accord, as in an eviction."""
+        """Writer id of the request that frees its slots; -1 if no request does, as in an eviction."""
         return -1 if self._request is None else self._writers.id(self._request.rid)
 
     def taker(self, count: int, shares: Sequence[int] | None) -> int | Callable[[], int | Tensor]:
-        """Who gets ``count`` pages of which each request of the batch gets ``shares``, in its order; None for one each
-        or, where slots are handed out one by one, what its extend needs, or what it has more of once it was prepared to
-        draft ahead."""
+        """Who gets ``count`` pages: a writer id, -1 if unknown, or a function that gives an int or int32 ``[count]``.
+
+        ``shares``: how many of them each request of the batch gets, in the batch's order. None where that isn't known:
+        then each gets one if there are as many requests as pages; else, with pages of one slot, what its extend needs;
+        or, when a speculative decode was prepared, as many as its allocated tokens have grown.
+        """
         if self._batch is None or not count:
             return -1
         names = [request.rid for request in self._batch.reqs]
         if len(names) == 1:
             return partial(self._writers.id, names[0])
-        if shares is None and self._ahead is not None:
-            return partial(self._ahead.takers, self._writers, names, count)
+        if shares is None and self._drafted is not None:
+            return partial(self._drafted.takers, self._writers, names, count)
         if shares is None and count == len(names):
             return partial(self._writers.ids, names)
         if shares is None:
@@ -65,9 +68,10 @@ class Owners:
         return partial(self._writers.repeated, names, list(shares))
 
 
-class _Ahead:
-    """How many slots each request of a batch gets when it is prepared to draft ahead. SGLang tells only after it took
-    them all at once; the core asks who got them later still, when the event takes effect."""
+class _DraftedSlots:
+    """How many slots each request gets for its drafted tokens when a decode is prepared. SGLang takes the slots of all
+    requests at once, and its requests have their numbers only afterwards. That is early enough: Canary asks for the
+    writers when the event takes effect."""
 
     def __init__(self, batch: Any) -> None:
         self._requests = tuple(batch.reqs)
@@ -80,5 +84,5 @@ class _Ahead:
         self._shares = [end - begin for begin, end in zip(self._before, after, strict=True)]
 
     def takers(self, writers: RequestWriters, names: Sequence[str], count: int) -> int | Tensor:
-        """Writer ids of ``count`` slots, -1 if the requests' lengths don't tell."""
+        """Writer ids of ``count`` slots, int32 ``[count]``; -1 if the requests' lengths don't sum up to ``count``."""
         return writers.repeated(names, self._shares) if sum(self._shares) == count else -1

@@ -1,11 +1,16 @@
-"""Allocators of slots, and their lists of free pages."""
+"""SGLang's allocators of slots: which ones are known, their functions, and their lists of free pages.
+
+Allocators are recognised by the exact name of their class: a subclass may store its list in another way. An allocator
+of recurrent states has pages of one slot.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from canary_core import FreeList
 from canary_sglang.compat.drafts import FOLLOWED_SPECULATION
 from canary_sglang.compat.runners import disaggregation, host_cache
 from canary_sglang.compat.targets import existing
@@ -13,16 +18,15 @@ from canary_sglang.compat.targets import existing
 ALLOCATORS = "sglang.srt.mem_cache.allocator"
 CLEAR, MERGE, RESTORE = "clear", "merge_and_sort_free", "restore_state"
 FREES = frozenset({"free", "free_page_ids", "free_segment", "free_group_end"})
+TOKEN_ALLOCATOR, PAGED_ALLOCATOR = "TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"
 STATE_ALLOCATOR = "MambaSlotAllocator"
-APPENDING_ALLOCATORS = frozenset({"TokenToKVPoolAllocator", STATE_ALLOCATOR})
-"""What comes back goes to the end of their list; others put it in front."""
 
 ALLOCATED_REGIONS = {"full": "full", "c4": "full", "c128": "full", "swa": "window"}
-"""Regions whose slots an allocator hands out, and by which of its two lists."""
+"""Regions whose slots an allocator hands out, and from which list: that of the full pool or that of the window."""
 
 
 def lifetime_refusal(runner: Any) -> str | None:
-    """Why the allocator is not followed though we know it, None if it is."""
+    """Why the events of a known allocator can't be followed, None if they can."""
     args = runner.server_args
     algorithm = getattr(args, "speculative_algorithm", None)
     if algorithm and str(algorithm).upper() not in FOLLOWED_SPECULATION:
@@ -33,12 +37,12 @@ def lifetime_refusal(runner: Any) -> str | None:
 
 
 def allocator_functions() -> Sequence[str]:
-    """All functions of allocators that change their list of free pages, as far as they exist. Imports the engine."""
-    token, paged = f"{ALLOCATORS}.TokenToKVPoolAllocator", f"{ALLOCATORS}.PagedTokenToKVPoolAllocator"
+    """The functions of allocators that change a list of free pages, as far as this release has them. Imports SGLang."""
+    token, paged = f"{ALLOCATORS}.{TOKEN_ALLOCATOR}", f"{ALLOCATORS}.{PAGED_ALLOCATOR}"
     one, many = ("alloc", "free", CLEAR, MERGE, RESTORE), ("alloc_extend", "alloc_decode", "free_group_end")
-    # The innermost of those that take back parts of a row.
+    # ``free_segment`` calls ``free_page_ids`` where there is one.
     parts = "free_page_ids" if existing([f"{paged}.free_page_ids"]) else "free_segment"
-    # A group of states that is not used up comes back through ``free``.
+    # SGLang frees the rest of a group of states through ``free``.
     state, states = f"{ALLOCATORS}.mamba.{STATE_ALLOCATOR}", ("alloc", "alloc_group_begin", "free", CLEAR)
     return existing(
         [
@@ -49,33 +53,38 @@ def allocator_functions() -> Sequence[str]:
     )
 
 
-def free_lists(allocator: Any) -> dict[str, Any]:
-    """The allocators that keep the lists of free pages, by the lists of `ALLOCATED_REGIONS`; none of those that we
-    don't know. Recognised by the exact class: one derived from it may keep its list in another way."""
-    known = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+def page_allocators(allocator: Any) -> dict[str, Any]:
+    """The allocators that have the lists of free pages, by the lists of `ALLOCATED_REGIONS`. ``allocator`` may be one
+    itself or have two. Those of other classes than `TOKEN_ALLOCATOR` and `PAGED_ALLOCATOR` are left out."""
     kind = type(allocator).__name__
     lists = {"full": allocator}
     if kind == "SWATokenToKVPoolAllocator":
         lists = {"full": allocator.full_attn_allocator}
-        if not getattr(allocator, "swa_req_ring", False):
+        if not _has_request_rings(allocator):
             lists["window"] = allocator.swa_attn_allocator
     elif kind == "PureSWATokenToKVPoolAllocator":
         lists = {"window": allocator.swa_attn_allocator}
-    return {name: part for name, part in lists.items() if type(part).__name__ in known}
+    return {name: part for name, part in lists.items() if type(part).__name__ in (TOKEN_ALLOCATOR, PAGED_ALLOCATOR)}
 
 
 def state_allocator(runner: Any) -> Any:
-    """What hands out slots of recurrent states; None where there are none."""
+    """The allocator of slots of recurrent states; None where there is none."""
     return getattr(getattr(runner, "req_to_token_pool", None), "mamba_allocator", None)
 
 
 def hands_out_states(allocator: Any) -> bool:
-    """Whether it hands out slots of recurrent states, and we know how. By the exact class, as in `free_lists`."""
+    """Whether it is a known allocator of slots of recurrent states."""
     return type(allocator).__name__ == STATE_ALLOCATOR
 
 
-def free_list(allocator: Any) -> Callable[[Any], torch.Tensor]:
-    """What gives such an allocator's list of what can be handed out at once, but for `released_pages`."""
+def appends(allocator: Any) -> bool:
+    """Whether freed pages go to the end of the allocator's list; else to its front."""
+    return type(allocator).__name__ in (TOKEN_ALLOCATOR, STATE_ALLOCATOR)
+
+
+def free_pages_reader(allocator: Any) -> Callable[[Any], Tensor]:
+    """A function that gives the list of pages that an allocator like this one can hand out at once. `released_pages`
+    are not in it."""
     return attrgetter("free_slots" if hands_out_states(allocator) else "free_pages")
 
 
@@ -84,19 +93,36 @@ def page_tokens(allocator: Any) -> int:
     return 1 if hands_out_states(allocator) else int(allocator.page_size)
 
 
-def released_pages(allocator: Any) -> Sequence[torch.Tensor]:
-    """Pages that came back and wait to be sorted in; a list of them from 0.5.2x on, before that one tensor."""
+def released_pages(allocator: Any) -> Sequence[Tensor]:
+    """Freed pages that are not yet sorted into the list of free pages. From 0.5.2x on several tensors, before that
+    one."""
     staged = getattr(allocator, "staged_pages", None)
     if staged is not None:
-        pages: Sequence[torch.Tensor] = staged
+        pages: Sequence[Tensor] = staged
         return pages
     released = getattr(allocator, "release_pages", None)
     return () if released is None else (released,)
 
 
+def free_lists(allocator: Any) -> list[FreeList]:
+    """All pages that the allocator has free now, as a sweep of the prefix cache compares them. None for allocators that
+    are not known, and for those whose windows are rings of the requests."""
+    if _has_request_rings(allocator):
+        return []
+    return [_free_list("swa" if name == "window" else None, part) for name, part in page_allocators(allocator).items()]
+
+
+def freed_pages(name: str, allocator: Any, slots: Tensor) -> int:
+    """How many pages come back when the function ``name`` is called with ``slots`` (pages, if it is
+    ``free_page_ids``); -1 where their number alone doesn't tell."""
+    if appends(allocator) or name == "free_page_ids":
+        return len(slots)
+    return -(-len(slots) // allocator.page_size) if name == "free_segment" else -1
+
+
 def page_shares(name: str, allocator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int] | None:
-    """How many new pages each row of a batch gets from the call ``name`` with these arguments; None where it doesn't
-    say. From lengths on the host."""
+    """How many new pages each row of a batch gets from a call of the function ``name`` with these arguments, computed
+    from lengths on the host; None where the arguments don't tell."""
     size = page_tokens(allocator)
     ends = kwargs.get("seq_lens_cpu")
     if name == "alloc_extend":
@@ -111,3 +137,14 @@ def page_shares(name: str, allocator: Any, args: Sequence[Any], kwargs: Mapping[
         return None
     shares: list[int] = ((ends + size - 1) // size - (begins + size - 1) // size).tolist()
     return shares
+
+
+def _free_list(region: str | None, allocator: Any) -> FreeList:
+    size = page_tokens(allocator)
+    pages = (free_pages_reader(allocator)(allocator), *released_pages(allocator))
+    return FreeList(region, tuple(part for part in pages if len(part)), size, int(allocator.size) + size)
+
+
+def _has_request_rings(allocator: Any) -> bool:
+    """Whether each request has a ring of its own in the window, so that no list hands out its slots."""
+    return bool(getattr(allocator, "swa_req_ring", False))

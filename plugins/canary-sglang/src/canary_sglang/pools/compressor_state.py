@@ -1,20 +1,20 @@
-"""What DeepSeek-V4's compressors keep of tokens whose group is not complete: the regions ``c4_state`` and
-``c128_state``. A token has a row in a ring, with its K (``kv.N``) and its score (``score.N``) in each layer N, and in
-c4 layers those of the indexer (``index_kv.N``, ``index_score.N``).
+"""DeepSeek-V4's compressor states: the input of the compressors, for tokens whose group is not complete yet. They are
+the regions ``c4_state`` and ``c128_state``. A token has a row in a ring, with its K (``kv.N``) and its score
+(``score.N``) in each layer N; in c4 layers also the K and the score of the indexer (``index_kv.N``, ``index_score.N``).
 
 | region       | a ring is            | row of position ``p``       | a forward that completes a group reads of it     |
 |--------------|----------------------|-----------------------------|--------------------------------------------------|
 | `c4_state`   | a page's, the window | ``page * 8 + p % 8``        | the group so far, and the four tokens before it  |
 | `c128_state` | a request's          | ``request * 128 + p % 128`` | the group so far                                 |
 
-Read in SGLang's ``c_plan.cuh`` (which rows are stored and read), ``c4_v2.cuh`` and ``c128_v2.cuh``, which agree on this
-from 0.5.15 to 0.5.23 where nothing speculates. Whoever continues a cached prefix begins with a page: it reads the last
-four c4 rows of the page before, which stay what they are as long as that page, and no c128 row. Beside the compressors
-nothing writes to the rings; where something does, they are left out (`compressor_state_refusal`).
+Source: SGLang's ``c_plan.cuh`` (which rows are stored and read), ``c4_v2.cuh`` and ``c128_v2.cuh``. They agree on this
+from 0.5.15 to 0.5.23 without speculative decoding. A request that continues a cached prefix begins at a page boundary.
+It reads the last four c4 rows of the page before, which do not change while that page is cached, and no c128 row. Only
+the compressors write to the rings; where something else does, the rings are not guarded (`compressor_state_refusal`).
 
-Of a prefill only rows that can be read later are stored, and releases differ in how many more. So every row that one of
-its tokens could have taken counts as written, with the bytes that it then has. Some of them may be what they were
-before, so lost writes are not judged.
+A prefill stores only rows that can be read later, and some more; how many more depends on the release. So every row
+that one of its tokens could have taken counts as written, with the bytes that it has after the forward. Some of these
+rows may not have changed, so lost writes are not judged here.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import Part, block_table, require_disjoint, ring_table, row_source
+from canary_adapters import Part, RegionPool, block_table, ring_table, row_source
 from canary_core import (
     AttachError,
     BatchView,
     Canary,
     KVSource,
-    PoolAdapter,
     Region,
     RegionKind,
     Role,
@@ -38,38 +37,20 @@ from canary_core import (
     Uncovered,
 )
 from canary_sglang.compat import batches
+from canary_sglang.pools.parts import tensor_bytes
 
 C4, C128 = "c4_state", "c128_state"
 
 C4_ROWS, C128_ROWS = 8, 128
-"""Rows of a ring where nothing speculates."""
+"""Rows of a ring without speculative decoding."""
 
 NULL_ROW = 0
-"""Of page 0, and of request 0: padding."""
-
-
-class CompressorStatePool(PoolAdapter):
-    """One region of rings; rows of its tensors that belong to no ring are left out and named."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        require_disjoint([region])
-        tensors = {source.tensor.untyped_storage().data_ptr(): source.tensor for source in region.sources}
-        whole = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
-        reason = "rows that no page and no request has"
-        self._rest = Uncovered(f"{region.name}/rest", whole - region.pool_bytes, reason)
-
-    def regions(self) -> Sequence[Region]:
-        """The one."""
-        return (self._region,)
-
-    def uncovered(self) -> Sequence[Uncovered]:
-        """The rest."""
-        return (self._rest,) if self._rest.size_bytes > 0 else ()
+"""The first row of page 0 and of request 0, which are padding."""
 
 
 def by_region(pool: Any) -> dict[str, list[Any]]:
-    """The state pools of a `DeepSeekV4TokenToKVPool` by the name of the region that they are, or would be."""
+    """The compressor state pools of a `DeepSeekV4TokenToKVPool`, by the name of their region. A region with another
+    name than `C4` and `C128` can't be guarded."""
     found: dict[str, list[Any]] = {}
     for name in ("compress_state_pools", "indexer_compress_state_pools"):
         for state in getattr(pool, name, None) or ():
@@ -78,16 +59,20 @@ def by_region(pool: Any) -> dict[str, list[Any]]:
     return found
 
 
-def ring_pool(name: str, pool: Any) -> CompressorStatePool:
-    """One of `by_region`. Raises `AttachError` if it isn't as expected."""
+def compressor_state_pool(name: str, pool: Any) -> RegionPool:
+    """The region ``name`` of `by_region`. Rows that belong to no ring are left out. Raises `AttachError` if the pool is
+    not as expected."""
     describe = {C4: _c4_region, C128: _c128_region}.get(name)
     if describe is None:
         raise AttachError("a compressor that is not described")
-    return CompressorStatePool(describe(pool))
+    region = describe(pool)
+    rest = tensor_bytes([source.tensor for source in region.sources]) - region.pool_bytes
+    left_out = [Uncovered(f"{name}/rest", rest, "rows that no page and no request has")] if rest > 0 else []
+    return RegionPool(region, left_out)
 
 
 class RequestCompressorStates(StepListener):
-    """Where the requests' own rings are, for one runner: those of the region ``name`` of ``canary``."""
+    """Adds the requests' rings, the region ``name`` of ``canary``, to the view of each forward."""
 
     def __init__(self, name: str, canary: Canary) -> None:
         self.region = name
@@ -101,7 +86,7 @@ class RequestCompressorStates(StepListener):
         return view if view is None or batch is None else self._with_rings(view, batch.req_pool_indices)
 
     def padding(self, view: BatchView) -> list[BatchView]:
-        """``view``, of padding, with the rings of nobody."""
+        """``view``, which has only padding, with the padding's ring in each row."""
         return [self._with_rings(view, view.prefix_lens.new_zeros(view.rows, dtype=torch.int64))]
 
     def forget(self, batch: Any) -> None:
@@ -150,12 +135,12 @@ def _c128_region(pool: Any) -> Region:
 
 
 def _of_ratio(pools: Sequence[Any], ratio: int) -> list[tuple[int, Any]]:
-    """Layers whose compressor makes one token of ``ratio``, with their `CompressStatePool`."""
+    """Layers whose compressor makes one entry of ``ratio`` tokens, with their `CompressStatePool`."""
     return [(layer, state) for layer, state in enumerate(pools) if state is not None and state.ratio == ratio]
 
 
 def _sources(states: Sequence[tuple[int, Any]], ring_rows: int, half: str = "") -> list[KVSource]:
-    """K and score of each layer; ``half``: what their names begin with."""
+    """K and score of each layer. ``half``: the prefix of their names."""
     sources = []
     for layer, state in states:
         rows: Tensor = state.kv_score_buffer.kv_score
@@ -165,7 +150,7 @@ def _sources(states: Sequence[tuple[int, Any]], ring_rows: int, half: str = "") 
                 f"{kind} with rings of {state.ring_size} rows of shape {tuple(rows.shape)} in layer {layer}"
             )
         for name, part in zip(("kv", "score"), rows.chunk(2, dim=1), strict=True):
-            # Rows that were never written hold anything, so their floats are not looked at.
+            # Rows that were never written may hold any bytes, so they are not checked for non-finite numbers.
             source = row_source(part, Part(f"{half}{name}", layer, role=Role.STATE))
             sources.append(replace(source, dtype=None))
     if not sources:

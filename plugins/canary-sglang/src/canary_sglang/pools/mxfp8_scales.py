@@ -1,9 +1,9 @@
-"""MXFP8's scales where SGLang keeps them for pages of 128: those of one page are interleaved, in the order in which a
-matrix instruction takes them.
+"""MXFP8's scales in pages of 128. SGLang interleaves the scales of one page, in the order in which a matrix instruction
+reads them.
 
 A page of a layer's scales is ``[heads, 32, page / 32, scales of a row]``: slot ``i`` of the page lies in row
-``i % 32 * (page / 32) + i // 32`` of every head. So they are a region of their own, whose slots are in that order,
-behind a map from the pool's slots.
+``i % 32 * (page / 32) + i // 32`` of every head. So the scales are a region of their own, whose slots are in that
+order. Its ``slot_map`` gives the scales' slot for each slot of the pool.
 """
 
 from collections.abc import Sequence
@@ -12,52 +12,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import Part, paged_source
-from canary_core import AttachError, PoolAdapter, Region, Role
-from canary_sglang.pools.parts import NULL_SLOT, Unguarded, tensor_bytes
+from canary_adapters import Part, RegionPool, paged_source
+from canary_core import PoolAdapter, Region, Role
+from canary_sglang.pools.parts import NULL_SLOT, Unguarded, model_layers, or_unguarded, tensor_bytes
 
 SCALES = "full_scale"
-"""What the region is called; its slots are behind the map from those of ``full``."""
+"""Name of the region."""
 
 BLOCK = 32
-"""Rows that lie side by side are as many slots apart."""
+"""Two rows that lie side by side hold slots that are so many slots apart."""
 
 
 def interleaved_scales(pool: Any, layers: Sequence[int] | None, refusal: str | None) -> list[PoolAdapter]:
-    """The scales of K and V of a pool that has them interleaved. ``layers``: as the model numbers them, None for those
-    that the pool says. ``refusal``: why they are left out, None if they aren't."""
+    """The scales of K and V of a pool that interleaves them; empty for other pools. ``layers``: numbers of the layers
+    in the model, None for those that the pool gives. ``refusal``: why the scales can't be guarded, None if they can."""
     if type(pool).__name__ != "MHATokenToKVPoolMXFP8" or not pool.mxfp8_sf_interleaved:
         return []
-    first = int(pool.start_layer)
-    if refusal is None:
-        try:
-            return [InterleavedScales(pool, layers or range(first, first + pool.layer_num))]
-        except AttachError as error:
-            refusal = f"{type(pool).__name__} is not as expected: {error}"
-    return [Unguarded(SCALES, tensor_bytes([*pool.k_scale_buffer, *pool.v_scale_buffer]), refusal)]
+    scales = [*pool.k_scale_buffer, *pool.v_scale_buffer]
+    if refusal is not None:
+        return [Unguarded(SCALES, tensor_bytes(scales), refusal)]
+    return [or_unguarded(SCALES, pool, lambda: _scale_pool(pool, model_layers(pool, layers)), [scales])]
 
 
-class InterleavedScales(PoolAdapter):
-    """The scales of an `MHATokenToKVPoolMXFP8` with interleaved pages as a region."""
-
-    def __init__(self, pool: Any, layers: Sequence[int]) -> None:
-        halves = {"k_scale": pool.k_scale_buffer, "v_scale": pool.v_scale_buffer}
-        sources = tuple(
-            paged_source(_rows(tensors[i]), Part(half, layer, role=Role.SCALE), slot_dim=2)
-            for i, layer in enumerate(layers)
-            for half, tensors in halves.items()
-        )
-        page_slots = int(pool.page_size)
-        slot_map = interleaved(int(pool.size) + page_slots, page_slots, sources[0].tensor.device)
-        self._region = Region(SCALES, len(slot_map), sources, slot_map=slot_map, null_slot=NULL_SLOT)
-
-    def regions(self) -> Sequence[Region]:
-        """The one."""
-        return (self._region,)
+def _scale_pool(pool: Any, layers: Sequence[int]) -> RegionPool:
+    """The scales of an `MHATokenToKVPoolMXFP8` with interleaved pages. Raises `AttachError` if they are not as
+    expected."""
+    halves = {"k_scale": pool.k_scale_buffer, "v_scale": pool.v_scale_buffer}
+    sources = tuple(
+        paged_source(_rows(tensors[i]), Part(half, layer, role=Role.SCALE), slot_dim=2)
+        for i, layer in enumerate(layers)
+        for half, tensors in halves.items()
+    )
+    page_slots = int(pool.page_size)
+    slot_map = _scale_slots(int(pool.size) + page_slots, page_slots, sources[0].tensor.device)
+    return RegionPool(Region(SCALES, len(slot_map), sources, slot_map=slot_map, null_slot=NULL_SLOT))
 
 
-def interleaved(slots: int, page_slots: int, device: torch.device) -> Tensor:
-    """Where the scales of each slot are, int32 ``[slots]``: slot 0 stays where it is, all others stay in their page."""
+def _scale_slots(slots: int, page_slots: int, device: torch.device) -> Tensor:
+    """Where the scales of each slot are, int32 ``[slots]``. Each slot stays in its page, and slot 0 is slot 0."""
     slot = torch.arange(slots, dtype=torch.int32, device=device)
     place = slot % page_slots
     return slot - place + place % BLOCK * (page_slots // BLOCK) + place // BLOCK

@@ -1,21 +1,20 @@
-"""What a pool is put together from: adapters for a part of it, and its size."""
+"""Adapters that are not for one kind of pool, and the size of a pool."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from canary_adapters import require_disjoint
-from canary_core import KVSource, PoolAdapter, Region, RegionKind, Uncovered
+from canary_core import AttachError, PoolAdapter, Region, Uncovered
 
 NULL_SLOT = 0
-"""Where SGLang sends padded tokens; in a full → window map it means evicted."""
+"""SGLang writes padded tokens there. In a map from full to window slots it means that the window slot was evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unguarded(PoolAdapter):
-    """Memory that we see and don't guard."""
+    """Memory that was found and is not guarded."""
 
     name: str
     size_bytes: int
@@ -30,23 +29,24 @@ class Unguarded(PoolAdapter):
         return (Uncovered(self.name, self.size_bytes, self.reason),)
 
 
-class CompressedPool(PoolAdapter):
-    """One region whose slots hold ``ratio`` tokens each; page 0 is padding, whose first slot no token gets."""
+def or_unguarded(name: str, pool: Any, build: Callable[[], PoolAdapter], parts: Sequence[Any] = ()) -> PoolAdapter:
+    """The adapter that ``build`` makes for ``pool``. If ``build`` raises `AttachError`, an `Unguarded` named ``name``,
+    with the bytes of ``parts`` (none given: of the pool) and the error as its reason."""
+    try:
+        return build()
+    except AttachError as error:
+        size_bytes = sum(tensor_bytes(part) for part in parts or (pool,))
+        return Unguarded(name, size_bytes, f"{type(pool).__name__} is not as expected: {error}")
 
-    def __init__(self, name: str, ratio: int, sources: Sequence[KVSource]) -> None:
-        slots = min(source.tensor.shape[0] * source.page_size for source in sources)
-        self._region = Region(
-            name, slots, tuple(sources), RegionKind.COMPRESSED, null_slot=NULL_SLOT, tokens_per_slot=ratio
-        )
-        require_disjoint([self._region])
 
-    def regions(self) -> Sequence[Region]:
-        """The one."""
-        return (self._region,)
+def model_layers(pool: Any, layers: Sequence[int] | None) -> Sequence[int]:
+    """Numbers of the pool's layers in the model: ``layers``, or, where there are none, those that the pool gives."""
+    first = int(pool.start_layer)
+    return layers or range(first, first + pool.layer_num)
 
 
 class WholePool(PoolAdapter):
-    """Another adapter, held against the size that the engine itself gives for its pool."""
+    """The regions of another adapter. Bytes that SGLang counts to the pool and that are in no region are left out."""
 
     def __init__(self, name: str, pool: Any, adapter: PoolAdapter) -> None:
         self._name = name
@@ -59,7 +59,7 @@ class WholePool(PoolAdapter):
         return self._adapter.regions()
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """The adapter's, and bytes that are in none of its sources."""
+        """What the adapter leaves out, and the pool's bytes that none of its sources has."""
         known = tuple(self._adapter.uncovered())
         guarded = sum(region.pool_bytes for region in self._adapter.regions())
         rest = self._all_bytes - guarded - sum(item.size_bytes for item in known)
@@ -68,25 +68,8 @@ class WholePool(PoolAdapter):
         return (*known, Uncovered(f"{self._name}/rest", rest, "tensors of the pool that are not known to us"))
 
 
-class SourcePool(PoolAdapter):
-    """One region from ready sources of one index space, and what was left out."""
-
-    def __init__(self, name: str, slots: int, sources: Iterable[KVSource], left_out: Sequence[Uncovered] = ()) -> None:
-        self._region = Region(name, slots, tuple(sources), null_slot=NULL_SLOT)
-        self._left_out = tuple(left_out)
-        require_disjoint([self._region])
-
-    def regions(self) -> Sequence[Region]:
-        """The one."""
-        return (self._region,)
-
-    def uncovered(self) -> Sequence[Uncovered]:
-        """What was left out."""
-        return self._left_out
-
-
 def tensor_bytes(thing: Any) -> int:
-    """Bytes of all tensors of a pool, however they are kept; each storage once."""
+    """Bytes of all tensors in a pool, a list, or a tensor itself. Each storage counts once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(thing, 0)}.values())
 
 
@@ -103,5 +86,5 @@ def _tensors(thing: Any, depth: int) -> Iterator[Tensor]:
 
 
 def _is_sglangs(thing: Any) -> bool:
-    """Also of a class derived from one of SGLang's: what lies elsewhere may hold half the process."""
+    """Whether its class is one of SGLang's or derived from one. Other objects may refer to half the process."""
     return any(base.__module__.startswith("sglang.") for base in type(thing).__mro__)

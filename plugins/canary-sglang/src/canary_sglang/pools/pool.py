@@ -1,4 +1,4 @@
-"""An SGLang pool as regions: what is known is guarded, what isn't is named with the reason."""
+"""An SGLang pool as regions. Memory that can't be guarded is named, with the reason."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,15 +8,24 @@ from canary_core import AttachError, PoolAdapter, Region, Uncovered
 from canary_sglang.compat import runners
 from canary_sglang.pools import compressor_state, mamba
 from canary_sglang.pools.mxfp8_scales import interleaved_scales
-from canary_sglang.pools.parts import NULL_SLOT, CompressedPool, Unguarded, tensor_bytes
-from canary_sglang.pools.pool_kinds import compressed_sources, known_pool
+from canary_sglang.pools.parts import NULL_SLOT, Unguarded, or_unguarded, tensor_bytes
+from canary_sglang.pools.pool_kinds import compressed_pool, known_pool
 
 
 class SGLangPool(PoolAdapter):
-    """The pool of one `ModelRunner`, after it was allocated. Regions are named ``full``, ``swa``,
-    ``c4``, ``c128``, ``c4_state`` and ``c128_state``.
+    """The pool of one `ModelRunner`, after it was allocated.
 
-    Pools are recognised by the exact name of their class, since a subclass may lay its tensors out in another way.
+    | region                   | slots of                                                        |
+    |--------------------------|-----------------------------------------------------------------|
+    | `full`                   | attention to all tokens                                         |
+    | `full_scale`             | its MXFP8 scales where they are interleaved                     |
+    | `swa`                    | sliding-window attention                                        |
+    | `index_kv`, `index_k`    | MiniMax's indexer                                               |
+    | `c4`, `c128`             | DeepSeek-V4's compressed tokens                                 |
+    | `c4_state`, `c128_state` | DeepSeek-V4's compressor states                                 |
+    | `mamba`                  | recurrent states                                                |
+
+    Pools are recognised by the exact name of their class, since a subclass may arrange its tensors in another way.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -25,15 +34,16 @@ class SGLangPool(PoolAdapter):
         self._is_draft = bool(getattr(runner, "is_draft_worker", False))
         self._window_tokens = runners.window_tokens(runner)
         self._scales_refusal = runners.scales_refusal(runner)
-        self._no_rings = runners.compressor_state_refusal(runner)
+        self._compressor_refusal = runners.compressor_state_refusal(runner)
         self._joined = JoinedPools([*self._parts(), *self._states()])
 
     def regions(self) -> Sequence[Region]:
-        """None if nothing of the pool is known; then `uncovered` says why."""
+        """Empty if no part of the pool is known; then `uncovered` says why. Raises `AttachError` if two regions have
+        one name or share bytes."""
         return self._joined.regions()
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """What the regions leave out."""
+        """Memory that is in no region."""
         return self._joined.uncovered()
 
     def _parts(self) -> list[PoolAdapter]:
@@ -54,7 +64,7 @@ class SGLangPool(PoolAdapter):
         return self._full(pool, None)
 
     def _states(self) -> list[PoolAdapter]:
-        """Recurrent states, which hybrid models keep beside the KV."""
+        """Recurrent states, which hybrid models have beside the KV."""
         requests = self._requests
         pool = getattr(requests, "mamba_pool", None)
         if requests is None or pool is None or mamba.is_guarded(pool):
@@ -65,12 +75,9 @@ class SGLangPool(PoolAdapter):
             for item in _left_out(f"{mamba.REGION}/{name}", getattr(requests, name, None), "not described yet")
         ]
         reason = "a draft model's states" if self._is_draft else mamba.refusal(requests)
-        if reason is None:
-            try:
-                return [mamba.MambaStatePool(pool, list(requests.mamba_map)), *siblings]
-            except AttachError as error:
-                reason = f"{type(pool).__name__} is not as expected: {error}"
-        return [Unguarded(mamba.REGION, tensor_bytes(pool), reason), *siblings]
+        if reason is not None:
+            return [Unguarded(mamba.REGION, tensor_bytes(pool), reason), *siblings]
+        return [or_unguarded(mamba.REGION, pool, lambda: mamba.state_pool(pool, list(requests.mamba_map))), *siblings]
 
     def _full(self, pool: Any, layers: Sequence[int] | None) -> list[PoolAdapter]:
         if not pool.layer_num:
@@ -96,23 +103,22 @@ class SGLangPool(PoolAdapter):
             *self._windowed("swa", pool.swa_kv_pool, None),
             *self._compressed("c4", 4, getattr(pool, "c4_kv_pool", None), indexer),
             *self._compressed("c128", 128, getattr(pool, "c128_kv_pool", None), None),
-            *self._rings(),
+            *self._compressor_states(),
         ]
 
-    def _rings(self) -> list[PoolAdapter]:
-        """What the compressors keep of tokens whose group is not complete."""
+    def _compressor_states(self) -> list[PoolAdapter]:
         found: list[PoolAdapter] = []
-        for name, parts in compressor_state.by_region(self._pool).items():
+        for name, pools in compressor_state.by_region(self._pool).items():
             try:
-                if self._no_rings is not None:
-                    raise AttachError(self._no_rings)
-                found.append(compressor_state.ring_pool(name, self._pool))
+                if self._compressor_refusal is not None:
+                    raise AttachError(self._compressor_refusal)
+                found.append(compressor_state.compressor_state_pool(name, self._pool))
             except AttachError as error:
-                found += _left_out(name, parts, str(error))
+                found += _left_out(name, pools, str(error))
         return found
 
     def _minimax_sparse(self) -> list[PoolAdapter]:
-        """K and V of all layers, and the indexer's K (of some layers V, too) with the same slots."""
+        """K and V of all layers, and the indexer's K (in some layers its V, too), which have the same slots."""
         pool = self._pool
         if getattr(pool, "dense_pool", None) is not None:
             return [Unguarded("pool", tensor_bytes(pool), "MiniMax's sparse pool with HiSparse")]
@@ -129,19 +135,15 @@ class SGLangPool(PoolAdapter):
         ]
 
     def _compressed(self, name: str, ratio: int, pool: Any, indexer: Any) -> list[PoolAdapter]:
-        """A pool with one slot for ``ratio`` tokens; the indexer's keys have the same slots."""
         if pool is None or not pool.layer_num:
             return []
         layers = [i for i, r in enumerate(self._pool.compression_ratios) if r == ratio]
-        try:
-            return [CompressedPool(name, ratio, compressed_sources(pool, indexer, layers))]
-        except AttachError as error:
-            size = tensor_bytes(pool) + tensor_bytes(indexer)
-            return [Unguarded(name, size, f"{type(pool).__name__} is not as expected: {error}")]
+        return [or_unguarded(name, pool, lambda: compressed_pool(name, pool, indexer, layers, ratio), [pool, indexer])]
 
 
 def _layers_of(mapping: Mapping[int, tuple[int, bool]]) -> tuple[list[int], list[int]]:
-    """Model layers of the full and of the window pool, each in the order of the pool's tensors."""
+    """Model layers of the full and of the window pool, each in the order of the pool's tensors. ``mapping``: by model
+    layer, the index of its tensor and whether it has a window."""
     by_pool = [sorted((i, layer) for layer, (i, window) in mapping.items() if window is w) for w in (False, True)]
     full, window = ([layer for _, layer in pairs] for pairs in by_pool)
     return full, window

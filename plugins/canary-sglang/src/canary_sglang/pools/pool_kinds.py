@@ -1,4 +1,4 @@
-"""SGLang's pools by the name of their class, and how each one's tensors lie."""
+"""SGLang's pools by the name of their class, and where the tensors of each one are."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +13,13 @@ from canary_adapters import (
     PackedPool,
     PagedPool,
     Part,
+    RegionPool,
     RowPool,
     packed_page_source,
     row_source,
 )
-from canary_core import AttachError, KVSource, PoolAdapter, Role, Uncovered
-from canary_sglang.pools.parts import NULL_SLOT, SourcePool, Unguarded, WholePool, tensor_bytes
+from canary_core import AttachError, KVSource, PoolAdapter, Region, RegionKind, Role, Uncovered
+from canary_sglang.pools.parts import NULL_SLOT, Unguarded, WholePool, model_layers, or_unguarded, tensor_bytes
 
 DSV4_PAGE = (576, 8)
 """Data and scale bytes of a DeepSeek-V4 slot."""
@@ -27,20 +28,25 @@ DSA_INDEX = (128, 4)
 
 
 def known_pool(name: str, pool: Any, layers: Sequence[int] | None) -> PoolAdapter:
-    """The pool by its class; `Unguarded` for one that is not known or not as expected."""
+    """An adapter for the pool, chosen by the exact name of its class; `Unguarded` if the class is not known or the pool
+    is not as expected. ``layers``: see `model_layers`."""
     kind = type(pool).__name__
     describe = _POOLS.get(kind)
     if describe is None:
         return Unguarded(name, tensor_bytes(pool), f"{kind} is not a pool that this canary-sglang knows")
-    first = int(pool.start_layer)
-    try:
-        return describe(name, pool, layers or range(first, first + pool.layer_num))
-    except AttachError as error:
-        return Unguarded(name, tensor_bytes(pool), f"{kind} is not as expected: {error}")
+    return or_unguarded(name, pool, lambda: describe(name, pool, model_layers(pool, layers)))
 
 
-def compressed_sources(pool: Any, indexer: Any, layers: Sequence[int]) -> list[KVSource]:
-    """Packed pages of a compressed pool, and of the indexer that goes with it."""
+def compressed_pool(name: str, pool: Any, indexer: Any, layers: Sequence[int], ratio: int) -> RegionPool:
+    """One of DeepSeek-V4's compressed pools, with ``ratio`` tokens a slot, and the indexer's keys (None: it has no
+    indexer), which have the same slots. Page 0 is padding: no token has its first slot. Raises `AttachError` if a slot
+    has another size than expected."""
+    sources = tuple(_compressed_sources(pool, indexer, layers))
+    slots = min(source.tensor.shape[0] * source.page_size for source in sources)
+    return RegionPool(Region(name, slots, sources, RegionKind.COMPRESSED, null_slot=NULL_SLOT, tokens_per_slot=ratio))
+
+
+def _compressed_sources(pool: Any, indexer: Any, layers: Sequence[int]) -> list[KVSource]:
     _require_dsv4_slot(pool)
     page = PackedPage(int(pool.page_size), *DSV4_PAGE)
     sources = [
@@ -79,7 +85,7 @@ def _mha(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
 
 
 def _mxfp8(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
-    """Rows of fp8; scales beside them where they are rows, too. For interleaved ones see `scales`."""
+    """Rows of fp8, and their scales where these are rows, too. For interleaved scales see `mxfp8_scales`."""
     flat = not pool.mxfp8_sf_interleaved
     tensors = [
         LayerTensors(
@@ -124,9 +130,9 @@ def _mla(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
 
 
 def _dsa(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
-    """MLA rows and, in pages of their own with the same slot numbers, the indexer's keys and scales."""
+    """MLA rows, and the indexer's keys and scales: these are in pages of their own, with the same slot numbers."""
     packed = bool(getattr(pool, "dsa_kv_cache_store_fp8", False) or getattr(pool, "nsa_kv_cache_store_fp8", False))
-    # A packed row holds fp8, scales and bf16 side by side, so its bytes have no one type.
+    # A packed row holds fp8, scales and bf16 side by side, so it has no single element type.
     dtype = None if packed else _element_type(pool, pool.kv_buffer[0])
     page = PackedPage(int(pool.page_size), *DSA_INDEX)
     sources: list[KVSource] = []
@@ -142,7 +148,7 @@ def _dsa(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
         else:
             reason = f"indexer pages of {index[0].nbytes} bytes, known are {page.used_bytes}"
             left_out.append(Uncovered(f"{name}/index.{layer}", index.nbytes, reason))
-    return SourcePool(name, slots, sources, left_out)
+    return RegionPool(Region(name, slots, tuple(sources), null_slot=NULL_SLOT), left_out)
 
 
 def _require_dsv4_slot(pool: Any) -> None:
@@ -171,12 +177,13 @@ _POOLS: dict[str, Callable[[str, Any, Sequence[int]], PoolAdapter]] = {
 
 
 def _slots(pool: Any) -> int:
-    """The engine keeps one page more than it hands out: the first one, for padding."""
+    """Slots of a pool. SGLang adds one page to those that it hands out: the first one, for padding."""
     return int(pool.size + pool.page_size)
 
 
 def _element_type(pool: Any, tensor: Tensor) -> torch.dtype | None:
-    """fp8 is kept as uint8, the pool knows what it is."""
+    """Element type of a tensor that holds fp8 as uint8: the pool gives it. None where the tensor's own type is right,
+    or its numbers can't be checked."""
     if tensor.dtype.is_floating_point or pool.dtype not in CHECKED_DTYPES or pool.dtype.itemsize != tensor.itemsize:
         return None
     known: torch.dtype = pool.dtype

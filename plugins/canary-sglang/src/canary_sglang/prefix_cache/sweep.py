@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from canary_core import Canary, Event, FreeList, Kind, Level, Phase, RecordSweep, StepListener, SweepResult, Violation
+from canary_sglang.compat import allocators
 from canary_sglang.prefix_cache import tree
 from canary_sglang.prefix_cache.host_nodes import check_host_nodes
 from canary_sglang.prefix_cache.tree import Broken, RustTree
@@ -124,7 +125,7 @@ class PrefixSweep(StepListener):
                 # Slots and free lists are made on the scheduler's stream, and read on the forwards'.
                 ready = torch.cuda.Event()
                 ready.record()
-            free = tuple(tree.free_lists(scheduler.token_to_kv_pool_allocator))
+            free = tuple(allocators.free_lists(scheduler.token_to_kv_pool_allocator))
             sweep.waiting = _Issue(piece, free, ready)
 
     def _begin(self, cache: Any, idle: bool) -> _Under | None:

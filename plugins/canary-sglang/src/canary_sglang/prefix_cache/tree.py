@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core import CachedRun, FreeList
+from canary_core import CachedRun
 from canary_sglang.batches.tokens import as_array
 
 FULL, WINDOW = "full", "swa"
@@ -345,26 +345,6 @@ def node_tokens(key: Any, first: int, count: int) -> Tensor:
     # SGLang's own arrays may be read-only to numpy.
     tokens = torch.tensor(as_array(key.token_ids[first : first + count]))
     return tokens[:, 0] if tokens.dim() > 1 else tokens
-
-
-def free_lists(allocator: Any) -> Sequence[FreeList]:
-    """What the allocator could hand out now. None for allocators that are not known by their class."""
-    kind = type(allocator).__name__
-    parts: tuple[tuple[str | None, Any], ...]
-    if kind == "SWATokenToKVPoolAllocator" and not getattr(allocator, "swa_req_ring", False):
-        parts = ((None, allocator.full_attn_allocator), (WINDOW, allocator.swa_attn_allocator))
-    elif kind in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"):
-        parts = ((None, allocator),)
-    else:
-        return ()
-    known = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
-    return [_free_list(region, part) for region, part in parts if type(part).__name__ in known]
-
-
-def _free_list(region: str | None, allocator: Any) -> FreeList:
-    pages = [allocator.free_pages, getattr(allocator, "release_pages", None), *getattr(allocator, "staged_pages", ())]
-    size = int(allocator.page_size)
-    return FreeList(region, tuple(p for p in pages if p is not None and len(p)), size, int(allocator.size) + size)
 
 
 def _named(node: int | None) -> str:
