@@ -147,7 +147,9 @@ def test_a_region_is_where_sglang_stores(pools, findings, monkeypatch, case, dev
         slot = int(own_slots(region, slots)[1])
         for source in region.sources:
             flip(source, slot)
-            canary.step.after(forward_of(slots[:0], regions))
+            nothing = forward_of(slots[:0], regions)
+            canary.step.before(nothing)
+            canary.step.after(nothing)
             canary.drain()
             told = [(v.kind.name, v.region, v.slot, v.source) for v in findings.violations]
             assert told == [("BYTES", region.name, slot, source.name)]
@@ -234,7 +236,7 @@ def test_states_of_lightning_attention(pools, findings):
         )
         canary.step.before(states.before(batch, view))
         pool.mamba_cache.temporal[:, 4:] += torch.randn(len(layers), 3, *pool.mamba_cache.temporal.shape[2:])
-        canary.step.after(view)
+        canary.step.after()
         canary.drain()
         lengths.add_(new)
 

@@ -113,6 +113,6 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
 
 
 def _page_slots(allocator: Any, region: Region) -> int:
-    """Slots of ``region`` in a page of the allocator; 0 if a slot does not fit into a page a whole number of times."""
+    """Slots of ``region`` in a page of the allocator; 0 if a page is not a whole number of slots."""
     slots, rest = divmod(allocators.page_tokens(allocator), region.tokens_per_slot)
     return 0 if rest else slots
