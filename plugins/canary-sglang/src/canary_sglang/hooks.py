@@ -1,4 +1,4 @@
-"""What SGLang calls: a few functions of its runner, scheduler and pools, each wrapped by the `Registrar`."""
+"""`Hooks`: what runs before, after or around SGLang's own functions, those of its runner, scheduler and pools."""
 
 import contextlib
 import threading
@@ -17,14 +17,14 @@ from canary_sglang.pools import mamba
 from canary_sglang.session import Session, attach_runner
 
 LAST_WORDS_S = 5.0
-"""Most time to read the last findings of an engine that has failed, whose device may hang."""
+"""Most time for reading the last findings when the engine has failed: its device may hang."""
 
 
 class Hooks:
-    """The hooks of this process. They stay in place for its life; without a configuration (`stop`) they only call on.
+    """The hooks of this process. They can't be removed; after `stop` they only call SGLang's functions.
 
-    One session for each guarded model of the process: ``session`` is that of the model that is served, ``sessions``
-    has those of its draft models, too.
+    There is one session for each guarded model: ``session`` is that of the served model, ``sessions`` has those of its
+    draft models, too.
     """
 
     def __init__(self) -> None:
@@ -32,17 +32,17 @@ class Hooks:
         self._watchdog: Watchdog | None = None
         self._by_runner: dict[int, Session] = {}
         self.session: Session | None = None
-        """Of the model that is served."""
+        """That of the served model, None while there is none."""
         self._drafts = DraftHooks(lambda runner: self._by_runner.get(id(runner)))
         self._quarantine: Quarantine | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
-        """All, in the order in which their pools were allocated."""
+        """All sessions, in the order in which their pools were allocated."""
         return tuple(self._by_runner.values())
 
     def start(self, config: CanaryConfig) -> None:
-        """Guards the runners that are built from now on. Called before SGLang applies its hooks, i.e. from its plugin
+        """Guards the runners that are built from now on. To be called before SGLang applies its hooks: from its plugin
         loader, or before an engine is made. Raises `PluginError` if a function to hook does not exist."""
         hooks: dict[str, Hook] = {
             targets.ALLOCATE: (self._allocated, "AFTER"),
@@ -64,7 +64,7 @@ class Hooks:
             hook_manager().register(self._quarantine)
 
     def stop(self) -> None:
-        """Ends the session; the hooks only call on from now on."""
+        """Closes all sessions. From now on the hooks only call SGLang's functions."""
         self._config = None
         if self._watchdog is not None:
             self._watchdog.feed()
@@ -85,7 +85,8 @@ class Hooks:
         if self._config is None:
             return
         model = runners.draft_name(runner)
-        # Another engine in this process: the old one's models are gone, or this one of them.
+        # A new engine in this process replaces the old one: a served model replaces all models, a draft model the one
+        # with its name.
         self._close([s for s in self.sessions if model is None or s.model == model])
         others = self.sessions
         session = attach_runner(runner, self._config, others[0].requests if others else None)
@@ -116,8 +117,8 @@ class Hooks:
             self._begin_batch(self._config, scheduler, args[0] if args else kwargs["batch"])
         result = original(scheduler, *args, **kwargs)
         for session in self.sessions:
-            # This is the scheduler's stream: under the overlap scheduler one of its own, on which it writes to the
-            # tables of the next batch while this one runs.
+            # Here the current stream is the scheduler's. With the overlap scheduler it is not that of the forwards, and
+            # the scheduler writes to the tables of the next batch on it while this batch runs.
             session.canary.step.follow_check()
         return result
 
@@ -125,7 +126,7 @@ class Hooks:
         if self._watchdog is None:
             self._watchdog = Watchdog(config.silence_s, self._silent)
         if self._quarantine is not None:
-            # Not every loop of SGLang makes turns; those that don't are told of.
+            # Some of SGLang's loops never call `_turn`; then this is the call that tells what can't be done.
             self._quarantine.begin(scheduler)
         for session in self.sessions:
             session.notice(batch.reqs)
@@ -149,7 +150,7 @@ class Hooks:
         try:
             return original(scheduler, *args, **kwargs)
         except Exception:
-            # What was found in the last steps may be why the engine fails, and the host reads it some steps late.
+            # Findings of the last steps may say why the engine failed, and the host has not read them yet.
             reader = threading.Thread(target=self._last_words, daemon=True)
             reader.start()
             reader.join(LAST_WORDS_S)
@@ -157,7 +158,7 @@ class Hooks:
 
     def _last_words(self) -> None:
         for session in self.sessions:
-            # The engine's mode of its threads: what it made in this one can't be written to in another.
+            # The engine's tensors are inference tensors, which can be written to only in this mode.
             with contextlib.suppress(ViolationError), torch.inference_mode():
                 session.last_words()
 
@@ -168,4 +169,4 @@ class Hooks:
 
 
 HOOKS = Hooks()
-"""The one of this process: the engine's classes exist once."""
+"""The only one in this process."""

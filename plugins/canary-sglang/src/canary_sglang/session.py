@@ -1,4 +1,4 @@
-"""`Session`: one `ModelRunner` under guard, from its pool's allocation on."""
+"""`Session`: guards one `ModelRunner`, from the allocation of its pool on."""
 
 import contextlib
 import copy
@@ -44,19 +44,20 @@ from canary_sglang.prefix_cache.sweep import PrefixSweep
 from canary_sglang.transfer import disaggregation, hicache
 
 MOST_WARM_ROWS = 256
-"""Requests of a forward up to which nothing is left to compile when the first one comes."""
+"""Kernels for forwards of up to so many requests are compiled before the first forward."""
 
 Item = TypeVar("Item", Region, Uncovered)
 
 
 class Session:
-    """Brackets every forward of one model, on the stream on which the engine issues it. ``model`` is None for the one
-    that is served; of others (draft models) it is the name with which their regions and events begin.
+    """Guards every forward of one model, on the stream on which the engine issues it. ``model``: None for the served
+    model; for a draft model its name, with which its regions and events begin.
 
-    ``requests``: those of another session of this process, whose forwards are about the same requests.
-    In log mode nothing of ours raises into the engine: an exception switches the session off with a ``disabled``
-    event. In raise mode a finding is raised out of `ModelRunner.forward`, which ends the engine.
-    Raises `AttachError` if the pool does not fit together, `ConfigError` if a setting can't be used.
+    ``requests``: those of another session of this process, whose forwards are for the same requests; None if this is
+    the first session.
+    In log mode Canary raises nothing into the engine: an exception of its own switches the session off with a
+    ``disabled`` event. In raise mode a finding is raised out of `ModelRunner.forward`, which ends the engine.
+    Raises `AttachError` if the pool can't be guarded, `ConfigError` if a setting can't be used.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Session:
         regions = [_named(self.model, region) for region in pool.regions()]
         uncovered = [_named(self.model, item) for item in pool.uncovered()]
         self.requests = requests or RequestWriters(Writers(), regions[0].device)
-        # The engine may take minutes from here to its first batch, so silence is watched from there; see `hooks`.
+        # The first batch may come minutes after this, so the watchdog of `Hooks` starts with it instead.
         rank = config.rank or runners.rank()
         config = config.model_copy(update={"silence_s": 0.0, "rank": rank, "model": self.model or config.model})
         names = [region.name for region in regions]
@@ -101,45 +102,45 @@ class Session:
         for listener in listeners:
             if listener is not None:
                 self.canary.step.add(listener)
-        alone = self._states is None and self._compressor is None and self.model is None and not transfers
-        # Whether nothing but forwards writes to the pool, and to tensors that a batch has on the device.
-        self._overlap = Overlap.ALL if alone else Overlap.CHECK
+        # Whether only forwards write to guarded slots, and to tensors that a batch has on the device.
+        forwards_only = self._states is None and self._compressor is None and self.model is None and not transfers
+        self._overlap = Overlap.ALL if forwards_only else Overlap.CHECK
         warm_rows = min(MOST_WARM_ROWS, runners.most_rows(runner))
         self.canary.warm_up(self._padding, warm_rows)
         if self.model is not None:
             self.canary.warm_up(self.drafts.padding, warm_rows)
-        # Draft models have the slots of the served one: their Canaries hear nothing of the allocator.
+        # A draft model has the same slots as the served one, so only the served one's session follows the allocator.
         self.lifetime = Lifetime(runner, self.canary, self.requests) if config.lifetime and not self.model else None
 
     def notice(self, requests: Sequence[Any]) -> None:
-        """`Req` objects of the batch that will be issued next."""
+        """Takes the `Req` objects of the batch that is issued next."""
         if self.canary.enabled:
             with self.canary.guard("requests"):
                 self.requests.notice(requests)
 
     def forward(self, original: Callable[[], Any], batch: Any) -> Any:
         """Runs one forward of the engine. Raises `ViolationError` in raise mode."""
-        # Without names it is the engine's own warm-up, or within the capture of a graph, where the host may do nothing.
+        # Without names it is the engine's own warm-up, or a graph is being captured, where no host code may run.
         if batch.rids is None:
             return original()
-        # `ModelRunner.forward` makes new tensors for what it changes of a batch. Draft workers don't: see `DraftHooks`.
+        # `ModelRunner.forward` never writes to a batch's tensors: it replaces them. Draft workers do, see `DraftHooks`.
         overlap, settle = self._overlap, None
         if batches.speculates(batch):
             overlap, settle = Overlap.CHECK, partial(self._forget_tree, batch)
         elif overlap is Overlap.ALL:
-            # It may be looked at after it was issued, when the engine has put other tensors into it.
+            # The view may be made after the forward was issued, when the engine has put other tensors into the batch.
             batch = copy.copy(batch)
         view = partial(self._batches.view, batch)
         return self.canary.step.run(original, view, batch=batch, overlap=overlap, settle=settle)
 
     def forget_slots(self, slots: Tensor) -> None:
-        """Nothing is known any more of these slots of the engine's tables."""
+        """Makes ``slots`` unknown in all regions; they are numbered as in the engine's tables."""
         for name in self._paged:
             self.canary.slots.forget(name, self.canary.regions[name].slots_of(slots))
 
     def last_words(self) -> None:
-        """The engine has failed: reports what the last forwards left behind, if the device can still be read. Raises
-        `ViolationError` in raise mode."""
+        """Reports what was found in the last forwards of an engine that has failed; where the device can't be read any
+        more, it tells so with a ``findings_lost`` event. Raises `ViolationError` in raise mode."""
         if not self.canary.enabled:
             return
         try:
@@ -152,19 +153,19 @@ class Session:
         self.canary.drain()
 
     def close(self) -> None:
-        """Drains and ends. Never raises `ViolationError`: what it finds is reported."""
+        """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
         with contextlib.suppress(ViolationError):
             self.canary.close()
         if hook_manager().is_registered(self._filter):
             hook_manager().unregister(self._filter)
 
     def _forget_tree(self, batch: Any, view: BatchView, output: Any) -> None:
-        """Of a tree that is verified only the reads are sure."""
+        """Makes the slots unknown that a verified tree has written."""
         if batches.is_tree(batch):
             self.forget_slots(batch.out_cache_loc)
 
     def _padding(self, rows: int) -> Iterable[BatchView]:
-        """As `Canary.warm_up` wants them."""
+        """Views of padding for `Canary.warm_up`, with the tables that forwards have."""
         views: Iterable[BatchView] = self._batches.padding(rows)
         for tables in (self._compressor, self._states):
             if tables is not None:
@@ -173,12 +174,12 @@ class Session:
 
 
 def _transfers(session: Session) -> list[StepListener]:
-    """How KV reaches this session's pool without a forward."""
+    """Listeners for the ways in which KV reaches this session's pool without a forward."""
     runner, canary = session.runner, session.canary
     carried = canary.config.transfer_records and session.model is None and runners.records_may_travel(runner)
     ways: list[StepListener] = []
     if runners.parks_retracted(runner):
-        # The last forward of such a request may be in flight when its KV is parked, and its records are not.
+        # When SGLang stores the KV of such a request, its last forward may be in flight, and not recorded yet.
         ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, carried=False))
     elif runners.host_cache(runner):
         ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, canary.config.transfer_records))
@@ -188,7 +189,7 @@ def _transfers(session: Session) -> list[StepListener]:
         try:
             ways.append(disaggregation.PrefillSide(canary))
         except PluginError as error:
-            # Only what the other engine hears of it is lost.
+            # This engine is still guarded; only the other one gets no records.
             canary.tell(Event("records_left_out", "warning", {"reason": str(error)}))
     return ways
 
@@ -198,7 +199,7 @@ def _parked(transfers: Sequence[StepListener]) -> hicache.ParkedRecords | None:
 
 
 def _refusal(runner: Any, pool: SGLangPool) -> str | None:
-    """Why KV reaches the pool in a way that can't be followed, None if it does not."""
+    """Why KV that reaches the pool without a forward can't be followed, None if it can."""
     refusal = None
     if runners.host_cache(runner) or runners.parks_retracted(runner):
         refusal = hicache.refusal([region.name for region in pool.regions()])
@@ -208,8 +209,8 @@ def _refusal(runner: Any, pool: SGLangPool) -> str | None:
 
 
 def attach_runner(runner: Any, config: CanaryConfig, requests: RequestWriters | None = None) -> Session | None:
-    """A session for ``runner``, whose pool has its memory; None, with an event that says why, where it can't be
-    guarded. In raise mode that is an error where the pool or the adapter is at fault. ``requests``: see `Session`."""
+    """A session for ``runner``, whose pool must have its memory. None if it can't be guarded; an event says why. In
+    raise mode an exception while attaching is raised. ``requests``: see `Session`."""
     return attach("attach to sglang", config, partial(_open, runner, config, requests))
 
 
@@ -231,5 +232,5 @@ def _open(runner: Any, config: CanaryConfig, requests: RequestWriters | None) ->
 
 
 def _named(model: str | None, item: Item) -> Item:
-    """With the model before its name, so that no two sessions of a process have regions of one name."""
+    """``item`` with the model's name before its own, so that regions of all sessions have different names."""
     return item if model is None else replace(item, name=f"{model}/{item.name}")

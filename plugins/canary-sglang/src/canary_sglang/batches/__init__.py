@@ -1,1 +1,1 @@
-"""What a forward of SGLang reads and writes, as views."""
+"""What SGLang's forwards read and write, as `BatchView`s."""

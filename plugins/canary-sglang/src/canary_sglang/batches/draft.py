@@ -1,12 +1,14 @@
-"""Draft models of EAGLE and STANDALONE, whose steps SGLang runs around `ModelRunner.forward` or within one CUDA graph.
+"""Draft models of EAGLE and STANDALONE. SGLang runs their steps as several forwards, or as one CUDA graph without any
+call of `ModelRunner.forward`.
 
-One iteration of the engine, with ``L`` tokens in the cache and one that was sampled and isn't in it: the draft model
-writes ``steps - 1`` guesses from position ``L`` on (`DraftBatches.steps`), the target verifies (`ForwardBatches`), and
-the draft model writes what the target says over its guesses (`DraftBatches.extend`). Rejected tokens stay in the
-request's slots, beyond the prefix that anybody reads, until the next iteration writes over them.
+One iteration of the engine begins with ``L`` tokens in the cache, and one sampled token that is not in it yet. The
+draft model writes ``steps - 1`` guesses from position ``L`` on (`DraftBatches.steps`). The target verifies them
+(`ForwardBatches`). Then the draft model writes the target's tokens over its guesses (`DraftBatches.extend`). Rejected
+tokens stay in the request's slots until the next iteration overwrites them; they are beyond the prefix, so no forward
+reads them.
 
 A draft pool's slot at position ``p`` holds the token at ``p + 1``, with EAGLE's hidden state at ``p``. Requests that
-share a prefix share its slots, the last one too: see `Anchors`.
+share a prefix share its slots, also the last one: see `Anchors`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,8 @@ from canary_sglang.batches.writers import RequestWriters
 
 
 class DraftBatches:
-    """Views of what a draft worker runs for one `ScheduleBatch`. Made before it runs, on its stream."""
+    """Views of what a draft worker runs for one `ScheduleBatch`. To be made on the stream of its forwards: `steps` and
+    `extend` before the worker runs, the others after a verification."""
 
     def __init__(self, runner: Any, regions: Sequence[str], writers: RequestWriters) -> None:
         self._entries: Tensor = runner.req_to_token_pool.req_to_token
@@ -33,19 +36,20 @@ class DraftBatches:
         self._tokens = torch.zeros(0, dtype=torch.int64, device=self._entries.device)
 
     def steps(self, batch: Any, written: int) -> BatchView:
-        """``written`` guesses a request, whose tokens are known after them (`guessed`); none for a tree."""
+        """The draft steps, which write ``written`` guesses for each request, 0 for a tree. `guessed` adds the tokens
+        afterwards."""
         rows = batch.seq_lens.shape[0]
         return self._view(batch, self._room(rows * max(written, 1)), written, None)
 
     def guessed(self, view: BatchView, drafted: Any) -> None:
-        """Fills in the tokens of a view of `steps`: of the chains in ``drafted`` all but the first, which the cache
-        lacks since before, and the last, which the draft model does not read itself."""
+        """Fills in the tokens of a view of `steps` from the chains in ``drafted``. The first token of a chain was
+        sampled before, and the draft model does not read the last one, so neither is in the view."""
         written = view.tokens // view.rows
         chains = drafted.draft_token.view(view.rows, -1)
         view.token_ids.view(view.rows, written).copy_(chains[:, 1 : 1 + written])
 
     def extend(self, batch: Any, tokens: Tensor) -> BatchView:
-        """The tokens that the target gave, verified ones first, in each request's slots of the verify."""
+        """The target's ``tokens``, verified ones first. They are written to the slots of the verification."""
         slots = batch.out_cache_loc
         same = slots is not None and slots.shape == tokens.shape
         return self._view(batch, tokens, tokens.shape[0] // batch.seq_lens.shape[0], slots if same else None)
@@ -60,16 +64,16 @@ class DraftBatches:
             yield BatchView(numbers, numbers, tokens, writers, tables, anchors=self._anchors.of(numbers))
 
     def accepted(self, batch: Any, roots: Tensor, result: Any) -> BatchView:
-        """What a tree's accepted path became once it was moved to the front of each request's slots; the tokens beyond
-        `GenerationBatchResult.accept_lens` are none."""
+        """The accepted path of a tree, after SGLang moved it to the front of each request's slots. Tokens from
+        `GenerationBatchResult.accept_lens` on are not valid: see `rejected_slots`."""
         rows = batch.seq_lens.shape[0]
         tokens = result.next_token_ids.view(rows, -1).roll(1, 1)
         tokens[:, 0] = roots
         return self._view(batch, tokens.flatten(), tokens.shape[1], None)
 
     def branch_slots(self, batch: Any, worker: Any) -> Tensor:
-        """Every slot that the steps of a tree may have written: each branch in pages of its own, behind the prefix and
-        a copy of the prefix's last page; 0 fills up."""
+        """Every slot that the steps of a tree may have written, int ``[n]``, padded with 0. Each branch has pages of
+        its own behind the prefix, and a copy of the prefix's last page."""
         page, steps, topk = int(worker.draft_runner.page_size), worker.speculative_num_steps, worker.topk
         begin = batch.seq_lens.long()
         whole = begin - begin % page
@@ -79,7 +83,7 @@ class DraftBatches:
         return self._slots(batch, columns, inside)
 
     def rejected_slots(self, batch: Any, result: Any) -> Tensor:
-        """Slots of the tokens of `accepted` that were not; 0 fills up."""
+        """Slots of the tokens in `accepted` that were rejected, int ``[n]``, padded with 0."""
         rows = batch.seq_lens.shape[0]
         offset = torch.arange(result.next_token_ids.shape[0] // rows, device=batch.seq_lens.device)
         columns = batch.seq_lens.long()[:, None] + offset

@@ -1,4 +1,4 @@
-"""What SGLang calls in its draft workers: wrapped once there is a model that needs it."""
+"""Hooks in SGLang's draft workers. They are applied only when a model needs them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +11,18 @@ from canary_sglang.session import Session
 
 
 class DraftHooks:
-    """Functions of SGLang's draft workers. What such a worker runs for a batch is one forward to Canary, whatever
-    SGLang makes of it: several ones, a CUDA graph of them, or none.
+    """Brackets what a draft worker runs for a batch as one forward, even if SGLang issues several forwards, a CUDA
+    graph of them, or none.
 
-    ``session_of``: the session of a `ModelRunner`, None where it has none.
+    ``session_of``: gives the session of a `ModelRunner`, None where it has none.
     """
 
     def __init__(self, session_of: Callable[[Any], Session | None]) -> None:
         self._session_of = session_of
 
     def register(self, runner: Any) -> None:
-        """Called when the pool of a model that is guarded was allocated: SGLang's other hooks were applied, and the
-        worker imported."""
+        """Applies the hooks that this runner's model needs. To be called when the pool of a guarded model was
+        allocated: then SGLang has imported the worker and applied its other hooks."""
         hooks: dict[str, Hook] = {
             targets.DRAFT_STEPS: (self._steps, "AROUND"),
             targets.DRAFT_EXTEND: (self._extend, "AROUND"),
@@ -69,7 +69,7 @@ class DraftHooks:
         return result
 
     def _ngram(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """All that the worker does with a batch; it verifies decodes."""
+        """The worker's whole work on a batch; it verifies only decodes."""
         session = self._session_of(worker.target_worker.model_runner)
         verifies = batch.forward_mode.is_decode()
         result = original(worker, batch, *args, **kwargs)
@@ -79,7 +79,8 @@ class DraftHooks:
 
 
 def _accept(session: Session, batch: Any, drafted: Any, result: Any) -> None:
-    """A verified tree's accepted path was moved to the front of each request's slots; the rest is none."""
+    """Records the accepted path of a verified tree, which SGLang has moved to the front of each request's slots. The
+    slots behind it are unknown from now on."""
     drafts = session.drafts
 
     def accepted() -> BatchView:

@@ -1,4 +1,4 @@
-"""A `ForwardBatch` as a `BatchView`: every tensor is the one that SGLang's own kernels read."""
+"""A `ForwardBatch` as a `BatchView`. Its tensors are those that SGLang's own kernels read, wherever they fit."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,18 +13,19 @@ from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches, drafts, runners
 
 FIRST_ROWS = 256
-"""Rows of static buffers before a batch asks for more."""
+"""Rows of static buffers at first. A larger batch makes them larger."""
 
 
 class UniformLens:
-    """Numbers that are alike in all rows, as static tensors: no launch once the engine's largest batch was seen."""
+    """Static tensors with one number in all rows. Once the engine's largest batch has come, they need no launch."""
 
     def __init__(self) -> None:
         self._filled: dict[tuple[int, torch.dtype], Tensor] = {}
         self._last: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def of(self, value: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``value`` for each entry of ``like``, in its type unless one is given. Not to be written to."""
+        """``value`` for each row of ``like``, ``[rows]``, with its dtype unless ``dtype`` is given. Must not be written
+        to."""
         key, rows = (value, dtype or like.dtype), like.shape[0]
         last = self._last.get(key)
         if last is not None and last.shape[0] == rows:
@@ -38,34 +39,31 @@ class UniformLens:
 
 
 class Anchors:
-    """Where the prefix hashes of one runner's rows start: at the common anchor, or at 0, which makes them unknown,
-    where a shared prefix may end in another request's token (`drafts.shared_with_next_token`). Of such a pool's slots
-    the positions, the tokens that were written, and the bytes are judged; that a table's slots are of one sequence is
-    judged in the served model's pool, which has the same slots by the same table."""
+    """The anchors of one runner's rows, from which their prefix hashes start. Usually that is the common anchor. Where
+    a shared prefix may end in another request's token (`drafts.shared_with_next_token`), it is 0, which makes the
+    hashes unknown. Then positions, written tokens and bytes are still checked in this pool. Whether all slots of a row
+    are of one sequence is checked in the served model's pool, whose rows have the same slots.
+
+    ``common``: whether the common anchor is used."""
 
     def __init__(self, runner: Any) -> None:
-        self.sure = drafts.shared_with_next_token(runner)
+        self.common = drafts.shared_with_next_token(runner)
         self._zeros = UniformLens()
 
     def of(self, rows: Tensor) -> Tensor | None:
-        """For rows like ``rows``, as `BatchView.anchors`. Not to be written to."""
-        return None if self.sure else self._zeros.of(0, rows, torch.int64)
+        """`BatchView.anchors` for as many rows as ``rows`` has. Must not be written to."""
+        return None if self.common else self._zeros.of(0, rows, torch.int64)
 
 
 class ForwardBatches(BatchAdapter[Any]):
     """Views of the forwards of one `ModelRunner`.
 
-    Made before the forward, on its stream. A decode costs no copy and one launch (prefix length = sequence length
-    - 1, into a static buffer); a verify of drafted tokens none; an extend has its lengths on the device already, and
-    brings the requests' own tokens along in one copy.
+    To be made before the forward, on its stream. A decode costs no copy and one launch (prefix length = sequence length
+    - 1, into a static buffer); a verification of drafted tokens costs neither; an extend has its lengths on the device
+    already, and copies the requests' own tokens there, in one copy.
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        regions: Sequence[str],
-        writers: RequestWriters,
-    ) -> None:
+    def __init__(self, runner: Any, regions: Sequence[str], writers: RequestWriters) -> None:
         self._entries: Tensor = runner.req_to_token_pool.req_to_token
         self._regions = tuple(regions)
         self._writers = writers
@@ -76,7 +74,8 @@ class ForwardBatches(BatchAdapter[Any]):
         self._ahead = int(runners.draft_name(runner) is not None)
 
     def view(self, batch: Any) -> BatchView | None:
-        """None for a forward without requests, such as a warm-up, and for those that are not `batches.is_checked`."""
+        """None for a forward without requests, such as a warm-up, and for one that can't be checked (see
+        `batches.is_checked`, `batches.verified_tokens`)."""
         names = batch.rids
         mode = batch.forward_mode.name
         if not names or not batches.is_checked(batch):
@@ -90,7 +89,7 @@ class ForwardBatches(BatchAdapter[Any]):
                 return None
             prefix_lens, new_lens = batch.seq_lens, self._uniform.of(drafted, batch.seq_lens)
             if not drafted:
-                # Of a tree only the reads are sure: its slots are marked unknown after the forward.
+                # Of a tree only the reads are known; the session forgets the slots that it writes.
                 positions = slots = None
         else:
             prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
@@ -128,15 +127,15 @@ class ForwardBatches(BatchAdapter[Any]):
     def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         rows = seq_lens.shape[0]
         if rows > self._prefix_lens.shape[0] or seq_lens.dtype != self._prefix_lens.dtype:
-            # Once: the engine's type of lengths, and room for its largest batch.
+            # Rare: SGLang's type of lengths differs, or the batch is the largest so far.
             self._prefix_lens = torch.zeros(max(rows, FIRST_ROWS), dtype=seq_lens.dtype, device=seq_lens.device)
         ones, prefix_lens = self._uniform.of(1, seq_lens), self._prefix_lens[:rows]
         torch.sub(seq_lens, ones, out=prefix_lens)
         return prefix_lens, ones
 
     def _expected(self, batch: Any, names: Sequence[str]) -> Tensor | None:
-        """The tokens that an extend is about; None where the engine computes something else than its token ids say,
-        for embeddings or images."""
+        """The requests' own tokens for an extend, as `BatchView.expected_tokens`; None if they are not those that the
+        model computes, as with embeddings or images."""
         images = batch.mm_inputs is not None and any(item is not None for item in batch.mm_inputs)
         prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
         if images or batch.input_embeds is not None or prefixes is None or news is None:
@@ -144,10 +143,10 @@ class ForwardBatches(BatchAdapter[Any]):
         mixed = batch.forward_mode.name == "MIXED"
         requests = [self._writers.request(name) for name in names]
         for i, (request, new) in enumerate(zip(requests, news, strict=True)):
-            # Decode rows of a mixed batch were judged when they were extended.
+            # Decode rows of a mixed batch were checked when their requests were extended.
             if mixed and new == 1 and request is not None and len(request.output_ids):
                 requests[i] = None
         ends = [prefix + new + self._ahead for prefix, new in zip(prefixes, news, strict=True)]
-        begins = None if self._anchors.sure else [prefix + self._ahead for prefix in prefixes]
+        begins = None if self._anchors.common else [prefix + self._ahead for prefix in prefixes]
         tokens = expected_tokens(requests, ends, batch.input_ids.device, begins)
         return tokens if tokens is None else tokens[:, self._ahead :]

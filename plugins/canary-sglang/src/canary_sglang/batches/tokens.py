@@ -1,4 +1,5 @@
-"""What a batch's requests themselves say that their tokens are: the oracle against foreign prefixes."""
+"""The tokens of a batch as its requests give them. The check compares them with the tokens of cached slots, and so
+finds the prefix of another request."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,21 +11,22 @@ from torch import Tensor
 
 UNKNOWN = -1
 TABLE_STEP = 16
-"""Tables are as wide as a multiple of this, so that kernels needn't be compiled for others."""
+"""The width of a table is a multiple of this, so that fewer kernels are compiled."""
 MOST_TOKENS = 1 << 22
-"""Most entries of one table; positions beyond what fits are not judged."""
+"""Most entries of one table; positions that do not fit are not checked."""
 
 
 def expected_tokens(
     requests: Sequence[Any | None], ends: Sequence[int], device: torch.device, begins: Sequence[int] | None = None
 ) -> Tensor | None:
-    """Tokens of SGLang's `Req` objects by position up to ``ends``, int32 ``[requests, width]``; -1 where unknown, and
-    before ``begins``. None if nothing is known. One copy to the device, which the host does not wait for."""
+    """Tokens of SGLang's `Req` objects by position, int32 ``[requests, width]``: from position ``begins`` (default 0)
+    up to ``ends``, -1 elsewhere and where they are unknown. None if no request is known. Costs one copy to the device;
+    the host does not wait for it."""
     if all(request is None for request in requests):
         return None
     width = -(-min(max(ends), MOST_TOKENS // len(requests)) // TABLE_STEP) * TABLE_STEP
     table = torch.full((len(requests), width), UNKNOWN, dtype=torch.int32, pin_memory=device.type == "cuda")
-    # A batch of cached prompts is idle until this is done; numpy's views cost a fifth of torch's.
+    # With cached prompts the device waits for this code; numpy's views cost a fifth of torch's.
     for row, request, end in zip(table.numpy(), requests, ends, strict=True):
         if request is None:
             continue
@@ -40,7 +42,7 @@ def expected_tokens(
 
 
 def as_array(tokens: Any) -> NDArray[np.int64]:
-    """Without a copy where SGLang keeps them as an array."""
+    """Tokens as an array, without a copy where SGLang has them as an ``array.array`` of int64."""
     if getattr(tokens, "typecode", None) == "q" and len(tokens):
         return np.frombuffer(tokens, dtype=np.int64)
     return np.array(tokens, dtype=np.int64)

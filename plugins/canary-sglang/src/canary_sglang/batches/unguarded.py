@@ -1,4 +1,4 @@
-"""`UnguardedForwards`: kinds of forward that can't be checked."""
+"""`UnguardedForwards`: forwards that can't be checked."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from canary_sglang.compat import batches
 
 
 class UnguardedForwards(StepListener):
-    """A forward that can't be checked may have written any of its slots: what was known of them holds no more.
-    ``forget``: does so for slots of the engine's tables."""
+    """Forgets the slots that a forward may have written if it could not be checked, and tells of it.
+    ``forget``: forgets slots, as the engine's tables number them."""
 
     def __init__(self, canary: Canary, forget: Callable[[Tensor], None]) -> None:
         self._canary = canary
@@ -19,7 +19,7 @@ class UnguardedForwards(StepListener):
         self._told: set[str] = set()
 
     def forget(self, batch: Any) -> None:
-        """Each kind of forward is told once."""
+        """Forgets the slots of ``batch``. Each mode is told once."""
         if not batches.writes_kv(batch):
             return
         mode = batch.forward_mode.name

@@ -1,4 +1,4 @@
-"""`RequestWriters`: writer ids of a batch's requests, on the device, without work where the batch is the one before."""
+"""`RequestWriters`: writer ids of a batch's requests, on the device."""
 
 import operator
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ from canary_core import Writers
 
 
 class RequestWriters:
-    """The same requests in the same order, as in decode, cost one comparison of lists; others one small copy from
-    pinned memory. Made when the forward is issued, on its stream, so that no later batch can overtake it."""
+    """Writer ids of a batch's requests. The requests of the batch before in the same order, as in decode, cost one
+    comparison of lists; others one small copy from pinned memory. To be asked when the forward is issued, on its
+    stream, so that the ids are those of this batch and not of a later one."""
 
     def __init__(self, writers: Writers, device: torch.device) -> None:
         self.writers = writers
@@ -24,8 +25,8 @@ class RequestWriters:
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
 
     def notice(self, requests: Sequence[Any]) -> None:
-        """SGLang's `Req` objects of the next forward. A known name under a new object is another request: what is
-        remembered of the old one does not hold for it."""
+        """Takes SGLang's `Req` objects of the next forward. A new object with a known name is another request, so the
+        writer of the old one is forgotten."""
         known = [noticed() for noticed in self._noticed]
         if len(known) == len(requests) and all(map(operator.is_, known, requests)):
             return
@@ -37,7 +38,7 @@ class RequestWriters:
                 self._names = []
 
     def request(self, name: str) -> Any | None:
-        """The `Req` object of a name, if it was noticed and still exists."""
+        """The `Req` object with this name, None if it was not noticed or no longer exists."""
         return self._requests.get(name)
 
     def id(self, name: str) -> int:
@@ -45,16 +46,16 @@ class RequestWriters:
         return self.writers.id(name)
 
     def repeated(self, names: Sequence[str], counts: Sequence[int]) -> Tensor:
-        """Writer ids, each ``counts`` times, int32 ``[sum(counts)]``; on the current stream."""
+        """Writer ids of ``names``, each repeated ``counts`` times, int32 ``[sum(counts)]``; on the current stream."""
         return self.spread([self.writers.id(name) for name in names], counts)
 
     def spread(self, ids: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """As `repeated`, of writer ids."""
+        """As `repeated`, for writer ids instead of names."""
         host = torch.tensor(ids, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
 
     def ids(self, names: Sequence[str]) -> Tensor:
-        """Writer ids, int32 ``[len(names)]``. Not to be written to."""
+        """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to."""
         if names != self._names:
             self._names = list(names)
             ids = [self.writers.id(name) for name in names]

@@ -1,5 +1,16 @@
-"""What we know of SGLang's insides, and how releases differ: names of functions and attributes appear in this package,
-and of what is guarded in `pool_kinds`, `states` and `tree`.
+"""What Canary knows of SGLang's code, and how its releases differ.
+
+This package has the functions that are hooked, and what is used of runners, schedulers, allocators, prefix caches,
+`ForwardBatch` and switches. What belongs to one part of SGLang is named where it is used:
+
+| package or module      | what of SGLang                                                                         |
+|------------------------|----------------------------------------------------------------------------------------|
+| `pools`                | KV pools, by class in `pool_kinds`; `MambaPool` in `mamba`                             |
+| `batches`              | tensors of `ForwardBatch`, `ScheduleBatch` and of draft workers' results               |
+| `prefix_cache/tree.py` | nodes of the prefix caches; its table says which release has which cache               |
+| `transfer`             | HiCache's controllers, transfer managers of PD disaggregation                          |
+
+How releases differ:
 
 | what                                     | releases                                                             |
 |------------------------------------------|----------------------------------------------------------------------|

@@ -1,31 +1,30 @@
-"""`ForwardBatch`: what a forward is."""
+"""`ForwardBatch`: which forwards can be checked, and how they speculate."""
 
 from typing import Any
 
 CHECKED_MODES = frozenset({"DECODE", "EXTEND", "MIXED", "TARGET_VERIFY"})
-"""Names of `ForwardMode`s whose reads and writes follow from the batch alone."""
+"""Names of `ForwardMode`s in which the batch alone tells what the forward reads and writes."""
 
 NO_KV_MODES = frozenset({"IDLE", "PREBUILT"})
-"""Forwards that write no KV."""
+"""Names of `ForwardMode`s that write no KV."""
 
 
 def writes_kv(batch: Any) -> bool:
-    """Whether a `ForwardBatch` (None: there is none) writes slots of its requests."""
+    """Whether the forward of a `ForwardBatch` writes slots of its requests. False for None."""
     return batch is not None and bool(
         batch.rids and batch.out_cache_loc is not None and batch.forward_mode.name not in NO_KV_MODES
     )
 
 
 def is_checked(batch: Any) -> bool:
-    """Whether what a `ForwardBatch` reads and writes follows from it: its mode is one of `CHECKED_MODES`, and it does
-    not mix extends with requests that speculate, whose lengths the overlap scheduler sets later than the host's copy.
-    """
+    """Whether the forward of a `ForwardBatch` can be checked: its mode is one of `CHECKED_MODES`, and it does not mix
+    extends with decodes that speculate. The overlap scheduler sets the lengths of those later than the host's copy."""
     mode = batch.forward_mode.name
     return mode in CHECKED_MODES and not (mode == "MIXED" and speculates(batch))
 
 
 def speculates(batch: Any) -> bool:
-    """Whether the decodes of a `ForwardBatch` or `ScheduleBatch` draft ahead."""
+    """Whether the decodes of a `ForwardBatch` or `ScheduleBatch` are speculative."""
     algorithm = getattr(batch, "spec_algorithm", None)
     return algorithm is not None and not algorithm.is_none()
 
@@ -36,11 +35,11 @@ def is_tree(batch: Any) -> bool:
 
 
 def verified_tokens(batch: Any) -> int | None:
-    """How many drafted tokens a ``TARGET_VERIFY`` writes for each request, as a chain; 0 for a tree, whose tokens share
-    positions; None where that isn't known."""
+    """How many drafted tokens a ``TARGET_VERIFY`` writes for each request, if they are a chain; 0 for a tree, whose
+    tokens share positions; None if that isn't known."""
     drafted = batch.spec_info
     if type(drafted).__name__ == "NgramVerifyInput":
-        # What it found in the text may branch anywhere.
+        # N-grams that it found in the text may form a tree.
         return 0
     if type(drafted).__name__ != "EagleVerifyInput":
         return None

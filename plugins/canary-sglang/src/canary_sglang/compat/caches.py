@@ -1,4 +1,4 @@
-"""Prefix caches: what is in them, and how it is evicted. How they are walked is in `canary_sglang.tree`."""
+"""Prefix caches: which slots they hold, and how these are evicted. Their nodes are in `prefix_cache/tree.py`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ import torch
 
 
 def keeps_host_copies(scheduler: Any) -> bool:
-    """Whether what is evicted from the device may come back from host memory."""
+    """Whether KV that is evicted from the device may come back from host memory."""
     args = scheduler.server_args
     return any(getattr(args, name, False) for name in ("enable_hierarchical_cache", "enable_lmcache"))
 
 
 def cached_slots(cache: Any) -> torch.Tensor | None:
-    """Full slots of all tokens in the prefix cache; None where there are none."""
+    """Slots of the full pool for all tokens in the prefix cache; None if it is empty."""
     size = cache.total_size() if hasattr(cache, "all_values_flatten") else 0
     if not (size[0] if isinstance(size, tuple) else size):
         return None
@@ -23,7 +23,7 @@ def cached_slots(cache: Any) -> torch.Tensor | None:
 
 
 def cached_states(cache: Any) -> torch.Tensor | None:
-    """Slots of all recurrent states in the prefix cache; None where it keeps none."""
+    """Slots of all recurrent states in the prefix cache; None for a cache without states."""
     if not cache.supports_mamba():
         return None
     slots: torch.Tensor = cache.all_mamba_values_flatten()
@@ -31,8 +31,8 @@ def cached_states(cache: Any) -> torch.Tensor | None:
 
 
 def evict_states(cache: Any) -> int:
-    """Evicts all recurrent states that are not in use; gives their number. The KV of the same tokens stays, of no use
-    without them. The kinds of cache that keep states don't let us choose."""
+    """Evicts all recurrent states that are not in use, since a cache with states does not let a caller choose; gives
+    their number. The KV of the same tokens stays, but can't be reused without its states."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     states = int(cache.mamba_evictable_size())
@@ -40,19 +40,19 @@ def evict_states(cache: Any) -> int:
     return states - int(cache.mamba_evictable_size())
 
 
-Doomed = Callable[[torch.Tensor], torch.Tensor]
-"""Which of some full slots have to go."""
+SlotTest = Callable[[torch.Tensor], torch.Tensor]
+"""Says which of the given slots of the full pool must be evicted: bool ``[n]``."""
 
 
-def evict_nodes(cache: Any, doomed: Doomed) -> int:
-    """Evicts the nodes of which `doomed` marks a slot, and all below them, as far as they are not in use; gives the
-    number of tokens. Where the kind of cache doesn't let us choose, all that is not in use."""
+def evict_nodes(cache: Any, must_go: SlotTest) -> int:
+    """Evicts each node with a slot that ``must_go``, and all nodes below it, unless they are in use; gives the number
+    of tokens. From a cache that does not let a caller choose, it evicts every node that is not in use."""
     if type(cache).__name__ == "RadixCache":
-        return _evict_from_radix(cache, doomed)
+        return _evict_from_radix(cache, must_go)
     full = cache.full_evictable_size() if cache.supports_swa() else cache.evictable_size()
     window = cache.swa_evictable_size() if cache.supports_swa() else 0
-    if _lets_us_choose(cache):
-        with _only_doomed(cache, doomed):
+    if _names_leaves(cache):
+        with _only_chosen_leaves(cache, must_go):
             return _evict(cache, full)
     return _evict(cache, full, window)
 
@@ -65,8 +65,8 @@ def _evict(cache: Any, tokens: int, window_tokens: int = 0) -> int:
     return int(cache.evict(EvictParams(num_tokens=tokens, swa_num_tokens=window_tokens)).num_tokens_evicted)
 
 
-def _lets_us_choose(cache: Any) -> bool:
-    """Whether the cache asks a core of its own, in Python or Rust, for one leaf after the other."""
+def _names_leaves(cache: Any) -> bool:
+    """Whether a function of the cache's core, in Python or Rust, names the leaves to evict, one after another."""
     core = getattr(cache, "tree_core", None)
     return type(cache).__name__ == "UnifiedRadixCache" and all(
         hasattr(owner, name)
@@ -79,30 +79,30 @@ def _lets_us_choose(cache: Any) -> bool:
 
 
 @contextmanager
-def _only_doomed(cache: Any, doomed: Doomed) -> Iterator[None]:
-    """Meanwhile the core of a `UnifiedRadixCache` names for eviction only leaves on whose way from the root there is a
-    doomed slot, until it has been through all of them; what becomes a leaf by that has its turn, too."""
+def _only_chosen_leaves(cache: Any, must_go: SlotTest) -> Iterator[None]:
+    """Within it, the core of a `UnifiedRadixCache` names only leaves to evict that have a slot that ``must_go`` on
+    their path from the root. It also names nodes that become such leaves."""
     core = cache.tree_core
     advance = core.evict_device_next_node
 
-    def next_doomed(*args: Any, **kwargs: Any) -> Any:
+    def next_chosen(*args: Any, **kwargs: Any) -> Any:
         while True:
             step = advance(*args, **kwargs)
-            # With something that it has freed the cache has to deal by itself.
+            # The cache itself must handle what the core has freed in this step.
             if step.node_id is None or step.device_frees or step.host_frees:
                 return step
-            if bool(doomed(core.collect_full_device_indices(step.node_id, cache.root_node_handle())).any()):
+            if bool(must_go(core.collect_full_device_indices(step.node_id, cache.root_node_handle())).any()):
                 return step
 
-    core.evict_device_next_node = next_doomed
+    core.evict_device_next_node = next_chosen
     try:
         yield
     finally:
         del core.evict_device_next_node
 
 
-def _evict_from_radix(cache: Any, doomed: Doomed) -> int:
-    order = _Doomed(cache.root_node, doomed)
+def _evict_from_radix(cache: Any, must_go: SlotTest) -> int:
+    order = _ChosenFirst(cache.root_node, must_go)
     if not order.tokens:
         return 0
     usual = cache.eviction_strategy
@@ -113,22 +113,22 @@ def _evict_from_radix(cache: Any, doomed: Doomed) -> int:
         cache.eviction_strategy = usual
 
 
-class _Doomed:
-    """An eviction strategy of `RadixCache` under which chosen nodes go first, those below before those above.
-    ``tokens``: how many those have that are not in use."""
+class _ChosenFirst:
+    """An eviction strategy for `RadixCache` that evicts chosen nodes first: those with a slot that ``must_go`` on their
+    path from the root. ``tokens``: how many the chosen nodes have that are not in use."""
 
-    def __init__(self, root: Any, doomed: Doomed) -> None:
+    def __init__(self, root: Any, must_go: SlotTest) -> None:
         self._nodes: set[int] = set()
         self.tokens = 0
         todo = [(node, False) for node in root.children.values()]
         while todo:
-            node, under = todo.pop()
-            under = under or bool(doomed(node.value).any())
-            if under and node.lock_ref == 0:
+            node, chosen = todo.pop()
+            chosen = chosen or bool(must_go(node.value).any())
+            if chosen and node.lock_ref == 0:
                 self._nodes.add(node.id)
                 self.tokens += len(node.value)
-            todo += [(child, under) for child in node.children.values()]
+            todo += [(child, chosen) for child in node.children.values()]
 
     def get_priority(self, node: Any) -> int:
-        """Lower goes first."""
+        """0 for chosen nodes, 1 for others; `RadixCache` evicts lower numbers first."""
         return 0 if node.id in self._nodes else 1

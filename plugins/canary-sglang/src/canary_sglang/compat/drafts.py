@@ -1,4 +1,4 @@
-"""Draft models and other ways to speculate."""
+"""Speculative decoding: draft models and n-grams."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from canary_sglang.compat.switches import switched_on
 from canary_sglang.compat.targets import DRAFT_MODEL_TARGETS, NGRAM, NGRAM_MOVES, existing
 
 FOLLOWED_SPECULATION = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"})
-"""Algorithms that take slots for what they draft when a decode is prepared, and give back what was not accepted when
+"""Algorithms that allocate slots for drafted tokens when a decode is prepared, and free those of rejected tokens when
 the request ends."""
 
 
 def draft_refusal(runner: Any) -> str | None:
-    """Why a draft model's pool can't be guarded without false alarms, None if it can: `DRAFT_WORKER` runs it, and what
-    that writes is known."""
+    """Why a draft model's pool can't be guarded without false alarms. None if it can: then `DRAFT_WORKER` runs the
+    model, and it is known which slots that writes."""
     args = runner.server_args
     algorithm = str(args.speculative_algorithm)
     if algorithm.upper() not in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):
@@ -27,7 +27,7 @@ def draft_refusal(runner: Any) -> str | None:
 
 
 def draft_targets(runner: Any) -> Sequence[str]:
-    """Functions of draft workers to hook where this runner's model is guarded. Imports them."""
+    """Functions of draft workers to hook if this runner's model is guarded. Imports their modules."""
     if runner.is_draft_worker:
         return DRAFT_MODEL_TARGETS
     ngram = str(getattr(runner.server_args, "speculative_algorithm", None)).upper() == "NGRAM"
@@ -35,9 +35,10 @@ def draft_targets(runner: Any) -> Sequence[str]:
 
 
 def shared_with_next_token(runner: Any) -> bool:
-    """Whether requests that share a cached slot are sure to have the same token after it as well. A draft model's slot
-    holds that token, so of EAGLE the cache is keyed by pairs of tokens; but not of STANDALONE, nor beside recurrent
-    states, nor in C++: there the last slot of a shared prefix may be of another request's next token."""
+    """Whether requests that share a cached slot always have the same next token, too. A draft model's slot holds that
+    token. With EAGLE the keys of the cache are pairs of tokens, so the answer is yes. Not with STANDALONE, with
+    recurrent states, or with the cache in C++: there the last slot of a shared prefix may hold the next token of
+    another request."""
     if not runner.is_draft_worker or getattr(runner.server_args, "disable_radix_cache", False):
         return True
     by_pairs = runner.spec_algorithm.is_eagle() and not hasattr(runner.req_to_token_pool, "mamba_pool")

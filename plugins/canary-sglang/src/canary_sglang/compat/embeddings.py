@@ -1,4 +1,4 @@
-"""A model's embedding of tokens, a part of which each tensor-parallel rank has."""
+"""A model's embedding of tokens. Each tensor-parallel rank has a part of it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def row(model: Any, token: int) -> Tensor | None:
-    """The embedding of ``token``; None where this rank does not have it."""
+    """The embedding of ``token``; None if this rank does not have it."""
     embedding = _embedding(model)
     weight = getattr(embedding, "weight", None)
     if not isinstance(weight, Tensor):

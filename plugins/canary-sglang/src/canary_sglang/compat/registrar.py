@@ -1,4 +1,4 @@
-"""`Registrar`: the one place where functions of SGLang are wrapped, through SGLang's own `HookRegistry`."""
+"""`Registrar`: wraps functions of SGLang through SGLang's own `HookRegistry`. Nothing else wraps any."""
 
 import importlib
 import pkgutil
@@ -8,19 +8,19 @@ from typing import Any, Literal
 from canary_core import PluginError
 
 Hook = tuple[Callable[..., Any], Literal["BEFORE", "AFTER", "AROUND"]]
-"""A function, and how it is called: the name of a `HookType` of SGLang's."""
+"""A function, and when it is called: the name of one of SGLang's `HookType`s."""
 
 
 class Registrar:
-    """Wraps each function of SGLang once in a process: `HookRegistry` takes no hook back, so what is registered stays,
-    and hooks only call on where nothing is guarded."""
+    """Wraps each function of SGLang once in a process. `HookRegistry` can't remove hooks, so they stay: where nothing
+    is guarded, they only call the wrapped function."""
 
     def __init__(self) -> None:
         self._registered: set[str] = set()
 
     def register(self, hooks: Mapping[str, Hook]) -> None:
-        """``hooks`` by the full names of functions. For SGLang's plugin loader, which applies them once all plugins are
-        loaded."""
+        """Registers ``hooks``, given by the full names of functions. SGLang's plugin loader applies them once all
+        plugins are loaded."""
         registry = importlib.import_module("sglang.srt.plugins.hook_registry")
         for target, (function, kind) in hooks.items():
             if target not in self._registered:
@@ -28,8 +28,8 @@ class Registrar:
                 registry.HookRegistry.register(target, function, registry.HookType[kind])
 
     def apply(self, hooks: Mapping[str, Hook]) -> None:
-        """As `register`, and at once: for functions that only some engines have. Raises `PluginError` for one that
-        can't be wrapped; SGLang would only log it."""
+        """Registers and applies them now: for functions that only some engines use. Raises `PluginError` for a function
+        that can't be wrapped; SGLang would only log it."""
         if hooks.keys() <= self._registered:
             return
         self.register(hooks)
@@ -41,4 +41,4 @@ class Registrar:
 
 
 REGISTRAR = Registrar()
-"""The one of this process: the engine's functions exist once."""
+"""The only one in this process."""

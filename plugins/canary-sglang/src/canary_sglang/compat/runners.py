@@ -1,4 +1,4 @@
-"""`ModelRunner`: what serves, how it was started, and whether that can be guarded."""
+"""`ModelRunner`: with which options it was started, and whether it can be guarded with them."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ def refusal(runner: Any) -> str | None:
 
 
 def draft_name(runner: Any) -> str | None:
-    """What a draft model is called in findings and events, None for the model that is served. Multi-layer drafts have
-    a runner for each layer."""
+    """The name of a draft model in findings and events; None for the served model. Drafts of several layers have a
+    runner for each layer."""
     if not runner.is_draft_worker:
         return None
     index = getattr(runner, "draft_model_idx", None)
@@ -37,33 +37,31 @@ def draft_name(runner: Any) -> str | None:
 
 
 def awaits_resize(runner: Any) -> bool:
-    """Whether the pool's memory is reserved only, until `RESIZE`: touching it would crash."""
+    """Whether the pool's memory is only reserved until `RESIZE`. Until then an access to it would crash."""
     return bool(getattr(runner.token_to_kv_pool, "post_capture_active", False))
 
 
 def host_cache(runner: Any) -> bool:
     """Whether HiCache moves the pool's KV to host memory and back."""
-    return bool(getattr(runner.server_args, "enable_hierarchical_cache", False))
+    return bool(_option(runner, "enable_hierarchical_cache", False))
 
 
 def scales_refusal(runner: Any) -> str | None:
-    """Why interleaved scales, a region beside the rows, can't be guarded with this runner, None if they can."""
-    args = getattr(runner, "server_args", None)
-    if getattr(args, "enable_hierarchical_cache", False) or getattr(args, "disaggregation_mode", "null") != "null":
+    """Why interleaved scales, which are a region of their own, can't be guarded with this runner; None if they can."""
+    if host_cache(runner) or disaggregation(runner) != "null":
         return "interleaved scales come without a forward; not followed"
     return None
 
 
 def compressor_state_refusal(runner: Any) -> str | None:
     """Why the rings of DeepSeek-V4's compressors can't be guarded without false alarms, None if they can."""
-    args = getattr(runner, "server_args", None)
-    if getattr(args, "speculative_algorithm", None):
+    if _option(runner, "speculative_algorithm", None):
         return "speculative decoding clears rows of rejected tokens; not covered yet"
-    if getattr(args, "disaggregation_mode", "null") == "decode":
+    if disaggregation(runner) == "decode":
         return "a PD decode engine receives them without a forward; not covered yet"
     if torch.version.hip is not None:
         return "AMD's compressors store them in another way; not described"
-    # Later releases have none but the newer compressor.
+    # Later releases have only the newer compressor.
     newer = switched_on("SGLANG_OPT_USE_COMPRESSOR_V2", absent=True)
     if not newer or switched_on("SGLANG_OPT_USE_OLD_COMPRESSOR"):
         return "an older compressor is switched on; not described"
@@ -71,32 +69,32 @@ def compressor_state_refusal(runner: Any) -> str | None:
 
 
 def parks_retracted(runner: Any) -> bool:
-    """Whether a PD decode engine keeps retracted requests' KV in HiCache's host pools, as from 0.5.21 on."""
-    parked = getattr(runner.server_args, "disaggregation_decode_retraction_backup", None)
-    return disaggregation(runner) == "decode" and parked == "host_pool"
+    """Whether a PD decode engine stores the KV of retracted requests in HiCache's host pools, possible from 0.5.21."""
+    parked = _option(runner, "disaggregation_decode_retraction_backup", None)
+    return bool(disaggregation(runner) == "decode" and parked == "host_pool")
 
 
 def disaggregation(runner: Any) -> str:
     """Which side of PD disaggregation this engine is: ``prefill``, ``decode``, or ``null``."""
-    return str(getattr(runner.server_args, "disaggregation_mode", "null"))
+    return str(_option(runner, "disaggregation_mode", "null"))
 
 
 def records_may_travel(runner: Any) -> bool:
-    """Whether buffers appended to those of a transfer reach the other engine's: NIXL's lists were read, and stages of
-    a pipeline each send a part of the decode engine's list."""
-    args = runner.server_args
-    backend = getattr(args, "disaggregation_transfer_backend", None)
-    return backend == "nixl" and getattr(args, "pp_size", 1) == 1
+    """Whether buffers that are appended to those of a transfer reach the other engine. They do with NIXL, the only back
+    end whose code was read, and without pipeline stages, which each send a part of the decode engine's list."""
+    backend = _option(runner, "disaggregation_transfer_backend", None)
+    return bool(backend == "nixl" and _option(runner, "pp_size", 1) == 1)
 
 
 def window_tokens(runner: Any) -> int | None:
-    """How many positions a token attends to in a sliding layer, itself included. SGLang counts those before it."""
+    """How many positions a token attends to in a sliding-window layer, itself included (SGLang leaves it out). None for
+    a model without windows."""
     size = runner.sliding_window_size
     return None if size is None or size < 0 else int(size) + 1
 
 
 def most_rows(runner: Any) -> int:
-    """How many requests a forward can have: the rows of the table but the one for padding."""
+    """Most requests of a forward: the rows of the table, without the one for padding."""
     return int(runner.req_to_token_pool.req_to_token.shape[0]) - 1
 
 
@@ -104,6 +102,11 @@ def rank() -> int:
     """Rank of this process among those that serve one model."""
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _option(runner: Any, name: str, default: Any) -> Any:
+    """An option of the engine; ``default`` where this release has no such option."""
+    return getattr(getattr(runner, "server_args", None), name, default)
 
 
 def _encoder_only(runner: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent states that forwards take of their own accord (``extra_buffer``)."""
+"""Checkpoints of recurrent states: with ``extra_buffer``, forwards copy states into checkpoint slots."""
 
 import importlib
 from typing import Any
@@ -11,17 +11,18 @@ from canary_core import PluginError, StateCheckpoints
 CONTEXT = "sglang.srt.runtime_context"
 
 NO_SLOT = -1
-"""In place of a slot: the row takes no checkpoint."""
+"""Stands for a slot in rows without a checkpoint."""
 
 
 class Checkpoints:
-    """Which states the forwards of one runner put aside, and as of which tokens.
+    """Which states the forwards of one runner copy into checkpoint slots, and after which token each state is taken.
 
-    An extend does so for requests that have a whole chunk to compute, as of the last whole chunk's end, or where the
-    cache's sequences branch; a decode where a sequence's length is a multiple of an interval. The scheduler decides.
+    The scheduler decides for which requests. An extend copies the state at the end of its last whole chunk, or at the
+    token where sequences in the cache branch. A decode copies it where a sequence's length is a multiple of an
+    interval.
 
-    ``chunk_tokens``: of a chunk. ``interval_tokens``: a number that divides the lengths at which decodes do so, 0 if
-    none is known.
+    ``chunk_tokens``: length of a chunk. ``interval_tokens``: a number that divides the lengths at which decodes copy, 0
+    if none is known.
     """
 
     def __init__(self, chunk_tokens: int, interval_tokens: int) -> None:
@@ -30,15 +31,15 @@ class Checkpoints:
 
     @classmethod
     def of(cls, runner: Any) -> "Checkpoints | None":
-        """Those of one `ModelRunner`; None where its forwards put no states aside. Raises `PluginError` where this
-        SGLang doesn't say how long a chunk is."""
+        """The checkpoints of one `ModelRunner`; None if its forwards make none. Raises `PluginError` if this SGLang
+        does not say how long a chunk is."""
         if not getattr(runner.req_to_token_pool, "enable_mamba_extra_buffer", False):
             return None
         return cls(_chunk_tokens(runner.server_args), _interval_tokens(runner.server_args))
 
     def of_forward(self, batch: Any, prefix_lens: Tensor) -> StateCheckpoints | None:
-        """What a decode or an extend puts aside; None for nothing. ``prefix_lens``: tokens that its states have before
-        it."""
+        """The checkpoints that a decode or an extend makes; None if it makes none. ``prefix_lens``, ``[rows]``: tokens
+        before the forward."""
         slots, mask = batch.mamba_track_indices, batch.mamba_track_mask
         if slots is None or mask is None or not len(slots):
             return None
@@ -51,12 +52,12 @@ class Checkpoints:
             ends = batch.mamba_track_seqlens
             if ends is None or self._is_short(batch.extend_seq_lens_cpu):
                 return None
-            # As SGLang's kernels have it: the end is given a token too high where it is not that of the extend.
+            # As in SGLang's kernels: an end within the extend is given one token too high.
             positions = prefix + (ends.long() - prefix) // self._chunk * self._chunk - 1
         return StateCheckpoints(torch.where(mask, slots.long(), NO_SLOT), positions)
 
     def _is_between(self, lengths: Any) -> bool:
-        """Whether none of these sequences, as long as the host knows them to be, can be due."""
+        """Whether none of these sequences can have a checkpoint now. ``lengths``: on the host, None if unknown."""
         return bool(self._interval) and lengths is not None and bool((lengths % self._interval != 0).all())
 
     def _is_short(self, new_lens: Any) -> bool:
@@ -65,13 +66,14 @@ class Checkpoints:
 
 
 def tracked_slots(batch: Any) -> Tensor | None:
-    """Slots to which a forward, or what comes after it, may write checkpoints; None for none."""
+    """Slots into which SGLang may copy states during or after a forward, `NO_SLOT` in rows without; None if there are
+    none."""
     slots, mask = batch.mamba_track_indices, batch.mamba_track_mask
     return slots if slots is None or mask is None else torch.where(mask, slots, NO_SLOT)
 
 
 def _chunk_tokens(server_args: Any) -> int:
-    """Tokens between two places where an extend can put a state aside: a function, up to 0.5.17 a property."""
+    """Tokens of a chunk. SGLang gives them by a function, up to 0.5.17 by a property of `ServerArgs`."""
     said = getattr(importlib.import_module(CONTEXT), "mamba_cache_chunk_size", None)
     tokens = said() if said is not None else getattr(server_args, "mamba_cache_chunk_size", None)
     if not tokens:
@@ -80,7 +82,7 @@ def _chunk_tokens(server_args: Any) -> int:
 
 
 def _interval_tokens(server_args: Any) -> int:
-    """How many tokens apart decodes may put a state aside: the real distance is a multiple of it. 0 if not known."""
+    """Tokens between two checkpoints of decodes, or a divisor of that number; 0 if not known."""
     context = importlib.import_module(CONTEXT)
     said = context.get_exec().mamba if hasattr(context, "get_exec") else server_args
     return int(getattr(said, "mamba_track_interval", 0) or 0)

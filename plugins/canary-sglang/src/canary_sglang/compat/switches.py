@@ -4,8 +4,8 @@ import pkgutil
 
 
 def switched_on(name: str, absent: bool = False) -> bool:
-    """Whether SGLang itself takes its environment variable ``name``, set or not, for on; ``absent`` where this release
-    has no such switch, whatever the variable says."""
+    """Whether the switch ``name`` is on for SGLang, by its environment variable or by default. ``absent``: the answer
+    where this release has no such switch."""
     try:
         switch = pkgutil.resolve_name(f"sglang.srt.environ:envs.{name}")
     except (ImportError, AttributeError):

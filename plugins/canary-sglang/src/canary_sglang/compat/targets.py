@@ -1,4 +1,4 @@
-"""Functions of SGLang that are hooked, by their full names, and which of them this release has."""
+"""Full names of the functions of SGLang that are hooked, and which of them this release has."""
 
 import pkgutil
 from collections.abc import Iterable, Sequence
@@ -51,16 +51,16 @@ COMMON = "sglang.srt.mem_cache.common"
 
 DECODES = f"{BATCH}.prepare_for_decode"
 PREPARES = (f"{BATCH}.prepare_for_extend", DECODES)
-"""Where slots are handed out to the requests of a batch."""
+"""Functions that allocate slots for the requests of a batch."""
 
 RELEASES = (f"{COMMON}.release_kv_cache", f"{COMMON}.maybe_cache_unfinished_req")
-"""Where a request, the first argument, gives up slots."""
+"""Functions that free slots of a request, their first argument."""
 
 
 def targets() -> Sequence[str]:
-    """Functions to hook, the required ones and those of the optional ones that exist. Imports the engine.
+    """Functions to hook in every engine: `REQUIRED`, and those of `OPTIONAL` that exist. Imports SGLang.
 
-    Raises `PluginError` naming what is missing: SGLang itself would only log a hook that can't be applied.
+    Raises `PluginError` with the names of missing ones; SGLang would only log a hook that it can't apply.
     """
     missing = [name for name in REQUIRED if not _exists(name)]
     if missing:
@@ -72,9 +72,9 @@ def targets() -> Sequence[str]:
 
 
 def hicache_targets() -> Sequence[str]:
-    """HiCache's functions to hook: a class that inherits one is left to its base. Imports them.
+    """HiCache's functions to hook. One that a class inherits is hooked in its base only. Imports their modules.
 
-    Raises `PluginError` if this SGLang has others.
+    Raises `PluginError` if this SGLang does not have the functions that are needed.
     """
     names = (HICACHE_WRITE, HICACHE_QUEUE, HICACHE_LOAD, HYBRID_WRITE, HYBRID_QUEUE, HYBRID_LOAD, HOST_ALLOCATE)
     needed = (HICACHE_WRITE, HICACHE_QUEUE, HICACHE_LOAD, HOST_ALLOCATE)
@@ -86,12 +86,12 @@ def hicache_targets() -> Sequence[str]:
 
 
 def existing(names: Iterable[str]) -> list[str]:
-    """Those of the functions that this SGLang has."""
+    """The functions of ``names`` that this SGLang has."""
     return [name for name in names if _exists(name)]
 
 
 def _own(name: str) -> bool:
-    """Whether the function exists, and its class does not only inherit it."""
+    """Whether the function is defined by the class in its name, not inherited."""
     owner, _, function = name.rpartition(".")
     try:
         return function in vars(pkgutil.resolve_name(owner))

@@ -1,4 +1,4 @@
-"""`WindowDivergence`: how a sliding window's slots lie beside those of the full pool, now and then, as an event."""
+"""`WindowDivergence`: now and then compares the slots of a sliding window with those of the full pool, as an event."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +9,10 @@ from torch import Tensor
 from canary_core import BatchView, Canary, Event, HostCopy, Level, Region, RegionKind, StepListener
 
 MOST_ENTRIES = 1 << 20
-"""Entries of the request table that are looked at together; more of them are taken in turns."""
+"""Most entries of the request table that are counted at once; if there are more, they are counted in several turns."""
 
 FIELDS = ("full_entries", "window_entries", "live_entries", "diverged", "out_of_window", "evicted_inside")
-"""What is counted; see `WindowDivergence`."""
+"""Counted numbers; see `WindowDivergence`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,14 +29,14 @@ class WindowDivergence(StepListener):
 
     | field          | what                                                                                      |
     |----------------|-------------------------------------------------------------------------------------------|
-    | full_entries   | entries whose mapping the check of a full pool looks at before this forward               |
-    | window_entries | entries that the check of the window looks at                                             |
-    | live_entries   | entries of the requests' tables, the new tokens' included                                 |
-    | diverged       | live entries that have a slot of the window with another number than that of the full pool|
-    | out_of_window  | live entries without a slot of the window: it has passed                                  |
+    | full_entries   | entries that the check of a full pool reads before this forward                           |
+    | window_entries | entries that the check of the window reads                                                |
+    | live_entries   | valid entries of the requests' tables, including the new tokens                           |
+    | diverged       | live entries whose window slot has another number than their slot of the full pool        |
+    | out_of_window  | live entries without a window slot, since the window has passed them                      |
     | evicted_inside | of these, entries that the forward still reads: a bug, which the check reports as well    |
 
-    Read back some forwards later, without waiting.
+    The counts are read some forwards later, without waiting for the device.
     """
 
     def __init__(self, canary: Canary, entries: Tensor) -> None:
@@ -49,7 +49,7 @@ class WindowDivergence(StepListener):
         self._windows = windows if self._interval and canary.enabled else []
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
-        """Counts, if it is time to; tells what has arrived."""
+        """Counts, if it is time to; tells the counts that have arrived. ``view`` stays as it is."""
         if self._windows and view is not None and batch is not None:
             self.close()
             self._forwards += 1
@@ -58,7 +58,7 @@ class WindowDivergence(StepListener):
         return view
 
     def close(self) -> None:
-        """Tells what has arrived."""
+        """Tells the counts that have arrived."""
         while self._samples and self._samples[0].counts.arrived():
             sample = self._samples.pop(0)
             (counts,) = sample.counts.tensors
@@ -72,7 +72,7 @@ class WindowDivergence(StepListener):
         prefix, new = view.prefix_lens.long(), view.new_lens.long()
         width = self._entries.shape[1]
         if getattr(batch, "seq_lens_cpu", None) is not None:
-            # What is being verified comes on top of them.
+            # Tokens that are being verified are not in these lengths.
             width = min(width, max(batch.seq_lens_cpu.tolist(), default=0) + view.tokens)
         rows = max(MOST_ENTRIES // max(width, 1), 1)
         counts = torch.zeros(len(FIELDS), dtype=torch.int64, device=prefix.device)
@@ -84,8 +84,8 @@ class WindowDivergence(StepListener):
 
 
 def _count(region: Region, table: Tensor, prefix: Tensor, new: Tensor) -> Tensor:
-    """`FIELDS` of requests with ``prefix`` tokens in the cache and ``new`` to write, int64 ``[rows]``, whose slots of
-    the full pool are ``table``."""
+    """`FIELDS` for requests with ``prefix`` tokens in the cache and ``new`` tokens to write, both int64 ``[rows]``.
+    ``table``, integer ``[rows, width]``: their slots of the full pool."""
     slot_map = table.new_zeros(1) if region.slot_map is None else region.slot_map
     number = table.long()
     mapped = slot_map[number.clamp(0, slot_map.shape[0] - 1)].long()
