@@ -126,7 +126,7 @@ class Hooks:
         if self._watchdog is None:
             self._watchdog = Watchdog(config.silence_s, self._silent)
         if self._quarantine is not None:
-            # Some of SGLang's loops never call `_turn`; then this is the call that tells what can't be done.
+            # Some of SGLang's loops never call `_turn`; in those only `begin` tells that nothing can be done.
             self._quarantine.begin(scheduler)
         for session in self.sessions:
             session.notice(batch.reqs)

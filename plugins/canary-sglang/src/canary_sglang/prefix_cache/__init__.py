@@ -1,1 +1,1 @@
-"""SGLang's prefix caches, walked and swept."""
+"""Sweeps of SGLang's prefix caches."""

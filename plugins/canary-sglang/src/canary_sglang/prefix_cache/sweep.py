@@ -1,9 +1,10 @@
-"""`PrefixSweep`: every node of SGLang's prefix cache, locked or not, against the records and against itself.
+"""`PrefixSweep`: checks every node of SGLang's prefix cache, locked or not, for contradictions in the cache and between
+the cache and Canary's records.
 
-The tree is walked where the scheduler stands still: before it issues a batch, or while it idles. The records of what
-was walked are gathered on the forwards' stream before that batch, so after every forward that wrote them, and judged
-once they have reached the host. A sweep takes `PER_STEP` of the tree a step, and is reported when its last results are
-in.
+A sweep walks the tree while the scheduler does not change it: before it issues a batch, or while it idles. It takes
+`PER_STEP` of the tree a step. It reads the records of these nodes' slots on the forwards' stream before that batch, so
+after every forward that wrote them, and compares them once they have reached the host. A sweep is reported when its
+last results are there.
 """
 
 from collections import deque
@@ -22,21 +23,21 @@ from canary_sglang.prefix_cache.walk import FlatWalk, Limit, NodeWalk, Piece, Wa
 from canary_sglang.transfer.hicache import ParkedRecords
 
 PER_STEP = Limit(nodes=64, slots=4096)
-"""Most of the tree that is looked at before one forward."""
+"""Most of the tree that is walked before one forward."""
 
 IDLE_FACTOR = 16
-"""How many times as much while the engine idles."""
+"""While the engine idles, so many times `PER_STEP` are walked at once."""
 
 MOST_IN_FLIGHT = 4
-"""Pieces whose records are on their way; no more is walked until one has arrived."""
+"""Most pieces whose records are on their way to the host; no more is walked until one has arrived."""
 
 MOST_SUSPECTS = 16
-"""Pairs of nodes to look at once more, at one moment, because they had the same slot at two."""
+"""Most pairs of nodes that are walked again. They had the same slot, but at different moments."""
 
 
 @dataclass(slots=True)
-class _Under:
-    """A sweep under way."""
+class _Sweep:
+    """The state of a sweep that has begun and is not reported yet."""
 
     walk: Walk
     cache: Any
@@ -45,17 +46,18 @@ class _Under:
     host_slots: int = 0
     unknown_slots: int = 0
     findings: int = 0
-    waiting: "_Issue | None" = None
-    issued: deque["_Issue"] = field(default_factory=deque)
+    waiting: "_WalkedPiece | None" = None
+    issued: deque["_WalkedPiece"] = field(default_factory=deque)
     suspects: list[tuple[Any, Any]] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     owner: torch.Tensor | None = None
-    """Of each slot, the index in ``seen`` of the last node that had it, -1 for none."""
+    """For each slot, the index in ``seen`` of the last node that had it, -1 for none."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Issue:
-    """A piece, and what the allocator had free at its moment."""
+class _WalkedPiece:
+    """A piece of the tree, and the pages that the allocator had free when it was walked. ``ready``: event after which
+    their tensors are valid."""
 
     piece: Piece
     free: tuple[FreeList, ...]
@@ -63,8 +65,8 @@ class _Issue:
 
 
 class PrefixSweep(StepListener):
-    """Sweeps of one session's cache, one every ``CANARY_SWEEP_INTERVAL`` batches; ``vocabulary``: how many tokens there
-    are; ``parked``: what is known, at that moment, of KV in host memory."""
+    """Sweeps one session's cache, once every ``CANARY_SWEEP_INTERVAL`` batches. ``vocabulary``: number of tokens of the
+    model. ``parked``: gives the records of KV in host memory, None where there are none."""
 
     def __init__(self, canary: Canary, vocabulary: int, parked: Callable[[], ParkedRecords | None]) -> None:
         self._canary = canary
@@ -75,16 +77,17 @@ class PrefixSweep(StepListener):
         self._records = RecordSweep(canary, vocabulary)
         self._vocabulary = vocabulary
         self._parked = parked
-        self._sweep: _Under | None = None
+        self._sweep: _Sweep | None = None
         self._scheduler: Any = None
 
     @property
     def on(self) -> bool:
-        """Whether there is anything to do, ever."""
+        """Whether this engine's cache is swept."""
         return bool(self._interval) and self._canary.enabled
 
     def before_batch(self, scheduler: Any) -> None:
-        """The scheduler issues a batch next: walks on, and reports what has arrived of earlier steps."""
+        """To be called before the scheduler issues a batch: walks the next piece, and reports results that have
+        arrived."""
         if self.on:
             self._scheduler = scheduler
             self._batches += 1
@@ -92,18 +95,18 @@ class PrefixSweep(StepListener):
                 self._advance(scheduler, False)
 
     def begin(self, batch: Any) -> None:
-        """Gathers the records of what was walked: before the batch's forward, on its stream."""
+        """Starts reading the records of the walked piece: before the batch's forward, on its stream."""
         if self._sweep is not None and self._sweep.waiting is not None and self.on:
             self._issue(self._sweep, self._sweep.waiting)
 
     def idle(self) -> None:
-        """Brings a sweep that is due or under way to its end, a large piece a call."""
+        """Walks a large piece of a sweep that is due or has begun."""
         if self.on and self._scheduler is not None:
             self._advance(self._scheduler, True)
             self.begin(None)
 
     def close(self) -> None:
-        """Reports what has arrived."""
+        """Reports results that have arrived."""
         if self.on:
             self._collect()
 
@@ -111,7 +114,7 @@ class PrefixSweep(StepListener):
         self._collect()
         sweep = self._sweep
         if sweep is not None and (sweep.waiting is not None or sweep.cache is not scheduler.tree_cache):
-            # No forward came of the last batch, and since then the tree has changed.
+            # The last batch had no forward, or the cache is another one; the tree has changed since it was walked.
             self._abandon()
             sweep = None
         if sweep is None and self._batches >= self._due:
@@ -122,17 +125,17 @@ class PrefixSweep(StepListener):
         if piece is not None:
             ready = None
             if self._device.type == "cuda":
-                # Slots and free lists are made on the scheduler's stream, and read on the forwards'.
+                # Slots and free lists are made on the scheduler's stream and read on the forwards' stream.
                 ready = torch.cuda.Event()
                 ready.record()
             free = tuple(allocators.free_lists(scheduler.token_to_kv_pool_allocator))
-            sweep.waiting = _Issue(piece, free, ready)
+            sweep.waiting = _WalkedPiece(piece, free, ready)
 
-    def _begin(self, cache: Any, idle: bool) -> _Under | None:
-        """A new sweep; None where there is no cache to sweep, or not now."""
+    def _begin(self, cache: Any, idle: bool) -> _Sweep | None:
+        """A new sweep; None if the cache can't be swept, or not now."""
         kind = tree.tree_of(cache)
         if isinstance(kind, RustTree) and self._device.type == "cuda" and not idle:
-            # Its walk reads every node back from the device, which no batch should wait for.
+            # Its walk waits for the device, and no batch should wait for that.
             return None
         self._due = self._batches + self._interval
         if isinstance(kind, str):
@@ -142,17 +145,17 @@ class PrefixSweep(StepListener):
                 self._canary.tell(Event("sweep_unavailable", level, {"reason": kind}))
             return None
         walk = FlatWalk(kind, self._device) if isinstance(kind, RustTree) else NodeWalk(kind)
-        self._sweep = _Under(walk, cache, self._batches)
+        self._sweep = _Sweep(walk, cache, self._batches)
         return self._sweep
 
-    def _walk(self, sweep: _Under, idle: bool) -> Piece | None:
-        """The next piece, None where there is none for now."""
+    def _walk(self, sweep: _Sweep, idle: bool) -> Piece | None:
+        """The next piece, None if there is none now."""
         if sweep.walk.ended:
             pairs, sweep.suspects = sweep.suspects, []
             return sweep.walk.again([node for pair in pairs for node in pair]) if pairs else None
         limit = PER_STEP.times(IDLE_FACTOR) if idle else PER_STEP
         if isinstance(sweep.walk, FlatWalk) and self._device.type != "cuda":
-            # It can only be seen whole, and nothing here waits for a device.
+            # It changes between two pieces, so it is walked at once; there is no device to wait for.
             limit = Limit(nodes=1 << 62, slots=1 << 62)
         piece = sweep.walk.next(limit, self._batches)
         parked = self._parked()
@@ -162,7 +165,7 @@ class PrefixSweep(StepListener):
             sweep.host_slots += compared
         return piece
 
-    def _issue(self, sweep: _Under, waiting: _Issue) -> None:
+    def _issue(self, sweep: _Sweep, waiting: _WalkedPiece) -> None:
         sweep.waiting = None
         if waiting.ready is not None:
             waiting.ready.wait()
@@ -175,42 +178,43 @@ class PrefixSweep(StepListener):
         sweep = self._sweep
         if sweep is None:
             return
-        for judged in self._records.collect():
-            self._report(sweep, sweep.issued.popleft().piece, judged)
+        for result in self._records.collect():
+            self._report(sweep, sweep.issued.popleft().piece, result)
         if sweep.walk.ended and sweep.waiting is None and not sweep.issued and not sweep.suspects:
             self._tell(sweep)
             self._sweep = None
 
-    def _report(self, sweep: _Under, piece: Piece, judged: SweepResult | None) -> None:
+    def _report(self, sweep: _Sweep, piece: Piece, result: SweepResult | None) -> None:
         found = [self._violation(broken) for broken in piece.broken]
         sweep.findings += len(found)
-        if judged is not None:
+        if result is not None:
             if piece.nodes:
-                twice = self._twice(piece, judged)
+                twice = self._twice(piece, result)
                 found += twice
                 sweep.findings += len(twice)
                 if not piece.again:
-                    self._note_owners(sweep, piece, judged)
+                    self._note_owners(sweep, piece, result)
             if not piece.again:
-                found += judged.findings
-                sweep.findings += judged.found
-                sweep.slots += judged.slots
-                sweep.unknown_slots += judged.unknown
+                found += result.findings
+                sweep.findings += result.found
+                sweep.slots += result.slots
+                sweep.unknown_slots += result.unknown
         self._canary.report(found)
 
-    def _twice(self, piece: Piece, judged: SweepResult) -> list[Violation]:
+    def _twice(self, piece: Piece, result: SweepResult) -> list[Violation]:
         return [
             self._violation(
                 Broken(
                     piece.nodes[one].id, "slot_twice", f"slot {slot} is in node {piece.nodes[other].id} too", slot=slot
                 )
             )
-            for one, other, slot in judged.shared
+            for one, other, slot in result.shared
             if piece.nodes[one] is not piece.nodes[other]
         ]
 
-    def _note_owners(self, sweep: _Under, piece: Piece, judged: SweepResult) -> None:
-        """Remembers which node has each slot; a slot that another one had is suspect, not more: it may have moved."""
+    def _note_owners(self, sweep: _Sweep, piece: Piece, result: SweepResult) -> None:
+        """Remembers which node has each slot. If another node had the slot before, the two are only suspects, since the
+        slot may have moved in between."""
         if sweep.owner is None:
             slots = max(region.slots * region.tokens_per_slot for region in self._canary.regions.values())
             slots = max([slots, *(len(r.slot_map) for r in self._canary.regions.values() if r.slot_map is not None)])
@@ -219,8 +223,8 @@ class PrefixSweep(StepListener):
         sweep.seen += piece.nodes
         lengths = torch.tensor([len(run) for run in piece.runs])
         index = torch.repeat_interleave(torch.arange(base, len(sweep.seen), dtype=torch.int32), lengths)
-        inside = (judged.numbers >= 0) & (judged.numbers < len(sweep.owner))
-        numbers, index = judged.numbers[inside], index[inside]
+        inside = (result.numbers >= 0) & (result.numbers < len(sweep.owner))
+        numbers, index = result.numbers[inside], index[inside]
         before = sweep.owner[numbers]
         clash = (before >= 0).nonzero()[:, 0]
         for one, other in {(int(before[i]), int(index[i])) for i in clash[: 1 << 12].tolist()}:
@@ -242,7 +246,7 @@ class PrefixSweep(StepListener):
             rank=self._canary.config.rank,
         )
 
-    def _tell(self, sweep: _Under) -> None:
+    def _tell(self, sweep: _Sweep) -> None:
         walk = sweep.walk
         fields = {
             "cache": type(sweep.cache).__name__,
@@ -264,7 +268,7 @@ class PrefixSweep(StepListener):
         self._canary.count("sweep_findings", sweep.findings)
 
     def _abandon(self) -> None:
-        """Ends a sweep without a report; what is in flight is not looked at."""
+        """Ends a sweep without a report. Records that are on their way are not compared."""
         self._canary.count("sweeps_abandoned")
         self._sweep = None
         self._records.drop()

@@ -1,9 +1,9 @@
-"""SGLang's prefix caches as nodes: names of their attributes appear here only.
+"""SGLang's prefix caches as nodes. No other module uses the attributes of nodes, but `compat/caches.py` for eviction.
 
 | class                                      | releases                  | how it is walked                           |
 |--------------------------------------------|---------------------------|--------------------------------------------|
 | `RadixCache`                               | the usual one to 0.5.20   | node by node                               |
-| `HiRadixCache`                             | with HiCache to 0.5.20    | node by node, those in host memory, too    |
+| `HiRadixCache`                             | with HiCache to 0.5.20    | node by node, also those in host memory    |
 | `SWARadixCache`                            | to 0.5.20                 | node by node                               |
 | `UnifiedRadixCache`, `UnifiedTreeCore`     | from 0.5.16               | node by node; with HiCache as above        |
 | `UnifiedRadixCache`, `RustUnifiedTreeCore` | the usual one from 0.5.21 | at once, by its own `walk_for_kv_canary`,  |
@@ -23,18 +23,19 @@ from canary_core import CachedRun
 from canary_sglang.batches.tokens import as_array
 
 FULL, WINDOW = "full", "swa"
-"""What a cache holds of a node, each with locks and sizes of its own; also the names of the regions."""
+"""The components of a node, each with its own locks and sizes; also the names of their regions."""
 
 PASSED = frozenset({WINDOW})
+"""`CachedRun.absent` of tokens that the window has passed."""
 OFF = "the radix cache is off"
 
 Sizes = dict[str, tuple[int, int]]
-"""Evictable and protected tokens."""
+"""Evictable and protected tokens, by component."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """One contradiction in a cache: a `Violation`'s node, rule, detail and slot, and the component it is about."""
+    """One contradiction in a cache: node, rule, detail and slot of a `Violation`, and the component that has it."""
 
     node: int | None
     rule: str
@@ -48,7 +49,7 @@ class NodeTree(ABC):
 
     has_window = False
     has_host = False
-    """Whether nodes may be in host memory only."""
+    """Whether a node may be in host memory only."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -65,18 +66,19 @@ class NodeTree(ABC):
 
     @abstractmethod
     def locks(self, node: Any) -> Mapping[str, int]:
-        """How many users hold the node, by component."""
+        """How many requests lock the node, by component."""
 
     @abstractmethod
     def sizes(self) -> Sizes:
-        """What the cache itself believes to hold, by component."""
+        """Tokens that the cache holds by its own counts."""
 
     def window(self, node: Any) -> Tensor | bool | None:
-        """The node's slots of the window pool, or whether it has some; None where the window has passed."""
+        """The node's slots of the window pool; True if it has some that are not known; None if the window has passed
+        it."""
         return None
 
     def host(self, node: Any) -> Tensor | None:
-        """Slots of the full pool's copy in host memory, one for each token; None if the node is not there."""
+        """Slots of the full pool's copy in host memory, one for each token; None if it has no copy there."""
         return None
 
     def holds_window(self, node: Any) -> bool:
@@ -85,17 +87,17 @@ class NodeTree(ABC):
         return window is not None and window is not False
 
     def child_key(self, key: Any) -> Any:
-        """Under which the parent has a node with ``key``, which has a page at least."""
+        """The key under which a parent stores a node with ``key``, which must have at least a page of tokens."""
         return key.child_key(self.page_size)
 
     def has(self, parent: Any, child: Any) -> bool:
-        """Whether ``child`` is found where a search from ``parent`` would look for it."""
+        """Whether a search from ``parent`` finds ``child``."""
         if parent is None or len(child.key) < self.page_size:
             return False
         return parent.children.get(self.child_key(child.key)) is child
 
     def check(self, node: Any, is_root: bool) -> list[Broken]:
-        """What the node contradicts by itself, and in its links to its children."""
+        """Contradictions in the node and in its links to its children."""
         found = [] if is_root else self._check_node(node)
         locks = {} if is_root else self.locks(node)
         for name, child in node.children.items():
@@ -108,7 +110,7 @@ class NodeTree(ABC):
             elif self.child_key(child.key) != name:
                 detail = f"node {node.id} has it under {name!r}, its key begins with {self.child_key(child.key)!r}"
                 found.append(Broken(child.id, "key", detail))
-            # A count below zero has been told, and any child has more.
+            # A count below zero is a finding of its own, and every child has a higher one.
             if locks and self.locks(child)[FULL] > max(locks[FULL], 0):
                 detail = f"{self.locks(child)[FULL]} requests hold it, but only {locks[FULL]} its parent {node.id}"
                 found.append(Broken(child.id, "lock_order", detail))
@@ -139,7 +141,7 @@ class NodeTree(ABC):
         return found
 
     def _check_tiers(self, node: Any, slots: Tensor | None) -> list[Broken]:
-        """As the caches' own checks have it: a prefix is not given up before what follows it."""
+        """A prefix must not be evicted before its continuation, as the caches' own checks demand."""
         host, above = self.host(node), node.parent
         details = []
         if host is not None and len(host) != len(node.key):
@@ -151,7 +153,7 @@ class NodeTree(ABC):
         return [Broken(node.id, "tier", detail) for detail in details]
 
     def add(self, sums: Sizes, node: Any) -> None:
-        """Adds what the node holds to ``sums``, as `sizes` would count it."""
+        """Adds the node's tokens to ``sums``, counted as in `sizes`."""
         held = {FULL: self.slots(node), WINDOW: self.window(node)}
         for name, count in self.locks(node).items():
             holds = held[name]
@@ -184,7 +186,7 @@ class Radix(NodeTree):
         return {FULL: (int(self.cache.evictable_size_), int(self.cache.protected_size_))}
 
     def child_key(self, key: Any) -> Any:
-        """See `NodeTree`. Releases before 0.5.16 make it in the cache."""
+        """See `NodeTree`. Before 0.5.16 a function of the cache gives it."""
         if hasattr(key, "child_key"):
             return key.child_key(self.page_size)
         return self.cache.get_child_key_fn(key)
@@ -224,7 +226,7 @@ class WindowRadix(Radix):
 
 
 class Unified(NodeTree):
-    """`UnifiedRadixCache` whose core is written in Python."""
+    """`UnifiedRadixCache` with a core in Python."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -268,14 +270,14 @@ class Unified(NodeTree):
 
 
 class RustTree:
-    """`UnifiedRadixCache` whose core is written in Rust."""
+    """`UnifiedRadixCache` with a core in Rust."""
 
     def __init__(self, cache: Any) -> None:
         self._core = cache.tree_core
         self._has_window = any(kind.name == "SWA" for kind in cache.tree_components)
 
     def runs(self, device: torch.device) -> list[CachedRun]:
-        """Everything that the cache holds, on ``device``. Waits for the device."""
+        """All tokens in the cache, with slots on ``device``. Waits for the device."""
         slots, positions, before = self._walk(resident_only=False)
         if not len(slots):
             return []
@@ -297,7 +299,7 @@ class RustTree:
         ]
 
     def check(self, runs: Sequence[CachedRun]) -> list[Broken]:
-        """What the core finds wrong with itself, and where its counts and its slots disagree with ``runs``."""
+        """Contradictions that the core itself finds, and those between its counts and ``runs``."""
         found = []
         slots = torch.cat([run.slots for run in runs]).cpu() if runs else torch.empty(0, dtype=torch.int64)
         size = int(self._core.full_evictable_size() + self._core.full_protected_size())
@@ -307,7 +309,7 @@ class RustTree:
         twice = order[1:][order[1:] == order[:-1]].unique()
         found += [Broken(None, "slot_twice", f"slot {s} is in two of its nodes", slot=s) for s in twice[:64].tolist()]
         if self._core.enable_hicache:
-            # What is under way between host and device would have to be told to it.
+            # Its own check wants to be told which copies between host and device are not done yet.
             return found
         try:
             self._core.sanity_check([], [])
@@ -324,8 +326,8 @@ class RustTree:
 
 
 def tree_of(cache: Any) -> "NodeTree | RustTree | str":
-    """The cache as a tree, or why it can't be swept. By the exact names of classes, since a subclass may keep its
-    nodes in another way."""
+    """The cache as a tree, or the reason why it can't be swept. Caches are recognised by the exact name of their class,
+    since a subclass may store its nodes in another way."""
     kind = type(cache).__name__
     if kind in ("ChunkCache", "SWAChunkCache", "PureSWAChunkCache"):
         return OFF
@@ -341,8 +343,9 @@ def tree_of(cache: Any) -> "NodeTree | RustTree | str":
 
 
 def node_tokens(key: Any, first: int, count: int) -> Tensor:
-    """Tokens of a node's key from its ``first`` on, int64 ``[count]``; of a key of pairs, their first ones."""
-    # SGLang's own arrays may be read-only to numpy.
+    """``count`` tokens of a node's key, from the token ``first`` on, int64 ``[count]``. If the key has pairs of tokens,
+    the first token of each pair."""
+    # A copy, since numpy may not write to SGLang's own arrays.
     tokens = torch.tensor(as_array(key.token_ids[first : first + count]))
     return tokens[:, 0] if tokens.dim() > 1 else tokens
 

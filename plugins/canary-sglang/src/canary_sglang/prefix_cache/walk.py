@@ -1,4 +1,4 @@
-"""Walks through a prefix cache, a piece at a time, while the engine goes on changing it."""
+"""Walks through a prefix cache piece by piece. The engine may change the cache between two pieces."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -11,25 +11,25 @@ from canary_core import CachedRun
 from canary_sglang.prefix_cache.tree import PASSED, Broken, NodeTree, RustTree, node_tokens
 
 DEEPEST = 1 << 20
-"""Parents of one node, after which it counts as lost: links that go round in a circle."""
+"""A node with more parents counts as lost: its links go in a circle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How much one piece may be."""
+    """The largest size of a piece."""
 
     nodes: int
     slots: int
 
     def times(self, factor: int) -> "Limit":
-        """As many times as much."""
+        """A limit that is ``factor`` times as large."""
         return Limit(self.nodes * factor, self.slots * factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostRun:
-    """Consecutive tokens of one node whose copies are in host memory. ``first``: position of the first one; slots:
-    integer ``[n]`` of the host pool, on the host; tokens: int64 ``[n]``."""
+    """Consecutive tokens of one node with copies in host memory. ``first``: position of the first one. ``slots``:
+    integer ``[n]``, slots of the host pool, on the host. ``tokens``: int64 ``[n]``."""
 
     node: int
     first: int
@@ -39,21 +39,22 @@ class HostRun:
 
 @dataclass(slots=True)
 class Piece:
-    """What was walked at one moment. ``nodes``: the node of each run, empty where the cache tells none.
-    ``host_runs``: of the same nodes and of others, what is in host memory."""
+    """The part of a cache that was walked at one moment. ``runs``: tokens with slots on the device. ``nodes``: the node
+    of each run, empty where the cache gives none. ``host_runs``: tokens in host memory, of these and other nodes.
+    ``broken``: contradictions in the cache."""
 
     runs: list[CachedRun] = field(default_factory=list)
     host_runs: list[HostRun] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
     again: bool = False
-    """Walked before, in this walk."""
+    """Whether its nodes were walked before in this walk."""
 
 
 class Walk(ABC):
-    """One walk through a cache. ``nodes``, ``tokens``: what was walked; ``vanished``: nodes that were gone when their
-    turn came; ``on_host``: nodes without slots on the device; ``sizes_checked``: whether the cache's own counts were
-    compared; ``ended``: there is nothing more to walk."""
+    """One walk through a cache. ``nodes``, ``tokens``: how many were walked. ``vanished``: nodes that were removed
+    before they were walked. ``on_host``: nodes without slots on the device. ``sizes_checked``: whether the cache's own
+    counts were compared. ``ended``: whether all was walked."""
 
     def __init__(self) -> None:
         self.nodes = 0
@@ -65,22 +66,23 @@ class Walk(ABC):
 
     @abstractmethod
     def next(self, limit: Limit, moment: int) -> Piece:
-        """The next piece, before `ended`. Two calls with the same ``moment`` see the same cache."""
+        """The next piece, of at most ``limit``. Must not be called once `ended`. Between two calls with the same
+        ``moment`` the cache must not change."""
 
     def again(self, nodes: list[Any]) -> Piece:
-        """Those of ``nodes`` that are still there, whole."""
+        """All tokens of those ``nodes`` that are still in the cache."""
         return Piece(again=True)
 
 
 class NodeWalk(Walk):
-    """From the root down. Nodes that come while it walks are left for the next walk, but for those that a split puts
-    above one that is still to be walked."""
+    """Walks from the root down. Nodes that are added during the walk are left for the next one, except those that a
+    split puts above a node that is not walked yet."""
 
     def __init__(self, tree: NodeTree) -> None:
         super().__init__()
         self._tree = tree
         self._root = tree.root
-        # A node, how many of its slots were walked, and the tensor they were taken from.
+        # A node, how many of its slots were walked, and the tensor that held them.
         self._stack: list[tuple[Any, int, Tensor | None]] = [(self._root, 0, None)]
         self._visited: set[int] = set()
         self._sums: dict[str, tuple[int, int]] = {}
@@ -116,7 +118,7 @@ class NodeWalk(Walk):
         return piece
 
     def _take(self, piece: Piece, starts: dict[int, int], most: int) -> int:
-        """Walks the next of the stack, ``most`` slots of it at most; gives how many."""
+        """Walks at most ``most`` slots of the node on top of the stack; gives how many."""
         node, offset, walked = self._stack.pop()
         start = self._start(node, starts)
         if start is None:
@@ -125,7 +127,7 @@ class NodeWalk(Walk):
         slots = self._tree.slots(node)
         held = self._tree.host(node) if slots is None else slots
         if offset and held is not walked:
-            # Split, or moved to other slots, since its first part was walked.
+            # The node was split or moved to other slots after its first part was walked.
             offset = 0
         elif not offset:
             if node.id in self._visited:
@@ -184,8 +186,8 @@ class NodeWalk(Walk):
             piece.host_runs.append(HostRun(node.id, start + begin, host[begin:end].cpu(), tokens))
 
     def _start(self, node: Any, starts: dict[int, int]) -> int | None:
-        """Position of the node's first token, None if it is no longer in the tree. ``starts``: those that are known at
-        this moment, by id()."""
+        """Position of the node's first token, None if the node is no longer in the tree. ``starts``: the positions that
+        are known at this moment, by ``id()`` of the node."""
         path: list[Any] = []
         at = node
         while at is not self._root and id(at) not in starts:
@@ -204,7 +206,7 @@ class NodeWalk(Walk):
         return 0 if node is self._root else starts[id(node)]
 
     def _check_sizes(self) -> list[Broken]:
-        """What the cache counts against what its nodes hold, if it stood still from the first node to the last."""
+        """Compares the cache's own counts with its nodes, if the cache did not change during the walk."""
         sizes = self._tree.sizes()
         if self._moved or sizes != self._believed:
             return []
@@ -213,7 +215,7 @@ class NodeWalk(Walk):
         for name, believed in sizes.items():
             held = self._sums.get(name, (0, 0))
             if held != believed:
-                # The difference, not the numbers: a leak is one finding, however the cache goes on changing.
+                # The difference, not the numbers: so a leak is one finding, even if the cache changes.
                 more = believed[0] - held[0], believed[1] - held[1]
                 detail = f"it counts {more[0]:+} evictable and {more[1]:+} protected tokens beside what its nodes hold"
                 found.append(Broken(None, "sizes", detail, name))
@@ -221,8 +223,8 @@ class NodeWalk(Walk):
 
 
 class FlatWalk(Walk):
-    """Of a core that lists its slots at once: all of it as it was at the first piece's moment. A later piece of a cache
-    that has changed since is left out."""
+    """Walks a core that lists all its slots at once, as it is at the moment of the first piece. If the cache may have
+    changed since, the rest is left out."""
 
     def __init__(self, tree: RustTree, device: torch.device) -> None:
         super().__init__()
