@@ -1,4 +1,4 @@
-"""The plugin ``sglang``: what ``CANARY_PLUGINS=sglang`` turns on. Importing it imports no engine."""
+"""The plugin ``sglang``, which ``CANARY_PLUGINS=sglang`` turns on. Importing this module does not import SGLang."""
 
 from canary_core import CanaryConfig, CanaryError, EngineInfo, Event, emit, hookimpl, start_plugins
 from canary_sglang import version
@@ -6,11 +6,11 @@ from canary_sglang.hooks import HOOKS
 
 
 def start() -> None:
-    """What SGLang's plugin loader calls, in each process. Does nothing unless ``CANARY_PLUGINS`` names ``sglang``;
-    again: changes nothing.
+    """SGLang's plugin loader calls it in each process. Does nothing unless ``CANARY_PLUGINS`` names ``sglang``. A
+    second call changes nothing.
 
-    SGLang logs and swallows what its plugins raise. In log mode that is right; in raise mode the process must not run
-    unguarded, so it ends with `SystemExit`.
+    SGLang only logs exceptions of its plugins. In log mode that is right. In raise mode the process must not run
+    unguarded, so `SystemExit` is raised instead.
     """
     config: CanaryConfig | None = None
     try:
@@ -27,7 +27,7 @@ def start() -> None:
 
 @hookimpl
 def canary_engine() -> EngineInfo:
-    """SGLang, and the range that `layout` knows."""
+    """The installed SGLang, and the releases that are supported."""
     return version.engine()
 
 
@@ -39,5 +39,5 @@ def canary_install(config: CanaryConfig) -> None:
 
 @hookimpl
 def canary_uninstall() -> None:
-    """Ends what `canary_install` began."""
+    """Undoes `canary_install`: closes all sessions."""
     HOOKS.stop()

@@ -1,11 +1,11 @@
-"""Our version, and which versions of SGLang we know."""
+"""The version of canary-sglang, and the versions of SGLang that it supports."""
 
 from canary_core import EngineInfo
 
 __version__ = "0.1.0"
 
 SUPPORTED = ">=0.5.14,<0.5.24"
-"""Releases whose pools, batches and hook targets were read; the README says which were run."""
+"""Releases whose pools, batches and hooked functions were read; the README says which ones were run."""
 
 
 def engine() -> EngineInfo:

@@ -1,1 +1,1 @@
-"""What is done about a finding."""
+"""Actions on findings: aborting requests, evicting nodes of the prefix cache."""

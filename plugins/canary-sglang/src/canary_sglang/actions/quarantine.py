@@ -1,14 +1,16 @@
-"""What ``CANARY_ON_VIOLATION`` asks for: nothing corrupted is served, and the server stays up.
+"""Acts on findings, as ``CANARY_ON_VIOLATION`` says: corrupted KV is not served, and the server stays up.
 
-A finding becomes a `Suspect`. In the scheduler's own thread, where it decides what to run next, requests that read or
-hold a suspect's slot are aborted as retryable, and in ``quarantine`` nodes of the prefix cache that hold it are evicted
-as soon as nobody uses them, so that later requests compute them again.
+A finding becomes a `Suspect`. The scheduler's thread acts on it where it decides what to run next: it aborts requests
+that read or hold the suspect's slot, with an error that tells the client to try again. With ``quarantine`` it also
+evicts nodes of the prefix cache that hold the slot, as soon as they are not in use, so that later requests compute them
+again.
 
-All ranks that schedule together (one tensor-parallel group) must decide alike, or they would run different batches and
-wait for each other for ever. Each guards its own shard, so each finds other things; they make the turns of the loop in
-step, so every `AGREE_EVERY` turns they learn whether any of them has something (one number, asked for that many turns
-earlier, so that nobody waits for it), and only then tell each other what. All act on the same set, in one order, at the
-same turn. What they act with (tables, slots, tree) is the same on all of them.
+All ranks that schedule together (one tensor-parallel group) must make the same decisions, or they would run different
+batches and wait for each other for ever. Each rank guards its own shard, so each has other findings. But all ranks make
+the same turns of the scheduler's loop. So every `AGREE_EVERY` turns they learn whether any of them has a finding: one
+number, which was asked for `AGREE_EVERY` turns earlier, so that nobody waits for it. Only if there is one they exchange
+their findings. Then all act on the same set, in the same order, at the same turn. Tables, slots and tree, which they
+act on, are the same on all of them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,17 +26,18 @@ from canary_sglang.compat import allocators, caches, runners, schedulers
 from canary_sglang.pools import compressor_state, mamba
 
 AGREE_EVERY = 8
-"""Turns of the scheduler's loop between two agreements of several ranks: up to twice as many pass before they act."""
+"""Turns of the scheduler's loop between two agreements of several ranks. They act at most twice as many turns after a
+finding is told."""
 
 RETRY_EVERY = 4
-"""Turns after which a lone rank, which acts on what is new at once, looks again at what was still in use."""
+"""A single rank acts on a new finding at once. It tries slots that are still in use again every so many turns."""
 
 SELDOM = 64
-"""A slot that stays in use is looked at after 1, 2, 4, ... and then every so many of those times."""
+"""A slot that stays in use is handled at its 1st, 2nd, 4th, 8th, ... try, and at every try that this number divides."""
 
 
 class Quarantine:
-    """Acts on the findings of this process's Canaries (``canaries``, asked anew each time). A plugin of the core."""
+    """A plugin of the core that acts on the findings of this process's Canaries. ``canaries``: gives those of now."""
 
     def __init__(self, config: CanaryConfig, canaries: Callable[[], Iterable[Canary]]) -> None:
         self._evicts = config.on_violation == "quarantine"
@@ -50,14 +53,14 @@ class Quarantine:
 
     @hookimpl
     def canary_violation(self, violation: Violation) -> None:
-        """Remembers it for the next turn."""
+        """Remembers the finding for the next turn."""
         suspect = Suspect.of(violation)
         if suspect is not None and self._canary(suspect.region) is not None:
             self._found.append(suspect)
 
     def turn(self, scheduler: Any) -> None:
-        """One turn of the scheduler's loop. Every rank must make it, whatever has become of its Canary: they wait for
-        each other. Never raises but for a broken process group."""
+        """One turn of the scheduler's loop. Every rank must call it, even if its Canary is off, since the ranks wait
+        for each other. Raises only if the process group fails."""
         ranks = self.begin(scheduler)
         self._turn += 1
         if self._off:
@@ -72,13 +75,14 @@ class Quarantine:
             ranks.ask(bool(self._found or self._open))
 
     def begin(self, scheduler: Any) -> Ranks:
-        """Meets the other ranks, once; says so where nothing can be done in this engine. Every rank must call it."""
+        """The ranks that decide together. The first call asks them whether all are guarded alike, and tells where
+        nothing can be done in this engine; every rank must make it."""
         if self._ranks is None:
             self._ranks = self._meet(scheduler)
         return self._ranks
 
     def _act(self, scheduler: Any, found: Sequence[Suspect], gone: Sequence[Suspect]) -> None:
-        """All ranks do it with the same arguments."""
+        """All ranks must call it with the same arguments."""
         for suspect in gone:
             self._open.pop(suspect, None)
             self._failed.discard(suspect)
@@ -92,7 +96,7 @@ class Quarantine:
             try:
                 self._handle(scheduler, suspect, first=not tries)
             except Exception as error:
-                # The others learn of it with the next agreement, before they do anything more about it.
+                # The next agreement tells the other ranks, before they do any more about this suspect.
                 self._failed.add(suspect)
                 self._tell("quarantine_failed", {**_about(suspect), "reason": repr(error)}, "error")
 
@@ -112,18 +116,18 @@ class Quarantine:
         return ranks
 
     def _news(self) -> tuple[list[Suspect], list[Suspect]]:
-        """What this rank found since the last time and still is, since a finding is told some steps late; and what of
-        the open ones is gone, or could not be handled. Never raises: the others wait for it."""
+        """New findings of this rank, and open suspects that are gone or could not be handled. A finding is told some
+        steps late, so it is left out if it is gone already. Never raises: the other ranks wait for the result."""
         found, self._found = self._found, []
         gone = set(self._failed)
         try:
-            # What another rank found is judged there: whether it is gone follows from the record of who found it.
+            # Only the rank with the finding can say whether it is gone: the others have no such record.
             self._ours &= self._open.keys()
             gone |= {s for s in self._ours if self._is_gone(s)}
             fresh = {s for s in found if not self._is_gone(s)}
-            # A recurrent state is rewritten by each forward, out of what was corrupted.
-            passed = {s for s in found if s.requests and s.plain_region == mamba.REGION} - fresh
-            fresh |= {replace(s, slot=-1, spoiled=False, written=-1) for s in passed}
+            # A recurrent state that was rewritten is still wrong: the forward computed it from the corrupted one.
+            rewritten = {s for s in found if s.requests and s.plain_region == mamba.REGION} - fresh
+            fresh |= {replace(s, slot=-1, spoiled=False, written=-1) for s in rewritten}
             self._ours |= fresh
         except Exception as error:
             self._tell("quarantine_failed", {"reason": repr(error)}, "error")
@@ -148,7 +152,7 @@ class Quarantine:
             del self._open[suspect]
 
     def _place(self, scheduler: Any, suspect: Suspect) -> "_Slot | _State | None":
-        """None for slots that neither requests nor the prefix cache name."""
+        """Where the suspect's slot is found in requests and in the prefix cache; None for a slot that neither has."""
         canary, name = self._canary(suspect.region), suspect.plain_region
         if canary is None or suspect.slot < 0:
             return None
@@ -164,7 +168,7 @@ class Quarantine:
             self._tell("aborted", {"request": request.rid, **_about(suspect)}, "error")
 
     def _is_gone(self, suspect: Suspect) -> bool:
-        """Whether the slot holds something else by now. Reads the device, but only after a finding."""
+        """Whether the slot was written again since. Reads the device, which is needed only after a finding."""
         canary = self._canary(suspect.region)
         if suspect.slot < 0 or suspect.written < 0 or canary is None:
             return False
@@ -179,7 +183,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A slot of a region whose slots are those of the engine's tables, by its map at most."""
+    """A slot of a region whose slots are in the engine's tables, under their own numbers or those of a map."""
 
     scheduler: Any
     slot: int
@@ -196,11 +200,11 @@ class _Slot:
         return slots is not None and bool(self._is(slots).any())
 
     def evict(self) -> dict[str, object]:
-        """Evicts what holds it and is not in use; how much, as a field to tell."""
+        """Evicts nodes that hold it, unless they are in use. Gives the number of tokens, as an event's field."""
         return {"evicted_tokens": caches.evict_nodes(self.scheduler.tree_cache, self._is)}
 
     def _is(self, slots: Tensor) -> Tensor:
-        """Which of ``slots``, as the engine's tables number them, are this one."""
+        """Which of ``slots`` are this one; they are numbered as in the engine's tables."""
         return self.region.slots_of(slots) == self.slot
 
 
@@ -221,7 +225,7 @@ class _State:
         return slots is not None and bool((slots == self.slot).any())
 
     def evict(self) -> dict[str, object]:
-        """As `_Slot.evict`."""
+        """As `_Slot.evict`, for states. Gives their number."""
         return {"evicted_states": caches.evict_states(self.scheduler.tree_cache)}
 
 

@@ -1,4 +1,4 @@
-"""`Ranks`: those that schedule together, and so must decide alike."""
+"""`Ranks`: the ranks that schedule together, and so must make the same decisions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from canary_sglang.actions.suspect import Suspect
 
 
 class Ranks:
-    """Those that schedule together, through a process group on the host; None for a lone one."""
+    """The ranks that schedule together. ``group``: their CPU process group, None for a single rank."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -18,7 +18,7 @@ class Ranks:
         self.size = 1 if group is None else torch.distributed.get_world_size(group)
 
     def alike(self, value: Any) -> bool:
-        """Whether all have the same. Waits for the others."""
+        """Whether all ranks give the same ``value``. Waits for the other ranks."""
         told: list[Any] = [value]
         if self.size > 1:
             told = [None] * self.size
@@ -26,21 +26,24 @@ class Ranks:
         return all(bool(other == value) for other in told)
 
     def ask(self, has: bool) -> None:
-        """Puts the question whether anybody has something. Waits for nobody: it is answered while the engine works."""
+        """Asks all ranks whether any of them has a finding; ``has``: whether this one does. Does not wait: the answer
+        comes while the engine works."""
         self._flag = torch.tensor([int(has)])
         self._asked = torch.distributed.all_reduce(
             self._flag, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
         )
 
     def anybody_had(self) -> bool:
-        """The answer to `ask`, the same on all; false if it never was. Waits for those that did not ask yet."""
+        """The answer to the last `ask`, the same on all ranks; False before the first one. Waits for ranks that have
+        not asked yet."""
         if self._asked is None:
             return False
         self._asked.wait()
         return bool(self._flag)
 
     def agree(self, found: Sequence[Suspect], gone: Sequence[Suspect]) -> tuple[list[Suspect], list[Suspect]]:
-        """What any of them found, and what any of them says is gone, in one order for all. Waits for the others."""
+        """What any rank has ``found``, and what any rank says is ``gone``, in the same order on all. Waits for the
+        other ranks."""
         told: list[Any] = [(list(found), list(gone))]
         if self.size > 1:
             told = [None] * self.size

@@ -1,20 +1,20 @@
-"""`Suspect`: a finding as ranks tell it each other."""
+"""`Suspect`: a finding as ranks exchange it."""
 
 from dataclasses import dataclass
 
 from canary_core import Kind, Phase, Violation
 
 SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE})
-"""The slot's own content is wrong, for whoever reads it."""
+"""The slot's content is wrong for every request that reads it."""
 
 MISPLACED = frozenset({Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED})
-"""The slot is wrong for the request that reads it, through the prefix cache maybe, and may be right for others."""
+"""The slot is wrong for the request that reads it, perhaps through the prefix cache; it may be right for others."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Suspect:
-    """A finding as ranks tell it each other. ``slot`` -1: only the requests are at fault. ``spoiled``: see `SPOILED`.
-    ``written``: the forward that wrote the slot, -1 if unknown; once another one did, the suspect is gone."""
+    """A finding as ranks exchange it. ``slot``: -1 if only the requests are wrong. ``spoiled``: see `SPOILED`.
+    ``written``: the forward that wrote the slot, -1 if unknown; when another forward writes it, the suspect is gone."""
 
     region: str
     slot: int
@@ -25,12 +25,12 @@ class Suspect:
 
     @property
     def plain_region(self) -> str:
-        """Without the model's name."""
+        """The region's name without the model's."""
         return self.region.rpartition("/")[2]
 
     @classmethod
     def of(cls, violation: Violation) -> "Suspect | None":
-        """None for findings that nothing can be done about, such as a slot that was freed twice."""
+        """The suspect of a finding; None where nothing can be done about it, as for a slot that was freed twice."""
         kind = violation.kind
         if kind is Kind.DOUBLE_FREE:
             return None

@@ -1,1 +1,1 @@
-"""SGLang's pools as regions."""
+"""SGLang's pools as regions, and the listeners that add their tables to a view."""

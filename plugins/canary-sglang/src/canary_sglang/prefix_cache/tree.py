@@ -1,4 +1,5 @@
-"""SGLang's prefix caches as nodes. No other module uses the attributes of nodes, but `compat/caches.py` for eviction.
+"""SGLang's prefix caches as nodes. Only this module, `walk` (``id``, ``key``, ``parent``, ``children``) and, for
+eviction, `compat/caches.py` use the attributes of nodes.
 
 | class                                      | releases                  | how it is walked                           |
 |--------------------------------------------|---------------------------|--------------------------------------------|
@@ -345,7 +346,7 @@ def tree_of(cache: Any) -> "NodeTree | RustTree | str":
 def node_tokens(key: Any, first: int, count: int) -> Tensor:
     """``count`` tokens of a node's key, from the token ``first`` on, int64 ``[count]``. If the key has pairs of tokens,
     the first token of each pair."""
-    # A copy, since numpy may not write to SGLang's own arrays.
+    # A copy: torch can't share memory with SGLang's own arrays, which may be read-only.
     tokens = torch.tensor(as_array(key.token_ids[first : first + count]))
     return tokens[:, 0] if tokens.dim() > 1 else tokens
 

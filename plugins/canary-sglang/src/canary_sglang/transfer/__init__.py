@@ -1,1 +1,1 @@
-"""KV that reaches the pool, or leaves it, by another way than a forward."""
+"""KV that reaches the pool or leaves it without a forward."""

@@ -1,16 +1,17 @@
-"""PD disaggregation: what a prefill engine knows of its slots travels with their bytes to the decode engine.
+"""PD disaggregation: a prefill engine's records go to the decode engine with the bytes of their slots.
 
-SGLang's transfer managers are given lists of buffers, (address, length, bytes of one page), and send page i of each. We
-append three to the list of a region's KV, on both sides: stamps, records and fingerprints, a row for each slot (a
-`RecordBuffers`). On the prefill side these are Canary's own tables, on the decode side an inbox of the same shape.
+SGLang's transfer managers get lists of buffers (address, length, bytes of one page) and send page i of each. On both
+sides, Canary appends three buffers to the list of a region's KV: stamps, records and fingerprints, with a row for each
+slot (a `RecordBuffers`). On the prefill side these are Canary's own tables, on the decode side an inbox of the same
+shape.
 
-Appended at the end, the entries can't harm a peer without Canary: a decode engine with more entries than its prefill
-engine is what SGLang expects of one with a draft model, and the first ones are paired. The other way round, and where
-the peer's entries are of another size, the prefill side leaves ours out. So slots arrive with records or without.
+Entries at the end can't harm a peer without Canary. If only the decode engine has them, SGLang pairs the first entries,
+as with a decode engine that also has a draft model. If only the prefill engine has them, or if they differ in size, the
+prefill side removes them. So slots arrive with records or without.
 
-With records they are imported before the request's first forward on the decode side, which then checks positions,
-tokens and prefix as for its own, and their bytes are compared at once. Slots whose rows did not come while others of
-the request did are taken for unwritten: the transfer was cut short.
+Records are imported before the request's first forward on the decode side. That forward then checks positions, tokens
+and prefix as those of the engine's own slots, and the bytes are compared before it. If the records of some slots of a
+request arrive and those of others do not, the transfer was incomplete, and the others count as unwritten.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from canary_sglang.transfer.transfer_buffers import TransferBuffers
 
 
 class PrefillSide(StepListener):
-    """A prefill engine: nothing arrives here, but what is known leaves with the bytes."""
+    """The prefill engine's side, which sends records."""
 
     def __init__(self, canary: Canary) -> None:
         REGISTRAR.apply(_prefill_hooks())
@@ -43,16 +44,17 @@ class PrefillSide(StepListener):
         _SIDES.append(self)
 
     def registering(self, args: Any) -> None:
-        """A transfer manager is about to register ``args``."""
+        """To be called before a transfer manager registers ``args``: appends the buffers."""
         self._buffers.append(args)
         _tell_travel(self.canary, "pd prefill", self._buffers)
 
     def meeting(self, manager: Any, peer: Any) -> None:
-        """A decode engine has told its buffers, and the manager is about to pair them with its own."""
+        """To be called before the manager pairs its buffers with those of a decode engine, ``peer``: removes Canary's
+        if they can't be paired."""
         args, ours = manager.kv_args, len(self._buffers.kv)
         same = peer.decode_tp_size == manager.attn_tp_size and not getattr(peer, "requires_dcp_relayout", False)
         if ours and not (same and _ends_alike(args.kv_item_lens, peer.dst_kv_item_lens, ours)):
-            # For all peers from now on: they share the list. Those met before have our rows last, too.
+            # All peers share the list, so this holds for all of them. Earlier peers still pair the entries before it.
             for values in (args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, args.kv_layer_ids):
                 if values:
                     del values[-ours:]
@@ -69,8 +71,8 @@ class PrefillSide(StepListener):
                 self._leave_out(peer)
 
     def sending(self, manager: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What to send instead of ``arguments``: where a state component ends with our rows, buffer by buffer to a
-        peer that takes them, and without them to another one."""
+        """The arguments to send with instead of ``arguments``. They differ where the list of a state component ends
+        with Canary's buffers: a peer that takes these gets each buffer by itself, another one does not get them."""
         component = next(
             (i for i, ptrs in enumerate(manager.kv_args.state_data_ptrs) if ptrs is arguments["src_data_ptrs"]), -1
         )
@@ -83,8 +85,8 @@ class PrefillSide(StepListener):
         return {k: v[:-ours] if k in cut and v else v for k, v in arguments.items()}
 
     def close(self) -> None:
-        """What leaves from now on says nothing: our tables stand still and the bytes don't. The manager goes on with
-        the longer lists, so this object goes on telling it how to send them."""
+        """Makes the records that are sent from now on unknown, since Canary no longer updates them. The manager still
+        has the longer lists, so `sending` is still called."""
         _SIDES.remove(self)
         for buffers in self._buffers.by_region.values():
             buffers.stamps.zero_()
@@ -105,7 +107,7 @@ def _ends_alike(own: Sequence[int], other: Sequence[int], count: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Transfer:
-    """One request's KV: its slots by position from ``start`` on, as far as they are sent."""
+    """One request's KV: the slots that are sent, by position, from position ``start`` on."""
 
     request: Any
     start: int
@@ -113,13 +115,14 @@ class _Transfer:
 
 
 class DecodeSide(StepListener):
-    """A decode engine. ``carried``: whether records may come with the bytes; if not, slots are only not judged."""
+    """The decode engine's side, which receives records. ``carried``: whether records may come with the bytes; if not,
+    received slots are unknown."""
 
     def __init__(self, canary: Canary, requests: RequestWriters, carried: bool) -> None:
         REGISTRAR.apply(_decode_hooks(carried))
         self.carried = carried
         self.counts = {"transfers": 0, "imported_transfers": 0}
-        # Whether more than the new slots is sent: a window or an indexer, whatever the decode engine has of it.
+        # Whether slots before the new ones are sent, too, as for a window or an indexer.
         self._whole = True
         self.canary = canary
         self._requests = requests
@@ -130,22 +133,23 @@ class DecodeSide(StepListener):
         _SIDES.append(self)
 
     def registering(self, args: Any) -> None:
-        """A transfer manager is about to register ``args``."""
+        """To be called before a transfer manager registers ``args``: appends the buffers."""
         self._whole = bool(args.state_types)
         if self._buffers is not None:
             self._buffers.append(args)
             _tell_travel(self.canary, "pd decode", self._buffers)
 
     def allocated(self, request: Any, prefix: Tensor | None, start: int, slots: Tensor) -> None:
-        """Slots were taken for ``request``'s KV from position ``start`` on, and the prefill engine will be told of
-        them next; from then on their bytes may change at any time. ``prefix``: slots before them, which hold KV."""
+        """To be called when slots were allocated for ``request``'s KV from position ``start`` on, before the prefill
+        engine gets their numbers: from then on their bytes may change at any time. ``prefix``: slots before them, which
+        hold KV already."""
         if not self.canary.enabled:
             return
         if self._whole and prefix is not None and len(prefix):
             self._expect(prefix.to(slots.device))
         self._expect(slots)
         if slots.is_cuda:
-            # SGLang reads these slots' numbers on the host next, so it would wait here anyway.
+            # This costs nothing: SGLang reads the numbers of these slots on the host next, and waits for them there.
             torch.cuda.current_stream(slots.device).synchronize()
         sent = len(request.origin_input_ids)
         if getattr(request, "pd_rebootstrap_in_progress", False):
@@ -162,7 +166,7 @@ class DecodeSide(StepListener):
             self.canary.slots.forget(region, own)
 
     def received(self, request: Any) -> None:
-        """``request``'s KV has arrived, or failed to."""
+        """To be called when ``request``'s KV has arrived, or its transfer has failed."""
         transfer = self._announced.pop(request, None)
         self.counts["transfers"] += 1
         registered = self._buffers is not None and self._buffers.registered
@@ -171,7 +175,7 @@ class DecodeSide(StepListener):
             self._arrived[request.rid] = transfer
 
     def begin(self, batch: Any) -> None:
-        """Imports the KV of requests whose first forward this is, and compares its bytes."""
+        """Imports the records of requests for which this is the first forward, and compares the bytes."""
         self._first = {}
         if not self._arrived or batch is None or not batch.rids:
             return
@@ -181,7 +185,7 @@ class DecodeSide(StepListener):
             self._import(transfer, self._buffers.by_region if self._buffers is not None else {})
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
-        """Has the tokens of those requests checked."""
+        """Adds the tokens of these requests, if the view has none."""
         if not self._first or view is None or view.expected_tokens is not None:
             return view
         requests = [self._first[name].request if name in self._first else None for name in batch.rids]
@@ -189,11 +193,11 @@ class DecodeSide(StepListener):
         return replace(view, expected_tokens=expected_tokens(requests, ends, view.device))
 
     def flushed(self) -> None:
-        """Nothing is on its way any more."""
+        """Drops records that are not imported yet."""
         self._arrived = {}
 
     def close(self) -> None:
-        """Says how much has come."""
+        """Stops following transfers, and tells how many there were."""
         _SIDES.remove(self)
         self.canary.tell(Event("records_travelled", fields={"with": "pd decode", **self.counts}))
 
@@ -206,7 +210,7 @@ class DecodeSide(StepListener):
             guarded = self.canary.regions[region]
             slots = transfer.slots
             if guarded.window_tokens is not None:
-                # No more than the window is sent.
+                # Only the window is sent.
                 slots = slots[max(end - guarded.window_tokens + 1 - transfer.start, 0) :]
             own = guarded.slots_of(slots)
             if not len(own):
@@ -223,16 +227,16 @@ def _tell_travel(canary: Canary, what: str, buffers: TransferBuffers) -> None:
 
 
 def refusal(regions: Sequence[Region]) -> str | None:
-    """Why a decode engine's pool can't be guarded, None if it can."""
+    """Why a decode engine's pool with ``regions`` can't be guarded, None if it can."""
     states = sorted(region.name for region in regions if region.kind is RegionKind.STATE)
     return f"a PD decode engine receives {', '.join(states)} without a forward; not covered yet" if states else None
 
 
 _SIDES: list[PrefillSide | DecodeSide] = []
-"""Of this process, the newest last."""
+"""Those of this process that are not closed, the newest last."""
 
 _MANAGERS: WeakKeyDictionary[Any, PrefillSide | DecodeSide] = WeakKeyDictionary()
-"""Which side each transfer manager's lists were made for."""
+"""For each transfer manager the side that has appended to its lists."""
 
 
 def _prefill_hooks() -> dict[str, Hook]:

@@ -1,10 +1,10 @@
-"""HiCache: what is known of slots goes to host memory with their bytes, and comes back with them.
+"""HiCache: the records of slots go to host memory with the slots' bytes, and come back with them.
 
-A page that is written back to the host (`HiCacheController.start_writing`) leaves its slots' records in a table in host
-memory, by host slot. When it is loaded (`start_loading`), to other slots, they are imported before the forward that
-reads them, so that its mapping is checked, and the bytes are compared once the layers have arrived: the engine loads
-layer by layer while that forward runs. Host slots that got their bytes in another way (a storage back end) have no
-records; what is loaded from them is not judged.
+When SGLang writes a page to the host (`HiCacheController.start_writing`), the records of its slots go to a table in
+host memory, by host slot. When it loads the page to other slots (`start_loading`), the records are imported before the
+forward that reads these slots, so that the forward's table is checked. The bytes are compared when all layers have
+arrived, since SGLang loads layer by layer while that forward runs. Host slots that got their bytes in another way (from
+a storage back end) have no records; what is loaded from them is not checked.
 """
 
 from collections import deque
@@ -21,12 +21,12 @@ from canary_sglang.compat.registrar import REGISTRAR, Hook
 from canary_sglang.transfer.kv_transfer import plain_names, used_here
 
 REGIONS = frozenset({"full", "swa"})
-"""Regions whose slots HiCache's transfers name."""
+"""Names of the regions that HiCache moves and that can be followed."""
 
 
 class HostCache(StepListener):
-    """The part of HiCache that concerns one session's pool. ``carried``: whether records go with the bytes; if not,
-    what is loaded is only not judged."""
+    """Follows HiCache for one session's pool. ``carried``: whether records go with the bytes; if not, loaded slots are
+    unknown."""
 
     def __init__(self, canary: Canary, pool: Any, carried: bool = True) -> None:
         REGISTRAR.apply(_hooks())
@@ -40,13 +40,13 @@ class HostCache(StepListener):
         _ATTACHED.append(self)
 
     def concerns(self, controller: Any) -> bool:
-        """Whether the controller moves this session's KV; a draft model's travels with the served one's."""
+        """Whether the controller moves this session's KV. The served model's controller also moves a draft model's."""
         pools = (self._pool, getattr(self._pool, "full_kv_pool", None))
         moved = (controller.mem_pool_device, getattr(controller, "mem_pool_device_draft", None))
         return self.canary.enabled and any(pool is not None and pool in pools for pool in moved)
 
     def writing(self, controller: Any) -> None:
-        """The controller is about to copy its write queue to the host."""
+        """To be called before the controller copies its write queue to the host."""
         if not self._carried:
             return
         for region, host_pool, host_slots, slots in self._transfers(controller, controller.write_queue):
@@ -57,14 +57,14 @@ class HostCache(StepListener):
             self.counts["parked_slots"] += len(slots)
 
     def queued(self, controller: Any) -> None:
-        """The controller has taken slots for its load queue, which it loads only with the next prefill. The cache has
-        them from now on."""
+        """To be called when the controller has allocated slots for its load queue. The cache has these slots from now
+        on, but they are loaded only with the next prefill."""
         for region, _, _, slots in self._transfers(controller, controller.load_queue[-1:]):
             self.canary.slots.forget(region, slots)
 
     def loading(self, controller: Any) -> "list[_Load]":
-        """The controller is about to load its load queue to the device: the slots' old content is not judged any
-        more. `loaded` must follow."""
+        """To be called before the controller copies its load queue to the device: the slots' old content is not checked
+        any more. The result must be given to `loaded` after that."""
         loads = []
         for region, _, host_slots, slots in self._transfers(controller, controller.load_queue):
             self.canary.slots.expect(region, slots)
@@ -78,23 +78,24 @@ class HostCache(StepListener):
         return loads
 
     def loaded(self, loads: "list[_Load]", counter: Any, producer: int) -> None:
-        """The controller has issued the copies of ``loads``; its forward will name ``producer``."""
+        """To be called when the controller has issued the copies of ``loads``. The forward that waits for them names
+        ``producer``."""
         for load in loads:
             load.counter, load.producer, load.done = counter, producer, counter.events[producer].finish_event
         self._loads += loads
 
     def reused(self, host_pool: Any, host_slots: Tensor) -> None:
-        """The host pool handed slots out: whatever they will hold is not what is remembered of them."""
+        """To be called when the host pool has handed out slots: their records are not valid any more."""
         for parked in self._parked.values():
             if parked.host_pool is host_pool:
                 parked.forget(host_slots)
 
     def parked(self, plain: str) -> "ParkedRecords | None":
-        """What is known of the host slots of the served model's region ``plain``; None if nothing went there."""
+        """Records of the host slots of the region ``plain`` (its name without the model); None if there are none."""
         return self._parked.get(self._names.get(plain, ""))
 
     def begin(self, batch: Any) -> None:
-        """Imports what this forward waits for, and what is there already."""
+        """Imports the records of loads for which this forward waits, and of those that are complete already."""
         for load in self._loads:
             if not load.imported and load.due():
                 if self.canary.compares_reads(load.region):
@@ -104,27 +105,27 @@ class HostCache(StepListener):
                 load.imported = True
 
     def after(self, batch: Any, view: BatchView | None) -> None:
-        """Compares the bytes of what the forward waited for."""
+        """Compares the bytes of slots whose records were imported."""
         if not self._loads:
             return
         for load in self._loads:
             if load.imported:
-                # The forward has waited already, if all its layers read KV.
+                # No further wait if all layers of the forward read KV: then the forward has waited already.
                 load.done.wait()
                 self.canary.slots.check(load.region, load.slots)
         self._loads = [load for load in self._loads if not load.imported]
 
     def flushed(self) -> None:
-        """Nothing is on its way any more."""
+        """Drops loads that are not imported yet."""
         self._loads = []
 
     def close(self) -> None:
-        """Lets go of the controller."""
+        """Stops following the controllers, and tells how many slots were moved."""
         _ATTACHED.remove(self)
         self.canary.tell(Event("records_travelled", fields={"with": "hicache", **self.counts}))
 
     def _transfers(self, controller: Any, operations: Sequence[Any]) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
-        """Region, host pool, host slots and device slots of each queued copy of a guarded region."""
+        """For each queued copy of a guarded region: region, host pool, host slots and device slots."""
         for operation in list(operations):
             yield from self._named("full", controller.mem_pool_host, operation)
             for transfer in getattr(operation, "pool_transfers", None) or ():
@@ -140,13 +141,13 @@ class HostCache(StepListener):
 
 
 class ParkedRecords:
-    """What is known of one region's host slots: payloads in host memory, ``[host slots, words]``.
+    """The records of one region's host slots: payloads in host memory, int64 ``[host slots, words]``.
 
-    Never waits for the device: a payload that is still on its way when it is asked for is unknown.
+    Never waits for the device: slots whose payload has not arrived when it is needed are unknown.
     """
 
     def __init__(self, canary: Canary, region: str, host_pool: Any) -> None:
-        # A group of host pools allocates from the one whose indices the others share.
+        # In a group of host pools, all have the slots of the one that allocates.
         self.host_pool = host_pool.anchor_entry.host_pool if hasattr(host_pool, "anchor_entry") else host_pool
         self._canary = canary
         self._region = region
@@ -168,10 +169,10 @@ class ParkedRecords:
         canary.tell(Event("records_travel", fields=fields))
 
     def park(self, host_slots: Tensor, slots: Tensor, arriving: Sequence[Tensor]) -> None:
-        """Bytes of ``slots`` go to ``host_slots``, on the current stream. ``arriving``: slots whose own records are
-        not imported yet."""
-        # Events that wait for the next forward are let wait: this is not the stream of the forwards, and none of those
-        # events is about what was written already.
+        """Starts copying the records of ``slots`` to ``host_slots``, on the current stream. ``arriving``: slots whose
+        own records are not imported yet, so that they are unknown."""
+        # Queued events stay queued (``settle=False``): this is not the stream of the forwards, and none of these events
+        # changes the records that are copied.
         payload = self._canary.slots.export_records(self._region, slots, settle=False)
         for others in arriving:
             payload = payload * ~torch.isin(slots, others)[:, None]
@@ -181,7 +182,7 @@ class ParkedRecords:
         self._settle()
 
     def fetch(self, host_slots: Tensor) -> tuple[int, Tensor]:
-        """Of how many of ``host_slots`` something is known, and their payload, in memory from which it can be copied
+        """How many of ``host_slots`` are known, and the payload of all, in pinned memory, from which it can be copied
         without a wait."""
         self._settle()
         host_slots = host_slots.cpu()
@@ -193,17 +194,17 @@ class ParkedRecords:
         return int(known.sum()), rows.mul_(known[:, None])
 
     def records(self, host_slots: Tensor) -> PayloadRecords:
-        """What is known of ``host_slots``, which are on the host, as it was when their bytes left the device."""
+        """The records of ``host_slots`` (a tensor on the host), as they were when the bytes left the device."""
         self._settle()
         return self._layout.read(self._table[host_slots] * self._known[host_slots][:, None])
 
     def forget(self, host_slots: Tensor) -> None:
-        """``host_slots`` will hold something else."""
+        """Makes ``host_slots`` unknown: they will hold other bytes."""
         self._known[host_slots] = False
         self._age[host_slots] += 1
 
     def _settle(self) -> None:
-        """Takes in what has arrived, except for host slots that were reused meanwhile."""
+        """Stores payloads that have arrived, except those of host slots that were reused meanwhile."""
         while self._coming and self._coming[0].payload.arrived():
             parking = self._coming.popleft()
             (payload,) = parking.payload.tensors
@@ -214,7 +215,7 @@ class ParkedRecords:
 
 @dataclass(slots=True, eq=False)
 class _Parking:
-    """A payload on its way to the table. ``age``: how often its host slots had been reused when it left."""
+    """A payload on its way to the table. ``age``: how often its host slots had been reused when the copy began."""
 
     host_slots: Tensor
     age: Tensor
@@ -223,7 +224,8 @@ class _Parking:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Slots that are being loaded. ``done``: event of the last layer's copy."""
+    """Slots that are being loaded. ``counter``: SGLang's counter of loaded layers. ``done``: event of the last layer's
+    copy."""
 
     region: str
     slots: Tensor
@@ -234,7 +236,7 @@ class _Load:
     imported: bool = False
 
     def due(self) -> bool:
-        """Whether the forward that is about to run waits for this load, or nothing has to wait any more."""
+        """Whether the next forward waits for this load, or the load is complete."""
         return self.counter.consumer_index == self.producer or bool(self.done.query())
 
 

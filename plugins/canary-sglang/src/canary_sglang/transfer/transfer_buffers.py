@@ -1,4 +1,4 @@
-"""`TransferBuffers`: what is known of slots, as buffers that a transfer manager sends beside those of the KV."""
+"""`TransferBuffers`: records of slots, as buffers that a transfer manager sends together with those of the KV."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,18 +7,19 @@ from canary_core import Canary, RecordBuffers, RegionKind
 from canary_sglang.transfer.kv_transfer import plain_names
 
 FEWEST_BUFFERS = 4
-"""Of a list with fewer, SGLang's sender could take ours for the second half of a model with one layer."""
+"""Nothing is appended to a shorter list: with one layer, SGLang's sender could take Canary's entries for half of the
+model's."""
 
 LAYER_ID = 1 << 24
-"""Layer ids of our entries begin here, where SGLang pairs entries by layer."""
+"""First layer id of Canary's entries, where SGLang pairs entries by layer."""
 
 Entry = tuple[int, int, int]
 """Address, length in bytes, bytes of one page."""
 
 
 class TransferBuffers:
-    """The `RecordBuffers` of a session's regions (``make`` gives a region's), and where they were appended to the
-    ``KVArgs`` of a transfer manager."""
+    """The `RecordBuffers` of a session's regions, and their entries in the lists of a transfer manager's ``KVArgs``.
+    ``make``: makes the buffers of a region."""
 
     def __init__(self, canary: Canary, make: Callable[[str], RecordBuffers]) -> None:
         names = plain_names(canary)
@@ -29,17 +30,17 @@ class TransferBuffers:
         }
         self._names = names
         self.kv: list[Entry] = []
-        """Our entries at the end of the KV list."""
+        """Canary's entries, at the end of the KV list."""
         self.states: dict[int, list[Entry]] = {}
-        """The same by number of the state component."""
+        """Canary's entries at the end of state components' lists, by the component's number."""
 
     @property
     def registered(self) -> bool:
-        """Whether any rows can come."""
+        """Whether anything was appended, so that records can be transferred."""
         return bool(self.kv or any(self.states.values()))
 
     def append(self, args: Any) -> None:
-        """Appends to the lists of ``args``, before a manager registers them."""
+        """Appends the entries to the lists of ``args``. To be called before a manager registers them."""
         buffers = self.by_region.get(self._names.get("full", ""))
         if buffers is not None:
             self.kv = _fitting(buffers, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, args.page_size)
@@ -55,13 +56,13 @@ class TransferBuffers:
                 self.states[i] = _fitting(buffers, *lists, args.page_size)
                 _extend(lists, self.states[i])
                 _extend_ids(args.state_layer_ids[i], len(self.states[i]))
-                # One window pool of one index space.
+                # A model has one window pool, with one index space.
                 break
 
 
 def entries(buffers: RecordBuffers, pages: int, page_slots: int) -> list[Entry]:
-    """What is appended to a list whose buffers have ``pages`` pages of ``page_slots`` slots; nothing if the region has
-    not that many."""
+    """The entries to append to a list whose buffers have ``pages`` pages of ``page_slots`` slots; none if the region
+    has fewer slots."""
     if pages * page_slots > buffers.stamps.shape[0]:
         return []
     tables = [t.view(t.shape[0], -1) for t in (buffers.stamps, buffers.records, buffers.fingerprints)]
