@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -77,40 +77,18 @@ class Session:
         )
         hook_manager().register(self._filter)
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
-        self._states: MambaStates | None = None
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
-        if state is not None:
-            self._states = MambaStates(runner.req_to_token_pool, state, self.canary, Checkpoints.of(runner))
-        self._compressor = RequestCompressorStates(C128, self.canary) if C128 in names else None
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)
         self._batches = ForwardBatches(runner, self._paged, self.requests)
         try:
-            transfers = _transfers(self)
+            self._listen(state)
+            self._warm_up()
+            # A draft model has the slots of the served one, so only the served one's session follows the allocator.
+            self.lifetime = Lifetime(runner, self.canary, self.requests) if config.lifetime and not self.model else None
         except Exception:
             self.close()
             raise
-        self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size), partial(_parked, transfers))
-        listeners: list[StepListener | None] = [
-            self._states,
-            self._compressor,
-            *transfers,
-            self.sweep,
-            WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token),
-            UnguardedForwards(self.canary, self.forget_slots),
-        ]
-        for listener in listeners:
-            if listener is not None:
-                self.canary.step.add(listener)
-        # Whether only forwards write to guarded slots, and to tensors that a batch has on the device.
-        forwards_only = self._states is None and self._compressor is None and self.model is None and not transfers
-        self._overlap = Overlap.ALL if forwards_only else Overlap.CHECK
-        warm_rows = min(MOST_WARM_ROWS, runners.most_rows(runner))
-        self.canary.warm_up(self._padding, warm_rows)
-        if self.model is not None:
-            self.canary.warm_up(self.drafts.padding, warm_rows)
-        # A draft model has the same slots as the served one, so only the served one's session follows the allocator.
-        self.lifetime = Lifetime(runner, self.canary, self.requests) if config.lifetime and not self.model else None
 
     def notice(self, requests: Sequence[Any]) -> None:
         """Takes the `Req` objects of the batch that is issued next."""
@@ -159,6 +137,40 @@ class Session:
         if hook_manager().is_registered(self._filter):
             hook_manager().unregister(self._filter)
 
+    def _listen(self, state: str | None) -> None:
+        """Adds the listeners to the step, in the order in which they are called. ``state``: the region of recurrent
+        states."""
+        runner, step = self.runner, self.canary.step
+        self._states: MambaStates | None = None
+        if state is not None:
+            self._states = MambaStates(runner.req_to_token_pool, state, self.canary, Checkpoints.of(runner))
+            step.add(self._states)
+        self._compressor: RequestCompressorStates | None = None
+        if C128 in self.canary.regions:
+            self._compressor = RequestCompressorStates(C128, self.canary)
+            step.add(self._compressor)
+        # Whether only forwards write to guarded slots, and to tensors that a batch has on the device.
+        forwards_only = self._states is None and self._compressor is None and self.model is None
+        for transfer in _transfers(self):
+            step.add(transfer)
+            forwards_only = False
+        self._overlap = Overlap.ALL if forwards_only else Overlap.CHECK
+        self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size), self._parked)
+        step.add(self.sweep)
+        step.add(WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token))
+        step.add(UnguardedForwards(self.canary, self.forget_slots))
+
+    def _parked(self) -> hicache.ParkedRecords | None:
+        """Records of the full pool's copy in host memory, None if there are none."""
+        caches = (listener for listener in self.canary.step.listeners if isinstance(listener, hicache.HostCache))
+        return next((cache.parked("full") for cache in caches), None)
+
+    def _warm_up(self) -> None:
+        rows = min(MOST_WARM_ROWS, runners.most_rows(self.runner))
+        self.canary.warm_up(self._padding, rows)
+        if self.model is not None:
+            self.canary.warm_up(self.drafts.padding, rows)
+
     def _forget_tree(self, batch: Any, view: BatchView, output: Any) -> None:
         """Makes the slots unknown that a verified tree has written."""
         if batches.is_tree(batch):
@@ -173,29 +185,25 @@ class Session:
         return views
 
 
-def _transfers(session: Session) -> list[StepListener]:
-    """Listeners for the ways in which KV reaches this session's pool without a forward."""
+def _transfers(session: Session) -> Iterator[StepListener]:
+    """Listeners for the ways in which KV reaches this session's pool without a forward, or leaves it."""
     runner, canary = session.runner, session.canary
     carried = canary.config.transfer_records and session.model is None and runners.records_may_travel(runner)
-    ways: list[StepListener] = []
     if runners.parks_retracted(runner):
         # When SGLang stores the KV of such a request, its last forward may be in flight, and not recorded yet.
-        ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, carried=False))
+        yield hicache.HostCache(canary, runner.token_to_kv_pool, carried=False)
     elif runners.host_cache(runner):
-        ways.append(hicache.HostCache(canary, runner.token_to_kv_pool, canary.config.transfer_records))
+        yield hicache.HostCache(canary, runner.token_to_kv_pool, canary.config.transfer_records)
     if runners.disaggregation(runner) == "decode":
-        ways.append(disaggregation.DecodeSide(canary, session.requests, carried))
+        yield disaggregation.DecodeSide(canary, session.requests, carried)
     elif runners.disaggregation(runner) == "prefill" and carried:
         try:
-            ways.append(disaggregation.PrefillSide(canary))
+            side = disaggregation.PrefillSide(canary)
         except PluginError as error:
             # This engine is still guarded; only the other one gets no records.
             canary.tell(Event("records_left_out", "warning", {"reason": str(error)}))
-    return ways
-
-
-def _parked(transfers: Sequence[StepListener]) -> hicache.ParkedRecords | None:
-    return next((way.parked("full") for way in transfers if isinstance(way, hicache.HostCache)), None)
+        else:
+            yield side
 
 
 def _refusal(runner: Any, pool: SGLangPool) -> str | None:

@@ -189,7 +189,7 @@ def host_swap(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None
 
 def host_free(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
     """The host pool could hand out one of the node's host slots."""
-    used = engine.session.sweep._parked().host_pool.slot_used
+    used = engine.session._parked().host_pool.slot_used
     slot = int(_host(node)[0])
     used[slot] = False
     return {}, lambda: used.__setitem__(slot, True)

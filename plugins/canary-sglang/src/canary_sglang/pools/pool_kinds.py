@@ -69,16 +69,8 @@ def _mha(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
     arrangement = getattr(pool, "kv_cache_layout", "nhd")
     if arrangement not in ("nhd", "hnd"):
         raise AttachError(f"kv_cache_layout is {arrangement!r}, known are 'nhd' and 'hnd'")
-    k_scales, v_scales = (getattr(pool, f"{half}_scale_buffer", None) for half in "kv")
-    tensors = [
-        LayerTensors(
-            layer,
-            {"k": pool.k_buffer[i], "v": pool.v_buffer[i]},
-            {} if k_scales is None or v_scales is None else {"k_scale": k_scales[i], "v_scale": v_scales[i]},
-            dtype=None if k_scales is not None else _element_type(pool, pool.k_buffer[i]),
-        )
-        for i, layer in enumerate(layers)
-    ]
+    scaled = all(getattr(pool, f"{half}_scale_buffer", None) is not None for half in "kv")
+    tensors = _kv_tensors(pool, layers, scaled, None if scaled else _element_type(pool, pool.k_buffer[0]))
     if arrangement == "hnd":
         return WholePool(name, pool, PagedPool(name, tensors, page_dim=0, slot_dim=2, null_slot=NULL_SLOT))
     return WholePool(name, pool, RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT))
@@ -86,15 +78,7 @@ def _mha(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
 
 def _mxfp8(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
     """Rows of fp8, and their scales where these are rows, too. For interleaved scales see `mxfp8_scales`."""
-    flat = not pool.mxfp8_sf_interleaved
-    tensors = [
-        LayerTensors(
-            layer,
-            {"k": pool.k_buffer[i], "v": pool.v_buffer[i]},
-            {"k_scale": pool.k_scale_buffer[i], "v_scale": pool.v_scale_buffer[i]} if flat else {},
-        )
-        for i, layer in enumerate(layers)
-    ]
+    tensors = _kv_tensors(pool, layers, scaled=not pool.mxfp8_sf_interleaved)
     return RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT)
 
 
@@ -104,14 +88,7 @@ def _k_only(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
 
 
 def _page_major(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
-    tensors = [
-        LayerTensors(
-            layer,
-            {"k": pool.k_buffer[i], "v": pool.v_buffer[i]},
-            dtype=_element_type(pool, pool.k_buffer[i]),
-        )
-        for i, layer in enumerate(layers)
-    ]
+    tensors = _kv_tensors(pool, layers, scaled=False, dtype=_element_type(pool, pool.k_buffer[0]))
     return PagedPool(name, tensors, null_slot=NULL_SLOT)
 
 
@@ -174,6 +151,19 @@ _POOLS: dict[str, Callable[[str, Any, Sequence[int]], PoolAdapter]] = {
     "NSATokenToKVPool": _dsa,
     "DeepSeekV4SingleKVPool": _dsv4,
 }
+
+
+def _kv_tensors(pool: Any, layers: Sequence[int], scaled: bool, dtype: torch.dtype | None = None) -> list[LayerTensors]:
+    """K and V of each layer; if ``scaled``, with the scales of both. ``dtype``: see `LayerTensors`."""
+    return [
+        LayerTensors(
+            layer,
+            {"k": pool.k_buffer[i], "v": pool.v_buffer[i]},
+            {"k_scale": pool.k_scale_buffer[i], "v_scale": pool.v_scale_buffer[i]} if scaled else {},
+            dtype=dtype,
+        )
+        for i, layer in enumerate(layers)
+    ]
 
 
 def _slots(pool: Any) -> int:
