@@ -1,7 +1,10 @@
 """What built-in reporting writes, where, and what it leaves alone."""
 
+import ast
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import structlog
@@ -31,6 +34,19 @@ def test_violation_is_an_error_with_all_its_fields(logs):
     (entry,) = logs
     assert {k: entry[k] for k in FINDING.fields()} == FINDING.fields()
     assert (entry["event"], entry["log_level"], entry["logger"]) == ("violation", "error", "canary")
+
+
+def test_every_event_that_is_told_is_documented():
+    """The table of `Event` has the name of each event that the core or a plugin tells."""
+    root = Path(__file__).parents[1]
+    told = set()
+    for file in (f for part in ("src", "plugins/*/src") for f in root.glob(f"{part}/**/*.py")):
+        calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+        named = (c for c in calls if c.args and ast.unparse(c.func).rpartition(".")[2] in ("Event", "_tell", "_event"))
+        told |= {c.args[0].value for c in named if isinstance(c.args[0], ast.Constant)}
+    documented = set(re.findall(r"^ *\| ([a-z_]+) +\|", Event.__doc__, re.M)) - {"name"}
+    # A finding is logged as one, and told by a hook of its own.
+    assert told - documented == {"violation"}
 
 
 def test_event_keeps_name_level_and_fields(logs):

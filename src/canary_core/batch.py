@@ -49,12 +49,12 @@ class SlotTable:
     entries: int32 or int64 ``[table rows, width]``. rows: int32 or int64 ``[batch rows]``, None for row ``r`` = ``r``;
     with a ragged list it may be negative as long as the elements that are read are not.
     write_slots: int32 or int64 ``[tokens]``, where the forward stores its new tokens, if the engine has that list;
-    None derives it from the table. It is compared with what the table says of these positions before the forward, as
-    far as the table reaches.
+    None derives it from the table. Where the table has an entry for such a position before the forward, the two are
+    compared.
     stored_tokens: a forward stores at most its last ``stored_tokens`` new tokens of a row (a ring); 0: all of them.
-    pool_page: ``(rows, slots)`` where entries and write slots number a pool's rows of which each page of ``rows`` rows
-    has only ``slots`` that are this region's (pages of several layers in one tensor); row ``n`` is then slot
-    ``n // rows * slots + n % rows``, and one with ``n % rows >= slots`` is out of range. None: entries are slots.
+    pool_page: ``(rows, slots)`` where entries and write slots are numbers of a pool's rows, and of each page of
+    ``rows`` rows only the first ``slots`` belong to this region (pages of several layers in one tensor): row ``n`` is
+    slot ``n // rows * slots + n % rows``, and a row with ``n % rows >= slots`` is out of range. None: they are slots.
     checkpoints: slots into which the forward copies states as well, None for none; only in regions of one token a slot.
     """
 

@@ -43,17 +43,18 @@ class ScrubBudget:
         text = str(value).strip()
         # All of the text, since ByteSize takes what comes first in it and lets the rest go.
         written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|\w*)", text)
+        number, unit = written.groups() if written else ("", "")
+        if unit == "%":
+            if float(number) > 100:
+                raise ConfigError(f"CANARY_SCRUB_BUDGET must be at most 100%, got {value!r}")
+            return cls(share=float(number) / 100, text=text)
         try:
-            if written is None or written[2] != "%":
-                return cls(step_bytes=_BYTE_SIZE.validate_python(written and text), text=text)
+            return cls(step_bytes=_BYTE_SIZE.validate_python(number + unit), text=text)
         except ValidationError as error:
             raise ConfigError(
                 "CANARY_SCRUB_BUDGET must be a share of time such as 1% or bytes per forward such as 64MiB, got "
                 f"{value!r}"
             ) from error
-        if float(written[1]) > 100:
-            raise ConfigError(f"CANARY_SCRUB_BUDGET must be at most 100%, got {value!r}")
-        return cls(share=float(written[1]) / 100, text=text)
 
     def __str__(self) -> str:
         return self.text

@@ -29,10 +29,13 @@ def canary_engine() -> "EngineInfo":
 
 @hookspec
 def canary_configure(config: "CanaryConfig", manager: "pluggy.PluginManager") -> None:
-    """Settings are about to be used. Called when plugins are loaded, of those that are in ``manager`` by then, the
-    built-in ones first, and before each `Canary` that is on is built, of all in its manager: so often, and with
-    different settings. Built-in reporting takes its format and level from them, built-in faults their injector, which
-    they register in ``manager``; a plugin may do the like. In `load` an exception refuses the plugin that raised it."""
+    """Settings are about to be used: take over what you need of them. Called of each plugin when it is loaded and again
+    whenever plugins are loaded, the built-in ones first; and of all plugins in ``manager`` before a `Canary` that is
+    not off begins. So it is called several times, also with different settings, and never in a forward.
+
+    A plugin may register others in ``manager``, where they are not there yet: so built-in faults bring their injector.
+    Built-in reporting takes format and level. An exception refuses a plugin that is loaded, and reaches whoever builds
+    a `Canary`."""
 
 
 @hookspec

@@ -28,10 +28,10 @@ class RegionKind(str, Enum):
     """One slot per request, rewritten by every forward (recurrent state, rolling rings): recorded after each forward as
     the state after its last token, compared before the next. Its table is a ring of one slot a row."""
     RING = "ring"
-    """Rows that tokens hold in turn, until the group of ``group_tokens`` tokens that they belong to is made into
-    something else: what a compressor keeps. Only a forward that completes a group reads them: those of the group so
-    far, and of the ``overlap_tokens`` tokens before it. A later token of the same ring takes a row over; in one forward
-    the last one does."""
+    """A ring of slots that holds only the latest tokens: the input of a compressor, which makes one entry of each group
+    of ``group_tokens`` tokens. Only a forward that completes a group reads slots: those of the group so far, and of the
+    ``overlap_tokens`` tokens before it. A later token of the same ring overwrites a slot; of several in one forward the
+    last one stays."""
 
 
 class Role(str, Enum):
@@ -165,9 +165,9 @@ class Region:
     ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the
     ``window_tokens - 1`` before it; required for `WINDOW`.
     ``group_tokens`` and ``overlap_tokens``: see `RING`, where the first is required. ``page_ring``: ``(slots, rows)``
-    where each page of ``slots`` slots, as the table and the map number them, is a ring of ``rows`` rows: slot ``n`` is
-    then row ``n // slots * rows + n % rows``; pages begin at positions that ``slots`` divides. None: rings are the
-    table's own (`SlotTable.ring_slots`).
+    where each page of ``slots`` slots, as table and map number them, is a ring of ``rows`` slots of this region: number
+    ``n`` is slot ``n // slots * rows + n % rows``. A page begins at a position that ``slots`` divides. None: the rings
+    are those of the table (`SlotTable.ring_slots`).
 
     Raises `AttachError` if a source does not fit, devices differ, or there are no sources.
     """
@@ -225,8 +225,8 @@ class Region:
 
     @property
     def attention_window(self) -> int:
-        """How many positions back from the next one attention goes, that one included; 0: all. In a `RING` back from
-        the group that the next position belongs to."""
+        """How many positions attention reads, counted back from the next position and with it; 0: all of them. In a
+        `RING` they are counted back from the first position of the next one's group."""
         if self.kind is RegionKind.RING:
             return self.overlap_tokens + 1
         return 2 if self.kind is RegionKind.STATE else self.window_tokens or 0
@@ -286,8 +286,8 @@ class Region:
         return torch.where(beyond, Status.RANGE, torch.where(null, Status.NULL, Status.OK))
 
     def rows(self, slots: Tensor) -> Tensor:
-        """Rows of a ``page_ring`` that ``slots``, as the map gives them, take turns on; else the same. Negative numbers
-        stay what they are."""
+        """The slots of a ``page_ring`` for ``slots`` as table and map number them; without one, the same numbers.
+        Negative numbers stay what they are."""
         if self.page_ring is None:
             return slots
         page, rows = self.page_ring

@@ -80,17 +80,22 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     target in the same process ends all of them."""
     told = []
 
-    class FakeSession:
-        sweep = SimpleNamespace(before_batch=lambda scheduler: None, idle=lambda scheduler: None)
-
-        def __init__(self, runner, config, requests):
-            self.runner, self.model = runner, runners.draft_name(runner)
-            self.requests = requests or object()
+    class FakeStep:
+        def __init__(self, model):
+            self.model = model
 
         def __getattr__(self, name):
             return lambda *args: told.append((self.model, name))
 
-    monkeypatch.setattr("canary_sglang.hooks.attach", FakeSession)
+    class FakeSession(FakeStep):
+        sweep = SimpleNamespace(before_batch=lambda scheduler: None)
+
+        def __init__(self, runner, config, requests):
+            super().__init__(runners.draft_name(runner))
+            self.runner, self.canary = runner, SimpleNamespace(step=FakeStep(self.model))
+            self.requests = requests or object()
+
+    monkeypatch.setattr("canary_sglang.hooks.attach_runner", FakeSession)
     hooks = Hooks()
     # The hooks of SGLang's draft workers need SGLang.
     hooks._drafts = SimpleNamespace(register=lambda runner: None)
@@ -106,7 +111,7 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     hooks._flushed(True, "scheduler")
     hooks._idle(None, "scheduler")
     hooks._forward(None, draft, "batch")
-    calls = ("notice", "launched", "flushed", "idle")
+    calls = ("notice", "follow_check", "flushed", "idle")
     assert told == [(s, call) for call in calls for s in (None, "draft", "draft2")] + [("draft", "forward")]
     del told[:]
     hooks._attach(SimpleNamespace(is_draft_worker=False))

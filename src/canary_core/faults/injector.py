@@ -24,7 +24,7 @@ INJECTOR = "fault injector"
 
 
 class FaultInjector:
-    """A plugin that injects ``specs``; `FaultInjection` registers it for `CanaryConfig.faults`. The same seed, specs
+    """A plugin that injects ``specs``; `ConfiguredFaults` registers it for `CanaryConfig.faults`. The same seed, specs
     and traffic give the same faults; each spec draws from a stream of its own.
 
     ``injections`` are those done so far, in order, each also told as a ``fault_injected`` event. A fault that finds
@@ -146,7 +146,7 @@ class FaultInjector:
                 pending.restore()
 
 
-class FaultInjection:
+class ConfiguredFaults:
     """Built-in plugin that brings the `FaultInjector` which `CanaryConfig.faults` asks for, if it does."""
 
     @hookimpl

@@ -17,7 +17,7 @@ def expect_sequences(
     sequence: it has no slot before to compare with.
 
     slots: integer ``[rows]``, slots of ``source``. lengths, writers: integer ``[rows]``, prefix length and writer id of
-    each row. Nothing is expected of rows of which ``source`` has no sure record, or whose writer is not known (-1).
+    each row. Rows are left as they are if ``source`` has no sure record of them, or if their writer is not known (-1).
     Never captured; never waits for the device.
     """
     slots, lengths, writers = slots.long(), lengths.long(), writers.long()

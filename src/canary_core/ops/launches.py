@@ -1,37 +1,85 @@
-"""`LaunchCache`: what the back ends remember of a region, so that a forward costs the host as little as can be."""
+"""`LaunchCache`: what the kernels' host side remembers of a region, so that a forward costs it as little as can be."""
 
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from canary_core.ops.kernels.fingerprint import Launch
-    from canary_core.ops.kernels.launch import BatchArguments, Launcher, TableConstants
-    from canary_core.ops.reference.fingerprint import Stack
+from canary_core.batch import BatchView, SlotTable
+
+
+class Arguments(NamedTuple):
+    """Consecutive arguments of a kernel: as Triton's compiler wants to see them, as a compiled kernel takes them
+    (addresses for tensors), and a number that stands for all that compiled code may depend on in them."""
+
+    objects: tuple[Any, ...]
+    raw: list[int | None]
+    kind: int
+
+
+class TableConstants(NamedTuple):
+    """Compile-time constants of a batch: what is fixed for an engine, and its rows rounded up to one of
+    `kernels.launch.ROW_STEPS`.
+
+    `ALIGN`: a region's ``group_tokens``. `POOL`: how a table's numbers become slots; rows and slots of a ``pool_page``,
+    slots and rows of a ``page_ring``, 0 where there is none.
+    """
+
+    PAGE_SIZE: int
+    RING: int
+    STORED: int
+    WINDOW: int
+    ALIGN: int
+    POOL: tuple[int, int, int, int]
+    GROUP: int
+    ROWS: int
+
+
+class BatchArguments(NamedTuple):
+    """What kernels need of one batch, and which batch and table that is."""
+
+    batch: BatchView
+    table: SlotTable
+    given: Arguments
+    constants: TableConstants
+
+
+class Launch(Protocol):
+    """A kernel with all that stays the same from forward to forward."""
+
+    def __call__(self, grid: tuple[int, int], given: Arguments = ...) -> None:
+        """Launches on the current stream with ``given`` after the arguments that stay the same."""
+
+
+class GroupLaunch(NamedTuple):
+    """A kernel that reads bytes, for one source group. blocks: how many programs share its sources; programs: how many
+    over slots fill the device then; slots, abreast: those of the tile that it was compiled for."""
+
+    blocks: int
+    programs: int
+    slots: int
+    abreast: int
+    launch: Launch
+
+
+Key = tuple[str, TableConstants | None]
+"""An op, and the compile-time constants of a batch if it has any."""
 
 
 class LaunchCache:
     """What was worked out for launches on one region. Addresses of the region's tensors are among it: whoever puts
     another tensor in the place of one must call `clear`.
 
-    launchers: by op and compile-time constants. byte_launches: the same for ops that read bytes, which need one launch
-    for each group of sources. batch: the kernels' arguments of the last batch, which several ops of a forward take.
-    stacks: the torch reference's view of the sources, None until it is needed.
+    by_op: the launch of each op. by_group: of each op that reads bytes, one for each group of sources. batch: the
+    kernels' arguments of the last batch, which several ops of a forward take.
     """
 
-    __slots__ = ("batch", "byte_launches", "launchers", "stacks")
+    __slots__ = ("batch", "by_group", "by_op")
 
     def __init__(self) -> None:
-        self.launchers: dict[tuple[str, TableConstants | None], Launcher] = {}
-        self.byte_launches: dict[tuple[str, TableConstants | None], list[Launch]] = {}
+        self.by_op: dict[Key, Launch] = {}
+        self.by_group: dict[Key, list[GroupLaunch]] = {}
         self.batch: BatchArguments | None = None
-        self.stacks: tuple[Stack, ...] | None = None
 
     def clear(self) -> None:
         """Forgets everything: a tensor of the region was replaced, or a source has another shape."""
-        self.launchers.clear()
-        self.byte_launches.clear()
+        self.by_op.clear()
+        self.by_group.clear()
         self.batch = None
-        self.stacks = None
-
-    def rebound(self) -> None:
-        """Sources of the same shapes have other addresses: kernels read these on the device, the reference doesn't."""
-        self.stacks = None

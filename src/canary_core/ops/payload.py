@@ -1,8 +1,9 @@
-"""The host's twin of the fingerprint, and records that travel with bytes: for KV that is parked in host memory, goes
-over a wire, or is copied on the device. Payloads are laid out as `canary_core.records` says.
+"""Records that travel with bytes: for KV that is kept in host memory, sent over a network, or copied on the device.
+Payloads are laid out as `canary_core.records` says.
 
-`export_records` takes what is known of slots before their bytes leave, `import_records` puts it back where they arrive,
-and `check_payload` compares parked bytes with it in between, on the host and without a GPU.
+`export_records` takes what is known of slots when their bytes leave, `import_records` puts it back where they arrive,
+and in between `check_payload` compares the bytes with it, on the host and without a GPU, by the same fingerprint
+(`fingerprint_bytes`).
 """
 
 import os
@@ -140,7 +141,7 @@ _layouts: "WeakKeyDictionary[RegionState, PayloadLayout]" = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A parked slot whose bytes aren't those that were recorded: row ``row`` of the payload, in ``source``.
+    """A slot in host memory whose bytes are not those that were recorded: row ``row`` of the payload, in ``source``.
 
     ``writer`` and ``step_written`` are those of the Canary that exported.
     """
@@ -192,7 +193,7 @@ def fingerprint_bytes(data: Tensor | Array, chunk_bytes: int, column: int) -> Te
 
 
 def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Tensor | Array]) -> PayloadCheck:
-    """Compares parked bytes with the payload that was exported with them, on the host.
+    """Compares bytes in host memory with the payload that was exported with them.
 
     payload: int64 ``[n, layout.words]``. data: source name → its bytes of the same ``n`` slots, as `fingerprint_bytes`
     takes them; any of the layout's sources. Of a longer row only its first bytes are fingerprinted

@@ -61,29 +61,29 @@ class SourceTable(Sequence[KVSource]):
     With ``CANARY_BYTES=partial`` each is cut to its first bytes, with ``off`` there are none. Tensors keep their
     addresses for life, so captured graphs stay valid, `rebind` included.
 
-    descriptors: int64 ``[sources, DESCRIPTOR_WORDS]``, see `Descriptor`. keys: int64, one for each word of the longest
-    slot, and salts: int64 ``[sources]``, at least one of each, see `hashing`. groups: the launches that byte kernels
-    need.
+    bound: the sources, another tuple after each `rebind`. descriptors: int64 ``[sources, DESCRIPTOR_WORDS]``, see
+    `Descriptor`. keys: int64, one for each word of the longest slot, and salts: int64 ``[sources]``, at least one of
+    each, see `hashing`. groups: sources that byte kernels take in one launch.
     """
 
     def __init__(self, region: Region, config: CanaryConfig) -> None:
         device = region.device
         self._region = region
         self._config = config
-        self._sources = _fingerprinted(region.sources, config.bytes)
+        self.bound = _fingerprinted(region.sources, config.bytes)
         self.keys = hashing.keys(max((s.slot_words for s in self), default=1), device)
         self.salts = hashing.salts(max(len(self), 1), device)
         self.descriptors = torch.zeros(len(self), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
-        self.groups = source_groups(self._sources, device)
+        self.groups = source_groups(self.bound, device)
         self.slot_bytes = sum(s.slot_bytes for s in self)
         """Fingerprinted bytes of one slot."""
         self._describe()
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self.bound)
 
     def __iter__(self) -> Iterator[KVSource]:
-        return iter(self._sources)
+        return iter(self.bound)
 
     @overload
     def __getitem__(self, index: int) -> KVSource: ...
@@ -92,7 +92,7 @@ class SourceTable(Sequence[KVSource]):
     def __getitem__(self, index: slice) -> tuple[KVSource, ...]: ...
 
     def __getitem__(self, index: int | slice) -> KVSource | tuple[KVSource, ...]:
-        return self._sources[index]
+        return self.bound[index]
 
     @property
     def memory_bytes(self) -> int:
@@ -116,7 +116,7 @@ class SourceTable(Sequence[KVSource]):
         reshaped = [SourceShape.of(s) for s in new] != [SourceShape.of(s) for s in self]
         if reshaped:
             self.groups = source_groups(new, self.descriptors.device)
-        self._sources = new
+        self.bound = new
         self._describe()
         return reshaped
 

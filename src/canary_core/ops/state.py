@@ -141,5 +141,3 @@ class RegionState:
         """New addresses for the same sources, see `SourceTable.rebind`. Raises `AttachError`. Never captured."""
         if self.sources.rebind(sources):
             self.launches.clear()
-        else:
-            self.launches.rebound()

@@ -155,9 +155,5 @@ def hand_on(event: Event, manager: pluggy.PluginManager) -> None:
     except Exception as error:
         failed = Event("reporting_failed", "error", {"while_reporting": event.name, "error": error_text(error)})
         # A manager may be without it, where somebody took it out; that there was a failure is told all the same.
-        reporting = manager.get_plugin(REPORTING)
-        others = [p for p in manager.get_plugins() if p is not reporting]
-        if reporting is None:
-            manager, others = new_manager(), []
-            manager.register(next(p.target for p in built_in() if p.name == REPORTING))
-        manager.subset_hook_caller("canary_event", others)(event=failed)
+        reporting = manager.get_plugin(REPORTING) or next(p.target for p in built_in() if p.name == REPORTING)
+        reporting.canary_event(event=failed)

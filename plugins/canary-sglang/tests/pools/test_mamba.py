@@ -7,12 +7,17 @@ import pytest
 import torch
 from canary_sglang.pools.mamba import MambaStates
 
+from canary_core import BatchView
+
 pytestmark = [pytest.mark.without_engine, pytest.mark.beyond_ci("make test")]
 
 
 def test_padding_has_the_tables_that_forwards_have():
     """In shape, types and strides, so that what a start compiles is what serving needs."""
-    lengths = torch.tensor([3, 0]), torch.tensor([1, 2])
+    view = BatchView(
+        prefix_lens=torch.tensor([3, 0]), new_lens=torch.tensor([1, 2]), token_ids=torch.zeros(3, dtype=torch.int64),
+        writers=torch.tensor([0, 1]), tables={},
+    )  # fmt: skip
     requests = SimpleNamespace(
         req_index_to_mamba_index_mapping=torch.tensor([0, 4, 5], dtype=torch.int32),
         mamba_pool=SimpleNamespace(size=8),
@@ -24,10 +29,11 @@ def test_padding_has_the_tables_that_forwards_have():
         mamba_track_mask=None,
     )  # fmt: skip
     try:
-        going_on = guard.table(batch, *lengths)
+        going_on = guard.before(batch, view)
         batch.forward_mode.name = "EXTEND"
-        reusing = guard.table(batch, *lengths)
-        for real, padding in zip((going_on, reusing), guard.padding(2), strict=True):
+        reusing = guard.before(batch, view)
+        for views in zip((going_on, reusing), guard.padding(view), strict=True):
+            real, padding = (v.tables["mamba"] for v in views)
             assert padding.entries.dtype == real.entries.dtype
             assert padding.entries.stride()[-1] == real.entries.stride()[-1]
             assert padding.rows.dtype == real.rows.dtype

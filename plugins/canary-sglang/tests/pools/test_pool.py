@@ -9,6 +9,7 @@ from canary_sglang.pools.compressor_state import RequestCompressorStates
 from canary_sglang.pools.pool import SGLangPool
 from tools.made_pools import COMMON, describe
 
+from canary_core import BatchView
 from canary_core.ops.reference import plan
 from canary_core.records import Status
 from canary_core.region import RegionKind
@@ -107,7 +108,10 @@ def test_deepseek_v4s_rings_are_where_sglang_says(deepseek_v4):
     assert regions["c4_state"].slots == 3 * paged.ring_size
     assert not bool((regions["c4_state"].rows(slots) >= regions["c4_state"].slots).any())
 
-    table = RequestCompressorStates("c128_state", SimpleNamespace(regions=regions)).table(torch.tensor([1, 2]))
+    numbers = torch.tensor([1, 2])
+    view = BatchView(prefix_lens=numbers, new_lens=numbers, token_ids=numbers, writers=numbers, tables={})
+    rings = RequestCompressorStates("c128_state", SimpleNamespace(regions=regions))
+    table = rings.before(SimpleNamespace(req_pool_indices=numbers), view).tables["c128_state"]
     for row, request in enumerate((1, 2)):
         positions = torch.arange(300)
         places = plan.Places(torch.full_like(positions, row), positions)

@@ -225,15 +225,14 @@ def test_states_of_lightning_attention(pools, findings):
             mamba_track_indices=None, mamba_track_mask=None,
         )  # fmt: skip
         news = torch.full_like(lengths, new)
-        table = guard.table(batch, lengths, news)
         view = BatchView(
             prefix_lens=lengths.clone(),
             new_lens=news,
             token_ids=batch.input_ids,
             writers=torch.tensor([0, 1]),
-            tables={region.name: table},
+            tables={},
         )
-        canary.step.before(view)
+        canary.step.before(guard.before(batch, view))
         pool.mamba_cache.temporal[:, 4:] += torch.randn(len(layers), 3, *pool.mamba_cache.temporal.shape[2:])
         canary.step.after(view)
         canary.drain()

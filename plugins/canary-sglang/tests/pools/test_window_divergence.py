@@ -38,8 +38,8 @@ def told(findings):
     def run(forwards: int) -> list[Any]:
         report = WindowDivergence(canary, entries)
         for _ in range(forwards):
-            report.before_forward(batch, view)
-        report.finish()
+            report.before(batch, view)
+        report.close()
         return [event for event in findings.events if event.name == "window_divergence"]
 
     return SimpleNamespace(run=run, slot_map=slot_map, canary=canary)

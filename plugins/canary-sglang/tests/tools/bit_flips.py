@@ -26,7 +26,9 @@ def flip_in_host_memory(engine: Any, source: str, seed: int) -> int:
     """Flips one bit of a slot in HiCache's host memory whose records came with it, early in its prompt, so that
     whoever has that prompt again reads it; gives the host slot."""
     rng = random.Random(seed)
-    (parked,) = (records for way in engine.session.arrivals for records in way._parked.values())
+    (parked,) = (
+        records for way in engine.session.canary.step.listeners for records in getattr(way, "_parked", {}).values()
+    )
     early = (parked._table[:, PAYLOAD_RECORD] >> 32) // STATES < 30
     used = parked.host_pool.slot_used & (parked._table[:, PAYLOAD_STAMP] != 0) & early
     slot = rng.choice(used.nonzero()[:, 0].tolist())

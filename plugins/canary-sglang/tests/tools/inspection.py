@@ -62,7 +62,11 @@ def regions(engine: Any) -> dict[str, Any]:
 
 def arrivals(engine: Any) -> dict[str, int]:
     """What came to the pool without a forward, and what left it."""
-    return {name: count for way in engine.session.arrivals for name, count in way.counts.items()}
+    return {
+        name: count
+        for way in engine.session.canary.step.listeners
+        for name, count in getattr(way, "counts", {}).items()
+    }
 
 
 def evictable(engine: Any) -> int:

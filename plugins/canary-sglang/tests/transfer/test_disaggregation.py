@@ -17,9 +17,9 @@ import torch
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.transfer import disaggregation
 from canary_sglang.transfer.disaggregation import DecodeSide, PrefillSide
-from canary_sglang.transfer.record_buffers import RecordBuffers, TransferBuffers
+from canary_sglang.transfer.transfer_buffers import TransferBuffers, entries
 
-from canary_core import Canary, CanaryConfig, Writers
+from canary_core import Canary, CanaryConfig, RecordBuffers, Writers
 from canary_core.records import POSITION, STATES, TOKEN, WRITER, State
 from canary_core.region import KVSource, Region
 
@@ -30,7 +30,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture
 def make(monkeypatch, findings):
     """Makes Canaries on small pools, which are closed after the test; no function of the engine is hooked."""
-    monkeypatch.setattr(disaggregation, "apply_hooks", lambda hooks: None)
+    monkeypatch.setattr(disaggregation.REGISTRAR, "apply", lambda hooks: None)
     monkeypatch.setattr(disaggregation, "_SIDES", [])
     canaries = []
 
@@ -79,8 +79,8 @@ def lists(layers: int = 4, page_bytes: int = PAGE * ROW, more_state: bool = Fals
 
 def ride(sender: Canary, receiver: Canary, slots: torch.Tensor, there: torch.Tensor) -> RecordBuffers:
     """The rows of ``slots`` in an inbox, copied page by page as the lists of both sides say."""
-    source, inbox = RecordBuffers.of(sender, "full"), RecordBuffers.inbox(receiver, "full")
-    mine, theirs = source.entries(SLOTS, 1), inbox.entries(SLOTS, 1)
+    source, inbox = sender.slots.record_buffers("full"), receiver.slots.empty_buffers("full")
+    mine, theirs = entries(source, SLOTS, 1), entries(inbox, SLOTS, 1)
     assert [entry[1:] for entry in mine] == [entry[1:] for entry in theirs]
     for table, other in zip(
         (source.stamps, source.records, source.fingerprints),
@@ -93,20 +93,21 @@ def ride(sender: Canary, receiver: Canary, slots: torch.Tensor, there: torch.Ten
 
 def test_rows_lie_as_the_lists_say(make):
     """Each entry is a table's address, the bytes of all its pages and of one; every page has the same number."""
-    rider = RecordBuffers.of(make(), "full")
-    entries = rider.entries(SLOTS // PAGE, PAGE)
-    assert [item for _, _, item in entries] == [8 * PAGE, 32 * PAGE, 4 * 8 * PAGE]
-    assert {length // item for _, length, item in entries} == {SLOTS // PAGE}
-    assert [address for address, _, _ in entries] == [
+    rider = make().slots.record_buffers("full")
+    listed = entries(rider, SLOTS // PAGE, PAGE)
+    assert [item for _, _, item in listed] == [8 * PAGE, 32 * PAGE, 4 * 8 * PAGE]
+    assert {length // item for _, length, item in listed} == {SLOTS // PAGE}
+    assert [address for address, _, _ in listed] == [
         t.data_ptr() for t in (rider.stamps, rider.records, rider.fingerprints)
     ]
-    assert rider.entries(SLOTS // PAGE + 1, PAGE) == []
+    assert entries(rider, SLOTS // PAGE + 1, PAGE) == []
 
 
 def test_entries_are_appended_to_every_list(make):
     """All lists that a manager reads grow alike; a list of layer ids that is empty stays so."""
     args = lists()
-    riders = TransferBuffers(make(), RecordBuffers.of)
+    canary = make()
+    riders = TransferBuffers(canary, canary.slots.record_buffers)
     riders.append(args)
     assert len(riders.kv) == 3
     assert {len(x) for x in (args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, args.kv_data_mem_kinds)} == {7}
@@ -119,7 +120,8 @@ def test_nothing_is_appended_to_buffers_that_it_would_not_fit(make, layers, long
     """Where a page's number does not mean the same in all of them, or where there are fewer than ours."""
     args = lists(layers)
     args.kv_data_lens[-1] *= longer
-    riders = TransferBuffers(make(), RecordBuffers.of)
+    canary = make()
+    riders = TransferBuffers(canary, canary.slots.record_buffers)
     riders.append(args)
     assert (riders.kv, len(args.kv_data_ptrs)) == ([], layers)
 
@@ -156,7 +158,7 @@ def test_a_window_goes_buffer_by_buffer_or_without_records(make):
     """A state component that ends with our rows is sent flat to a peer that has them, and cut for one that has not."""
     args = lists(more_state=True)
     side = PrefillSide(make())
-    riders = side._riders
+    riders = side._buffers
     riders.by_region["swa"], riders._names["swa"] = riders.by_region["full"], "swa"
     side.registering(args)
     assert [len(args.state_data_ptrs[0]), len(args.state_item_lens[0])] == [7, 7]
@@ -179,13 +181,12 @@ def test_rows_that_did_not_come_are_unwritten(make):
     write(sender, slots)
     inbox = ride(sender, receiver, slots, there)
     inbox.clear(there[-2:])
-    layout = receiver.payload_layout("full")
-    receiver.slots.import_records("full", there, inbox.payload(layout, there), writer=3)
+    receiver.slots.import_records("full", there, inbox.payload(there), writer=3)
     state = receiver.states["full"]
     assert (state.records[there, POSITION] % STATES).tolist() == [State.WRITTEN] * 4 + [State.UNWRITTEN] * 2
     assert state.records[there[:4], WRITER].tolist() == [3] * 4
     inbox.clear(there)
-    receiver.slots.import_records("full", there, inbox.payload(layout, there))
+    receiver.slots.import_records("full", there, inbox.payload(there))
     assert (state.records[there, POSITION] % STATES).tolist() == [State.UNKNOWN] * 6
 
 
@@ -195,11 +196,11 @@ def test_a_prefill_side_that_is_off_says_nothing(make):
     side = PrefillSide(sender)
     slots, there = torch.arange(8, 14), torch.arange(20, 26)
     write(sender, slots)
-    side.ended()
-    rider = side._riders.by_region["full"]
-    inbox = RecordBuffers.inbox(receiver, "full")
+    side.close()
+    rider = side._buffers.by_region["full"]
+    inbox = receiver.slots.empty_buffers("full")
     inbox.stamps[there], inbox.records[there] = rider.stamps[slots], rider.records[slots]
-    receiver.slots.import_records("full", there, inbox.payload(receiver.payload_layout("full"), there))
+    receiver.slots.import_records("full", there, inbox.payload(there))
     states = receiver.states["full"].records[there, POSITION] % STATES
     assert states.tolist() == [State.UNKNOWN] * 6
 

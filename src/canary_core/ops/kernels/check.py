@@ -79,12 +79,12 @@ PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.check.check`. One launch; may be captured."""
     given, constants = batch_arguments(state, batch, table)
-    launcher = state.launches.launchers.get(("check", constants))
+    launcher = state.launches.by_op.get(("check", constants))
     if launcher is None:
         tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
         options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
         launcher = Launcher(check_kernel, state, (region_arguments(state),), constants._asdict() | tile, **options)
-        state.launches.launchers["check", constants] = launcher
+        state.launches.by_op["check", constants] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 

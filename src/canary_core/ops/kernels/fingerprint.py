@@ -6,7 +6,7 @@ window pool too. Long slots, such as recurrent states, go one by one through sev
 are is in `tiles`, what happens to one in `fold` and `compare`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -19,7 +19,6 @@ from canary_core.ops.kernels.fold import FIELDS, STRIP, describe, fold, fold_abr
 from canary_core.ops.kernels.launch import (
     VARYING,
     Launcher,
-    TableConstants,
     arguments,
     batch_arguments,
     jit,
@@ -27,7 +26,8 @@ from canary_core.ops.kernels.launch import (
     region_arguments,
     source_arguments,
 )
-from canary_core.ops.kernels.tiles import READ_CHECK_TILES, SCRUB_TILES, WRITE_TILES, Tile, Tiles, constants, is_long
+from canary_core.ops.kernels.tiles import READ_CHECK_TILES, SCRUB_TILES, WRITE_TILES, Tiles, constants, is_long
+from canary_core.ops.launches import GroupLaunch, TableConstants
 from canary_core.ops.state import RegionState
 from canary_core.records import PLAN_WORDS, Clock, Counter, Cursor, Descriptor, Kind, Phase
 
@@ -55,64 +55,54 @@ PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
 PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
 
 
-class Launch(NamedTuple):
-    """A kernel for one source group: its programs over sources, its programs over slots that fill the device with
-    those, the tile it was compiled for, and its launcher."""
-
-    blocks: int
-    programs: int
-    tile: Tile
-    launcher: Launcher
-
-
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.fingerprint.fingerprint`. One launch a source group; may be captured."""
     if batch.tokens == 0:
         return
     given = arguments(batch.token_ids, batch.writers, batch.tokens)
     for launch in _launches(state, "fingerprint", fingerprint_kernel, WRITE_TILES):
-        tiles = min(-(-batch.tokens // launch.tile.slots), MOST_TILES)
-        if launch.tile.abreast:
-            # A program's tokens are far apart, for it may be that only the last of a row has a slot; and an odd number
-            # apart, so that those of prefills whose lengths are powers of two are not all one program's.
+        tiles = min(-(-batch.tokens // launch.slots), MOST_TILES)
+        if launch.abreast:
+            # A program's tokens are far apart: where only the last token of a row has a slot, the work is spread then.
+            # And an odd number apart: else, of prefills whose lengths are powers of two, one program would get all.
             tiles = min(batch.tokens, launch.programs | 1)
-        launch.launcher((launch.blocks, tiles), given)
+        launch.launch((launch.blocks, tiles), given)
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.fingerprint.read_check`. One launch a source group; may be captured."""
     given, built_in = batch_arguments(state, batch, table)
     for launch in _launches(state, "read_check", read_check_kernel, READ_CHECK_TILES, built_in):
-        launch.launcher((launch.blocks, launch.programs), given)
+        launch.launch((launch.blocks, launch.programs), given)
 
 
 def scrub(state: RegionState) -> None:
     """As `canary_core.ops.reference.fingerprint.scrub`. One launch a source group; may be captured."""
     for launch in _launches(state, "scrub", scrub_kernel, SCRUB_TILES):
-        launch.launcher((launch.blocks, launch.programs))
+        launch.launch((launch.blocks, launch.programs))
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
     """As `canary_core.ops.reference.fingerprint.verify`. One launch a source group."""
     given = arguments(slots, slots.shape[0])
     for launch in _launches(state, "verify", verify_kernel, SCRUB_TILES):
-        needed = max(-(-slots.shape[0] // launch.tile.slots), 1)
-        launch.launcher((launch.blocks, min(needed, launch.programs)), given)
+        needed = max(-(-slots.shape[0] // launch.slots), 1)
+        launch.launch((launch.blocks, min(needed, launch.programs)), given)
 
 
 def baseline(state: RegionState) -> None:
     """As `canary_core.ops.reference.fingerprint.baseline`. One launch a source group."""
     for launch in _launches(state, "baseline", baseline_kernel, SCRUB_TILES):
-        launch.launcher((launch.blocks, launch.programs))
+        launch.launch((launch.blocks, launch.programs))
 
 
 def _launches(
     state: RegionState, op: str, kernel: Any, tiles: Tiles, table: TableConstants | None = None
-) -> list[Launch]:
+) -> list[GroupLaunch]:
     """One for each source group of the region."""
-    known = state.launches.byte_launches.get((op, table))
+    known = state.launches.by_group.get((op, table))
     if known is None:
-        known = state.launches.byte_launches[op, table] = []
+        known = state.launches.by_group[op, table] = []
         for group in state.sources.groups:
             tile = tiles.long if is_long(state, group) else tiles.usual
             fixed = (region_arguments(state), source_arguments(state, group))
@@ -120,7 +110,7 @@ def _launches(
             blocks = -(-len(group.columns) // max(tile.abreast, 1))
             over_slots = max(-(-programs(state, PROGRAMS_PER_PROCESSOR) // blocks), 1)
             launcher = Launcher(kernel, state, fixed, every, num_warps=tile.warps)
-            known.append(Launch(blocks, over_slots, tile, launcher))
+            known.append(GroupLaunch(blocks, over_slots, tile.slots, tile.abreast, launcher))
     return known
 
 
@@ -132,8 +122,9 @@ def fingerprint_kernel(
     p_tokens, p_writers, tokens,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs over tiles of `SLOTS` tokens, by groups of sources. Of tokens far apart, one at a
-    time, where sources are `ABREAST`."""
+    """Grid: programs of source groups, times any number of programs over the batch's tokens. A program takes tiles of
+    `SLOTS` tokens; where sources are `ABREAST`, it looks up `SLOTS` tokens that are far apart and takes their slots one
+    at a time."""
     step = tl.load(p_clock + CLOCK_NEXT)
     recorded = tl.zeros((), tl.int64)
     if ABREAST[0] > 0:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.launches import Arguments, BatchArguments, TableConstants
 from canary_core.ops.sources import SourceGroup
 from canary_core.ops.state import RegionState
 
@@ -48,15 +49,6 @@ def jit(*varying: str) -> Callable[[Any], Any]:
     options = {"do_not_specialize_on_alignment": UNALIGNED} if SPECIALISED_LESS else {}
     decorate: Callable[[Any], Any] = triton.jit(do_not_specialize=varying, **options)
     return decorate
-
-
-class Arguments(NamedTuple):
-    """Consecutive arguments of a kernel: as Triton's compiler wants to see them, as a compiled kernel takes them
-    (addresses for tensors), and a number that stands for all that compiled code may depend on in them."""
-
-    objects: tuple[Any, ...]
-    raw: list[int | None]
-    kind: int
 
 
 NO_ARGUMENTS = Arguments((), [], -1)
@@ -156,33 +148,6 @@ def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
     """``p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources``."""
     sources = state.sources
     return arguments(sources.descriptors, group.columns, sources.keys, sources.salts, state.fingerprints, len(sources))
-
-
-class TableConstants(NamedTuple):
-    """Compile-time constants of a batch: what is fixed for an engine, and its rows rounded up to one of
-    `ROW_STEPS`.
-
-    `ALIGN`: a region's ``group_tokens``. `POOL`: how a table's numbers become slots; rows and slots of a ``pool_page``,
-    slots and rows of a ``page_ring``, 0 where there is none.
-    """
-
-    PAGE_SIZE: int
-    RING: int
-    STORED: int
-    WINDOW: int
-    ALIGN: int
-    POOL: tuple[int, int, int, int]
-    GROUP: int
-    ROWS: int
-
-
-class BatchArguments(NamedTuple):
-    """What kernels need of one batch, and which batch and table that is."""
-
-    batch: BatchView
-    table: SlotTable
-    given: Arguments
-    constants: TableConstants
 
 
 def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableConstants]:

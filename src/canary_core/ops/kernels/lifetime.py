@@ -36,11 +36,11 @@ def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
 
 def _launch(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int, freeing: bool) -> None:
     key = ("free" if freeing else "alloc", None)
-    launcher = state.launches.launchers.get(key)
+    launcher = state.launches.by_op.get(key)
     if launcher is None:
         constants = {"FREEING": int(freeing), "TILE": TILE}
         launcher = Launcher(lifetime_kernel, state, (region_arguments(state),), constants, num_warps=WARPS)
-        state.launches.launchers[key] = launcher
+        state.launches.by_op[key] = launcher
     count = slots.shape[0]
     each, writer = (writer, -1) if isinstance(writer, Tensor) else (None, writer)
     launcher((max(triton.cdiv(count, TILE), 1), 1), arguments(slots, count, each, writer, page_slots))

@@ -45,11 +45,11 @@ POST_FORWARD = tl.constexpr(int(Phase.POST_FORWARD))
 def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.record.record`. One launch; may be captured."""
     given, constants = batch_arguments(state, batch, table)
-    launcher = state.launches.launchers.get(("record", constants))
+    launcher = state.launches.by_op.get(("record", constants))
     if launcher is None:
         every = constants._asdict() | {"TILE": TILE}
         launcher = Launcher(record_kernel, state, (region_arguments(state),), every, num_warps=WARPS)
-        state.launches.launchers["record", constants] = launcher
+        state.launches.by_op["record", constants] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 

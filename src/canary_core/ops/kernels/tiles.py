@@ -12,11 +12,12 @@ COLUMNS = 32
 
 
 class Tile(NamedTuple):
-    """How a kernel goes over slots: how many a program takes at a time, its warps, loads of a slot in flight, and words
-    of a slot in one load.
+    """How a kernel goes over slots: how many a program looks up together, its warps, how many loads of a slot are in
+    flight (``unrolled``), and how many words of a slot one load takes (``columns``).
 
-    ``abreast``: 0 where the rows of a tile are slots of one source. Else a program takes one slot at a time, of as many
-    as it looks up together, and the rows are so many sources that have it; columns and loads are powers of two then.
+    ``abreast``: 0 where a program reads the slots that it looked up together, each a row of the tile, in one source.
+    Otherwise it reads them one after another, and the rows are ``abreast`` sources of one slot; columns and loads are
+    powers of two then.
     """
 
     slots: int
@@ -27,7 +28,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of one kernel: for slots as KV rows are, and for long ones."""
+    """The two tiles of one kernel: for slots of usual length, such as KV rows, and for long ones."""
 
     usual: Tile
     long: Tile
@@ -37,11 +38,12 @@ WRITE_TILE = Tile(32, 4, 2)
 SCRUB_TILE = Tile(32, 2, 2)
 READ_CHECK_TILE = Tile(READ_TILE, 1, 3)
 
-# Long slots are few, and of a batch's tokens or places few have one: tiles of slots would be nearly empty and most of a
-# device idle. A key is 8 bytes for a word of 4 and comes from the second cache, so sources abreast share keys. Columns
-# are 4 words a thread of all warps: then a thread has the same words of all sources, and adds them up by itself.
+# Long slots are few, and few of a batch's tokens or places have one: tiles of slots would be nearly empty and most of a
+# device idle. A key has 8 bytes for a word of 4 and comes from the second cache, so sources of one slot share the keys
+# that were loaded. Columns are 4 words for each thread of all warps: then a thread has the same words of all sources,
+# and adds them up without the others.
 LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
-"""Of many warps, since a few requests have few programs; docs/tuning.md has those that were measured against it."""
+"""It has many warps, since few requests make few programs; docs/tuning.md has the tiles it was measured against."""
 LOOKED_UP = 128
 """Tokens of a batch that a program looks at together for long slots."""
 

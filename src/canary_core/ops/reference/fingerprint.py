@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from canary_core.ops.mapping import Seen, see
 from canary_core.ops.reference import plan
 from canary_core.ops.reference.record import won
 from canary_core.ops.reference.ring import report
+from canary_core.ops.sources import SourceTable
 from canary_core.ops.state import RegionState
 from canary_core.records import (
     READ_TILE,
@@ -27,14 +29,15 @@ from canary_core.records import (
 from canary_core.region import KVSource
 
 MOST_WORDS = 1 << 22
-"""Words looked at together, to bound scratch memory."""
+"""How many words are read at a time, which bounds scratch memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """Sources that lie in one storage and differ in their start only: they are folded together.
+    """Sources that lie in one storage and differ only in where they begin: one call fingerprints all of them.
 
-    columns, starts: int64 ``[g]``, their indices among the region's sources and their first bytes in the storage.
+    like: one of them. columns, starts: int64 ``[g]``, their indices among the region's sources and their first bytes in
+    the storage.
     """
 
     like: KVSource
@@ -78,8 +81,9 @@ class Stack:
 
 def stacks(state: RegionState) -> tuple[Stack, ...]:
     """The region's sources by what they have in common; worked out anew when the region was bound to other tensors."""
-    if state.launches.stacks is not None:
-        return state.launches.stacks
+    known = _stacks.get(state.sources)
+    if known is not None and known[0] is state.sources.bound:
+        return known[1]
     alike: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     for column, s in enumerate(state.sources):
         storage = s.tensor.untyped_storage()
@@ -102,8 +106,12 @@ def stacks(state: RegionState) -> tuple[Stack, ...]:
         )
         for members in alike.values()
     )
-    state.launches.stacks = found
+    _stacks[state.sources] = (state.sources.bound, found)
     return found
+
+
+_stacks: WeakKeyDictionary[SourceTable, tuple[tuple[KVSource, ...], tuple[Stack, ...]]] = WeakKeyDictionary()
+"""What `stacks` gave, and for which sources."""
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -140,8 +148,8 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """Before a forward and after `check`: compares the bytes of the readable slots in the next ``READ_TILES`` tiles of
-    `READ_TILE` places, going round the batch. Reports BYTES. A slot whose bytes are as fingerprinted counts as
-    compared, whatever its state: only of the others a kernel asks whether they were written."""
+    `READ_TILE` places, going round the batch. Reports BYTES. A slot whose bytes equal their fingerprint counts as
+    compared, whatever its record says: only where they differ does a kernel look whether the slot was written."""
     rows = plan.rows(state.region, batch, table)
     places = plan.expand(rows.read_first, rows.prefix)
     count = rows.prefix - rows.read_first
@@ -191,7 +199,7 @@ def baseline(state: RegionState) -> None:
 def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor]) -> None:
     """Where a fingerprint is 0, which says that it is not known, nothing is compared."""
     written = seen.usable & (seen.state == State.WRITTEN)
-    # Nearly all slots that a batch reads were written, so a kernel asks only where bytes differ.
+    # Nearly all slots that a batch reads were written, so a kernel looks at the record only where bytes differ.
     asked = seen.usable if phase is Phase.PRE_FORWARD else written
     for stack in stacks(state):
         compared = asked & stack.like.has_bytes(seen.slot)

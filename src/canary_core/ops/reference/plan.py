@@ -15,10 +15,10 @@ from canary_core.region import Region
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """One entry per batch row, int64 ``[rows]``: readable positions ``[read_first, prefix)``, new positions
-    ``[prefix, prefix + new)`` of which those from ``stored_first`` on are stored, and the index into ``token_ids`` that
-    the token at position 0 would have. Positions count slots: where a slot holds ``group`` tokens, its position's token
-    is the last of them."""
+    """One entry per batch row, int64 ``[rows]``. The forward reads positions ``[read_first, prefix)`` and computes
+    ``[prefix, prefix + new)``, of which it stores those from ``stored_first`` on. token_zero: the index into
+    ``token_ids`` that the token at position 0 would have. Positions count slots: where a slot holds ``group`` tokens,
+    the token of its position is the last of them."""
 
     prefix: Tensor
     new: Tensor
@@ -81,7 +81,7 @@ def _read_first(region: Region, prefix: Tensor, new: Tensor) -> Tensor:
 
 
 def stored(region: Region, ranges: Rows) -> Places:
-    """The new positions that are stored: of those that take turns on one row, the last one."""
+    """The new positions that are stored: of those that share a slot of a ring, the last one."""
     if region.page_ring is None:
         return expand(ranges.stored_first, ranges.prefix + ranges.new)
     page, ring = region.page_ring

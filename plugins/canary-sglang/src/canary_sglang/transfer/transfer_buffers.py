@@ -59,18 +59,23 @@ class TransferBuffers:
                 break
 
 
+def entries(buffers: RecordBuffers, pages: int, page_slots: int) -> list[Entry]:
+    """What is appended to a list whose buffers have ``pages`` pages of ``page_slots`` slots; nothing if the region has
+    not that many."""
+    if pages * page_slots > buffers.stamps.shape[0]:
+        return []
+    tables = [t.view(t.shape[0], -1) for t in (buffers.stamps, buffers.records, buffers.fingerprints)]
+    sizes = [(t, page_slots * t[0].nbytes) for t in tables if t[0].numel()]
+    return [(t.data_ptr(), pages * item_bytes, item_bytes) for t, item_bytes in sizes]
+
+
 def _fitting(
     buffers: RecordBuffers, ptrs: Sequence[int], lens: Sequence[int], items: Sequence[int], page: int
 ) -> list[Entry]:
     alike = {length // item for length, item in zip(lens, items, strict=True) if item}
     if len(ptrs) < FEWEST_BUFFERS or len(alike) != 1:
         return []
-    pages, page_slots = alike.pop(), int(page)
-    if pages * page_slots > buffers.stamps.shape[0]:
-        return []
-    tables = [t.view(t.shape[0], -1) for t in (buffers.stamps, buffers.records, buffers.fingerprints)]
-    sizes = [(t, page_slots * t[0].nbytes) for t in tables if t[0].numel()]
-    return [(t.data_ptr(), pages * item_bytes, item_bytes) for t, item_bytes in sizes]
+    return entries(buffers, alike.pop(), int(page))
 
 
 def _extend(lists: Sequence[list[int]], entries: Sequence[Entry]) -> None:

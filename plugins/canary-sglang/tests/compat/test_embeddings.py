@@ -1,12 +1,14 @@
 """Lost writes that are none, since the embedding gives both tokens the same bytes."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang.actions.embedding_filter import EmbeddingFilter
+from canary_sglang.compat import embeddings
 
-from canary_core.records import Kind
+from canary_adapters import EmbeddingFilter
+from canary_core import Kind
 
 pytestmark = pytest.mark.without_engine
 
@@ -34,6 +36,7 @@ class VocabParallelEmbedding(torch.nn.Module):
 def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old, dismissed):
     """Rows that are alike or all zero leave the bytes as they were; of rows on another rank nobody knows. Only of the
     model's own regions."""
-    vet = EmbeddingFilter(torch.nn.Sequential(VocabParallelEmbedding()), ["full"])
+    model = torch.nn.Sequential(VocabParallelEmbedding())
+    known = EmbeddingFilter(partial(embeddings.row, model), partial(embeddings.elsewhere, model), ["full"])
     finding = SimpleNamespace(kind=Kind.LOST_WRITE, region=region, token=new, stored_token=old)
-    assert (vet.canary_dismiss(finding) is not None) is dismissed
+    assert (known.canary_dismiss(finding) is not None) is dismissed
