@@ -84,7 +84,7 @@ def test_an_idle_time_is_no_long_step(monkeypatch):
 
 def test_the_first_forward_is_scrubbed():
     """A graph may be captured before any step has ended: the scrub is in it."""
-    assert all(stretch.slots > 0 for stretch in Guarded().canary._scrub.stretches)
+    assert all(stretch.slots > 0 for stretch in Guarded().canary.step.scrub.stretches)
 
 
 def test_a_mark_that_finds_no_slot_changes_nothing():

@@ -102,14 +102,14 @@ def test_slots_are_checked_on_demand():
         def canary_violation(self, violation):
             found.append(violation)
 
-    plugins.manager().register(Collector(), name="collector")
+    plugins.hook_manager().register(Collector(), name="collector")
     try:
         engine.v[1].view(-1)[engine.v[1][0].numel() * 2] += 1
         engine.k[0].view(-1)[engine.k[0][0].numel() * 3] += 1
         canary.slots.check("full", torch.tensor([1, 2]))
         canary.drain()
     finally:
-        plugins.manager().unregister(name="collector")
+        plugins.hook_manager().unregister(name="collector")
     assert [(v.kind, v.slot, v.layer, v.half, v.phase) for v in found] == [(Kind.BYTES, 2, 1, "v", Phase.EVENT)]
 
 

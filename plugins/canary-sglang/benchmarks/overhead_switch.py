@@ -22,14 +22,14 @@ _canaries: list[tuple[Any, ScrubBudget]] = []
 def canary_attached(canary: Any) -> None:
     """From here on the engine listens."""
     folder = Path(os.environ["OVERHEAD_SWITCH"])
-    _canaries.append((canary, canary._scrub.budget))
+    _canaries.append((canary, canary.step.scrub.budget))
 
     def switch(number: int, frame: Any) -> None:
         arm = (folder / "arm").read_text()
         name, _, budget = arm.partition("@")
         for guard, own in _canaries:
-            guard._scrub.budget = ScrubBudget.parse(budget) if budget else own
-            guard.enabled = name == "on"
+            guard.step.scrub.budget = ScrubBudget.parse(budget) if budget else own
+            guard._switch.enabled = name == "on"
         _write(folder / "applied", arm)
 
     signal.signal(SIGNAL, switch)

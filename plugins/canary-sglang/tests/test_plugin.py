@@ -69,7 +69,7 @@ def test_an_engine_that_runs_without_our_hooks_is_told(findings):
     hooks = Hooks()
     hooks._config = CanaryConfig.load(silence_s=0.01)
     hooks._batch(lambda scheduler, batch: None, "scheduler", SimpleNamespace(reqs=[]))
-    hooks._watch._timer.join(10)
+    hooks._watchdog._timer.join(10)
     assert [(event.name, event.level) for event in findings.events] == [("silence", "error")]
     assert "no pool was attached" in findings.events[0].fields["reason"]
 
@@ -167,9 +167,10 @@ def test_a_device_that_cannot_be_read_any_more_is_told(monkeypatch):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     told = []
-    monkeypatch.setattr(session, "synchronize", broken)
-    canary = SimpleNamespace(enabled=True, tell=told.append, drain=lambda: pytest.fail("read"))
-    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1)))
-    session.Session.last_words(SimpleNamespace(canary=canary, runner=runner))
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    canary = SimpleNamespace(
+        enabled=True, device=torch.device("cuda"), tell=told.append, drain=lambda: pytest.fail("read")
+    )
+    session.Session.last_words(SimpleNamespace(canary=canary))
     assert [(event.name, event.level) for event in told] == [("findings_lost", "warning")]
     assert "device-side assert" in told[0].fields["reason"]

@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,15 +32,25 @@ class Told:
         self.events: list[Any] = []
         self.frees = 0
         self.going_on: Any = lambda: None
+        self.slots = SimpleNamespace(
+            alloc=self.handed_out,
+            free=self.came_back,
+            defer=self.defer,
+            clear=self.clear,
+            end_lifetime=self.end_lifetime,
+        )
 
-    def alloc_slots(self, region: str, pages: torch.Tensor, writer: Any, page_slots: int) -> None:
+    def guard(self, where: str) -> Any:
+        return nullcontext()
+
+    def handed_out(self, region: str, pages: torch.Tensor, writer: Any, page_slots: int) -> None:
         assert self.free.issuperset(pages.tolist())
         self.free -= set(pages.tolist())
         ids = writer() if callable(writer) else writer
         ids = ids.tolist() if isinstance(ids, torch.Tensor) else [ids] * len(pages)
         self.takers.update(zip(pages.tolist(), ids, strict=True))
 
-    def free_slots(self, region: str, pages: torch.Tensor, writer: Any, page_slots: int, ready: Any) -> None:
+    def came_back(self, region: str, pages: torch.Tensor, writer: Any, page_slots: int, ready: Any) -> None:
         assert self.free.isdisjoint(pages.tolist())
         self.free |= set(pages.tolist())
         self.frees += 1
@@ -47,7 +58,7 @@ class Told:
         ids = ids.tolist() if isinstance(ids, torch.Tensor) else [ids] * len(pages)
         self.freers.update(zip(pages.tolist(), ids, strict=True))
 
-    def tell_later(self, tell: Any) -> None:
+    def defer(self, tell: Any) -> None:
         self.going_on = tell
 
     def settle(self) -> None:

@@ -10,6 +10,8 @@ from canary_sglang.prefix_cache.host_nodes import check_host_nodes
 from canary_sglang.prefix_cache.tree import HostRadix, Radix
 from canary_sglang.prefix_cache.walk import Limit, NodeWalk
 
+from canary_core import PayloadRecords
+
 pytestmark = pytest.mark.without_engine
 
 NODES = count(1)
@@ -194,8 +196,9 @@ class Parked:
         self.table[:, 0] = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9])
         self.table[:, 1] = torch.tensor([0, 1, 2, 3, 4, 5, 4, 5, 6]) * 8 + 1
 
-    def records(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.known[slots], self.table[slots]
+    def records(self, slots: torch.Tensor) -> PayloadRecords:
+        known, record = self.known[slots], self.table[slots]
+        return PayloadRecords(known, known.clone(), record[:, 0].long(), record[:, 1].long() // 8)
 
 
 @pytest.mark.parametrize("limit", [Limit(100, 100), Limit(100, 2)])

@@ -121,7 +121,7 @@ def _serve_on(engine: Any, served: list[Any], slot: int) -> dict[str, Any]:
 def scrub(engine: Any, prompt: list[int]) -> None:
     """Steps of a small request until the scrub has gone all round."""
     for canary in engine.canaries:
-        for stretch in canary._scrub.stretches:
+        for stretch in canary.step.scrub.stretches:
             stretch.resize(stretch.state.region.slots)
     serve(engine, [prompt], 2)
 
