@@ -148,8 +148,7 @@ def test_a_region_is_where_sglang_stores(pools, findings, monkeypatch, case, dev
         for source in region.sources:
             flip(source, slot)
             nothing = forward_of(slots[:0], regions)
-            canary.step.before(nothing)
-            canary.step.after(nothing)
+            canary.step.run(lambda: None, lambda view=nothing: view)
             canary.drain()
             told = [(v.kind.name, v.region, v.slot, v.source) for v in findings.violations]
             assert told == [("BYTES", region.name, slot, source.name)]

@@ -30,9 +30,10 @@ def sweep(engine: Any) -> dict[str, Any]:
     told = _sweeps(engine)
     sweeper._abandon()
     sweeper._due = 0
+    sweeper._scheduler = engine.scheduler
     for _ in range(1000):
         # Not through the scheduler, whose own checks end the process where the cache and the allocator disagree.
-        sweeper.idle(engine.scheduler)
+        sweeper.idle()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if len(_sweeps(engine)) > len(told):
