@@ -179,7 +179,7 @@ def test_the_profiler_sees_four_kernels_and_no_wait(mode, tmp_path):
     a stream, an event or the device."""
     run, steps = Run(*MODES[mode]), 20
     run.clean(30)
-    run._ours = within_a_window
+    run.ours = within_a_window
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):
             step = run.traffic.next()
@@ -239,7 +239,7 @@ def test_scratch_that_grows_inside_a_capture_works():
     compiled.stage(Step([None] * BIG.rows, [0] * BIG.rows))
     warm_up(compiled.bracket)
     run = Run("cuda", graph=True, size=BIG, warm=False)
-    assert run.canary.states["full"].plan.shape[0] >= BIG.tokens
+    assert run.canary.states["full"].scratch.plan.shape[0] >= BIG.tokens
     run.clean(50)
     for i in range(30):
         step = run.traffic.next()
@@ -261,7 +261,7 @@ def test_a_graph_survives_scratch_that_grows_after_it():
     view = idle_view(BIG)
     run.canary.step.before(view)
     run.canary.step.after(view)
-    assert run.canary.states["full"].plan.shape[0] >= BIG.tokens
+    assert run.canary.states["full"].scratch.plan.shape[0] >= BIG.tokens
     run.clean(50)
     step = prepare(run)
     broken = table_entry(lambda r: r.slots[2], Kind.POSITION)(run, step)
@@ -280,4 +280,4 @@ def test_events_take_effect_between_replays():
         run.canary.slots.free("full", slots)
         run.clean(1)
     assert run.found() == []
-    assert len(run.canary._workspace.queue) == 0
+    assert len(run.canary.slots.workspace.queue) == 0
