@@ -2,8 +2,8 @@
 
     python examples/own_pool.py
 
-No engine and no GPU needed. Every forward is bracketed by `pre_forward` and `post_forward`; then a page is given to
-two requests, and the report says who wrote what.
+No engine and no GPU needed. Every forward runs within `canary.step.run`; then a page is given to two requests, and the
+report says who wrote what.
 """
 
 import torch
@@ -21,7 +21,7 @@ tables = torch.zeros(2, 4, dtype=torch.int32)  # pages of two requests
 
 
 def forward(prefix: list[int], new: list[list[int]]) -> None:
-    """One forward of both requests: check, compute (here: anything that depends on the token), record."""
+    """One forward of both requests: check, compute, record, report."""
     table = block_table(tables, PAGE)
     view = BatchView(
         prefix_lens=torch.tensor(prefix),
@@ -30,7 +30,11 @@ def forward(prefix: list[int], new: list[list[int]]) -> None:
         writers=torch.tensor([canary.writers.id(name) for name in ("alice", "bob")]),
         tables={"full": table},
     )
-    canary.step.before(view)
+    canary.step.run(lambda: compute(prefix, new), lambda: view)
+
+
+def compute(prefix: list[int], new: list[list[int]]) -> None:
+    """The engine's own work: K and V of each new token go to its place."""
     for row, tokens in enumerate(new):
         for i, token in enumerate(tokens):
             position = prefix[row] + i
@@ -38,8 +42,6 @@ def forward(prefix: list[int], new: list[list[int]]) -> None:
             for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
                 k[page, offset] = torch.sin(torch.arange(DIM) + token + 10 * position + layer)
                 v[page, offset] = torch.cos(torch.arange(DIM) + token + layer)
-    canary.step.after(view)
-    canary.step.end()
 
 
 tables[0, :2] = torch.tensor([3, 7])

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PLUGINS = {package.parent.name: package.parent for package in ROOT.glob("plugins/*/src/*/__init__.py")}
 DISTRIBUTIONS = [ROOT, *(p.parent for p in sorted(ROOT.glob("plugins/*/pyproject.toml")))]
+PUBLIC = ("canary_core", "canary_core.testing", "canary_adapters")
 ENGINES = ("lmdeploy", "sglang", "tensorrt_llm", "transformers", "vllm")
 
 
@@ -92,6 +94,22 @@ def test_every_wheel_says_what_it_is_and_carries_the_licence(project):
     assert about["description"].endswith(".")
     assert {"kv-cache", "sanitizer"} <= set(about["keywords"])
     assert "Typing :: Typed" in about["classifiers"]
+
+
+@pytest.mark.parametrize("folder", [*PLUGINS.values(), ROOT / "examples"], ids=lambda f: f.name)
+def test_plugins_and_examples_live_on_the_public_surface(folder):
+    """They import ``canary_core``, ``canary_core.testing`` and ``canary_adapters``, and nothing deeper."""
+    deeper = []
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(), str(file))):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            ours = (n for n in names if n and n.split(".")[0] in ("canary_core", "canary_adapters"))
+            deeper += [f"{file}:{node.lineno} {n}" for n in ours if n not in PUBLIC]
+            if isinstance(node, ast.ImportFrom) and node.module in PUBLIC:
+                known = importlib.import_module(node.module).__all__
+                deeper += [f"{file}:{node.lineno} {a.name}" for a in node.names if a.name not in known]
+    assert deeper == []
 
 
 @pytest.mark.parametrize("plugin", sorted(PLUGINS))

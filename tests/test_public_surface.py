@@ -5,6 +5,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+from support import surface
 
 import canary_core
 from canary_core import hookspecs
@@ -17,6 +18,12 @@ def test_all_is_sorted_and_complete():
     """``__all__`` is sorted, and every name in it exists."""
     assert list(canary_core.__all__) == sorted(canary_core.__all__)
     assert [n for n in canary_core.__all__ if not hasattr(canary_core, n)] == []
+
+
+def test_the_public_surface_is_what_was_agreed():
+    """Every public name, method and parameter is in public_surface.txt: plugins live on them, so each change is a
+    change of that file. ``PYTHONPATH=tests python -m support.surface > tests/public_surface.txt`` writes it anew."""
+    assert surface.text() == Path(__file__).with_name("public_surface.txt").read_text()
 
 
 def test_public_names_are_documented():

@@ -1,5 +1,5 @@
-"""`Switch` and its `Guard`: what is ours never reaches the engine in log mode, and what is a finding does. `Workspace`:
-what there is in off mode and on a CPU."""
+"""`Switch` and its `Failsafe`: what is ours never reaches the engine in log mode, what is a finding does. `Workspace`:
+in off mode and on a CPU."""
 
 from contextlib import nullcontext
 

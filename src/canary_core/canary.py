@@ -17,7 +17,7 @@ from canary_core.ops.warm_up import row_counts, warm_up
 from canary_core.records import Counter
 from canary_core.region import Region, Uncovered
 from canary_core.reporting.findings import Findings
-from canary_core.runtime.workspace import Guard, Switch, Workspace
+from canary_core.runtime.workspace import Failsafe, Switch, Workspace
 from canary_core.slots import SlotEvents
 from canary_core.step import Step
 from canary_core.violation import Violation
@@ -186,7 +186,7 @@ class Canary:
         raised in raise mode. ``where``: what was being done."""
         self._switch.fail(where, error)
 
-    def guard(self, where: str) -> Guard:
+    def guard(self, where: str) -> Failsafe:
         """A context for work of an adapter within the engine: its exceptions go to `fail`, findings pass through."""
         return self._switch.guard(where)
 

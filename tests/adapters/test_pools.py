@@ -18,6 +18,13 @@ from canary_adapters import (
 )
 from canary_core.region import Region, RegionKind, Role, Uncovered
 
+ROWS = RowPool("swa", kv_layers([torch.zeros(9, 4)], [torch.zeros(9, 4)]))
+
+UNEVEN_PAGES = kv_layers([torch.zeros(6, 2, 4)], [torch.zeros(3, 4, 4)])
+PAGES = kv_layers([torch.zeros(6, 2, 4)], [torch.zeros(6, 2, 4)])
+
+NINE, EIGHT = [torch.zeros(9, 2, 4) for _ in range(2)], [torch.zeros(8, 2, 4) for _ in range(2)]
+
 
 def _tensors(*shape, n=2, dtype=torch.float32):
     return [torch.zeros(shape, dtype=dtype) for _ in range(n)]
@@ -69,16 +76,37 @@ class TestRowPool:
             slots = {b * page + i: source.tensor[b * rows + i] for b in range(blocks) for i in range(page)}
             oracle.agrees(source, slots)
 
-    def test_refusals(self, refusal):
+    @pytest.mark.parametrize(
+        ("call", "facts"),
+        [
+            pytest.param(
+                lambda: RowPool("kv", kv_layers(NINE, EIGHT)).regions(),
+                ["'kv'", "9 in k.0", "8 in v.0"],
+                id="slots_differ",
+            ),
+            pytest.param(
+                lambda: RowPool("kv", kv_layers(NINE, EIGHT), slots=9).regions(),
+                ["9", "v.0 has 8"],
+                id="more_slots_than_rows",
+            ),
+            pytest.param(lambda: RowPool("kv", []).regions(), ["'kv'", "no tensors"], id="no_layers"),
+            pytest.param(lambda: kv_layers(NINE, EIGHT[:1]), ["1 and 2"], id="unequal_halves"),
+            pytest.param(
+                lambda: RowPool("kv", kv_layers(NINE, NINE)).regions(), ["kv/k.0", "kv/v.0"], id="the_same_tensor_twice"
+            ),
+            pytest.param(
+                lambda: RowPool("kv", kv_layers(NINE, NINE), pool_page=(0, 1)), ["'kv'", "(0, 1)"], id="pool_page"
+            ),
+            pytest.param(
+                lambda: RowPool("kv", kv_layers(NINE, NINE[::-1]), null_slot=9).regions(),
+                ["null_slot 9", "9 slots"],
+                id="null_slot_beyond_the_rows",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, call, facts, refusal):
         """Counts that differ, slots that aren't there, no layers, unequal halves, a tensor that is there twice."""
-        k, v = _tensors(9, 2, 4), _tensors(8, 2, 4)
-        refusal(lambda: RowPool("kv", kv_layers(k, v)).regions(), "'kv'", "9 in k.0", "8 in v.0")
-        refusal(lambda: RowPool("kv", kv_layers(k, v), slots=9).regions(), "9", "v.0 has 8")
-        refusal(lambda: RowPool("kv", []).regions(), "'kv'", "no tensors")
-        refusal(lambda: kv_layers(k, v[:1]), "1 and 2")
-        refusal(lambda: RowPool("kv", kv_layers(k, k)).regions(), "kv/k.0", "kv/v.0")
-        refusal(lambda: RowPool("kv", kv_layers(k, k), pool_page=(0, 1)), "'kv'", "(0, 1)")
-        refusal(lambda: RowPool("kv", kv_layers(k, k[::-1]), null_slot=9).regions(), "null_slot 9", "9 slots")
+        refusal(call, *facts)
 
 
 class TestPagedPool:
@@ -100,14 +128,24 @@ class TestPagedPool:
         for source in region.sources:
             oracle.agrees(source, {p * 4 + i: source.tensor[p, :, i] for p in range(5) for i in range(4)})
 
-    def test_refusals(self, refusal):
+    @pytest.mark.parametrize(
+        ("call", "facts"),
+        [
+            pytest.param(
+                lambda: PagedPool("kv", UNEVEN_PAGES).regions(),
+                ["2 in k.0", "4 in v.0", "page size"],
+                id="page_sizes_differ",
+            ),
+            pytest.param(lambda: stacked_layers(_tensors(3, 2, 4)), ["(3, 2, 4)", "half_dim"], id="not_two_halves"),
+            pytest.param(lambda: stacked_layers(_tensors(2, 2, 4), 3), ["dimension 3"], id="no_such_half_dim"),
+            pytest.param(
+                lambda: PagedPool("kv", PAGES, slot_dim=5).regions(), ["(0, 5)", "slot_dim"], id="no_such_slot_dim"
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, call, facts, refusal):
         """Page sizes that differ at the same slot count, halves that aren't two."""
-        layers = kv_layers([torch.zeros(6, 2, 4)], [torch.zeros(3, 4, 4)])
-        refusal(lambda: PagedPool("kv", layers).regions(), "2 in k.0", "4 in v.0", "page size")
-        refusal(lambda: stacked_layers(_tensors(3, 2, 4)), "(3, 2, 4)", "half_dim")
-        refusal(lambda: stacked_layers(_tensors(2, 2, 4), 3), "dimension 3")
-        layers = kv_layers(_tensors(6, 2, 4), _tensors(6, 2, 4))
-        refusal(lambda: PagedPool("kv", layers, slot_dim=5).regions(), "(0, 5)", "slot_dim")
+        refusal(call, *facts)
 
 
 class TestRegionPool:
@@ -146,12 +184,23 @@ class TestWindowPool:
         assert region.null_slot == 0
         assert len(pool.uncovered()) == 4
 
-    def test_refusals(self, refusal):
+    @pytest.mark.parametrize(
+        ("call", "facts"),
+        [
+            pytest.param(lambda: WindowPool(ROWS, 0).regions(), ["'swa'", "got 0"], id="no_window"),
+            pytest.param(
+                lambda: WindowPool(ROWS, 4, torch.zeros(5)).regions(), ["slot_map", "float32"], id="map_of_floats"
+            ),
+            pytest.param(
+                lambda: WindowPool(WindowPool(ROWS, 4), 4).regions(),
+                ["'swa'", "window already"],
+                id="window_of_a_window",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, call, facts, refusal):
         """No window, a map of floats, a window of a window."""
-        pool = RowPool("swa", kv_layers(_tensors(9, 4), _tensors(9, 4)))
-        refusal(lambda: WindowPool(pool, 0).regions(), "'swa'", "got 0")
-        refusal(lambda: WindowPool(pool, 4, torch.zeros(5)).regions(), "slot_map", "float32")
-        refusal(lambda: WindowPool(WindowPool(pool, 4), 4).regions(), "'swa'", "window already")
+        refusal(call, *facts)
 
 
 def test_packed_pool(refusal):

@@ -11,6 +11,10 @@ from canary_adapters import PackedPage, Part, growing_source, packed_page_source
 from canary_core.errors import AttachError
 from canary_core.region import KVSource, Region, Role
 
+PACKED = torch.zeros(3, 100, dtype=torch.uint8)
+
+POOL = torch.zeros(5, 4, 3, 7)
+
 K = Part("k", 3)
 DTYPES = [torch.uint8, torch.int8, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -96,24 +100,69 @@ class TestRows:
         source = row_source(torch.zeros(4, 2), Part("k_scale", 7, role=Role.SCALE))
         assert (source.half, source.layer, source.role, source.name) == ("k_scale", 7, Role.SCALE, "k_scale.7")
 
-    def test_refusals(self, refusal):
+    @pytest.mark.parametrize(
+        ("call", "facts"),
+        [
+            pytest.param(lambda: row_source(torch.tensor(1.0), K), ["k.3", "()"], id="scalar"),
+            pytest.param(lambda: row_source(torch.zeros(0, 4), K), ["k.3", "(0, 4)"], id="no_rows"),
+            pytest.param(lambda: row_source(torch.zeros(4, 0), K), ["k.3", "(4, 0)"], id="empty_rows"),
+            pytest.param(lambda: row_source(torch.zeros(4, 2, device="meta"), K), ["k.3", "meta"], id="meta"),
+            pytest.param(lambda: row_source(torch.zeros(4, 4).to_sparse(), K), ["k.3", "sparse"], id="sparse"),
+            pytest.param(
+                lambda: row_source(torch.zeros(4, 4, 4, 4)[:, ::2, ::2, ::2], K),
+                ["k.3", "(64, 32, 8, 2)"],
+                id="three_strides",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(1, 4).expand(3, 4), K),
+                ["k.3", "slots 0 and 1", "expanded"],
+                id="expanded_rows",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(4, 1).expand(4, 3), K),
+                ["k.3", "stride 0", "(1, 0)"],
+                id="expanded_contents",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(9).as_strided((3, 4), (2, 1)), K),
+                ["slots 0 and 1"],
+                id="overlapping_rows",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(9).as_strided((1, 2, 4), (0, 2, 1)), K),
+                ["share bytes"],
+                id="overlapping_contents",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(4, 2), K, (2, 3)),
+                ["(2, 3)", "pool_page"],
+                id="pool_page_wrong_way_round",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(4, 2), K, (8, 5)),
+                ["(4, 2)", "pool_page"],
+                id="pool_page_beyond_the_rows",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(4, 2), Part("k", 3, torch.float16)),
+                ["float32", "float16"],
+                id="another_float_type",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(4, 3, dtype=torch.uint8), Part("k", 3, torch.float16)),
+                ["3 bytes"],
+                id="not_whole_elements",
+            ),
+            pytest.param(
+                lambda: row_source(torch.zeros(4, 3, dtype=torch.uint8), Part("k", 3, torch.int8)),
+                ["torch.int8"],
+                id="not_a_float_type",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, call, facts, refusal):
         """What can't be described says what, what was got and what to do."""
-        part = K
-        refusal(lambda: row_source(torch.tensor(1.0), part), "k.3", "()")
-        refusal(lambda: row_source(torch.zeros(0, 4), part), "k.3", "(0, 4)")
-        refusal(lambda: row_source(torch.zeros(4, 0), part), "k.3", "(4, 0)")
-        refusal(lambda: row_source(torch.zeros(4, 2, device="meta"), part), "k.3", "meta")
-        refusal(lambda: row_source(torch.zeros(4, 4).to_sparse(), part), "k.3", "sparse")
-        refusal(lambda: row_source(torch.zeros(4, 4, 4, 4)[:, ::2, ::2, ::2], part), "k.3", "(64, 32, 8, 2)")
-        refusal(lambda: row_source(torch.zeros(1, 4).expand(3, 4), part), "k.3", "slots 0 and 1", "expanded")
-        refusal(lambda: row_source(torch.zeros(4, 1).expand(4, 3), part), "k.3", "stride 0", "(1, 0)")
-        refusal(lambda: row_source(torch.zeros(9).as_strided((3, 4), (2, 1)), part), "slots 0 and 1")
-        refusal(lambda: row_source(torch.zeros(9).as_strided((1, 2, 4), (0, 2, 1)), part), "share bytes")
-        refusal(lambda: row_source(torch.zeros(4, 2), part, (2, 3)), "(2, 3)", "pool_page")
-        refusal(lambda: row_source(torch.zeros(4, 2), part, (8, 5)), "(4, 2)", "pool_page")
-        refusal(lambda: row_source(torch.zeros(4, 2), Part("k", 3, torch.float16)), "float32", "float16")
-        refusal(lambda: row_source(torch.zeros(4, 3, dtype=torch.uint8), Part("k", 3, torch.float16)), "3 bytes")
-        refusal(lambda: row_source(torch.zeros(4, 3, dtype=torch.uint8), Part("k", 3, torch.int8)), "torch.int8")
+        refusal(call, *facts)
 
 
 class TestPages:
@@ -160,15 +209,24 @@ class TestPages:
         source = paged_source(cache, K, 0, 2)
         oracle.agrees(source, {b * 9 + p: cache[b, :, p] for b in range(3) for p in range(9)})
 
-    def test_refusals(self, refusal):
+    @pytest.mark.parametrize(
+        ("call", "facts"),
+        [
+            pytest.param(lambda: paged_source(POOL, K, 0, 0), ["(0, 0)", "(5, 4, 3, 7)"], id="one_dimension_twice"),
+            pytest.param(lambda: paged_source(POOL, K, 0, -4), ["(0, -4)"], id="the_same_from_behind"),
+            pytest.param(lambda: paged_source(POOL, K, 0, 4), ["(0, 4)", "slot_dim"], id="no_such_dimension"),
+            pytest.param(
+                lambda: paged_source(POOL[..., ::2], K, 0, 2), ["k.3", "(5, 4, 3, 4)"], id="contents_at_two_strides"
+            ),
+            pytest.param(lambda: paged_source(torch.zeros(5), K), ["2 dimension", "(5,)"], id="too_few_dimensions"),
+            pytest.param(
+                lambda: paged_source(torch.zeros(1, 4, 3).expand(5, 4, 3), K), ["slots 0 and 4"], id="overlapping_pages"
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, call, facts, refusal):
         """Dimensions that aren't there, pages that overlap, contents at two strides."""
-        pool = torch.zeros(5, 4, 3, 7)
-        refusal(lambda: paged_source(pool, K, 0, 0), "(0, 0)", "(5, 4, 3, 7)")
-        refusal(lambda: paged_source(pool, K, 0, -4), "(0, -4)")
-        refusal(lambda: paged_source(pool, K, 0, 4), "(0, 4)", "slot_dim")
-        refusal(lambda: paged_source(pool[..., ::2], K, 0, 2), "k.3", "(5, 4, 3, 4)")
-        refusal(lambda: paged_source(torch.zeros(5), K), "2 dimension", "(5,)")
-        refusal(lambda: paged_source(torch.zeros(1, 4, 3).expand(5, 4, 3), K), "slots 0 and 4")
+        refusal(call, *facts)
 
 
 class TestPackedPages:
@@ -207,15 +265,30 @@ class TestPackedPages:
         assert data.dtype is None
         oracle.agrees(data, {p * 3 + i: pool.flatten(1)[p, 4 * i : 4 * i + 4] for p in range(3) for i in range(3)})
 
-    def test_refusals(self, refusal):
+    @pytest.mark.parametrize(
+        ("call", "facts"),
+        [
+            pytest.param(
+                lambda: packed_page_source(PACKED, K, PackedPage(64, 2, 1)),
+                ["192", "100", "k.3"],
+                id="layout_beyond_the_page",
+            ),
+            pytest.param(
+                lambda: packed_page_source(PACKED[:, ::2], K, PackedPage(2, 2, 1)),
+                ["contiguous", "(3, 50)"],
+                id="pages_with_gaps",
+            ),
+            pytest.param(lambda: PackedPage(0, 576, 8), ["page_size=0"], id="empty_page"),
+            pytest.param(
+                lambda: packed_page_source(PACKED, Part("k", 3, torch.float16), PackedPage(4, 7, 1)),
+                ["7 bytes", "float16"],
+                id="not_whole_elements",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, call, facts, refusal):
         """A layout that needs more than a page, pages with gaps, impossible sizes."""
-        pool = torch.zeros(3, 100, dtype=torch.uint8)
-        refusal(lambda: packed_page_source(pool, K, PackedPage(64, 2, 1)), "192", "100", "k.3")
-        refusal(lambda: packed_page_source(pool[:, ::2], K, PackedPage(2, 2, 1)), "contiguous", "(3, 50)")
-        refusal(lambda: PackedPage(0, 576, 8), "page_size=0")
-        refusal(
-            lambda: packed_page_source(pool, Part("k", 3, torch.float16), PackedPage(4, 7, 1)), "7 bytes", "float16"
-        )
+        refusal(call, *facts)
 
 
 class TestGrowing:
@@ -244,14 +317,32 @@ class TestGrowing:
         source = growing_source(cache, K, 7, batch_dim=1, token_dim=0)
         oracle.agrees(source, {b * 7 + p: cache[p, b] for b in range(3) for p in range(4)})
 
-    def test_refusals(self, refusal):
+    @pytest.mark.parametrize(
+        ("call", "facts"),
+        [
+            pytest.param(
+                lambda: growing_source(torch.zeros(2, 3, 5, 4), K, 4),
+                ["max_tokens 4", "5 tokens"],
+                id="longer_than_its_longest",
+            ),
+            pytest.param(lambda: growing_source(torch.zeros(2, 3, 0, 4), K, 0), ["max_tokens 0"], id="no_room"),
+            pytest.param(lambda: growing_source(torch.tensor([]), K, 4), ["(0,)"], id="one_dimension"),
+            pytest.param(lambda: growing_source(torch.zeros(0, 3, 5, 4), K, 9), ["(0, 3, 5, 4)"], id="no_rows"),
+            pytest.param(
+                lambda: growing_source(torch.zeros(2, 3, 5, 8)[..., ::2], K, 9),
+                ["chunks"],
+                id="contents_at_two_strides",
+            ),
+            pytest.param(
+                lambda: growing_source(torch.zeros(2, 4, 4, 5, 8)[:, ::2, ::2], K, 9, token_dim=3),
+                ["chunks"],
+                id="heads_at_two_strides",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, call, facts, refusal):
         """A cache longer than its longest, one without its dimensions, one that isn't affine."""
-        refusal(lambda: growing_source(torch.zeros(2, 3, 5, 4), K, 4), "max_tokens 4", "5 tokens")
-        refusal(lambda: growing_source(torch.zeros(2, 3, 0, 4), K, 0), "max_tokens 0")
-        refusal(lambda: growing_source(torch.tensor([]), K, 4), "(0,)")
-        refusal(lambda: growing_source(torch.zeros(0, 3, 5, 4), K, 9), "(0, 3, 5, 4)")
-        refusal(lambda: growing_source(torch.zeros(2, 3, 5, 8)[..., ::2], K, 9), "chunks")
-        refusal(lambda: growing_source(torch.zeros(2, 4, 4, 5, 8)[:, ::2, ::2], K, 9, token_dim=3), "chunks")
+        refusal(call, *facts)
 
 
 def test_a_cut_last_page_needs_only_its_own_slots():

@@ -4,6 +4,8 @@ import torch
 from canary_adapters import block_table, ragged_table, ring_table, slot_table
 from canary_core.batch import SlotTable
 
+ENTRIES, STARTS = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+
 
 def _slot(table: SlotTable, row: int, position: int) -> int:
     """The contract of `SlotTable`, element by element."""
@@ -68,22 +70,41 @@ def test_interleaved_pool():
     assert [_slot(pages, 0, p) for p in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]
 
 
-def test_refusals(refusal):
+@pytest.mark.parametrize(
+    ("call", "facts"),
+    [
+        pytest.param(lambda: slot_table(ENTRIES.float()), ["int32 or int64", "float32"], id="entries_of_floats"),
+        pytest.param(lambda: slot_table(ENTRIES[0]), ["2 dimension", "(6,)"], id="one_row_of_entries"),
+        pytest.param(lambda: slot_table(ENTRIES.T), ["contiguous", "(1, 6)"], id="entries_transposed"),
+        pytest.param(lambda: slot_table(ENTRIES, STARTS.float()), ["rows", "float32"], id="rows_of_floats"),
+        pytest.param(
+            lambda: slot_table(ENTRIES, write_slots=ENTRIES),
+            ["write_slots", "(4, 6)"],
+            id="write_slots_of_two_dimensions",
+        ),
+        pytest.param(
+            lambda: slot_table(ENTRIES, STARTS.to("meta")), ["rows", "cpu", "meta"], id="rows_on_another_device"
+        ),
+        pytest.param(
+            lambda: slot_table(ENTRIES[:1].expand(4, 6)), ["overlap", "(0, 1)", "ragged_table"], id="expanded_entries"
+        ),
+        pytest.param(lambda: slot_table(ENTRIES, pool_page=(4, 5)), ["pool_page", "(4, 5)"], id="pool_page"),
+        pytest.param(lambda: block_table(ENTRIES, 0), ["page_size=0"], id="no_page_size"),
+        pytest.param(lambda: ragged_table(ENTRIES, STARTS), ["flat", "(4, 6)"], id="flat_of_two_dimensions"),
+        pytest.param(lambda: ragged_table(STARTS.short(), STARTS), ["flat", "int16"], id="flat_of_int16"),
+        pytest.param(lambda: ragged_table(STARTS[::2], STARTS), ["flat", "contiguous"], id="flat_with_gaps"),
+        pytest.param(
+            lambda: ragged_table(STARTS, STARTS.to("meta")), ["starts", "meta"], id="starts_on_another_device"
+        ),
+        pytest.param(lambda: ring_table(slot_table(ENTRIES), 0), ["got 0"], id="no_ring"),
+        pytest.param(lambda: ring_table(slot_table(ENTRIES), 7), ["7 slots", "(4, 6)"], id="ring_beyond_the_row"),
+        pytest.param(
+            lambda: ring_table(ring_table(slot_table(ENTRIES), 6), 3),
+            ["ring of 6", "ring_slots=3"],
+            id="ring_of_a_ring",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, facts, refusal):
     """Wrong dtypes, shapes, devices and sizes."""
-    entries, starts = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    refusal(lambda: slot_table(entries.float()), "int32 or int64", "float32")
-    refusal(lambda: slot_table(entries[0]), "2 dimension", "(6,)")
-    refusal(lambda: slot_table(entries.T), "contiguous", "(1, 6)")
-    refusal(lambda: slot_table(entries, starts.float()), "rows", "float32")
-    refusal(lambda: slot_table(entries, write_slots=entries), "write_slots", "(4, 6)")
-    refusal(lambda: slot_table(entries, starts.to("meta")), "rows", "cpu", "meta")
-    refusal(lambda: slot_table(entries[:1].expand(4, 6)), "overlap", "(0, 1)", "ragged_table")
-    refusal(lambda: slot_table(entries, pool_page=(4, 5)), "pool_page", "(4, 5)")
-    refusal(lambda: block_table(entries, 0), "page_size=0")
-    refusal(lambda: ragged_table(entries, starts), "flat", "(4, 6)")
-    refusal(lambda: ragged_table(starts.short(), starts), "flat", "int16")
-    refusal(lambda: ragged_table(starts[::2], starts), "flat", "contiguous")
-    refusal(lambda: ragged_table(starts, starts.to("meta")), "starts", "meta")
-    refusal(lambda: ring_table(slot_table(entries), 0), "got 0")
-    refusal(lambda: ring_table(slot_table(entries), 7), "7 slots", "(4, 6)")
-    refusal(lambda: ring_table(ring_table(slot_table(entries), 6), 3), "ring of 6", "ring_slots=3")
+    refusal(call, *facts)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.reference import plan
-from canary_core.ops.reference.fingerprint import stacks
+from canary_core.ops.reference.stack import stacks
 from canary_core.ops.state import RegionState
 from canary_core.records import POSITION, STATES, Clock, Kind, State, Status
 from canary_core.region import KVSource, Role

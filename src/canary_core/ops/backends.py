@@ -51,20 +51,20 @@ def choose(name: str, device: torch.device) -> Backend:
 
 def torch_backend() -> Backend:
     """The vectorised reference; for pools on any device, but meant for the CPU: it allocates and reads back."""
-    from canary_core.ops.reference import check, fingerprint, lifetime, record
+    from canary_core.ops.reference import check, compare, fingerprint, lifetime, record
 
     return Backend(
-        "torch", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
-        fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify,
+        "torch", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
+        compare.scrub, lifetime.free, lifetime.alloc, compare.verify,
     )  # fmt: skip
 
 
 def triton_backend() -> Backend:
     """The kernels; on the CPU only where ``TRITON_INTERPRET=1`` was set before triton was imported."""
-    from canary_core.ops.kernels import check, fingerprint, launch, lifetime, record
+    from canary_core.ops.kernels import check, compare, fingerprint, launch, lifetime, record
 
     return Backend(
-        "triton", fingerprint.baseline, check.check, fingerprint.read_check, fingerprint.fingerprint, record.record,
-        fingerprint.scrub, lifetime.free, lifetime.alloc, fingerprint.verify, launch.ROW_STEPS,
+        "triton", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
+        compare.scrub, lifetime.free, lifetime.alloc, compare.verify, launch.ROW_STEPS,
         launch.compile_together,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from canary_core.runtime.streams import current
+
 
 class HostCopy:
     """Copies of ``tensors``, as they are where the current stream has got to when this is made.
@@ -14,34 +16,30 @@ class HostCopy:
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tuple(_to_host(tensor) for tensor in tensors)
+        self.tensors = tuple(torch.empty_like(t, device="cpu", pin_memory=True) if t.is_cuda else t for t in tensors)
+        self._ready = torch.cuda.Event() if any(t.is_cuda for t in tensors) else None
         self._sources: tuple[Tensor, ...] = ()
-        self._event: torch.cuda.Event | None = None
-        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if device is not None:
-            self._sources = tensors
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
+        self.start(*tensors)
+
+    def start(self, *tensors: Tensor) -> None:
+        """Copies ``tensors``, which are like those that this was made with, to the same memory on the host. The copies
+        before must have arrived and been read."""
+        if self._ready is None:
+            return
+        self._sources = tensors
+        for host, tensor in zip(self.tensors, tensors, strict=True):
+            if host is not tensor:
+                host.copy_(tensor, non_blocking=True)
+        self._ready.record(current(next(tensor.device for tensor in tensors if tensor.is_cuda)))
 
     def arrived(self) -> bool:
         """Whether ``tensors`` may be read. Never waits."""
-        if self._event is not None and self._event.query():
-            self._done()
-        return self._event is None
+        if self._sources and self._ready is not None and self._ready.query():
+            self._sources = ()
+        return not self._sources
 
     def wait(self) -> None:
         """Waits until ``tensors`` may be read."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._done()
-
-    def _done(self) -> None:
-        self._event = None
-        self._sources = ()
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+        if self._sources and self._ready is not None:
+            self._ready.synchronize()
+            self._sources = ()

@@ -104,12 +104,12 @@ class Switch:
             self._misused.add(what)
             self.tell(Event("misuse", "error", {"reason": what}))
 
-    def guard(self, where: str) -> "Guard":
+    def guard(self, where: str) -> "Failsafe":
         """A context for work of ours within the engine: its exceptions go to `fail`, findings pass through."""
-        return Guard(self, where)
+        return Failsafe(self, where)
 
 
-class Guard:
+class Failsafe:
     """See `Switch.guard`."""
 
     __slots__ = ("_switch", "_where")

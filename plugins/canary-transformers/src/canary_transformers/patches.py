@@ -1,5 +1,6 @@
 """`Patches`: replaces functions of the engine, and puts them back."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,19 +10,35 @@ _MISSING = object()
 class Patches:
     """Wraps attributes of classes, or of single objects; `undo` restores them, last one first.
 
-    A wrapper is made by ``make(original)``. Where somebody else has wrapped ours since, `undo` leaves the attribute
-    alone: what we were for is gone by then, and the wrapper only calls on.
+    Where somebody else has wrapped ours since, `undo` leaves the attribute alone: a wrapper that has nothing to do any
+    more calls the original.
     """
 
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replaces ``owner.name``. On an object that shadows the class's method for this object only."""
+        """Replaces ``owner.name`` by ``make(original)``. On an object that shadows the class's method for this object
+        only."""
         before = vars(owner).get(name, _MISSING)
         wrapper = make(getattr(owner, name))
         setattr(owner, name, wrapper)
         self._done.append((owner, name, before, wrapper))
+
+    def follow(self, owner: Any, name: str, told: Callable[..., None]) -> None:
+        """After each call of ``owner.name``, calls ``told`` with its result and the very arguments; those of a class's
+        method begin with the object."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                told(result, *args, **kwargs)
+                return result
+
+            return wrapper
+
+        self.wrap(owner, name, make)
 
     def undo(self) -> None:
         """Restores everything; again: does nothing."""

@@ -1,14 +1,212 @@
-"""Compares the bytes of a tile with what was recorded of them."""
+"""read_check, scrub, verify: the kernels of `canary_core.ops.reference.compare`, and what they share: what the bytes of
+a tile are, against what was recorded of them. How programs go over slots and sources is told in `fingerprint`.
+"""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from canary_core.ops.kernels.common import STATE_VALUES, WRITTEN, report_record, split_head
-from canary_core.ops.kernels.fold import STRIP, fold, fold_abreast, load_strip
-from canary_core.records import Clock, Kind
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.kernels.common import (
+    STATE_VALUES,
+    STATUS_OK,
+    WRITTEN,
+    lookup,
+    readable,
+    report_record,
+    split_head,
+)
+from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, load_strip, spread
+from canary_core.ops.kernels.launch import VARYING, arguments, batch_arguments, group_launches, jit
+from canary_core.ops.kernels.tiles import READ_CHECK_TILES, SCRUB_TILES
+from canary_core.ops.state import RegionState
+from canary_core.records import Clock, Counter, Cursor, Kind, Phase
 
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
+CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
+CURSOR_SCRUB_NEXT = tl.constexpr(int(Cursor.SCRUB_NEXT))
+CURSOR_SCRUB_SLOTS = tl.constexpr(int(Cursor.SCRUB_SLOTS))
+CURSOR_READ = tl.constexpr(int(Cursor.READ))
+CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
+COUNT_CHECKED_BYTES = tl.constexpr(int(Counter.CHECKED_BYTES))
+COUNT_SCRUBBED_SLOTS = tl.constexpr(int(Counter.SCRUBBED_SLOTS))
 KIND_BYTES = tl.constexpr(int(Kind.BYTES))
+PHASE_PRE = tl.constexpr(int(Phase.PRE_FORWARD))
+PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
+PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
+
+
+def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """As `canary_core.ops.reference.compare.read_check`. One launch a source group; may be captured."""
+    given, built_in = batch_arguments(state, batch, table)
+    for launch in group_launches(state, "read_check", read_check_kernel, READ_CHECK_TILES, built_in):
+        launch.launch((launch.blocks, launch.programs), given)
+
+
+def scrub(state: RegionState) -> None:
+    """As `canary_core.ops.reference.compare.scrub`. One launch a source group; may be captured."""
+    for launch in group_launches(state, "scrub", scrub_kernel, SCRUB_TILES):
+        launch.launch((launch.blocks, launch.programs))
+
+
+def verify(state: RegionState, slots: Tensor) -> None:
+    """As `canary_core.ops.reference.compare.verify`. One launch a source group."""
+    given = arguments(slots, slots.shape[0])
+    for launch in group_launches(state, "verify", verify_kernel, SCRUB_TILES):
+        needed = max(-(-slots.shape[0] // launch.slots), 1)
+        launch.launch((launch.blocks, min(needed, launch.programs)), given)
+
+
+@jit(*VARYING)
+def read_check_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
+    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
+    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `SLOTS` readable places, by groups of sources."""
+    N: tl.constexpr = len(STRIPS) // STRIP
+    source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
+    strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
+    o_row = tl.arange(0, ROWS)
+    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0) // GROUP
+    b_first = tl.zeros_like(b_prefix)
+    if WINDOW > 0:
+        b_first = b_prefix - readable(b_prefix, tl.load(p_new + o_row, mask=o_row < rows, other=0), WINDOW, ALIGN)
+    b_row = o_row
+    if p_rows is not None:
+        b_row = tl.load(p_rows + o_row, mask=o_row < rows, other=0).to(tl.int32)
+    b_tiles = (b_prefix - b_first + SLOTS - 1) // SLOTS
+    b_tile_end = tl.cumsum(b_tiles, 0)
+    total = tl.sum(b_tiles, 0)
+    tiles = tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), total).to(tl.int32)
+    # `check` has already moved the cursor past this forward's stretch.
+    begin = ((tl.load(p_cursors + CURSOR_READ) - tiles + total) % tl.maximum(total, 1)).to(tl.int32)
+    checked = tl.zeros((), tl.int64)
+    step = tl.num_programs(1)
+    i = tl.program_id(1)
+    # A tile's slots are looked up while the bytes of the one before are read: one wait a tile, not two.
+    slot, m, position, i_row = place(
+        i, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width, table_stride,
+        extent, map_length, slots, null_slot, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
+    )  # fmt: skip
+    while i < tiles:
+        next_slot, next_m, next_position, next_row = place(
+            i + step, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width,
+            table_stride, extent, map_length, slots, null_slot, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
+        )  # fmt: skip
+        if ABREAST[0] > 0:
+            o_place = tl.arange(0, SLOTS)
+            b_left = m
+            for _ in range(tl.sum(m.to(tl.int32), 0)):
+                one = o_place == tl.min(tl.where(b_left, o_place, SLOTS), 0)
+                b_left = b_left & (one == 0)
+                b_slot = spread(tl.sum(tl.where(one, slot, 0), 0), ABREAST)
+                b_position = spread(tl.sum(tl.where(one, position, 0), 0), ABREAST)
+                checked += compare(
+                    p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock,
+                    p_ring, ring_rows, region, b_slot, b_slot >= 0, b_position, p_writers, i_row, PHASE_PRE, STRIPS,
+                    True,
+                )  # fmt: skip
+        else:
+            checked += compare(
+                p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
+                ring_rows, region, slot, m, position, p_writers, i_row, PHASE_PRE, STRIPS, True,
+            )  # fmt: skip
+        slot, m, position, i_row = next_slot, next_m, next_position, next_row
+        i += step
+    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
+
+
+@triton.jit
+def place(
+    i, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width, table_stride, extent,
+    map_length, slots, null_slot,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Slots of the ``i``-th of this forward's ``tiles``, whether each is one, its position, and the tile's row of the
+    batch; none beyond the last tile."""
+    i_tile = begin + i
+    i_tile = tl.where(i_tile < total, i_tile, i_tile - total)
+    i_row = tl.sum((b_tile_end <= i_tile).to(tl.int32), 0)
+    i_inside = i_tile - tl.max(tl.where(b_tile_end <= i_tile, b_tile_end, 0), 0)
+    prefix = tl.sum(tl.where(o_row == i_row, b_prefix, 0), 0).to(tl.int64)
+    first = tl.sum(tl.where(o_row == i_row, b_first, 0), 0).to(tl.int64)
+    row_first = tl.sum(tl.where(o_row == i_row, b_row, 0), 0).to(tl.int64)
+    position = first + i_inside.to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    m = (position < prefix) & (i < tiles)
+    slot, status = lookup(
+        p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_slot, m, PAGE_SIZE,
+        RING, POOL, GROUP,
+    )  # fmt: skip
+    return slot, m & (status == STATUS_OK), position, i_row
+
+
+@triton.jit
+def scrub_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `SLOTS` slots, by groups of sources."""
+    count = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots)
+    begin = tl.load(p_cursors + CURSOR_SCRUB)
+    N: tl.constexpr = len(STRIPS) // STRIP
+    source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
+    strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
+    # Other sources have a launch or programs of their own; each slot counts once.
+    first = (source[0] == 0) | (strip[0] == 0)
+    if ABREAST[0] > 0:
+        first = tl.max(first.to(tl.int32), 0) > 0
+    if first & (tl.program_id(1) == 0):
+        tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, count)
+        tl.store(p_cursors + CURSOR_SCRUB_NEXT, (begin + count) % slots)
+    checked = tl.zeros((), tl.int64)
+    for i in range(tl.program_id(1), ((count + SLOTS - 1) // SLOTS).to(tl.int32), tl.num_programs(1)):
+        o_slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
+        if ABREAST[0] > 0:
+            o_slot = spread(i, ABREAST)
+        slot = begin + o_slot
+        slot = tl.where(slot < slots, slot, slot - slots)
+        checked += compare(
+            p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
+            ring_rows, region, slot, o_slot < count, tl.full(o_slot.shape, -1, tl.int64), None, 0,
+            PHASE_SCRUB,
+            STRIPS, False,
+        )  # fmt: skip
+    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
+
+
+@jit("count")
+def verify_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_slot,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_slots, count,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `SLOTS` of the listed slots, by groups of sources."""
+    N: tl.constexpr = len(STRIPS) // STRIP
+    source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
+    strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
+    checked = tl.zeros((), tl.int64)
+    for i in range(tl.program_id(1), (count + SLOTS - 1) // SLOTS, tl.num_programs(1)):
+        o_slot = i * SLOTS + tl.arange(0, SLOTS)
+        if ABREAST[0] > 0:
+            o_slot = spread(i, ABREAST)
+        slot = tl.load(p_slots + o_slot, mask=o_slot < count, other=-1).to(tl.int64)
+        m = (slot >= 0) & (slot < slots)
+        checked += compare(
+            p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
+            ring_rows, region, slot, m, tl.full(o_slot.shape, -1, tl.int64), None, 0, PHASE_EVENT, STRIPS, False,
+        )  # fmt: skip
+    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
 
 @triton.jit

@@ -223,3 +223,10 @@ def load_words(
             m_byte = m_word & (inside + b < CHUNK_BYTES)[None, :]
             word = word | (tl.load(p_byte + b, mask=m_byte, other=0).to(tl.uint32) << (8 * b))
     return word
+
+
+@triton.jit
+def spread(number, ABREAST: tl.constexpr):
+    """The same number in each row of a tile of sources abreast; int64."""
+    ROWS: tl.constexpr = ABREAST[0]
+    return number + tl.zeros((ROWS,), tl.int64)

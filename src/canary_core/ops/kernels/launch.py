@@ -17,7 +17,8 @@ import triton
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.launches import Arguments, BatchArguments, TableConstants
+from canary_core.ops.kernels.tiles import Tiles, constants, is_long
+from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, TableConstants
 from canary_core.ops.sources import SourceGroup
 from canary_core.ops.state import RegionState
 
@@ -35,6 +36,9 @@ SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.
 
 ROW_STEPS = (16, 64, 256, 1024, 4096, 16384, 65536)
 """Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
+
+GROUP_PROGRAMS_PER_PROCESSOR = 16
+"""Programs of a kernel that reads bytes."""
 
 MOST_COMPILERS = 8
 """Threads that compile at a time: the rest of the machine is the engine's."""
@@ -203,3 +207,21 @@ def programs(state: RegionState, per_processor: int) -> int:
     """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch."""
     device = state.records.device
     return INTERPRETED_PROGRAMS if device.type == "cpu" else processors(device) * per_processor
+
+
+def group_launches(
+    state: RegionState, op: str, kernel: Any, tiles: Tiles, table: TableConstants | None = None
+) -> list[GroupLaunch]:
+    """One for each source group of the region."""
+    known = state.launches.by_group.get((op, table))
+    if known is None:
+        known = state.launches.by_group[op, table] = []
+        for group in state.sources.groups:
+            tile = tiles.long if is_long(state, group) else tiles.usual
+            fixed = (region_arguments(state), source_arguments(state, group))
+            every = {**(table._asdict() if table else {}), **constants(group.shapes, tile, len(group.columns))}
+            blocks = -(-len(group.columns) // max(tile.abreast, 1))
+            over_slots = max(-(-programs(state, GROUP_PROGRAMS_PER_PROCESSOR) // blocks), 1)
+            launcher = Launcher(kernel, state, fixed, every, num_warps=tile.warps)
+            known.append(GroupLaunch(blocks, over_slots, tile.slots, tile.abreast, launcher))
+    return known

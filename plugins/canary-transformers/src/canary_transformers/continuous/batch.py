@@ -1,7 +1,7 @@
 """A batch of continuous batching as a `BatchView`: the tables are the very tensors that the forward reads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,7 +24,8 @@ class ContinuousForward:
 
 
 class ContinuousBatch(BatchAdapter[ContinuousForward]):
-    """Lengths and tokens come from the requests' own states, tables and inputs from the device: two witnesses.
+    """Lengths and tokens come from the requests' own states, tables and inputs from the device: each is checked against
+    the other.
 
     Called after the batch was prepared, which has moved each request's ``position_offset`` behind its new tokens.
     """
@@ -89,17 +90,5 @@ def _table(group: KVGroup, arguments: Mapping[str, Any], starts: Tensor) -> Slot
     write: Tensor = arguments["write_index"][group.index]
     # With nothing in the cache to read, the engine leaves the read list out: a row's positions are where it writes.
     table = ragged_table(read if read.numel() else write, starts, write_slots=write, pool_page=group.pool_page)
-    return _storing(table, group.window_tokens)
-
-
-def _storing(table: SlotTable, window_tokens: int | None) -> SlotTable:
-    """A ring keeps the last ``window_tokens`` of a longer query; the engine sends the others to its trash."""
-    if window_tokens is None:
-        return table
-    return SlotTable(
-        table.entries,
-        table.rows,
-        write_slots=table.write_slots,
-        stored_tokens=window_tokens,
-        pool_page=table.pool_page,
-    )
+    # A ring keeps the last tokens of a longer query; the engine sends the others to its trash.
+    return table if group.window_tokens is None else replace(table, stored_tokens=group.window_tokens)

@@ -81,22 +81,8 @@ def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
         _watch_copies(allocator, events, patches)
 
     # A block is dropped when it goes back to the pool: complete blocks that stay cached for prefix sharing do not.
-    def make_free(original: Any) -> Any:
-        def free_blocks(index: int, block_ids: list[int]) -> None:
-            original(index, block_ids)
-            events.dropped(index, block_ids)
-
-        return free_blocks
-
-    def make_reset(original: Any) -> Any:
-        def reset() -> None:
-            original()
-            events.dropped(None, None)
-
-        return reset
-
-    patches.wrap(cache.pool, "free_blocks", make_free)
-    patches.wrap(cache.pool, "reset", make_reset)
+    patches.follow(cache.pool, "free_blocks", lambda result, index, block_ids: events.dropped(index, block_ids))
+    patches.follow(cache.pool, "reset", lambda result: events.dropped(None, None))
 
 
 def _allocator_group(name: str, allocator: Any) -> KVGroup:
@@ -138,14 +124,10 @@ def _layer_groups_5_17(cache: Any) -> tuple[KVGroup, ...]:
 
 
 def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:
-    def make(original: Any) -> Any:
-        def copy_blocks(source_block_ids: list[int], dest_block_ids: list[int]) -> None:
-            original(source_block_ids, dest_block_ids)
-            events.copied(allocator.index, source_block_ids, dest_block_ids)
+    def copied(result: None, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+        events.copied(allocator.index, source_block_ids, dest_block_ids)
 
-        return copy_blocks
-
-    patches.wrap(allocator, "copy_blocks", make)
+    patches.follow(allocator, "copy_blocks", copied)
 
 
 def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patches) -> None:
@@ -172,20 +154,11 @@ def _block_tables(cache: Any) -> Sequence[dict[str, list[int]]]:
 
 def _watch_blocks_5_17(cache: Any, events: BlockEvents, patches: Patches) -> None:
     # One pool of blocks for all groups. Its memory is not cleared at start, so what a fresh block holds is anything.
-    def make_get(original: Any) -> Any:
-        def get_free_blocks(n_blocks: int, *args: Any, **kwargs: Any) -> list[int] | None:
-            blocks: list[int] | None = original(n_blocks, *args, **kwargs)
-            events.arrived(None, blocks or ())
-            return blocks
+    def handed_out(blocks: list[int] | None, *args: Any, **kwargs: Any) -> None:
+        events.arrived(None, blocks or ())
 
-        return get_free_blocks
+    def copied(result: None, list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
+        events.copied(None, list_source_blocks, list_forked_blocks)
 
-    def make_copy(original: Any) -> Any:
-        def copy_cache(list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
-            original(list_source_blocks, list_forked_blocks)
-            events.copied(None, list_source_blocks, list_forked_blocks)
-
-        return copy_cache
-
-    patches.wrap(cache._block_manager, "get_free_blocks", make_get)
-    patches.wrap(cache, "copy_cache", make_copy)
+    patches.follow(cache._block_manager, "get_free_blocks", handed_out)
+    patches.follow(cache, "copy_cache", copied)

@@ -1,25 +1,21 @@
 """Hooks continuous batching: every cache of a guarded model gets a `Session`, as soon as it exists.
 
-Four methods of two classes are wrapped for the whole process (`install`), all else on single objects only.
+Four methods of two classes are wrapped for the whole process, all else on single objects only.
 """
 
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from threading import RLock
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from canary_core import ViolationError
 from canary_transformers.continuous.session import Session
-from canary_transformers.patches import Patches
+from canary_transformers.engine_hooks import EngineHooks, ModelOwner
 
 
-class SessionOwner(Protocol):
-    """Who wants models guarded; see `canary_transformers.guard.Guard`."""
-
-    def wants(self, model: Any) -> bool:
-        """Whether caches of ``model`` are to be guarded."""
+class SessionOwner(ModelOwner, Protocol):
+    """Who wants models guarded in continuous batching."""
 
     def open(self, model: Any, processor: Any, fresh: bool) -> Session | None:
         """Attaches to a `ContinuousBatchProcessor`; None if that failed and the engine should go on."""
@@ -28,37 +24,13 @@ class SessionOwner(Protocol):
         """The session's engine is gone: keeps its numbers, closes it."""
 
 
-class ContinuousHooks:
-    """The hooks of this process. `add` an owner to install them; they are removed when the last one leaves."""
+class ContinuousHooks(EngineHooks[SessionOwner]):
+    """Gives each `ContinuousBatchProcessor` of a wanted model its `Session`, and takes findings to who waits for it."""
 
     def __init__(self) -> None:
-        self._lock = RLock()
-        self._owners: list[SessionOwner] = []
-        self._patches = Patches()
+        super().__init__()
         self._sessions: WeakKeyDictionary[Any, tuple[SessionOwner, Session | None]] = WeakKeyDictionary()
         self._errors: WeakKeyDictionary[Any, ViolationError] = WeakKeyDictionary()
-
-    def add(self, owner: SessionOwner) -> None:
-        """Later owners come first where several want a model."""
-        with self._lock:
-            if not self._owners:
-                self._install()
-            if owner not in self._owners:
-                self._owners.append(owner)
-
-    def remove(self, owner: SessionOwner) -> None:
-        """Ends the owner's sessions; again: does nothing."""
-        with self._lock:
-            if owner not in self._owners:
-                return
-            self._owners.remove(owner)
-            for processor, (owned_by, session) in list(self._sessions.items()):
-                if owned_by is owner:
-                    del self._sessions[processor]
-                    if session is not None:
-                        owner.retire(session)
-            if not self._owners:
-                self._patches.undo()
 
     def _install(self) -> None:
         api = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
@@ -118,12 +90,19 @@ class ContinuousHooks:
 
         return continuous_batching_context_manager
 
+    def _release(self, owner: SessionOwner) -> None:
+        for processor, (owned_by, session) in list(self._sessions.items()):
+            if owned_by is owner:
+                del self._sessions[processor]
+                if session is not None:
+                    owner.retire(session)
+
     def _session(self, model: Any, processor: Any, fresh: bool) -> Session | None:
         with self._lock:
             known = self._sessions.get(processor)
             if known is not None:
                 return known[1]
-            owner = next((o for o in reversed(self._owners) if o.wants(model)), None)
+            owner = self._owner(model)
             if owner is None:
                 return None
             session = owner.open(model, processor, fresh)

@@ -3,28 +3,18 @@
 from collections.abc import Sequence
 
 from canary_adapters import JoinedPools, RowPool, WindowPool
-from canary_core import PoolAdapter, Region, Uncovered
+from canary_core import PoolAdapter
 from canary_transformers.continuous.compat import KVGroup
 
 
-class PagedCachePool(PoolAdapter):
+def paged_cache_pool(groups: Sequence[KVGroup]) -> PoolAdapter:
     """A `PagedAttentionCache`, all layers, K and V. Region names are the engine's attention types.
 
     Slots are compact: ``block * block_slots + offset``, whatever lies between a layer's pages. The blocks of the trash
     sectors are slots too, never written as far as Canary is told, so that a live token read from one is a finding.
+    Groups take turns on the same memory.
     """
-
-    def __init__(self, groups: Sequence[KVGroup]) -> None:
-        names = frozenset(group.name for group in groups)
-        self._pool = JoinedPools([_pool(group) for group in groups], sharing=[names])
-
-    def regions(self) -> Sequence[Region]:
-        """One region per group; window regions where the engine keeps a ring."""
-        return self._pool.regions()
-
-    def uncovered(self) -> Sequence[Uncovered]:
-        """Nothing: every KV byte of the cache belongs to a region."""
-        return self._pool.uncovered()
+    return JoinedPools([_pool(group) for group in groups], sharing=[frozenset(group.name for group in groups)])
 
 
 def _pool(group: KVGroup) -> PoolAdapter:

@@ -11,7 +11,7 @@ from torch import Tensor
 from canary_core import BatchView, Canary, CanaryConfig, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
-from canary_transformers.continuous.pool import PagedCachePool
+from canary_transformers.continuous.pool import paged_cache_pool
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload
 from canary_transformers.filters import EarlierBytesFilter
@@ -41,7 +41,7 @@ class Session:
             torch.get_device_module(self._device).synchronize(self._device)
         with self._on_stream():
             writers = Writers()
-            pool = PagedCachePool(self._groups)
+            pool = paged_cache_pool(self._groups)
             regions = pool.regions()
             self.canary = Canary(regions, config, hooks=hooks, writers=writers, uncovered=pool.uncovered())
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)

@@ -13,7 +13,7 @@ UNKNOWN = -1
 
 
 class TokenBook:
-    """What each request's own history says stands at each position: the oracle that tables are checked against.
+    """Each request's tokens by position, from its own history: what slots are compared with.
 
     One row per request, kept while the request runs; the least recently used make room for new ones. Takes at most
     ``budget_bytes``; positions beyond what that can hold are unknown.

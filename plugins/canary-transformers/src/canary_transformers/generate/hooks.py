@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from threading import RLock, local
+from threading import local
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
 
@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from canary_core import ViolationError
+from canary_transformers.engine_hooks import EngineHooks, ModelOwner
 from canary_transformers.generate import caches
 from canary_transformers.generate.forward import ModelCall
 from canary_transformers.generate.guarded_cache import GuardedCache
-from canary_transformers.patches import Patches
 
 
-class CacheOwner(Protocol):
-    """Who wants models guarded; see `canary_transformers.guard.Guard`."""
-
-    def wants(self, model: Any) -> bool:
-        """Whether caches of ``model`` are to be guarded."""
+class CacheOwner(ModelOwner, Protocol):
+    """Who wants models guarded in `generate()` and direct calls."""
 
     def open_cache(self, model: Any) -> GuardedCache:
         """Begins to guard a cache of ``model``."""
@@ -31,44 +28,17 @@ class CacheOwner(Protocol):
         """The cache is gone, or the owner: keeps its numbers, closes it."""
 
 
-class GenerateHooks:
-    """The hooks of this process. `add` an owner to install them; they are removed when the last one leaves.
-
-    A model's own forward is bracketed for the outermost call alone. `Cache`'s methods say what was meant to happen to
-    it, its layers what did; `prepare_inputs_for_generation`, where a model does not replace it, knows the sequences.
+class GenerateHooks(EngineHooks[CacheOwner]):
+    """Brackets the outermost call of a model. Calls of `Cache`'s methods say how each cache was to change, which its
+    layers are compared with; `prepare_inputs_for_generation`, where a model does not replace it, gives the sequences.
     """
 
     def __init__(self) -> None:
-        self._lock = RLock()
-        self._owners: list[CacheOwner] = []
-        self._patches = Patches()
+        super().__init__()
         self._followed: WeakKeyDictionary[Any, tuple[CacheOwner, GuardedCache]] = WeakKeyDictionary()
         self._histories: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
         self._late: list[ViolationError] = []
         self._calls = local()
-
-    def add(self, owner: CacheOwner) -> None:
-        """Later owners come first where several want a model."""
-        with self._lock:
-            if not self._owners:
-                self._install()
-            if owner not in self._owners:
-                self._owners.append(owner)
-
-    def remove(self, owner: CacheOwner) -> None:
-        """Ends the guard of the owner's caches; again: does nothing. Raises `ViolationError` in raise mode, if that is
-        the first place where one can be raised."""
-        with self._lock:
-            if owner not in self._owners:
-                return
-            self._owners.remove(owner)
-            if not self._owners:
-                self._patches.undo()
-            for cache, (owned_by, guarded) in list(self._followed.items()):
-                if owned_by is owner:
-                    del self._followed[cache]
-                    self._end(owner, guarded)
-        self._raise_late()
 
     def _install(self) -> None:
         model = importlib.import_module("transformers.modeling_utils").PreTrainedModel
@@ -76,7 +46,7 @@ class GenerateHooks:
         mixin = importlib.import_module("transformers.generation.utils").GenerationMixin
         self._patches.wrap(model, "__call__", self._wrap_call)
         self._patches.wrap(model, "get_compiled_call", self._wrap_compiled)
-        self._patches.wrap(mixin, "generate", self._wrap_generate)
+        self._patches.follow(mixin, "generate", self._generated)
         self._patches.wrap(mixin, "prepare_inputs_for_generation", self._wrap_prepare)
         follow: dict[str, Callable[[GuardedCache, Any, Any], None]] = {
             "reorder_cache": lambda guarded, cache, rows: guarded.reordered(cache, rows),
@@ -86,7 +56,14 @@ class GenerateHooks:
             "reset": lambda guarded, cache, nothing: guarded.cleared(),
         }
         for name, told in follow.items():
-            self._patches.wrap(cache, name, functools.partial(self._wrap_cache, told))
+            self._patches.follow(cache, name, functools.partial(self._cache_changed, told))
+
+    def _release(self, owner: CacheOwner) -> None:
+        for cache, (owned_by, guarded) in list(self._followed.items()):
+            if owned_by is owner:
+                del self._followed[cache]
+                self._end(owner, guarded)
+        self._raise_late()
 
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -111,7 +88,7 @@ class GenerateHooks:
         return get_compiled_call
 
     def _bracket(self, model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``call(*args, **kwargs)``, and what its cache went through."""
+        """``call(*args, **kwargs)``, with its cache checked before and recorded after."""
         owner = None if getattr(self._calls, "inside", False) else self._owner(model)
         if owner is None:
             return call(*args, **kwargs)
@@ -142,19 +119,13 @@ class GenerateHooks:
         self._raise_late()
         return output
 
-    def _wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(model, *args, **kwargs)
-            owner = self._owner(model)
-            if owner is not None:
-                for owned_by, guarded in list(self._followed.values()):
-                    if owned_by is owner:
-                        guarded.drain()
-                self._raise_late()
-            return output
-
-        return generate
+    def _generated(self, output: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        owner = self._owner(model)
+        if owner is not None:
+            for owned_by, guarded in list(self._followed.values()):
+                if owned_by is owner:
+                    guarded.drain()
+            self._raise_late()
 
     def _wrap_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -169,21 +140,12 @@ class GenerateHooks:
 
         return prepare_inputs_for_generation
 
-    def _wrap_cache(
-        self, told: Callable[[GuardedCache, Any, Any], None], original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(cache: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(cache, *args, **kwargs)
-            _, guarded = self._followed.get(cache, (None, None))
-            if guarded is not None:
-                told(guarded, cache, next(iter((*args, *kwargs.values())), None))
-            return output
-
-        return method
-
-    def _owner(self, model: Any) -> CacheOwner | None:
-        return next((o for o in reversed(self._owners) if o.wants(model)), None)
+    def _cache_changed(
+        self, told: Callable[[GuardedCache, Any, Any], None], output: Any, cache: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        _, guarded = self._followed.get(cache, (None, None))
+        if guarded is not None:
+            told(guarded, cache, next(iter((*args, *kwargs.values())), None))
 
     def _history(self, cache: Any) -> Tensor | None:
         inner = caches.guarded(cache)
@@ -204,7 +166,7 @@ class GenerateHooks:
         return guarded
 
     def _end(self, owner: CacheOwner, guarded: GuardedCache) -> None:
-        """Not a place to raise: it runs whenever Python lets a cache go."""
+        """The cache is gone. Runs whenever Python frees it, where nothing can be raised: `_raise_late` does that."""
         try:
             owner.retire_cache(guarded)
         except ViolationError as error:

@@ -1,0 +1,75 @@
+"""read_check, scrub, verify: the bytes of slots, against what was recorded of them."""
+
+import torch
+from torch import Tensor
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.mapping import Seen, see
+from canary_core.ops.reference import plan
+from canary_core.ops.reference.stack import report_bytes, stacks
+from canary_core.ops.state import RegionState
+from canary_core.records import READ_TILE, Clock, Counter, Cursor, Kind, Phase, Row, State, Status
+
+
+def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """Before a forward and after `check`: compares the bytes of the readable slots in the next ``READ_TILES`` tiles of
+    `READ_TILE` places, going round the batch. Reports BYTES. A slot whose bytes equal their fingerprint counts as
+    compared, whatever its record says: only where they differ does a kernel look whether the slot was written."""
+    rows = plan.rows(state.region, batch, table)
+    places = plan.expand(rows.read_first, rows.prefix)
+    count = rows.prefix - rows.read_first
+    tiles = (count + READ_TILE - 1) // READ_TILE
+    total = tiles.sum()
+    tile = (tiles.cumsum(0) - tiles)[places.row] + (places.position - rows.read_first[places.row]) // READ_TILE
+    # `check` has already moved the cursor past this forward's stretch.
+    budget = torch.minimum(state.cursors[Cursor.READ_TILES], total)
+    first = state.cursors[Cursor.READ] - budget
+    chosen = (tile - first) % total.clamp(min=1) < budget
+    places = plan.Places(places.row[chosen], places.position[chosen])
+    seen = see(state, *plan.lookup(state.region, table, places))
+    about = {Row.POSITION: places.position, Row.WRITER: batch.writers[places.row].long()}
+    _compare(state, seen, Phase.PRE_FORWARD, about)
+
+
+def scrub(state: RegionState) -> None:
+    """After `record`: compares the bytes of the next ``SCRUB_SLOTS`` slots in physical order. Reports BYTES."""
+    count = min(int(state.cursors[Cursor.SCRUB_SLOTS]), state.region.slots)
+    slot = (state.cursors[Cursor.SCRUB] + torch.arange(count, device=state.records.device)) % state.region.slots
+    nobody = torch.full_like(slot, -1)
+    seen = see(state, slot, torch.full_like(slot, Status.OK))
+    _compare(state, seen, Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody})
+    state.shared.counters[Counter.SCRUBBED_SLOTS] += count
+    state.cursors[Cursor.SCRUB_NEXT] = (state.cursors[Cursor.SCRUB] + count) % state.region.slots
+
+
+def verify(state: RegionState, slots: Tensor) -> None:
+    """Between forwards: compares the bytes of ``slots`` (integer ``[n]``). Reports BYTES. Numbers that are no slots are
+    left out."""
+    slot = slots.long()
+    outside = (slot < 0) | (slot >= state.region.slots)
+    nobody = torch.full_like(slot, -1)
+    seen = see(state, slot, torch.where(outside, int(Status.RANGE), int(Status.OK)))
+    _compare(state, seen, Phase.EVENT, {Row.POSITION: nobody, Row.WRITER: nobody})
+
+
+def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor]) -> None:
+    """Where a fingerprint is 0, which says that it is not known, nothing is compared."""
+    written = seen.usable & (seen.state == State.WRITTEN)
+    # Nearly all slots that a batch reads were written, so a kernel looks at the record only where bytes differ.
+    asked = seen.usable if phase is Phase.PRE_FORWARD else written
+    for stack in stacks(state):
+        compared = asked & stack.like.has_bytes(seen.slot)
+        slot = seen.slot[compared]
+        value, _ = stack.fold(state, slot)
+        stored = state.fingerprints[slot[:, None], stack.columns].T
+        alike = (value == stored) & (stored != 0)
+        differs = (value != stored) & (stored != 0) & written[compared]
+        state.shared.counters[Counter.CHECKED_BYTES] += (alike | differs).sum() * stack.like.slot_bytes
+        if bool(differs.any()):
+            # Back to the shape of what was seen, for the report.
+            mask = torch.zeros(len(stack.columns), len(compared), dtype=torch.bool, device=slot.device)
+            found = torch.zeros_like(mask, dtype=torch.int64)
+            mask[:, compared], found[:, compared] = differs, value
+            step = state.shared.clock[Clock.NEXT] * 8 + phase
+            fields = {Row.TOKEN: seen.token, **about, Row.FOUND_VALUE: found, Row.STEP: step}
+            report_bytes(state, seen, stack, {Kind.BYTES: mask}, fields)
