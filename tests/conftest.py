@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import structlog
 from structlog.testing import capture_logs
+from support.guarded import Guarded
 
 from canary_core.plugins import hook_manager
 from canary_core.testing import Findings
@@ -52,6 +53,12 @@ def findings() -> Iterator[Findings]:
     hook_manager().register(collected)
     yield collected
     hook_manager().unregister(collected)
+
+
+@pytest.fixture
+def guarded() -> Guarded:
+    """A toy engine under a Canary of its own, and all that was told of it."""
+    return Guarded()
 
 
 @pytest.fixture

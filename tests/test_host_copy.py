@@ -15,6 +15,16 @@ def test_on_a_cpu_nothing_is_copied():
     assert [a is b for a, b in zip(copy.tensors, (numbers, flags), strict=True)] == [True, True]
 
 
+def test_a_second_copy_goes_where_the_first_one_went():
+    """On a CPU it is the tensors themselves, as they are now."""
+    numbers = torch.arange(5)
+    copy = HostCopy(numbers)
+    numbers += 1
+    copy.start(numbers)
+    assert copy.arrived()
+    assert copy.tensors[0].tolist() == [1, 2, 3, 4, 5]
+
+
 def test_nothing_has_arrived_at_once():
     """A copy of no tensors."""
     assert HostCopy().arrived()
@@ -35,6 +45,22 @@ def test_it_is_what_the_stream_had_come_to():
     assert torch.equal(copy.tensors[0], torch.arange(1, (1 << 20) + 1).view(1 << 10, -1))
     assert copy.tensors[1].tolist() == [False] * 3
     assert all(tensor.is_pinned() for tensor in copy.tensors)
+
+
+@pytest.mark.gpu
+def test_a_second_copy_takes_the_memory_of_the_first():
+    """It has not arrived because the first one has, and brings what is there now."""
+    numbers = torch.arange(1 << 16, device="cuda")
+    copy = HostCopy(numbers)
+    copy.wait()
+    (host,) = copy.tensors
+    torch.cuda._sleep(50_000_000)
+    numbers += 1
+    copy.start(numbers)
+    assert not copy.arrived()
+    copy.wait()
+    assert copy.tensors[0] is host
+    assert torch.equal(host, torch.arange(1, (1 << 16) + 1))
 
 
 @pytest.mark.gpu

@@ -356,3 +356,10 @@ def test_a_distribution_found_twice_counts_once(toy, distribution, tmp_path, mon
     assert len([p for p in metadata.entry_points(group=GROUP) if p.name == "toy"]) == 1
     (plugin,) = Plugins().load(config("toy"))
     assert plugin.error is None
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_module_level_emit_reaches_this_process(findings):
+    """`plugins.emit` reports through the manager of this process."""
+    plugins.emit(Event("silence", "error"))
+    assert [e.name for e in findings.events] == ["silence"]

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from canary_adapters import Part, block_table, ring_table, row_source, slot_table
-from canary_core import BatchView, Canary, CanaryConfig, Region, RegionKind, plugins
+from canary_core import BatchView, Canary, CanaryConfig, Region, RegionKind
 from canary_core.errors import AttachError
-from canary_core.hookspecs import hookimpl
+from canary_core.plugins import private_hooks
 from canary_core.region import Role
+from canary_core.testing import Findings
 
 REQUESTS, PAGE, ROWS, GROUP, OWN_GROUP = 3, 16, 8, 4, 32
 PAGES = 40
@@ -23,7 +24,7 @@ class Engine:
     can be read later."""
 
     def __init__(self, scrub: str) -> None:
-        self.found = []
+        self.findings = Findings()
         self.page_rows = torch.randn(PAGES * ROWS, 16)
         self.own_rows = torch.randn((REQUESTS + 1) * OWN_GROUP, 16)
         self.lengths = [0] * REQUESTS
@@ -46,12 +47,12 @@ class Engine:
         own = row_source(self.own_rows, Part("kv", 0, role=Role.STATE))
         rings = Region("own", len(self.own_rows), (own,), RegionKind.RING, null_slot=0, group_tokens=OWN_GROUP)
         self.numbers = torch.arange(REQUESTS + 1)[:, None]
-        plugins.hook_manager().register(self)
-        self.canary = Canary([pages, rings], CanaryConfig.load(scrub_budget=scrub))
+        self.canary = Canary([pages, rings], CanaryConfig.load(scrub_budget=scrub), hooks=private_hooks(self.findings))
 
-    @hookimpl
-    def canary_violation(self, violation):
-        self.found.append((violation.kind.name, violation.region, violation.phase.name, violation.slot))
+    @property
+    def found(self):
+        """What was found so far."""
+        return [(v.kind.name, v.region, v.phase.name, v.slot) for v in self.findings.violations]
 
     def page_row(self, request: int, position: int) -> int:
         """Row of a token in ``page_rows``."""
@@ -93,7 +94,6 @@ def engine(request):
     torch.manual_seed(0)
     made = Engine(request.param)
     yield made
-    plugins.hook_manager().unregister(made)
     made.canary.close()
 
 

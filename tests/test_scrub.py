@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core import Canary, CanaryConfig, ConfigError
+from canary_core import CanaryConfig, ConfigError
 from canary_core.config import ScrubBudget
+from canary_core.ops.backends import torch_backend
 from canary_core.records import Cursor
 from canary_core.runtime import scrub
 
@@ -41,13 +43,13 @@ def test_a_budget_that_is_none_is_refused_where_it_is_read(text):
 
 def test_the_scrub_goes_round_and_says_how_often():
     """A budget in bytes passes as many slots after each forward, wraps around the pool, and is told as coverage."""
-    engine = ToyEngine()
-    region = engine.region()
     per_step = 10
-    canary = Canary([region], CanaryConfig.load(scrub_budget=str(per_step * region.slot_bytes)), writers=engine.writers)
-    engine.submit("a", list(range(3, 35)))
+    region = ToyEngine().region()
+    guarded = Guarded(scrub_budget=str(per_step * region.slot_bytes))
+    canary = guarded.canary
+    guarded.submit(tokens=32)
     for _ in range(20):
-        engine.step(canary, chunk=2)
+        guarded.step(chunk=2)
     canary.drain()
     passed = canary.stats()["scrubbed_slots"]
     assert passed == 20 * per_step
@@ -96,26 +98,59 @@ def test_decode_steps_do_not_pay_for_a_prefill(pace):
     assert made.scrub_bytes(1) < 0.01 * 30e-3 * 4e12
 
 
-def test_forwards_take_turns_with_the_scrub():
+@pytest.fixture
+def clock(monkeypatch):
+    """Moves the clock on by so many seconds; nothing else does."""
+    now = [0.0]
+    monkeypatch.setattr(scrub.time, "perf_counter", lambda: now[0])
+
+    def move(seconds):
+        now[0] += seconds
+
+    return move
+
+
+def test_an_idle_time_is_no_long_step(clock, guarded):
+    """A share of the time is one of the forwards' time: after a pause the scrub does no more than before it."""
+    guarded.submit(tokens=40)
+    periods = []
+    for step in range(12):
+        if step == 6:
+            for _ in range(20):
+                clock(0.5)
+                guarded.canary.step.end()
+        clock(0.01)
+        guarded.step(chunk=2)
+        periods.append(guarded.canary.scrub_stats().get("scrub_period_s"))
+    assert periods[0] is None
+    assert periods[2:] == [pytest.approx(0.01)] * 10
+
+
+def test_the_first_forward_is_scrubbed(guarded):
+    """A graph may be captured before any step has ended: the scrub is in it."""
+    assert all(stretch.slots > 0 for stretch in guarded.canary.step.scrub.stretches)
+
+
+def test_forwards_take_turns_with_the_scrub(monkeypatch, guarded):
     """Where four forwards share a scrub it runs after every fourth, and with each one of a graph; each goes on where
     the last one ended."""
-    engine = ToyEngine()
-    region = engine.region()
-    canary = Canary([region], CanaryConfig.load(scrub_budget=str(5 * region.slot_bytes)), writers=engine.writers)
-    state, backend, begins = canary.states[region.name], canary._workspace.backend, []
+    monkeypatch.setattr(scrub.Pace, "forwards", 4)
+    engine, state, backend, begins = guarded.engine, guarded.canary.states["full"], torch_backend(), []
 
-    def scrub(state):
+    def noted(state):
         begins.append(int(state.cursors[Cursor.SCRUB]))
         backend.scrub(state)
 
-    canary.step.scrub._backend = replace(backend, scrub=scrub)
-    engine.submit("a", list(range(3, 35)))
+    # Four forwards' budget is five slots.
+    budget = ScrubBudget(step_bytes=5 * state.region.slot_bytes // 4)
+    shared = scrub.Scrub([state], replace(backend, scrub=noted), budget)
+    shared.adjust(captured=False)
+    guarded.submit(tokens=32)
     for forward in range(11):
-        canary.step.scrub._forwards = 4
-        canary.step._captured = forward >= 8
-        step = engine.batch(chunk=2)
-        canary.step.before(step)
-        engine.forward(step)
-        canary.step.after(step)
+        batch = engine.batch(chunk=2)
+        backend.check(state, batch, batch.tables["full"])
+        engine.forward(batch)
+        backend.record(state, batch, batch.tables["full"])
+        shared.run(captured=forward >= 8)
     assert begins == [0, 5, 10, 15, 20]
     assert int(state.cursors[Cursor.SCRUB_NEXT]) == 25

@@ -193,15 +193,19 @@ class Step:
             raise
         finally:
             self._inside = False
-        for listener in self._listeners:
-            with self._guard(listener, "after"):
-                listener.after(batch, seen)
-        if seen is None:
-            self._forget(batch)
-        else:
-            if settle is not None:
+        try:
+            for listener in self._listeners:
+                with self._guard(listener, "after"):
+                    listener.after(batch, seen)
+            if seen is None:
+                self._forget(batch)
+            elif settle is not None:
                 with self._switch.guard("settle"):
                     settle(seen, output)
+        except BaseException:
+            self.abandon()
+            raise
+        if seen is not None:
             self.after()
         self.end()
         if not self._switch.enabled:
@@ -244,8 +248,8 @@ class Step:
 
     def after(self, view: BatchView | None = None) -> None:
         """Records the slots that the forward has written, then scrubs the next stretch of every region. May be captured
-        in a graph. ``view``: where slots moved during the forward, what it has written in the slots of now; None: what
-        `before` was given."""
+        in a graph. ``view``: where more is known after the forward (tokens, writers), what says it; None: what `before`
+        was given. Written slots are those that `before` saw in either."""
         if not self._switch.enabled:
             return
         try:

@@ -13,16 +13,15 @@ from canary_core import (
     BatchView,
     Canary,
     CanaryConfig,
-    Event,
     KVSource,
     Overlap,
     Region,
     SlotTable,
     Violation,
     Writers,
-    hookimpl,
+    private_hooks,
 )
-from canary_core.plugins import Plugins
+from canary_core.testing import Findings
 
 WIDTH = 48
 """Most tokens of a request."""
@@ -234,20 +233,16 @@ class Run:
         self.device = device
         self.model, self.traffic, self.writers = Model(self.size, device), Traffic(self.size, seed=3), Writers()
         self.view = self.model.batch()
-        self.violations: list[Violation] = []
-        self.events: list[Event] = []
+        self.findings = Findings()
         self.audit, self.allocated = False, 0
         self.recorded = self.checked = 0
         self.canary = self._attach() if guard else None
         self.graph = self._capture(warm) if graph else None
 
-    @hookimpl
-    def canary_violation(self, violation):
-        self.violations.append(violation)
-
-    @hookimpl
-    def canary_event(self, event):
-        self.events.append(event)
+    @property
+    def violations(self) -> list[Violation]:
+        """What was reported so far."""
+        return self.findings.violations
 
     def clean(self, steps: int) -> None:
         """Steps in which nothing may be found."""
@@ -288,16 +283,16 @@ class Run:
             self.model.forward()
         elif self.graph is None or eager:
             overlap = Overlap.ALL if self.beside else Overlap.NONE
-            self._ours(lambda: self.canary.step.run(self._forward, lambda: self.view, overlap=overlap))
+            self.ours(lambda: self.canary.step.run(self._forward, lambda: self.view, overlap=overlap))
         else:
-            self._ours(self.graph.replay)
-            self._ours(self.canary.step.end)
+            self.ours(self.graph.replay)
+            self.ours(self.canary.step.end)
 
     def found(self) -> list[Violation]:
         """All findings so far; waits for the device."""
         assert self.canary is not None
         self.canary.drain()
-        assert self.canary.enabled, [e.fields for e in self.events if e.name == "disabled"]
+        assert self.canary.enabled, [e.fields for e in self.findings.told("disabled")]
         return list(self.violations)
 
     def bracket(self) -> None:
@@ -309,12 +304,9 @@ class Run:
             self.canary.step.after(self.view)
 
     def _attach(self) -> Canary:
-        manager = Plugins().manager
-        manager.unregister(name="reporting")
-        manager.register(self)
         # The scrub goes round the whole pool in every forward, so that every changed byte is found in the same one.
         config = CanaryConfig(mode="log", scrub_budget="1MiB", silence_s=0, stats_interval=0)
-        return Canary([self.model.region()], config, hooks=manager, writers=self.writers)
+        return Canary([self.model.region()], config, hooks=private_hooks(self.findings), writers=self.writers)
 
     def _capture(self, warm: bool) -> torch.cuda.CUDAGraph:
         # Padding only, so that nothing is written.
@@ -327,7 +319,7 @@ class Run:
             self.bracket()
         return graph
 
-    def _ours(self, call):
+    def ours(self, call):
         """A call of Canary; with ``audit`` it may not wait, and what it allocates is counted."""
         if not self.audit:
             return call()

@@ -180,7 +180,7 @@ def test_the_profiler_sees_four_kernels_and_no_wait(mode, tmp_path):
     a stream, an event or the device."""
     run, steps = Run(*MODES[mode]), 20
     run.clean(30)
-    run._ours, run._forward = within_a_window, lambda: within(ENGINES_WINDOW, run.model.forward)
+    run.ours, run._forward = within_a_window, lambda: within(ENGINES_WINDOW, run.model.forward)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):
             step = run.traffic.next()
@@ -291,4 +291,4 @@ def test_events_take_effect_between_replays():
         run.canary.slots.free("full", slots)
         run.clean(1)
     assert run.found() == []
-    assert len(run.canary._workspace.queue) == 0
+    assert len(run.canary.slots.workspace.queue) == 0

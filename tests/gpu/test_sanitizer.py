@@ -13,7 +13,7 @@ from ops.scenario import disturb, events, history, scenario, write
 
 from canary_core.ops.backends import triton_backend
 from canary_core.ops.payload import export_records, import_records
-from canary_core.records import Cursor
+from canary_core.records import Counter, Cursor, Kind, Row
 
 SEEDS = range(12)
 """Between them every kind of region, layouts with tails and pages cut short, rows and tokens without use, tables and
@@ -21,7 +21,7 @@ write lists with numbers that are no slots."""
 
 
 def run_kernels(seed: int, device: str) -> None:
-    """Two forwards and their events on a random region, all ops."""
+    """Two forwards and their events on a random region, all ops; each of them has run to its end."""
     backend = triton_backend()
     s = scenario(seed, device)
     state = s.state(read_check=-1)
@@ -42,14 +42,19 @@ def run_kernels(seed: int, device: str) -> None:
         backend.alloc(state, events(s), -1)
     slots = torch.tensor([-1, 0, s.region.slots - 1, s.region.slots, 1 << 40], device=device)
     import_records(state, slots, export_records(state, slots.flip(0)))
+    counters = state.shared.counters.tolist()
+    assert counters[Counter.CHECKED_FORWARDS] == 2
+    assert counters[Counter.SCRUBBED_SLOTS] == 2 * s.region.slots
+    found = [row for row in state.shared.ring.tolist() if row[Row.SEQUENCE]]
+    assert len(found) == min(counters[Counter.ROWS], len(state.shared.ring))
+    assert {Kind(row[Row.KIND]) for row in found} == {kind for kind in Kind if counters[kind]}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sanitizer_finds_nothing(seed):
-    """For a sanitizer: alone it says only that every kernel runs to its end."""
+    """For a sanitizer: alone it says that every kernel runs to its end, and that its counts agree with its findings."""
     run_kernels(seed, "cuda")
-    torch.cuda.synchronize()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU, not interpreted")

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from canary_adapters import Part, ring_table, row_source, slot_table
-from canary_core import BatchView, Canary, CanaryConfig, Region, RegionKind, plugins
-from canary_core.hookspecs import hookimpl
+from canary_core import BatchView, Canary, CanaryConfig, Region, RegionKind
 from canary_core.ops.cross_region import expect_sequences
+from canary_core.plugins import private_hooks
 from canary_core.records import CHAINS
+from canary_core.testing import Findings
 
 TOKENS = ([11, 12, 13, 99], [21, 22, 23, 99])
 
@@ -16,21 +17,21 @@ class Engine:
     """KV of tokens, and a state for each of two requests: slots 1 to 4 and 5 to 8, states 1 and 2."""
 
     def __init__(self) -> None:
-        self.found = []
+        self.findings = Findings()
         self.kv, self.states = torch.zeros(16, 32), torch.zeros(6, 32)
         regions = [
             Region("full", 16, (row_source(self.kv, Part("kv", 0)),), null_slot=0),
             Region("mamba", 6, (row_source(self.states, Part("ssm", 0)),), RegionKind.STATE, null_slot=0),
         ]
-        plugins.hook_manager().register(self)
-        self.canary = Canary(regions, CanaryConfig.load())
+        self.canary = Canary(regions, CanaryConfig.load(), hooks=private_hooks(self.findings))
         self.forward(
             torch.arange(1, 9).view(2, 4), torch.tensor([[1], [2]]), ([0, 0], [4, 4]), [*TOKENS[0], *TOKENS[1]]
         )
 
-    @hookimpl
-    def canary_violation(self, violation):
-        self.found.append((violation.kind.name, violation.region, violation.slot))
+    @property
+    def found(self):
+        """What was found so far."""
+        return [(v.kind.name, v.region, v.slot) for v in self.findings.violations]
 
     def forward(self, entries, states, lengths, tokens, writers=(0, 1)) -> None:
         """``lengths``: of prefixes, and of what is new."""
@@ -64,7 +65,6 @@ def engine():
     """After the prefills of the two requests."""
     engine = Engine()
     yield engine
-    plugins.hook_manager().unregister(engine)
     engine.canary.close()
 
 

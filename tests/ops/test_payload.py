@@ -2,46 +2,32 @@
 another Canary."""
 
 import pickle
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 from ops.scenario import disturb, history, scenario, write
+from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core import AttachError, Canary, CanaryConfig, Kind, State, Violation, hookimpl
+from canary_core import AttachError, Kind, State
 from canary_core.ops.backends import Backend, torch_backend, triton_backend
 from canary_core.ops.payload import PayloadLayout, check_payload, export_records, fingerprint_bytes, import_records
-from canary_core.plugins import Plugins
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER
 from canary_core.testing import read_bytes, write_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@dataclass
-class Guarded:
-    """A guarded toy engine and what was reported."""
+class Parks(Guarded):
+    """A guarded toy engine with a host tier."""
 
-    device: str = "cpu"
-    settings: dict[str, object] = field(default_factory=dict)
-    violations: list[Violation] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.engine = ToyEngine(slots=64, device=self.device)
-        manager = Plugins().manager
-        manager.unregister(name="reporting")
-        manager.register(self)
-        config = CanaryConfig(**{"scrub_budget": "1MiB", "mode": "log", "silence_s": 0, **self.settings})
-        self.canary = Canary(self.engine.regions(), config, hooks=manager, writers=self.engine.writers)
-
-    @hookimpl
-    def canary_violation(self, violation):
-        self.violations.append(violation)
+    def __init__(self, device: str = "cpu", **settings: object) -> None:
+        self.device = device
+        super().__init__(ToyEngine(device=device), **{"scrub_budget": "1MiB", **settings})
 
     def step(self, chunk: int = 8) -> None:
-        self.engine.step(self.canary, chunk)
+        super().step(chunk)
         self.canary.drain()
 
     def sources(self):
@@ -56,9 +42,9 @@ class Guarded:
             write_bytes(source, slots, parked[source.name].to(slots.device))
 
 
-def served(device: str = "cpu", **settings: object) -> Guarded:
+def served(device: str = "cpu", **settings: object) -> Parks:
     """An engine that has served one request of 12 tokens, in slots 1 to 12."""
-    guarded = Guarded(device, settings)
+    guarded = Parks(device, **settings)
     guarded.engine.submit("a", list(range(5, 17)))
     guarded.step()
     guarded.step(chunk=4)
@@ -66,7 +52,7 @@ def served(device: str = "cpu", **settings: object) -> Guarded:
     return guarded
 
 
-def slots_of(guarded: Guarded, *numbers: int) -> torch.Tensor:
+def slots_of(guarded: Parks, *numbers: int) -> torch.Tensor:
     """Slot numbers on the engine's device."""
     return torch.tensor(numbers, device=guarded.device)
 
@@ -176,7 +162,7 @@ def test_a_flip_in_parked_memory_is_found(device):
 
 def test_another_canary_takes_records_but_not_names():
     """Over a wire: the layout pickles, tokens, positions, hashes and fingerprints hold, writers and steps don't."""
-    sender, receiver = served(), Guarded()
+    sender, receiver = served(), Parks()
     old, new = torch.arange(1, 13), torch.arange(30, 42)
     layout = pickle.loads(pickle.dumps(sender.canary.slots.payload_layout("full")))
     parked, payload = sender.park(old), sender.canary.slots.export_records("full", old)
@@ -197,7 +183,7 @@ def test_another_canary_takes_records_but_not_names():
 
 def test_a_payload_that_does_not_fit_is_unknown_not_wrong():
     """Of other sources, of none, or all zeros: the slots are not judged, and none of them is a finding."""
-    receiver = Guarded()
+    receiver = Parks()
     partial = served(bytes="partial").canary.slots.export_records("full", torch.arange(1, 5))
     off = served(bytes="off").canary.slots.export_records("full", torch.arange(1, 5))
     nothing = torch.zeros(4, receiver.canary.slots.payload_layout("full").words, dtype=torch.int64)

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, hookimpl
+from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, private_hooks
+from canary_core.ops.backends import torch_backend
 from canary_core.ops.kernels import check, compare, fingerprint, launch, lifetime, record
-from canary_core.plugins import Plugins
 
 KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel, compare.read_check_kernel,
@@ -19,13 +19,11 @@ KERNELS = (
 )  # fmt: skip
 
 
-class Guarded:
+class Padded(Guarded):
     """A toy engine under a Canary with every check on, and padding as its batches look."""
 
     def __init__(self, device: str = "cpu", backend: str = "triton") -> None:
-        self.engine = ToyEngine(slots=512, device=device, window=8)
-        config = CanaryConfig(mode="log", silence_s=0, read_check=-1, backend=backend)
-        self.canary = Canary(self.engine.regions(), config, hooks=Plugins().manager, writers=self.engine.writers)
+        super().__init__(ToyEngine(slots=512, device=device, window=8), read_check=-1, backend=backend)
 
     def padding(self, rows: int) -> Iterator[BatchView]:
         none = torch.zeros(rows, dtype=torch.int32, device=self.engine.device)
@@ -33,9 +31,6 @@ class Guarded:
         expected = none.new_full((rows, 20), -1)
         names = [region.name for region in self.engine.regions()]
         yield BatchView(none, none, none, none, dict.fromkeys(names, table), expected_tokens=expected)
-
-    def step(self) -> None:
-        self.engine.step(self.canary, chunk=3)
 
     def memory(self) -> list[torch.Tensor]:
         """All that Canary remembers from one forward to the next."""
@@ -54,14 +49,14 @@ def compiled() -> int:
 
 def test_a_warm_up_leaves_no_trace():
     """Neither of slots nor of counters, cursors or the step; the traffic around it is clean."""
-    g = Guarded()
+    g = Padded()
     g.engine.submit("a", list(range(5, 25)))
-    g.step()
+    g.step(3)
     before = g.memory()
     g.canary.warm_up(g.padding, most_rows=2)
     assert all(torch.equal(old, new) for old, new in zip(before, g.memory(), strict=True))
     for _ in range(3):
-        g.step()
+        g.step(3)
     g.canary.drain()
     stats = g.canary.stats()
     assert stats["violations"] == 0
@@ -70,7 +65,7 @@ def test_a_warm_up_leaves_no_trace():
 
 def test_batches_of_each_step_are_warmed_up():
     """Up to the largest batch, which need not be as large as the step it belongs to."""
-    g = Guarded()
+    g = Padded()
     asked = []
     g.canary.warm_up(lambda rows: asked.append(rows) or (), most_rows=100)
     assert asked == [16, 64, 100]
@@ -78,31 +73,30 @@ def test_batches_of_each_step_are_warmed_up():
 
 def test_nothing_is_warmed_up_where_nothing_is_compiled():
     """The torch back end needs none of it."""
-    Guarded(backend="torch").canary.warm_up(lambda rows: pytest.fail("asked for batches"), most_rows=100)
+    Padded(backend="torch").canary.warm_up(lambda rows: pytest.fail("asked for batches"), most_rows=100)
 
 
-def test_how_long_it_took_is_told():
+def test_how_long_it_took_is_told(monkeypatch):
     """A start that takes long has a reason that can be read: one event, with the batches and the seconds."""
-    g, told = Guarded(backend="torch"), []
-    backend = replace(g.canary._workspace.backend, row_steps=(16, 64))
-    g.canary._workspace = replace(g.canary._workspace, backend=backend)
-    g.canary._switch.hooks.register(SimpleNamespace(canary_event=hookimpl(lambda event: told.append(event))))
+    backend = replace(torch_backend(), row_steps=(16, 64))
+    monkeypatch.setattr("canary_core.ops.backends.torch_backend", lambda: backend)
+    g = Padded(backend="torch")
     g.canary.warm_up(g.padding, most_rows=20)
-    (event,) = told
-    assert (event.name, event.fields["backend"], event.fields["batches"]) == ("warmed_up", "torch", 2)
+    (event,) = g.findings.told("warmed_up")
+    assert (event.fields["backend"], event.fields["batches"]) == ("torch", 2)
     assert event.fields["seconds"] >= 0
 
 
 @pytest.mark.gpu
 def test_after_a_warm_up_nothing_is_compiled_while_serving():
     """Whatever the forwards' sizes, and wherever the lists of slots begin that the engine hands in."""
-    g = Guarded("cuda")
+    g = Padded("cuda")
     g.canary.warm_up(g.padding, most_rows=16)
     before = compiled()
     assert before > 0
     for i in range(12):
         g.engine.submit(f"r{i}", list(range(5, 25)))
-        g.step()
+        g.step(3)
         slots = torch.arange(400, 440, device="cuda")[i:]
         g.canary.slots.alloc("full", slots)
         g.canary.slots.free("full", slots)
@@ -141,7 +135,7 @@ def test_after_a_warm_up_nothing_is_compiled_for_states():
     states = torch.randn(64, 4096, device="cuda")
     source = KVSource(states, "ssm", 0, chunk_bytes=1 << 14, slot_stride_bytes=1 << 14, dtype=torch.float32)
     region = Region("mamba", 64, (source,), RegionKind.STATE, null_slot=0)
-    canary = Canary([region], CanaryConfig(mode="raise", state_interval=1), hooks=Plugins().manager)
+    canary = Canary([region], CanaryConfig(mode="raise", state_interval=1), hooks=private_hooks())
 
     def batch(rows: int, prefix: int, new: int, slot: int = 1) -> BatchView:
         none = torch.zeros(rows, dtype=torch.int32, device="cuda")

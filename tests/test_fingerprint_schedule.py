@@ -1,12 +1,13 @@
-"""Regions whose slots every forward rewrites: recurrent states."""
+"""`FingerprintSchedule`: how often bytes of recurrent states are looked at, which every forward rewrites."""
 
 import pytest
 import torch
 
 from canary_adapters import Part, ring_table, row_source, slot_table
-from canary_core import BatchView, Canary, CanaryConfig, Region, RegionKind, plugins
-from canary_core.hookspecs import hookimpl
+from canary_core import BatchView, Canary, CanaryConfig, Region, RegionKind
+from canary_core.plugins import private_hooks
 from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
+from canary_core.testing import Findings
 
 ROWS = 3
 
@@ -15,16 +16,17 @@ class Engine:
     """Three requests, whose states every forward rewrites."""
 
     def __init__(self, interval: int) -> None:
-        self.found = []
+        self.findings = Findings()
         self.states = torch.zeros(9, 32)
         self.lengths = torch.zeros(ROWS, dtype=torch.int64)
         region = Region("mamba", 9, (row_source(self.states, Part("ssm", 0)),), RegionKind.STATE, null_slot=0)
-        plugins.hook_manager().register(self)
-        self.canary = Canary([region], CanaryConfig.load(state_interval=interval, scrub_budget="1MiB"))
+        config = CanaryConfig.load(state_interval=interval, scrub_budget="1MiB")
+        self.canary = Canary([region], config, hooks=private_hooks(self.findings))
 
-    @hookimpl
-    def canary_violation(self, violation):
-        self.found.append((violation.kind.name, violation.phase.name, violation.slot))
+    @property
+    def found(self):
+        """What was found so far."""
+        return [(v.kind.name, v.phase.name, v.slot) for v in self.findings.violations]
 
     def step(self, new: int = 1) -> None:
         news = torch.full((ROWS,), new)
@@ -54,7 +56,6 @@ def start():
 
     yield make
     for engine in engines:
-        plugins.hook_manager().unregister(engine)
         engine.canary.close()
 
 

@@ -1,9 +1,9 @@
-"""Rows whose prefix hash starts at 0: to which sequence a slot belongs is not judged, all else is."""
+"""`BatchView`: rows whose prefix hash starts at 0; what does not fit together is refused."""
 
 import pytest
 import torch
 
-from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable
+from canary_core import AttachError, BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable, StateCheckpoints
 from canary_core.records import PREFIX_HASH
 
 
@@ -44,3 +44,17 @@ def test_a_row_without_an_anchor_may_have_anothers_slot(anchored: bool) -> None:
     assert canary.stats().get("position", 0) == 1
     assert canary.stats()["violations"] > before
     canary.close()
+
+
+@pytest.mark.parametrize(
+    ("slots", "positions"),
+    [
+        (torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 2])),
+        (torch.tensor([1, 2]), torch.tensor([1])),
+        (torch.tensor([[1]]), torch.tensor([1])),
+    ],
+)
+def test_checkpoints_that_do_not_fit_together_are_refused(slots, positions):
+    """Types and shapes, where it is made."""
+    with pytest.raises(AttachError, match="checkpoints"):
+        StateCheckpoints(slots, positions)

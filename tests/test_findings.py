@@ -1,0 +1,281 @@
+"""`reporting.findings`: each finding is told once, whatever plugins do; what the ring has becomes a `Violation`."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from support.guarded import Guarded
+
+from canary_core import Event, Kind, Phase, State, Violation, ViolationError, hookimpl
+from canary_core.records import ROW_WORDS, STATES, Counter, Row
+
+FLIP = Violation(Kind.BYTES, "full", Phase.SCRUB, step=9, slot=5, source="k.1", step_written=2, found_value=77)
+"""A finding of a host's own check."""
+
+
+class Vet:
+    """Dismisses everything."""
+
+    @hookimpl
+    def canary_dismiss(self, violation: Violation) -> str:
+        return "the engine explains it"
+
+
+class Broken:
+    """Raises in the hooks of these names."""
+
+    def __init__(self, *hooks: str) -> None:
+        self.hooks = hooks
+
+    def _raise(self, hook: str) -> None:
+        if hook in self.hooks:
+            raise RuntimeError(f"no socket for {hook}")
+
+    @hookimpl
+    def canary_dismiss(self, violation: Violation) -> None:
+        self._raise("canary_dismiss")
+
+    @hookimpl
+    def canary_violation(self, violation: Violation) -> None:
+        self._raise("canary_violation")
+
+    @hookimpl
+    def canary_event(self, event: Event) -> None:
+        self._raise("canary_event")
+
+
+def test_a_fault_that_stays_is_told_once():
+    """However many forwards find it again; what the next write brings is told anew."""
+    guarded = Guarded(read_check=-1)
+    request = guarded.submit(tokens=12)
+    guarded.step(4)
+    guarded.engine.k[1][request.slots[2]] += 1
+    for _ in range(3):
+        guarded.step(2)
+    assert [(v.kind, v.slot, v.source) for v in guarded.violations] == [(Kind.BYTES, request.slots[2], "k.1")]
+    stats = guarded.canary.stats()
+    assert (stats["violations"], stats["bytes"]) == (1, 1)
+    assert stats["repeated"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("other", "news"),
+    [
+        ({}, False),
+        ({"step": 10}, False),
+        ({"request": "b", "position": 3}, False),
+        ({"slot": 6}, True),
+        ({"region": "window"}, True),
+        ({"source": "v.1"}, True),
+        ({"found_value": 78}, True),
+        ({"step_written": 3}, True),
+    ],
+)
+def test_what_counts_as_the_same_flip(guarded, other, news):
+    """The same bytes of the same write, whoever reads them and whenever."""
+    assert guarded.canary.report([FLIP]) == 1
+    assert guarded.canary.report([replace(FLIP, **other)]) == news
+    assert len(guarded.violations) == 1 + news
+    assert guarded.canary.stats()["repeated"] == 1 - news
+
+
+@pytest.mark.parametrize("other", [{"request": "b"}, {"position": 3}])
+def test_a_wrong_mapping_is_each_readers_own(guarded, other):
+    """One slot read wrongly at two places is two findings."""
+    wrong = replace(FLIP, kind=Kind.TOKEN, source=None, found_value=None, request="a", position=2)
+    assert guarded.canary.report([wrong, wrong, replace(wrong, **other)]) == 2
+
+
+@pytest.mark.parametrize("other", [{"rule": "window_slot"}, {"node": 8}, {"detail": "its child is older"}])
+def test_a_cache_may_be_broken_in_several_ways(guarded, other):
+    """Rule, node and what exactly tell structures' findings from each other."""
+    broken = Violation(Kind.CACHE_STRUCTURE, "full", Phase.SWEEP, step=1, node=7, rule="slot_free", detail="it is free")
+    assert guarded.canary.report([broken, replace(broken, step=2), replace(broken, **other)]) == 2
+
+
+def test_only_so_many_findings_are_remembered(monkeypatch, guarded):
+    """The one that was seen longest ago is forgotten first, and told again."""
+    monkeypatch.setattr("canary_core.reporting.findings.REMEMBERED", 2)
+    first, second, third = (replace(FLIP, slot=slot) for slot in (1, 2, 3))
+    assert guarded.canary.report([first, second, first, third]) == 3
+    assert guarded.canary.report([first]) == 0
+    assert guarded.canary.report([second]) == 1
+
+
+@pytest.mark.parametrize("dismissed", [False, True])
+def test_a_finding_reaches_plugins_unless_one_dismisses_it(dismissed):
+    """With a reason it becomes a ``dismissed`` event for those who debug, and is counted; else a violation."""
+    guarded = Guarded(None, *([Vet()] if dismissed else []), read_check=-1)
+    request = guarded.submit(tokens=8)
+    guarded.step(4)
+    guarded.engine.k[1][request.slots[2]] += 1
+    guarded.step(4)
+    guarded.canary.drain()
+    told = guarded.findings.told("dismissed")
+    if dismissed:
+        (event,) = told
+        assert (event.level, event.fields["source"]) == ("debug", "k.1")
+        assert event.fields["reason"] == "the engine explains it"
+        assert guarded.violations == []
+    else:
+        assert told == []
+        assert [v.source for v in guarded.violations] == ["k.1"]
+    stats = guarded.canary.stats()
+    assert (stats["violations"], stats["dismissed"]) == (int(not dismissed), int(dismissed))
+
+
+def test_a_dismissed_finding_stops_nobody():
+    """Neither raised nor counted as a finding in raise mode."""
+    guarded = Guarded(None, Vet(), mode="raise")
+    assert guarded.canary.report([FLIP]) == 0
+    guarded.canary.step.end()
+    assert guarded.canary.stats()["violations"] == 0
+
+
+@pytest.mark.parametrize("hook", ["canary_dismiss", "canary_violation"])
+def test_a_plugin_that_fails_to_answer_silences_nobody(hook, logs):
+    """The finding stands and is reported, and so is the failure; Canary stays on."""
+    guarded = Guarded(None, Broken(hook))
+    assert guarded.canary.report([FLIP]) == 1
+    assert guarded.violations == [FLIP]
+    assert [e["source"] for e in logs if e["event"] == "violation"] == ["k.1"]
+    (failed,) = guarded.findings.told("reporting_failed")
+    assert (failed.level, failed.fields["where"]) == ("error", hook)
+    assert f"no socket for {hook}" in failed.fields["error"]
+    assert guarded.canary.enabled
+    assert guarded.canary.stats()["violations"] == 1
+
+
+def test_a_plugin_that_fails_at_everything_stops_nothing(logs):
+    """Not even its failure to hear of its failure gets out; built-in reporting has both."""
+    guarded = Guarded(None, Broken("canary_violation", "canary_event"))
+    assert guarded.canary.report([FLIP]) == 1
+    assert {"violation", "reporting_failed"} <= {e["event"] for e in logs}
+    assert guarded.canary.enabled
+
+
+def test_in_raise_mode_the_first_finding_is_raised_once():
+    """Of those that were not raised yet; the rest is told all the same."""
+    guarded = Guarded(mode="raise")
+    flips = [replace(FLIP, slot=slot) for slot in (3, 4)]
+    assert guarded.canary.report(flips) == 2
+    with pytest.raises(ViolationError) as raised:
+        guarded.canary.step.end()
+    assert raised.value.violation is flips[0]
+    guarded.canary.step.end()
+    assert guarded.violations == flips
+
+
+def row(**words: int) -> list[int]:
+    """As the ring has them: -1 where a finding doesn't say."""
+    made = [-1] * ROW_WORDS
+    for name, value in {"SEQUENCE": 1, "REGION": 0, **words}.items():
+        made[Row[name]] = value
+    return made
+
+
+def test_a_row_of_bytes_names_layer_writer_and_values(guarded):
+    """Step and phase share a word; a page is counted in the region's own pages."""
+    writer = guarded.engine.writers.id("a")
+    found = guarded.canary.decode(
+        row(
+            KIND=Kind.BYTES, STEP=12 * 8 + Phase.SCRUB, SLOT=9, SOURCE=3, STORED_POSITION=40 * STATES + State.WRITTEN,
+            STORED_TOKEN=17, STORED_VALUE=5, FOUND_VALUE=6, STORED_WRITER=writer, STEP_WRITTEN=11,
+        )
+    )  # fmt: skip
+    assert found == Violation(
+        Kind.BYTES, "full", Phase.SCRUB, step=12, slot=9, page=9, source="v.1", layer=1, half="v",
+        stored_state=State.WRITTEN, stored_position=40, stored_token=17, stored_value=5, found_value=6,
+        stored_request="a", step_written=11,
+    )  # fmt: skip
+
+
+def test_a_row_of_a_freed_slot_names_who_freed_it_and_when(guarded):
+    """Both are in one word."""
+    reader, thief = (guarded.engine.writers.id(name) for name in ("reader", "thief"))
+    found = guarded.canary.decode(
+        row(
+            KIND=Kind.FREED, STEP=2 * 8 + Phase.PRE_FORWARD, SLOT=1, POSITION=0, TOKEN=5, WRITER=reader,
+            STORED_POSITION=int(State.FREED | State.WRITTEN), STORED_TOKEN=5, STORED_VALUE=3, FREED=thief << 32 | 1,
+        )
+    )  # fmt: skip
+    assert (found.request, found.freed_by, found.step_freed) == ("reader", "thief", 1)
+    assert (found.stored_state, found.position, found.token) == (State.FREED, 0, 5)
+    assert (found.source, found.found_value) == (None, None)
+
+
+def test_what_a_row_does_not_say_is_not_known(guarded):
+    """None, never -1."""
+    found = guarded.canary.decode(row(KIND=Kind.SLOT_RANGE, STEP=8 + Phase.PRE_FORWARD, SLOT=999, POSITION=4))
+    assert found == Violation(Kind.SLOT_RANGE, "full", Phase.PRE_FORWARD, step=1, slot=999, page=999, position=4)
+
+
+def test_more_findings_than_the_ring_has_rows_are_told_as_dropped():
+    """The counts are complete, and one event says how many rows are missing."""
+    guarded = Guarded(ring_rows=2)
+    guarded.canary.slots.free("full", torch.arange(10, 20))
+    guarded.canary.slots.settle()
+    guarded.canary.slots.free("full", torch.arange(10, 20))
+    guarded.canary.drain()
+    assert [v.kind for v in guarded.violations] == [Kind.DOUBLE_FREE] * 2
+    (event,) = guarded.findings.told("rows_dropped")
+    assert event.level == "warning"
+    assert event.fields == {"rows": 8, "ring_rows": 2}
+    counters = guarded.canary.states["full"].shared.counters
+    assert int(counters[Kind.DOUBLE_FREE]) == int(counters[Counter.ROWS]) == 10
+
+
+def test_forwards_that_no_check_sees_are_told(monkeypatch, guarded):
+    """The host issues forwards and the device's counters stand still, as where a graph was captured without Canary:
+    told once, until a check runs again."""
+    monkeypatch.setattr("canary_core.reporting.findings.STALLED_READS", 3)
+    guarded.submit(tokens=40)
+    guarded.step(1)
+    counters = guarded.canary.states["full"].shared.counters
+
+    def replay() -> None:
+        """A forward whose check does not run."""
+        checked = counters[Counter.CHECKED_FORWARDS].clone()
+        view = guarded.engine.batch(chunk=1)
+        guarded.canary.step.before(view)
+        guarded.engine.forward(view)
+        guarded.canary.step.after()
+        counters[Counter.CHECKED_FORWARDS] = checked
+        guarded.canary.step.end()
+
+    for told in (0, 0, 1, 1, 1):
+        replay()
+        assert len(guarded.findings.told("silence")) == told
+    (event,) = guarded.findings.told("silence")
+    assert event.level == "error"
+    assert "captured without Canary" in event.fields["reason"]
+    guarded.step(1)
+    for _ in range(3):
+        replay()
+    assert len(guarded.findings.told("silence")) == 2
+
+
+def test_a_canary_that_is_never_called_is_told():
+    """Nobody calls it for as long as the settings allow."""
+    guarded = Guarded(silence_s=0.01)
+    deadline = time.monotonic() + 30
+    while not guarded.findings.told("silence") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (event,) = guarded.findings.told("silence")
+    assert event.level == "error"
+    assert event.fields["reason"].startswith("attached 0.01 s ago and no forward was checked")
+
+
+@pytest.mark.parametrize("end", ["step", "close"])
+def test_nobody_waits_for_a_canary_that_was_called_or_closed(end):
+    """Nothing is told of it later on."""
+    before = set(threading.enumerate())
+    guarded = Guarded(silence_s=60)
+    (timer,) = set(threading.enumerate()) - before
+    guarded.submit()
+    guarded.step() if end == "step" else guarded.canary.close()
+    timer.join(30)
+    assert not timer.is_alive()
+    assert guarded.findings.told("silence") == []

@@ -1,0 +1,307 @@
+"""`SlotEvents`: who freed a slot and who got it, in pages and in batches of events; slots whose bytes came from
+elsewhere, or hold nothing any more."""
+
+import pytest
+import torch
+from support.guarded import Guarded
+from support.toy import ToyEngine
+
+from canary_core import Kind, State
+from canary_core.records import FREED_BY, POSITION, STATES, STEP_WRITTEN, Phase
+
+
+def records(guarded: Guarded) -> torch.Tensor:
+    """What is known of each slot."""
+    return guarded.canary.states["full"].records
+
+
+def served(**settings: object) -> Guarded:
+    """An engine that has served one request of 3 tokens, in slots 1 to 3."""
+    guarded = Guarded(**settings)
+    guarded.submit()
+    guarded.step()
+    return guarded
+
+
+def test_a_read_of_a_freed_slot_names_reader_writer_and_freer(guarded):
+    """Freed under a running request by another one: all three are in the finding, and the step of the free."""
+    reader = guarded.submit("reader")
+    guarded.decode()
+    slots = torch.tensor(reader.slots[:1])
+    guarded.canary.slots.free("full", slots, guarded.engine.writers.id("thief"))
+    guarded.decode()
+    (found,) = guarded.violations
+    assert found.kind is Kind.FREED
+    assert (found.request, found.stored_request, found.freed_by) == ("reader", "reader", "thief")
+    assert (found.step_freed, found.step) == (1, 2)
+
+
+def test_a_double_free_names_both_that_freed(guarded):
+    """The second one is the finding's request; the slot stays the first one's."""
+    writers = guarded.engine.writers
+    guarded.submit("a")
+    guarded.decode()
+    guarded.canary.slots.alloc("full", torch.tensor([9]))
+    guarded.canary.slots.free("full", torch.tensor([9]), writers.id("first"))
+    guarded.canary.slots.free("full", torch.tensor([9]), writers.id("second"))
+    guarded.canary.drain()
+    (found,) = guarded.violations
+    assert (found.kind, found.slot) == (Kind.DOUBLE_FREE, 9)
+    assert (found.request, found.freed_by) == ("second", "first")
+    assert records(guarded)[9, FREED_BY] == writers.id("first")
+
+
+def test_each_slot_of_an_event_has_its_own_writer(guarded):
+    """A writer may be a function that gives one number for each slot, asked when the event takes effect."""
+    writers = guarded.engine.writers
+    owner = guarded.submit("owner")
+    guarded.decode()
+    held = torch.tensor(owner.slots[:2])
+    ids = torch.tensor([writers.id("one"), writers.id("two")], dtype=torch.int32)
+    guarded.canary.slots.alloc("full", held, lambda: ids)
+    guarded.canary.drain()
+    assert [(v.kind, v.slot, v.request, v.stored_request) for v in guarded.violations] == [
+        (Kind.DOUBLE_ALLOC, int(held[0]), "one", "owner"),
+        (Kind.DOUBLE_ALLOC, int(held[1]), "two", "owner"),
+    ]
+
+
+def test_pages_share_one_fate(guarded):
+    """A page is freed and handed out whole; what is wrong with it is one finding, at its first slot."""
+    for _ in range(2):
+        guarded.canary.slots.alloc("full", torch.tensor([2, 3]), page_slots=4)
+        guarded.canary.slots.free("full", torch.tensor([2, 3]), page_slots=4)
+    guarded.canary.slots.free("full", torch.tensor([3]), page_slots=4)
+    guarded.canary.drain()
+    assert [(v.kind, v.slot) for v in guarded.violations] == [(Kind.DOUBLE_FREE, 12)]
+    states = records(guarded)[:, POSITION] % STATES
+    assert states[8:16].tolist() == [State.FREED | State.ALLOCATED] * 8
+    assert not states[:8].any()
+    assert not states[16:].any()
+
+
+def test_events_between_two_forwards_keep_their_order(guarded):
+    """However many there are and whatever is put together: free, hand out and free again is no finding."""
+    for slot in range(1, 6):
+        guarded.canary.slots.alloc("full", torch.tensor([slot]))
+    for slot in range(1, 6):
+        guarded.canary.slots.free("full", torch.tensor([slot]))
+    guarded.canary.slots.alloc("full", torch.tensor([2, 3]))
+    guarded.canary.slots.free("full", torch.tensor([3]))
+    guarded.canary.drain()
+    assert guarded.violations == []
+    states = records(guarded)[:6, POSITION] % STATES
+    freed = State.FREED | State.ALLOCATED
+    assert states.tolist() == [0, freed, State.ALLOCATED, freed, freed, freed]
+
+
+@pytest.mark.parametrize("next_event", ["alloc", "clear", "settle"])
+def test_events_that_are_told_later_keep_their_place(guarded, next_event):
+    """What was freed one by one and is told as one event counts as freed before what comes next, and is told once."""
+    canary, freed, told = guarded.canary, [], []
+
+    def tell() -> None:
+        told.append(list(freed))
+        canary.slots.free("full", torch.tensor(freed))
+
+    canary.slots.alloc("full", torch.tensor([1, 2, 3]))
+    for slot in (1, 2):
+        freed.append(slot)
+        canary.slots.defer(tell)
+    assert told == []
+    if next_event == "alloc":
+        canary.slots.alloc("full", torch.tensor([2]))
+    elif next_event == "clear":
+        canary.slots.clear("full", torch.tensor([2]))
+    canary.slots.settle()
+    canary.drain()
+    assert told == [[1, 2]]
+    assert guarded.violations == []
+    expected = {"alloc": State.ALLOCATED, "clear": State.UNWRITTEN, "settle": State.FREED | State.ALLOCATED}
+    states = records(guarded)[:4, POSITION] % STATES
+    assert states.tolist() == [0, State.FREED | State.ALLOCATED, expected[next_event], State.ALLOCATED]
+
+
+def test_an_allocator_that_is_followed_no_longer_frees_nothing(guarded):
+    """After `end_lifetime` a slot that was freed is what it was before."""
+    request = guarded.submit("a")
+    guarded.decode()
+    guarded.canary.slots.free("full", torch.tensor(request.slots))
+    guarded.canary.slots.end_lifetime("full")
+    guarded.decode()
+    assert guarded.violations == []
+
+
+def test_a_forgotten_slot_is_not_judged_by_what_it_held_at_attach():
+    """A pool that already held the very bytes that are written next raises no lost write once they were forgotten."""
+    first = ToyEngine()
+    first.submit("a", [5, 6, 7])
+    batch = first.batch()
+    first.forward(batch)
+    again = ToyEngine()
+    for layer in range(len(again.k)):
+        again.k[layer].copy_(first.k[layer])
+        again.v[layer].copy_(first.v[layer])
+    canary = Guarded(again, read_check=-1).canary
+    canary.slots.forget("full", torch.arange(1, 64))
+    canary.slots.clear("full", torch.arange(1, 64))
+    again.submit("a", [5, 6, 7])
+    again.step(canary)
+    canary.drain()
+    assert canary.stats()["violations"] == 0
+    assert canary.stats()["recorded_slots"] == 3
+
+
+@pytest.mark.parametrize(("event", "left"), [("forget", State.UNKNOWN), ("clear", State.UNWRITTEN)])
+def test_all_slots_of_a_region_need_no_list(event, left):
+    """None says of every slot what a list of all of them says: written, handed out, freed, and never touched ones."""
+    records = []
+    for listed in (True, False):
+        guarded = served(scrub_budget="0")
+        canary = guarded.canary
+        canary.slots.alloc("full", torch.tensor([8, 9]))
+        canary.slots.free("full", torch.tensor([2, 9]))
+        state = canary.states["full"]
+        getattr(canary.slots, event)("full", torch.arange(state.region.slots) if listed else None)
+        canary.drain()
+        records.append((state.records.clone(), state.fingerprints.clone()))
+    for by_list, at_once in zip(*records, strict=True):
+        assert torch.equal(by_list, at_once)
+    assert (records[1][0][:, POSITION] % STATES).unique().tolist() == [left]
+
+
+def test_expected_slots_are_not_judged_while_events_wait():
+    """Slots whose bytes will arrive from elsewhere are left alone at once, even before the events that wait; a slot
+    that was freed stays so."""
+    guarded = served(read_check=-1, scrub_budget="1MiB")
+    canary = guarded.canary
+    states = canary.states["full"].records[:, POSITION] % STATES
+    assert states[1:4].tolist() == [State.WRITTEN] * 3
+    canary.slots.free("full", torch.tensor([1]))
+    canary.slots.check("full", torch.tensor([1, 2, 3]))
+    canary.drain()
+    canary.slots.free("full", torch.tensor([2]))
+    canary.slots.expect("full", torch.tensor([1, 2, 99]))
+    states = canary.states["full"].records[:, POSITION] % STATES
+    assert states[1:4].tolist() == [State.UNKNOWN | State.FREED, State.UNKNOWN, State.WRITTEN]
+    for layer in guarded.engine.k:
+        layer[1:3] += 1
+    canary.slots.check("full", torch.tensor([1, 2, 3, -1, 99]))
+    canary.drain()
+    assert canary.stats()["violations"] == 0
+
+
+def test_slots_that_hold_nothing_may_be_expected():
+    """Bytes are announced for slots that the allocator has just handed out, and for ones that nobody ever had, before
+    the allocator's own events take effect: those find the slots as they were, and what arrives is not judged."""
+    canary = Guarded(scrub_budget="0").canary
+    records = canary.states["full"].records
+    canary.slots.alloc("full", torch.tensor([1]))
+    canary.slots.settle()
+    canary.slots.alloc("full", torch.tensor([2, 3]))
+    canary.slots.expect("full", torch.tensor([1, 2]))
+    assert (records[1:4, POSITION] % STATES).tolist() == [State.ALLOCATED, State.UNWRITTEN, State.UNWRITTEN]
+    canary.slots.forget("full", torch.tensor([1, 2]))
+    canary.drain()
+    assert (records[1:4, POSITION] % STATES).tolist() == [State.UNKNOWN, State.UNKNOWN, State.ALLOCATED]
+    assert canary.stats()["violations"] == 0
+
+
+def test_slots_are_checked_on_demand():
+    """`SlotEvents.check` finds the layer and half of a changed slot at once, and looks at no other."""
+    guarded = served(scrub_budget="0")
+    engine = guarded.engine
+    engine.v[1].view(-1)[engine.v[1][0].numel() * 2] += 1
+    engine.k[0].view(-1)[engine.k[0][0].numel() * 3] += 1
+    guarded.canary.slots.check("full", torch.tensor([1, 2]))
+    guarded.canary.drain()
+    found = [(v.kind, v.slot, v.layer, v.half, v.phase) for v in guarded.violations]
+    assert found == [(Kind.BYTES, 2, 1, "v", Phase.EVENT)]
+
+
+def test_forgotten_bytes_leave_the_record_and_numbers_that_are_no_slots_are_left_out():
+    """What was written there is still known, its bytes are not; other slots keep both."""
+    canary = served(scrub_budget="0").canary
+    state = canary.states["full"]
+    records, fingerprints = state.records.clone(), state.fingerprints.clone()
+    written = (records[:, POSITION] % STATES == State.WRITTEN).nonzero().flatten()
+    canary.slots.forget_bytes("full", torch.tensor([-1, int(written[0]), 10_000, -1]))
+    canary.slots.forget_bytes("full", torch.tensor([-1, 10_000]))
+    canary.slots.forget_bytes("full", torch.tensor([], dtype=torch.int64))
+    fingerprints[written[0]] = 0
+    assert torch.equal(state.records, records)
+    assert torch.equal(state.fingerprints, fingerprints)
+
+
+def test_a_mark_that_finds_no_slot_changes_nothing(guarded):
+    """Slots that are none, such as those of evicted window entries, are left out of every mark."""
+    guarded.submit(tokens=20)
+    guarded.step()
+    state = guarded.canary.states["full"]
+    before = state.records.clone(), state.fingerprints.clone()
+    guarded.canary.slots.forget("full", torch.tensor([-1, 64]))
+    assert torch.equal(state.records, before[0])
+    assert torch.equal(state.fingerprints, before[1])
+
+
+def test_whether_a_slot_still_holds_what_a_forward_wrote():
+    """Not once it was written again, freed, or given up, nor for another forward or region."""
+    guarded = served()
+    slots = guarded.canary.slots
+    assert slots.still_holds("full", 2, step=1)
+    assert not slots.still_holds("full", 2, step=2)
+    assert not slots.still_holds("full", 9, step=1)
+    assert not slots.still_holds("mamba", 2, step=1)
+    slots.forget("full", torch.tensor([2]))
+    slots.free("full", torch.tensor([3]))
+    slots.settle()
+    assert [slots.still_holds("full", slot, step=1) for slot in (1, 2, 3)] == [True, False, False]
+
+
+def test_a_canary_carries_over_what_another_one_knew():
+    """Slots have moved to a new pool: records, bytes and the number of the step go along, and the requests go on."""
+    old = served()
+    new = Guarded(ToyEngine(slots=128))
+    source, destination = torch.tensor([1, 2, 3]), torch.tensor([101, 102, 103])
+    for before, after in zip((*old.engine.k, *old.engine.v), (*new.engine.k, *new.engine.v), strict=True):
+        after[destination] = before[source]
+    new.canary.slots.carry_over(old.canary.slots, "full", source, destination)
+    (request,) = old.engine.requests
+    request.slots = destination.tolist()
+    new.engine.requests.append(request)
+    new.decode()
+    new.canary.drain()
+    assert new.violations == []
+    assert new.canary.stats()["checked_slots"] == 3
+    assert records(new)[[101, 1], STEP_WRITTEN].tolist() == [1, 2]
+
+
+def test_what_is_told_of_no_region_of_ours_does_nothing(guarded):
+    """Each event of a region that is not guarded, and each of a Canary that is off."""
+    slots, some = guarded.canary.slots, torch.tensor([1, 2])
+
+    def tell_all(region: str) -> None:
+        slots.free(region, some)
+        slots.alloc(region, some)
+        slots.end_lifetime(region)
+        slots.copy(region, some, some + 2)
+        slots.clear(region, some)
+        slots.forget(region, None)
+        slots.forget_bytes(region, some)
+        slots.expect_zeros(region, some)
+        slots.expect(region, some)
+        slots.check(region, some)
+        slots.import_records(region, some, torch.zeros(2, 9, dtype=torch.int64))
+        slots.settle()
+
+    fingerprints = guarded.canary.states["full"].fingerprints.clone()
+    tell_all("mamba")
+    assert slots.export_records("mamba", some).shape == (2, 0)
+    assert slots.payload_layout("mamba") is None
+    guarded.canary.close()
+    tell_all("full")
+    slots.defer(lambda: pytest.fail("told although Canary is off"))
+    assert not records(guarded).any()
+    assert torch.equal(guarded.canary.states["full"].fingerprints, fingerprints)
+    assert not slots.export_records("full", some).any()
+    assert guarded.findings.told("disabled") == []
