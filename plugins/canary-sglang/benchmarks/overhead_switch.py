@@ -23,12 +23,16 @@ def canary_attached(canary: Any) -> None:
     """From here on the engine listens."""
     folder = Path(os.environ["OVERHEAD_SWITCH"])
     _canaries.append((canary, canary.step.scrub.budget))
+    listeners: dict[int, list[Any]] = {}
 
     def switch(number: int, frame: Any) -> None:
         arm = (folder / "arm").read_text()
         name, _, budget = arm.partition("@")
         for guard, own in _canaries:
             guard.step.scrub.budget = ScrubBudget.parse(budget) if budget else own
+            # A Canary that is off closes its listeners for good; ours comes back.
+            kept = listeners.setdefault(id(guard), list(guard.step.listeners))
+            guard.step._listeners = list(kept)
             guard._switch.enabled = name == "on"
         _write(folder / "applied", arm)
 
