@@ -26,13 +26,13 @@ def waits(engine: Any, prompts: list[list[int]], new_tokens: int, guarded: bool)
 
     flush(engine)
     for canary in engine.canaries:
-        canary.enabled = guarded
+        canary._switch.enabled = guarded
     # A flush gives the device's memory back, so the first round allocates it again.
     serve(engine, prompts, new_tokens)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         serve(engine, prompts, new_tokens)
     for canary in engine.canaries:
-        canary.enabled = True
+        canary._switch.enabled = True
     # Nothing is known of what was written without us.
     flush(engine)
     return {e.key: e.count for e in trace.key_averages() if e.key in WAITS}
