@@ -75,13 +75,13 @@ class Session:
         self._filter = EmbeddingFilter(
             partial(embeddings.row, runner.model), partial(embeddings.elsewhere, runner.model), names
         )
-        hook_manager().register(self._filter)
         self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)
         self._batches = ForwardBatches(runner, self._paged, self.requests)
         try:
+            hook_manager().register(self._filter)
             self._listen(state)
             self._warm_up()
             # A draft model has the slots of the served one, so only the served one's session follows the allocator.

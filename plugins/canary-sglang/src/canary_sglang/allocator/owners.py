@@ -48,9 +48,9 @@ class Owners:
     def taker(self, count: int, shares: Sequence[int] | None) -> int | Callable[[], int | Tensor]:
         """Who gets ``count`` pages: a writer id, -1 if unknown, or a function that gives an int or int32 ``[count]``.
 
-        ``shares``: how many of them each request of the batch gets, in the batch's order. None where that isn't known:
-        then each gets one if there are as many requests as pages; else, with pages of one slot, what its extend needs;
-        or, when a speculative decode was prepared, as many as its allocated tokens have grown.
+        ``shares``: how many of them each request of the batch gets, in the batch's order. None where that isn't known.
+        Then, if a speculative decode is prepared, each gets as many as its allocated tokens grow; else one, if there
+        are as many requests as pages; else, with pages of one slot, what its extend needs.
         """
         if self._batch is None or not count:
             return -1

@@ -10,6 +10,8 @@ This package has the functions that are hooked, and what is used of runners, sch
 | `prefix_cache/tree.py` | nodes of the prefix caches; its table says which release has which cache               |
 | `transfer`             | HiCache's controllers, transfer managers of PD disaggregation                          |
 
+Some names are used everywhere: a runner's pools, a scheduler's ``tree_cache``, a batch's ``reqs``, a request's ``rid``.
+
 How releases differ:
 
 | what                                     | releases                                                             |

@@ -2,10 +2,10 @@
 the regions ``c4_state`` and ``c128_state``. A token has a row in a ring, with its K (``kv.N``) and its score
 (``score.N``) in each layer N; in c4 layers also the K and the score of the indexer (``index_kv.N``, ``index_score.N``).
 
-| region       | a ring is            | row of position ``p``       | a forward that completes a group reads of it     |
-|--------------|----------------------|-----------------------------|--------------------------------------------------|
-| `c4_state`   | a page's, the window | ``page * 8 + p % 8``        | the group so far, and the four tokens before it  |
-| `c128_state` | a request's          | ``request * 128 + p % 128`` | the group so far                                 |
+| region       | one ring for each  | row of position ``p``       | a forward that completes a group reads           |
+|--------------|--------------------|-----------------------------|--------------------------------------------------|
+| `c4_state`   | page of the window | ``page * 8 + p % 8``        | the group so far, and the four tokens before it  |
+| `c128_state` | request            | ``request * 128 + p % 128`` | the group so far                                 |
 
 Source: SGLang's ``c_plan.cuh`` (which rows are stored and read), ``c4_v2.cuh`` and ``c128_v2.cuh``. They agree on this
 from 0.5.15 to 0.5.23 without speculative decoding. A request that continues a cached prefix begins at a page boundary.

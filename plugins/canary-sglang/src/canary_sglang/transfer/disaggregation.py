@@ -221,7 +221,7 @@ class DecodeSide(StepListener):
 
 
 def _tell_travel(canary: Canary, what: str, buffers: TransferBuffers) -> None:
-    sizes = {region: kept.size_bytes for region, kept in buffers.by_region.items()}
+    sizes = {region: tables.size_bytes for region, tables in buffers.by_region.items()}
     fields = {"with": what, "carried": buffers.registered, "buffers_bytes": sizes}
     canary.tell(Event("records_travel", "info" if buffers.registered else "warning", fields))
 
