@@ -5,7 +5,7 @@ from canary_core import EngineInfo
 __version__ = "0.1.0"
 
 SUPPORTED = ">=0.5.14,<0.5.24"
-"""Releases whose pools, batches and hooked functions were read; the README says which ones were run."""
+"""Releases whose pools, batches and hooked functions were read; docs/evidence.md says which ones were run."""
 
 
 def engine() -> EngineInfo:
