@@ -1,5 +1,6 @@
 """`Violation`: one decoded finding, with a plain sentence naming the likely class of bug."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from canary_core.records import Kind, Phase, State
@@ -52,13 +53,18 @@ class Violation:
 
     @property
     def explanation(self) -> str:
-        """What happened and what usually causes it."""
-        return _EXPLANATIONS[self.kind].format(
+        """What happened and what usually causes it. Says only what is known."""
+        sentence = next((text for kind, holds, text in _SPECIAL if kind is self.kind and holds(self)), None)
+        return (sentence or _EXPLANATIONS[self.kind]).format(
             where=self._where(),
             reader=self._reader(),
             node=self._node(),
-            writer=self.stored_request or "an unknown request",
+            writer=self.stored_request or "a request whose name is not known",
+            written=_at("step", self.step_written),
             freer=self.freed_by or "the engine",
+            freed=_at("step", self.step_freed) or " before the first forward",
+            position=_counted("position", self.position),
+            token=_counted("token", self.token),
             v=self,
         )
 
@@ -68,48 +74,122 @@ class Violation:
     def _reader(self) -> str:
         if self.phase is Phase.SWEEP:
             return f"a hit on {self._node()}"
-        return self.request or "a request"
+        return self.request or ("the engine" if self.phase is Phase.EVENT else "a request")
 
     def _node(self) -> str:
         return "the prefix cache" if self.node is None else f"node {self.node} of the prefix cache"
 
     def _where(self) -> str:
         source = f" of {self.source}" if self.source else ""
-        return f"slot {self.slot} (page {self.page}){source}"
+        page = "" if self.page is None else f" (page {self.page})"
+        return f"slot {self.slot}{page}{source}"
+
+
+def _at(what: str, number: int | None) -> str:
+    return "" if number is None else f" at {what} {number}"
+
+
+def _counted(what: str, number: int | None) -> str:
+    return f"a {what}" if number is None else f"{what} {number}"
 
 
 _EXPLANATIONS = {
-    Kind.SLOT_RANGE: "{reader} reads position {v.position} through table entry {v.slot}, which is no slot of the pool: "
-    "a table row was overwritten, is stale, or was never filled.",
-    Kind.NULL_SLOT: "{reader} uses the null slot {v.slot} for position {v.position}: padding leaked into a live row, "
-    "or a window entry was evicted while still readable.",
-    Kind.UNWRITTEN: "{reader} will read position {v.position} from {where}, which no forward has written: a prefix was "
-    "published before it was filled, a write was lost, or the table points elsewhere.",
-    Kind.FREED: "{reader} will read position {v.position} from {where}, which was freed by {freer} "
-    "at step {v.step_freed}: use after free.",
-    Kind.POSITION: "{reader} will read position {v.position} from {where}, but {writer} wrote position "
-    "{v.stored_position} there at step {v.step_written}: wrong slot mapping, or the slot was handed out twice.",
-    Kind.TOKEN: "{reader} expects token {v.token} at position {v.position}, {where} holds token {v.stored_token} "
-    "written by {writer} at step {v.step_written}: another request's prefix, or a rejected draft left behind.",
-    Kind.PREFIX: "{reader} will read position {v.position} from {where}, whose prefix is not the one before it: it "
-    "belongs to a sequence of {writer}, written at step {v.step_written}.",
-    Kind.BYTES: "the bytes of {where} changed since {writer} wrote them at step {v.step_written}: a stray write, a "
-    "race, a bad copy, or a flipped bit.",
-    Kind.LOST_WRITE: "{reader} should have written token {v.token} at position {v.position} to {where}, whose bytes "
-    "are what they were before: the store went elsewhere or never ran.",
+    Kind.SLOT_RANGE: "{reader} reads {position} through table entry {v.slot}, which is no slot of the pool: a table "
+    "row was overwritten, is stale, or was never filled.",
+    Kind.NULL_SLOT: "{reader} uses the null slot {v.slot} for {position}: padding leaked into a live row, or a window "
+    "entry was evicted while still readable.",
+    Kind.UNWRITTEN: "{reader} will read {position} from {where}, which no forward has written: a prefix was published "
+    "before it was filled, a write was lost, or the table points elsewhere.",
+    Kind.FREED: "{reader} will read {position} from {where}, which was freed by {freer}{freed}: use after free.",
+    Kind.POSITION: "{reader} will read {position} from {where}, but {writer} wrote position {v.stored_position} "
+    "there{written}: wrong slot mapping, or the slot was handed out twice.",
+    Kind.TOKEN: "{reader} expects {token} at {position}, {where} holds token {v.stored_token} written by "
+    "{writer}{written}: another request's prefix, or a rejected draft left behind.",
+    Kind.PREFIX: "{reader} will read {position} from {where}, whose prefix is not the one before it: it belongs to a "
+    "sequence of {writer}, written{written}.",
+    Kind.BYTES: "the bytes of {where} changed since {writer} wrote them{written}: a stray write, a race, a bad copy, "
+    "or a flipped bit.",
+    Kind.LOST_WRITE: "{reader} should have written {token} at {position} to {where}, whose bytes are what they were "
+    "before: the store went elsewhere or never ran.",
     Kind.WRITE_INPUT: "the forward computed token {v.stored_token} at position {v.stored_position} for {reader}, whose "
-    "own token at position {v.position} is {v.token}: the batch was assembled wrongly.",
-    Kind.WRITE_SLOT: "{reader} writes position {v.position} to {where}, but will read it from slot {v.stored_value}: "
-    "the slot list and the table disagree.",
-    Kind.TWO_WRITERS: "two tokens of one batch are written to {where}; {reader} (position {v.position}) lost to token "
+    "own token at {position} is {v.token}: the batch was assembled wrongly.",
+    Kind.WRITE_SLOT: "{reader} writes {position} to {where}, but will read it from slot {v.stored_value}: the slot "
+    "list and the table disagree.",
+    Kind.TWO_WRITERS: "two tokens of one batch are written to {where}; {reader} ({position}) lost to token "
     "{v.stored_value} of the batch: the slot was handed out twice.",
-    Kind.DOUBLE_FREE: "{where} was freed by {reader} although it was free, by {freer}, since step "
-    "{v.step_freed}: freed twice.",
-    Kind.DOUBLE_ALLOC: "{where} was handed out to {reader} while {writer}, who got or wrote it at step "
-    "{v.step_written}, still has it: allocated twice, or a free was lost.",
-    Kind.WRITE_AFTER_FREE: "{reader} wrote position {v.position} to {where}, which {writer} freed at step "
-    "{v.step_freed} and nobody was given since: write after free.",
+    Kind.DOUBLE_FREE: "{where} was freed by {reader} although it was free, since {freer} freed it{freed}: freed twice.",
+    Kind.DOUBLE_ALLOC: "{where} was handed out to {reader} while {writer}, who wrote it{written}, still has it: "
+    "allocated twice, or a free was lost.",
+    Kind.WRITE_AFTER_FREE: "{reader} wrote {position} to {where}, which {freer} freed{freed} and nobody was given "
+    "since: write after free.",
     Kind.CACHE_STRUCTURE: "{node} is broken: {v.detail}.",
-    Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at position {v.position} to {where}: numerics, or "
-    "poisoned padding.",
+    Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
+
+_SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
+    (
+        Kind.SLOT_RANGE,
+        lambda v: v.phase is Phase.EVENT,
+        "{reader} freed or handed out slot {v.slot}, which is no slot of the pool: the allocator's list is broken.",
+    ),
+    (
+        Kind.NULL_SLOT,
+        lambda v: v.phase is Phase.EVENT,
+        "{reader} freed or handed out the null slot {v.slot}, which is for padding only: the allocator's list is "
+        "broken.",
+    ),
+    (
+        Kind.SLOT_RANGE,
+        lambda v: v.phase is Phase.POST_FORWARD,
+        "{reader} writes {position} to slot {v.slot}, which is no slot of the pool: the slot list is stale or was "
+        "never filled.",
+    ),
+    (
+        Kind.NULL_SLOT,
+        lambda v: v.phase is Phase.POST_FORWARD,
+        "{reader} writes {position} to the null slot {v.slot}, where it is lost: padding leaked into a live row.",
+    ),
+    (
+        Kind.UNWRITTEN,
+        lambda v: v.stored_state is State.ALLOCATED and v.step_written is not None,
+        "{reader} will read {position} from {where}, which was handed out again since {writer} wrote it{written}, and "
+        "not written since: the slot was freed too early, a prefix was published before it was filled, or a write was "
+        "lost.",
+    ),
+    (
+        Kind.UNWRITTEN,
+        lambda v: v.stored_state is State.ALLOCATED,
+        "{reader} will read {position} from {where}, which was handed out and never written: a prefix was published "
+        "before it was filled, or a write was lost.",
+    ),
+    (
+        Kind.UNWRITTEN,
+        lambda v: v.step_written is not None,
+        "{reader} will read {position} from {where}, which holds nothing since it was cleared or rolled back; {writer} "
+        "wrote it{written}: it was cleared too early, or the table still names it.",
+    ),
+    (
+        Kind.WRITE_INPUT,
+        lambda v: v.token is None,
+        "the forward computed token {v.stored_token} at position {v.stored_position} for {reader}, who is at "
+        "{position}: the batch was assembled wrongly.",
+    ),
+    (
+        Kind.WRITE_SLOT,
+        lambda v: v.stored_value is None or v.stored_value < 0,
+        "{reader} writes {position} to {where}, but the table has no slot for it: the slot list and the table "
+        "disagree.",
+    ),
+    (
+        Kind.DOUBLE_FREE,
+        lambda v: v.step_freed is None and v.freed_by is None,
+        "{where} was freed by {reader} although it was free already: freed twice, or listed twice in one call.",
+    ),
+    (
+        Kind.DOUBLE_ALLOC,
+        lambda v: v.stored_state is State.ALLOCATED,
+        "{where} was handed out to {reader}, but it was handed out before and neither freed nor written since: "
+        "allocated twice, or a free was lost.",
+    ),
+)
+"""Sentences for what is known beyond the kind: the first whose condition holds is told instead of the kind's own."""

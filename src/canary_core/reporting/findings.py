@@ -119,7 +119,9 @@ class Findings:
         page_size = state.region.sources[0].page_size
         word = row[Row.STORED_POSITION]
         stored = word >= 0
-        freed = row[Row.FREED] & 0xFFFFFFFF if row[Row.FREED] != -1 else 0
+        # Zero where the slot was never written: then the record's writer is nobody, not the one with id 0.
+        written = row[Row.STEP_WRITTEN] != 0
+        freed = row[Row.FREED] not in (-1, 0)
         return Violation(
             kind=kind,
             region=state.region.name,
@@ -138,9 +140,9 @@ class Findings:
             stored_value=row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None,
             found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
             request=self._writers.name(row[Row.WRITER]),
-            stored_request=self._writers.name(row[Row.STORED_WRITER]),
-            step_written=_known(row[Row.STEP_WRITTEN]),
-            step_freed=freed or None,
+            stored_request=self._writers.name(row[Row.STORED_WRITER]) if written else None,
+            step_written=_known(row[Row.STEP_WRITTEN]) if written else None,
+            step_freed=(row[Row.FREED] & 0xFFFFFFFF or None) if freed else None,
             freed_by=self._writers.name(row[Row.FREED] >> 32) if freed else None,
             rank=self._config.rank,
         )

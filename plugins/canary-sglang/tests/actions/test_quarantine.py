@@ -8,7 +8,7 @@ import torch
 from canary_sglang.actions.quarantine import Ranks, Suspect
 from packaging.version import Version
 
-from canary_core.records import Kind, Phase
+from canary_core.records import Kind, Phase, State
 from canary_core.violation import Violation
 
 pytestmark = pytest.mark.timeout(900)
@@ -177,6 +177,13 @@ def test_what_a_finding_leads_to(kind, phase, slot, spoiled, written, requests):
     out twice, both who have it."""
     suspect = Suspect.of(Violation(kind=kind, phase=phase, **FOUND))
     assert (suspect.slot, suspect.spoiled, suspect.written, suspect.requests) == (slot, spoiled, written, requests)
+
+
+@pytest.mark.without_engine
+def test_who_wrote_a_slot_before_it_was_handed_out_twice_is_left_alone():
+    """Nobody has written it since it was handed out: its record names somebody who gave it back."""
+    found = Violation(kind=Kind.DOUBLE_ALLOC, phase=Phase.EVENT, stored_state=State.ALLOCATED, **FOUND)
+    assert Suspect.of(found).requests == ("r",)
 
 
 @pytest.mark.without_engine

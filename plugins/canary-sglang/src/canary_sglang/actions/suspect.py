@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from canary_core import Kind, Phase, Violation
+from canary_core import Kind, Phase, State, Violation
 
 SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE})
 """The slot's content is wrong for every request that reads it."""
@@ -35,7 +35,8 @@ class Suspect:
         if kind is Kind.DOUBLE_FREE:
             return None
         names = {violation.request}
-        if kind in (Kind.DOUBLE_ALLOC, Kind.TWO_WRITERS):
+        # A slot that was handed out and not written yet has the record of whoever wrote it before.
+        if kind is Kind.DOUBLE_ALLOC and violation.stored_state is not State.ALLOCATED:
             names.add(violation.stored_request)
         spoiled = kind in SPOILED
         written = violation.step if violation.phase is Phase.POST_FORWARD else violation.step_written
