@@ -89,6 +89,40 @@ def test_bad_setting_is_one_sentence(command, variable, value):
     assert repr(value) in line
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CANARY_SCRUB_BUDGET", "101%"),
+        ("CANARY_SCRUB_BUDGET", "-1%"),
+        ("CANARY_SCRUB_BUDGET", "9999999EiB"),
+        ("CANARY_SCRUB_BUDGET", "9" * 400),
+        ("CANARY_READ_CHECK", "-2"),
+        ("CANARY_READ_CHECK", "1" + "0" * 20),
+        ("CANARY_CHECK_BUDGET", "-1"),
+        ("CANARY_CHECK_BUDGET", "1" + "0" * 20),
+        ("CANARY_SWEEP_INTERVAL", "-1"),
+        ("CANARY_DIVERGENCE_INTERVAL", "-1"),
+        ("CANARY_STATE_INTERVAL", "0"),
+        ("CANARY_READ_INTERVAL", "0"),
+        ("CANARY_RING_ROWS", "0"),
+        ("CANARY_RING_ROWS", "1048577"),
+        ("CANARY_STATS_INTERVAL", "-1"),
+        ("CANARY_SILENCE_S", "-1"),
+        ("CANARY_SILENCE_S", "nan"),
+        ("CANARY_SILENCE_S", "inf"),
+        ("CANARY_RANK", "-1"),
+        ("CANARY_FAULTS", "lost_write:probability=2"),
+    ],
+)
+def test_config_refuses_what_the_engine_would_refuse(variable, value):
+    """A size, share or number outside its limits is refused by ``canary config``, not only when an engine starts."""
+    result = run("config", **{variable: value})
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"canary: {variable}")
+    assert value.partition("=")[2] or value in line
+
+
 def test_runs_as_a_module():
     """``python -m canary_core`` is the same command."""
     done = subprocess.run(
