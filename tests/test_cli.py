@@ -55,6 +55,26 @@ def test_plugins_show_engine_and_version(distribution):
     assert "needs >=2" in table
 
 
+def test_plugins_fit_80_columns(distribution):
+    """On a terminal of 80 columns no line is longer, and every name is in one piece."""
+    source = (
+        "from canary_core import EngineInfo, hookimpl\n"
+        "@hookimpl\ndef canary_engine():\n    return EngineInfo.of('toy-engine', '>=2.10.1,<3.0.5')\n"
+        "@hookimpl\ndef canary_uninstall(): ...\n"
+    )
+    distribution("toy-engine", {}, version="2.10.4")
+    distribution("canary-toy-transformers", {"canary_toy": source}, {"toytransformers": "canary_toy"}, version="0.10.0")
+    distribution("canary-gone", {"canary_gone": source.replace("toy-engine", "absent-engine")}, {"gone": "canary_gone"})
+    distribution("canary-odd", {"canary_odd": "raise ValueError('no such thing ' * 40)"}, {"odd": "canary_odd"})
+    table = run("plugins", COLUMNS="80").output
+    assert max(map(len, table.splitlines())) <= 80
+    for word in (
+        "toytransformers", "canary-toy-transformers", "0.10.0", "toy-engine 2.10.4", "canary_uninstall",
+        "canary_violation", "absent-engine", ">=2.10.1,<3.0.5", "reporting", "canary-core",
+    ):  # fmt: skip
+        assert word in table
+
+
 def test_brackets_in_an_error_survive_the_table(distribution):
     """rich's markup does not eat parts of a message."""
     distribution("canary-odd", {"canary_odd": "raise ValueError('[bold]x')"}, {"odd": "canary_odd"})

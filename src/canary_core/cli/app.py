@@ -55,10 +55,12 @@ def show_plugins(as_json: AsJson = False) -> None:
     if as_json:
         _print_json([_plugin_fields(p, allowed) for p in found])
         return
-    table = _table("name", "version", "distribution", "allowed", "hooks", "engine", "error")
+    # Four columns, and what is long in lines of the last one, so that no name is cut to pieces on 80 columns.
+    short = (Column(h, no_wrap=True) for h in ("name", "version", "allowed"))
+    table = Table(*short, Column("details", overflow="fold"), show_lines=True)
     for p in found:
         on = "yes" if _is_allowed(p, allowed) else "no"
-        _add(table, p.name, p.version, p.distribution, on, "\n".join(p.hooks), _engine(p.engine), p.error)
+        table.add_row(escape(p.name), escape(p.version or ""), on, _details(p))
     Console().print(table)
 
 
@@ -200,12 +202,28 @@ def _is_allowed(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> bool:
     return plugin.built_in or plugin.name in allowed
 
 
+def _details(plugin: plugins.Plugin) -> Table:
+    """Where a plugin is from, its engine, its hooks and its error, a line each."""
+    lines = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 1))
+    details = {
+        "from": plugin.distribution,
+        "engine": _engine(plugin.engine),
+        "hooks": ", ".join(plugin.hooks),
+        "error": plugin.error,
+    }
+    for name, text in details.items():
+        if text:
+            _add(lines, name, text)
+    return lines
+
+
 def _engine(engine: plugins.EngineInfo | None) -> str:
     if engine is None:
         return ""
-    found = engine.version or "not installed"
-    supported = "" if engine.supported else f"\nnot supported: needs {engine.supported_range}"
-    return f"{engine.name} {found}{supported}"
+    if engine.version is None:
+        return f"{engine.name} is not installed; needs {engine.supported_range}"
+    supported = "" if engine.supported else f" is not supported; needs {engine.supported_range}"
+    return f"{engine.name} {engine.version}{supported}"
 
 
 def _print_json(value: object) -> None:
