@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,32 @@ def test_plugins_fit_80_columns(distribution):
         "canary_violation", "absent-engine", ">=2.10.1,<3.0.5", "reporting", "canary-core",
     ):  # fmt: skip
         assert word in table
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["table", "json"])
+def test_plugins_say_what_is_not_installed(arguments, distribution):
+    """A name in CANARY_PLUGINS that is not installed is told with the installed ones and what to do; exit code 2."""
+    distribution("canary-eye", {"canary_eye": "1/0"}, {"eye": "canary_eye"})
+    result = run("plugins", *arguments, CANARY_PLUGINS="eye,eyes,zebra")
+    assert result.exit_code == 2
+    eyes, zebra = result.stderr.splitlines()
+    assert eyes.startswith("canary: CANARY_PLUGINS names 'eyes', which is not installed; installed plugins: ")
+    assert "eye" in re.findall(r"\w+", eyes.partition("installed plugins: ")[2].partition(".")[0])
+    assert eyes.endswith("Did you mean 'eye'? If not, install it (pip install canary-eyes)")
+    assert zebra.endswith("Correct the name, or install it (pip install canary-zebra)")
+    if arguments:
+        listed = {p["name"]: p for p in json.loads(result.stdout)}
+        assert listed["eyes"]["error"] == eyes.removeprefix("canary: ")
+        assert (listed["eyes"]["allowed"], listed["eyes"]["distribution"]) == (True, None)
+    else:
+        assert "canary-eye" in result.stdout
+
+
+def test_a_built_in_plugin_needs_no_name():
+    """Whoever names one in CANARY_PLUGINS is told to take it out, not to install it."""
+    result = run("plugins", CANARY_PLUGINS="faults")
+    assert result.exit_code == 2
+    assert result.stderr == "canary: CANARY_PLUGINS names 'faults', which is a part of Canary and always on; take it out\n"
 
 
 def test_brackets_in_an_error_survive_the_table(distribution):

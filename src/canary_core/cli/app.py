@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,12 +50,22 @@ def _options(
 
 @app.command("plugins")
 def show_plugins(as_json: AsJson = False) -> None:
-    """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load."""
+    """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load. Exit code
+    2 if CANARY_PLUGINS names one that is not installed."""
     allowed = _config().plugins
     found = plugins.installed()
+    missing = plugins.not_installed(allowed, (p.name for p in found if not p.built_in))
     if as_json:
-        _print_json([_plugin_fields(p, allowed) for p in found])
-        return
+        _print_json([_plugin_fields(p, allowed) for p in (*found, *missing)])
+    else:
+        _print_plugins(found, allowed)
+    for p in missing:
+        typer.echo(f"canary: {p.error}", err=True)
+    if missing:
+        raise typer.Exit(2)
+
+
+def _print_plugins(found: Iterable[plugins.Plugin], allowed: tuple[str, ...]) -> None:
     # Four columns, and what is long in lines of the last one, so that no name is cut to pieces on 80 columns.
     short = (Column(h, no_wrap=True) for h in ("name", "version", "allowed"))
     table = Table(*short, Column("details", overflow="fold"), show_lines=True)

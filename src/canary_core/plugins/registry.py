@@ -9,7 +9,7 @@ import pluggy
 from canary_core.config import CanaryConfig
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
-from canary_core.plugins.discovery import REPORTING, built_in, entry_points, inspect, new_manager, require_installed
+from canary_core.plugins.discovery import REPORTING, built_in, entry_points, inspect, new_manager, not_installed
 from canary_core.plugins.plugin import Plugin, error_text, refusal
 
 
@@ -52,7 +52,9 @@ class Plugins:
             if not names:
                 return self.loaded
             found = entry_points()
-            require_installed(names, found)
+            missing = not_installed(names, found)
+            if missing:
+                raise PluginError("; ".join(str(p.error) for p in missing))
             for name in names:
                 plugin = self._loaded[name] = inspect(name, found[name])
                 if plugin.error is None:
