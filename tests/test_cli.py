@@ -228,6 +228,48 @@ def test_run_keeps_the_exit_code(tmp_path):
     assert done.stdout.endswith("uninstalled\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["missing.py"], "canary: no such file: 'missing.py'; give the path of a Python file, or -m and"),
+        (["-m", "missing"], "canary: can't run 'missing': No module named missing; check the name"),
+        (["folder"], "canary: can't run 'folder': can't find '__main__' module in 'folder'; check the name"),
+    ],
+    ids=["file", "module", "folder"],
+)
+def test_run_says_in_one_sentence_that_there_is_no_such_program(arguments, sentence, tmp_path):
+    """A program that does not exist is exit code 2 and one sentence, not a traceback."""
+    tmp_path.joinpath("folder").mkdir()
+    done = run_toy(tmp_path, *arguments, CANARY_LOG_LEVEL="error")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(sentence)
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("is_module", "source"),
+    [
+        (False, "try:\n    open('no such file')\nexcept OSError as e:\n    raise ValueError('y') from e\n"),
+        (True, "import no_such_module\n"),
+        (False, "def f(:\n"),
+        (False, "import sys\nsys.exit('a word')\n"),
+        (False, "import sys\nsys.excepthook = lambda *e: print('own hook', e[0].__name__, file=sys.stderr)\n1/0\n"),
+    ],
+    ids=["cause", "import", "syntax", "exit", "hook"],
+)
+def test_run_shows_the_programs_own_error_only(is_module, source, tmp_path):
+    """A program that fails prints and exits as it does under ``python``: no frame of ours, the same exit code."""
+    tmp_path.joinpath("failing.py").write_text(source)
+    name = ["-m", "failing"] if is_module else [str(tmp_path / "failing.py")]
+    done = run_toy(tmp_path, *name, CANARY_LOG_LEVEL="error")
+    bare = subprocess.run([sys.executable, *name], capture_output=True, text=True, check=False, cwd=tmp_path)
+    # Python itself runs a module by runpy.
+    expected = re.sub(r'  File "<frozen runpy>".*\n', "", bare.stderr)
+    assert done.stderr == expected
+    assert done.returncode == bare.returncode != 0
+    assert done.stdout == "installed\nuninstalled\n"
+
+
 def test_run_fails_on_a_late_finding(tmp_path):
     """In raise mode a finding that only closing brings still makes the command fail."""
     done = run_toy(tmp_path, "serve.py", plugin=GUARDED.replace("FINDING", "raise ViolationError('slot 5')"))

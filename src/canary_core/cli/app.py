@@ -1,11 +1,8 @@
 """The ``canary`` command."""
 
 import json
-import runpy
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,10 +13,11 @@ from rich.table import Column, Table
 
 import canary_core
 from canary_core import plugins
+from canary_core.cli import program
 from canary_core.cli.coverage_log import coverage_events
 from canary_core.cli.demo_screen import Screen
 from canary_core.config import CanaryConfig, settings
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, ViolationError
 from canary_core.testing import demo
 
 app = typer.Typer(
@@ -134,24 +132,27 @@ def run_script(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Passed on to it.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
 ) -> None:
-    """Run a Python program under the plugins that CANARY_PLUGINS names, for engines that load no plugins themselves."""
+    """Run a Python program under the plugins that CANARY_PLUGINS names, for engines that load no plugins themselves.
+    The exit code is the program's; 2 if it can't be started."""
     config = _config()
+    if not is_module:
+        try:
+            program.require_file(script)
+        except CanaryError as error:
+            raise _refusal(error) from error
     if not config.plugins:
         typer.echo("canary: CANARY_PLUGINS is empty, so nothing is guarded; name the engine's plugin in it", err=True)
     try:
         plugins.start(config)
     except CanaryError as error:
         raise typer.Exit(2) from error  # `start` has reported it
-    sys.argv = [script, *(arguments or [])]
     try:
-        if is_module:
-            sys.path.insert(0, "")
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(script).resolve().parent))
-            runpy.run_path(script, run_name="__main__")
+        code = program.run(script, arguments or [], is_module)
+    except program.ProgramError as error:
+        raise _refusal(error) from error
     finally:
-        plugins.uninstall()
+        _uninstall()
+    raise typer.Exit(code)
 
 
 @app.command("demo")
@@ -175,8 +176,7 @@ def demonstrate(
                 else:
                     screen.report(reports[-1])
     except CanaryError as error:
-        typer.echo(f"canary: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise _refusal(error) from error
     if not as_json:
         screen.summary(reports)
     if not all(r.passed for r in reports):
@@ -193,8 +193,22 @@ def _config() -> CanaryConfig:
     try:
         return CanaryConfig.load()
     except CanaryError as error:
-        typer.echo(f"canary: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise _refusal(error) from error
+
+
+def _refusal(error: CanaryError) -> typer.Exit:
+    """Tells ``error`` on stderr and gives what ends the command: exit code 2."""
+    typer.echo(f"canary: {error}", err=True)
+    return typer.Exit(2)
+
+
+def _uninstall() -> None:
+    """Undoes the plugins. A finding that this brings in raise mode ends the command with exit code 1."""
+    try:
+        plugins.uninstall()
+    except ViolationError as error:
+        typer.echo(f"canary: ViolationError: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def _plugin_fields(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> dict[str, Any]:
