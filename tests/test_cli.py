@@ -296,3 +296,11 @@ def test_run_says_when_nothing_is_guarded(tmp_path):
     done = run_toy(tmp_path, "serve.py", CANARY_PLUGINS="")
     assert done.stdout == "__main__ beside\n"
     assert "nothing is guarded" in done.stderr
+
+
+def test_run_refuses_to_guard_nothing_in_raise_mode(tmp_path):
+    """In raise mode a program without any plugin is not started: a test that was to be guarded must not pass."""
+    done = run_toy(tmp_path, "serve.py", CANARY_PLUGINS="", CANARY_MODE="raise")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("canary: CANARY_MODE=raise, but CANARY_PLUGINS is empty, so nothing would be guarded")

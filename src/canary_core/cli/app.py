@@ -17,7 +17,7 @@ from canary_core.cli import program
 from canary_core.cli.coverage_log import coverage_events
 from canary_core.cli.demo_screen import Screen
 from canary_core.config import CanaryConfig, settings
-from canary_core.errors import CanaryError, ViolationError
+from canary_core.errors import CanaryError, ConfigError, ViolationError
 from canary_core.testing import demo
 
 app = typer.Typer(
@@ -141,6 +141,13 @@ def run_script(
         except CanaryError as error:
             raise _refusal(error) from error
     if not config.plugins:
+        if config.mode == "raise":
+            raise _refusal(
+                ConfigError(
+                    "CANARY_MODE=raise, but CANARY_PLUGINS is empty, so nothing would be guarded; name the engine's "
+                    "plugin in it (canary plugins lists them)"
+                )
+            )
         typer.echo("canary: CANARY_PLUGINS is empty, so nothing is guarded; name the engine's plugin in it", err=True)
     try:
         plugins.start(config)
