@@ -14,7 +14,7 @@ from rich.table import Column, Table
 import canary_core
 from canary_core import plugins
 from canary_core.cli import program
-from canary_core.cli.coverage_log import coverage_events
+from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
 from canary_core.config import CanaryConfig, settings
 from canary_core.errors import CanaryError, ConfigError, ViolationError
@@ -98,20 +98,25 @@ def show_config(
 @app.command("coverage")
 def show_coverage(
     log: Annotated[
-        typer.FileText, typer.Argument(help="An engine's log, written with CANARY_LOG_FORMAT=json; - for stdin.")
+        typer.FileText,
+        typer.Argument(help="An engine's log, written with CANARY_LOG_FORMAT=json; - for stdin.", errors="replace"),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show what share of an engine's KV bytes is guarded, by its log. Exit code 1 if the log doesn't say."""
-    events = coverage_events(log)
+    """Show what share of an engine's KV bytes is guarded, by its log. Exit code 1 if the log doesn't say, or says
+    that Canary was disabled."""
+    found = CoverageLog.read(log)
+    events = list(found.coverage.values())
     if as_json:
         _print_json(events)
-    elif not events:
-        typer.echo("canary: no coverage event in it; was it written with CANARY_LOG_FORMAT=json?", err=True)
-    if not events:
+    elif events:
+        _print_coverage(events)
+    if found.problem is not None:
+        typer.echo(f"canary: {log.name}: {found.problem}", err=True)
         raise typer.Exit(1)
-    if as_json:
-        return
+
+
+def _print_coverage(events: Iterable[dict[str, Any]]) -> None:
     table = _table("model", "part", "guarded as", "size", "layers, or why not")
     for event in events:
         model = event.get("model") or ""
