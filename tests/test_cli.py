@@ -99,7 +99,9 @@ def test_a_built_in_plugin_needs_no_name():
     """Whoever names one in CANARY_PLUGINS is told to take it out, not to install it."""
     result = run("plugins", CANARY_PLUGINS="faults")
     assert result.exit_code == 2
-    assert result.stderr == "canary: CANARY_PLUGINS names 'faults', which is a part of Canary and always on; take it out\n"
+    assert (
+        result.stderr == "canary: CANARY_PLUGINS names 'faults', which is part of Canary and always on; take it out\n"
+    )
 
 
 def test_brackets_in_an_error_survive_the_table(distribution):
@@ -115,6 +117,16 @@ def test_config_as_json_and_table():
     assert (found["CANARY_MODE"]["default"], found["CANARY_MODE"]["value"]) == ("log", "raise")
     table = run("config").output
     assert all(variable in table for variable in found)
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_config_tells_a_misspelt_setting(logs):
+    """A variable that is no setting is told on stderr, by an event; the command does its work all the same."""
+    result = run("config", "--json", CANARY_MOED="raise")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)
+    (event,) = logs
+    assert (event["event"], event["hint"]) == ("unknown_setting", "did you mean CANARY_MODE?")
 
 
 def test_config_shows_a_budget_as_it_was_written():
@@ -296,6 +308,14 @@ def test_run_says_when_nothing_is_guarded(tmp_path):
     done = run_toy(tmp_path, "serve.py", CANARY_PLUGINS="")
     assert done.stdout == "__main__ beside\n"
     assert "nothing is guarded" in done.stderr
+
+
+def test_run_tells_a_misspelt_setting_once(tmp_path):
+    """Before the program starts; in the format that was asked for."""
+    done = run_toy(tmp_path, "serve.py", CANARY_MOED="raise", CANARY_LOG_FORMAT="json")
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [e["hint"] for e in events if e["event"] == "unknown_setting"] == ["did you mean CANARY_MODE?"]
+    assert done.returncode == 0
 
 
 def test_run_refuses_to_guard_nothing_in_raise_mode(tmp_path):

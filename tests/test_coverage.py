@@ -76,7 +76,10 @@ DISABLED = Event("disabled", "error", {"where": "attach", "error": "KeyError('k'
         ([COVERED, DISABLED], "Canary was disabled, so nothing is guarded since then: KeyError('k') (in attach)"),
         ([DISABLED, COVERED], None),
         ([COVERED, Event("disabled", "error", {**DISABLED.fields, "rank": 1})], "Canary of rank 1 was disabled"),
-        ([Event("start_failed", "error", {"error": "CANARY_MODE: bad"})], "Canary did not start, so nothing is guarded"),
+        (
+            [Event("start_failed", "error", {"error": "CANARY_MODE: bad"})],
+            "Canary did not start, so nothing is guarded",
+        ),
         ([Event("plugins_loaded", "error", {"loaded": [], "failed": {"x": "no x"}})], "a plugin failed, so nothing is"),
         ([Event("plugins_loaded", "info", {"loaded": ["x"], "failed": {}})], "Canary was off (CANARY_MODE=off), so"),
         ([Event("stats")], "it has events of Canary, but no coverage event; give the log from the engine's start on"),

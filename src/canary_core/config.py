@@ -1,5 +1,6 @@
 """Every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
 
+import difflib
 import re
 import threading
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
 
 from canary_core.errors import ConfigError
 from canary_core.faults.spec import FaultSpec
@@ -50,7 +51,7 @@ class ScrubBudget:
                 raise ConfigError(f"CANARY_SCRUB_BUDGET must be at most 100%, got {value!r}")
             return cls(share=float(number) / 100, text=text)
         try:
-            step_bytes = _BYTE_SIZE.validate_python(number + unit)
+            step_bytes: int = _BYTE_SIZE.validate_python(number + unit)
         except ValidationError as error:
             raise ConfigError(
                 "CANARY_SCRUB_BUDGET must be a share of time such as 1% or bytes per forward such as 64MiB, got "
@@ -222,6 +223,17 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     if isinstance(ours, ConfigError):
         return str(ours)
     return f"CANARY_{'.'.join(map(str, problem['loc'])).upper()}: {problem['msg']}, got {problem['input']!r}"
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """Variables of the environment that start with ``CANARY_`` and are no setting, each with the setting that has the
+    nearest name; None where none is near. Empty ones count as unset."""
+    known = [name.upper() for name in CanaryConfig.model_fields]
+    # The source that pydantic-settings itself reads: it gives all variables, with names in lower case.
+    given = (name.upper() for name in EnvSettingsSource(CanaryConfig).env_vars)
+    names = (name.removeprefix("CANARY_") for name in given if name.startswith("CANARY_"))
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in names if name not in known}
+    return {f"CANARY_{name}": f"CANARY_{found[0]}" if found else None for name, found in near.items()}
 
 
 @dataclass(frozen=True, slots=True)

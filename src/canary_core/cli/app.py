@@ -79,7 +79,9 @@ def show_config(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
 ) -> None:
     """List every setting: its values or unit, its default, what it is now, and what it does."""
-    found = settings(_config())
+    config = _config()
+    plugins.tell_unknown_settings(config)
+    found = settings(config)
     if as_json:
         _print_json([asdict(s) for s in found])
         return
@@ -145,6 +147,7 @@ def run_script(
             program.require_file(script)
         except CanaryError as error:
             raise _refusal(error) from error
+    plugins.tell_unknown_settings(config)
     if not config.plugins:
         if config.mode == "raise":
             raise _refusal(

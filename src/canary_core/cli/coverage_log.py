@@ -69,7 +69,9 @@ class CoverageLog:
                 "CANARY_LOG_LEVEL=info"
             )
         if self.as_text:
-            return "its events of Canary are text, which can't be read back; start the engine with CANARY_LOG_FORMAT=json"
+            return (
+                "its events of Canary are text, which can't be read back; start the engine with CANARY_LOG_FORMAT=json"
+            )
         return (
             "it has no event of Canary, so it is no log of a guarded engine; start the engine with CANARY_PLUGINS and "
             "CANARY_LOG_FORMAT=json"

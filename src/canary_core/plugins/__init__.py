@@ -6,7 +6,16 @@ where that names a class, each manager makes its own object of it. Canary's own 
 
 from canary_core.plugins.discovery import installed, not_installed
 from canary_core.plugins.plugin import EngineInfo, Plugin, refusal
-from canary_core.plugins.process import emit, hook_manager, install, load, private_hooks, start, uninstall
+from canary_core.plugins.process import (
+    emit,
+    hook_manager,
+    install,
+    load,
+    private_hooks,
+    start,
+    tell_unknown_settings,
+    uninstall,
+)
 from canary_core.plugins.registry import Plugins
 
 __all__ = [
@@ -22,5 +31,6 @@ __all__ = [
     "private_hooks",
     "refusal",
     "start",
+    "tell_unknown_settings",
     "uninstall",
 ]

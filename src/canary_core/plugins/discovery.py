@@ -8,7 +8,6 @@ from importlib import metadata
 import pluggy
 
 from canary_core import hookspecs
-from canary_core.errors import PluginError
 from canary_core.plugins.plugin import Plugin, error_text
 
 GROUP = "canary"
@@ -65,7 +64,7 @@ def not_installed(names: Iterable[str], found: Iterable[str]) -> tuple[Plugin, .
 
 def _not_installed(name: str, known: Sequence[str]) -> str:
     if name in (point.name for point in BUILT_IN):
-        return f"CANARY_PLUGINS names {name!r}, which is a part of Canary and always on; take it out"
+        return f"CANARY_PLUGINS names {name!r}, which is part of Canary and always on; take it out"
     close = difflib.get_close_matches(name, known, n=1)
     advice = f"Did you mean {close[0]!r}? If not, install it" if close else "Correct the name, or install it"
     return (
