@@ -27,6 +27,11 @@ def test_version():
     assert (result.exit_code, result.output) == (0, f"canary {canary_core.__version__}\n")
 
 
+def test_shells_can_complete():
+    """``canary`` offers typer's completion for shells."""
+    assert "--install-completion" in run("--help").output
+
+
 def test_plugins_as_json(distribution):
     """``canary plugins --json`` gives one object per plugin, allowed or not, with a broken one's error."""
     distribution("canary-eye", {"canary_eye": "1/0"}, {"eye": "canary_eye"}, version="0.7")

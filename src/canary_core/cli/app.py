@@ -20,11 +20,25 @@ from canary_core.config import CanaryConfig, settings
 from canary_core.errors import CanaryError, ConfigError, ViolationError
 from canary_core.testing import demo
 
+EXIT_CODES = {
+    0: "It worked.",
+    1: "The answer is no: a fault was not found, the log does not say what is guarded, closing brought a finding.",
+    2: "It can't be done: a bad setting or argument, a plugin that is not installed, no such file.",
+}
+"""Of every command, but `canary run` gives the exit code of the program that it has started."""
+
 app = typer.Typer(
     name="canary",
     help="Canary guards the KV cache of an LLM engine.",
+    # Paragraphs, since typer joins the lines of each.
+    epilog="\n\n".join(
+        [
+            "Exit codes:",
+            *(f"{code}  {meaning}" for code, meaning in EXIT_CODES.items()),
+            "canary run gives the exit code of the program that it has started.",
+        ]
+    ),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
