@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,11 @@ def test_version():
     """``canary --version`` prints the version."""
     result = run("--version")
     assert (result.exit_code, result.output) == (0, f"canary {canary_core.__version__}\n")
+
+
+def test_shells_can_complete():
+    """``canary`` offers typer's completion for shells."""
+    assert "--install-completion" in run("--help").output
 
 
 def test_plugins_as_json(distribution):
@@ -55,6 +61,54 @@ def test_plugins_show_engine_and_version(distribution):
     assert "needs >=2" in table
 
 
+def test_plugins_fit_80_columns(distribution):
+    """On a terminal of 80 columns no line is longer, and every name is in one piece."""
+    source = (
+        "from canary_core import EngineInfo, hookimpl\n"
+        "@hookimpl\ndef canary_engine():\n    return EngineInfo.of('toy-engine', '>=2.10.1,<3.0.5')\n"
+        "@hookimpl\ndef canary_uninstall(): ...\n"
+    )
+    distribution("toy-engine", {}, version="2.10.4")
+    distribution("canary-toy-transformers", {"canary_toy": source}, {"toytransformers": "canary_toy"}, version="0.10.0")
+    distribution("canary-gone", {"canary_gone": source.replace("toy-engine", "absent-engine")}, {"gone": "canary_gone"})
+    distribution("canary-odd", {"canary_odd": "raise ValueError('no such thing ' * 40)"}, {"odd": "canary_odd"})
+    table = run("plugins", COLUMNS="80").output
+    assert max(map(len, table.splitlines())) <= 80
+    for word in (
+        "toytransformers", "canary-toy-transformers", "0.10.0", "toy-engine 2.10.4", "canary_uninstall",
+        "canary_violation", "absent-engine", ">=2.10.1,<3.0.5", "reporting", "canary-core",
+    ):  # fmt: skip
+        assert word in table
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["table", "json"])
+def test_plugins_say_what_is_not_installed(arguments, distribution):
+    """A name in CANARY_PLUGINS that is not installed is told with the installed ones and what to do; exit code 2."""
+    distribution("canary-eye", {"canary_eye": "1/0"}, {"eye": "canary_eye"})
+    result = run("plugins", *arguments, CANARY_PLUGINS="eye,eyes,zebra")
+    assert result.exit_code == 2
+    eyes, zebra = result.stderr.splitlines()
+    assert eyes.startswith("canary: CANARY_PLUGINS names 'eyes', which is not installed; installed plugins: ")
+    assert "eye" in re.findall(r"\w+", eyes.partition("installed plugins: ")[2].partition(".")[0])
+    assert eyes.endswith("Did you mean 'eye'? If not, install it (pip install canary-eyes)")
+    assert zebra.endswith("Correct the name, or install it (pip install canary-zebra)")
+    if arguments:
+        listed = {p["name"]: p for p in json.loads(result.stdout)}
+        assert listed["eyes"]["error"] == eyes.removeprefix("canary: ")
+        assert (listed["eyes"]["allowed"], listed["eyes"]["distribution"]) == (True, None)
+    else:
+        assert "canary-eye" in result.stdout
+
+
+def test_a_built_in_plugin_needs_no_name():
+    """Whoever names one in CANARY_PLUGINS is told to take it out, not to install it."""
+    result = run("plugins", CANARY_PLUGINS="faults")
+    assert result.exit_code == 2
+    assert (
+        result.stderr == "canary: CANARY_PLUGINS names 'faults', which is part of Canary and always on; take it out\n"
+    )
+
+
 def test_brackets_in_an_error_survive_the_table(distribution):
     """rich's markup does not eat parts of a message."""
     distribution("canary-odd", {"canary_odd": "raise ValueError('[bold]x')"}, {"odd": "canary_odd"})
@@ -68,6 +122,16 @@ def test_config_as_json_and_table():
     assert (found["CANARY_MODE"]["default"], found["CANARY_MODE"]["value"]) == ("log", "raise")
     table = run("config").output
     assert all(variable in table for variable in found)
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_config_tells_a_misspelt_setting(logs):
+    """A variable that is no setting is told on stderr, by an event; the command does its work all the same."""
+    result = run("config", "--json", CANARY_MOED="raise")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)
+    (event,) = logs
+    assert (event["event"], event["hint"]) == ("unknown_setting", "did you mean CANARY_MODE?")
 
 
 def test_config_shows_a_budget_as_it_was_written():
@@ -87,6 +151,40 @@ def test_bad_setting_is_one_sentence(command, variable, value):
     (line,) = result.output.splitlines()
     assert line.startswith(f"canary: {variable}")
     assert repr(value) in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CANARY_SCRUB_BUDGET", "101%"),
+        ("CANARY_SCRUB_BUDGET", "-1%"),
+        ("CANARY_SCRUB_BUDGET", "9999999EiB"),
+        ("CANARY_SCRUB_BUDGET", "9" * 400),
+        ("CANARY_READ_CHECK", "-2"),
+        ("CANARY_READ_CHECK", "1" + "0" * 20),
+        ("CANARY_CHECK_BUDGET", "-1"),
+        ("CANARY_CHECK_BUDGET", "1" + "0" * 20),
+        ("CANARY_SWEEP_INTERVAL", "-1"),
+        ("CANARY_DIVERGENCE_INTERVAL", "-1"),
+        ("CANARY_STATE_INTERVAL", "0"),
+        ("CANARY_READ_INTERVAL", "0"),
+        ("CANARY_RING_ROWS", "0"),
+        ("CANARY_RING_ROWS", "1048577"),
+        ("CANARY_STATS_INTERVAL", "-1"),
+        ("CANARY_SILENCE_S", "-1"),
+        ("CANARY_SILENCE_S", "nan"),
+        ("CANARY_SILENCE_S", "inf"),
+        ("CANARY_RANK", "-1"),
+        ("CANARY_FAULTS", "lost_write:probability=2"),
+    ],
+)
+def test_config_refuses_what_the_engine_would_refuse(variable, value):
+    """A size, share or number outside its limits is refused by ``canary config``, not only when an engine starts."""
+    result = run("config", **{variable: value})
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"canary: {variable}")
+    assert value.partition("=")[2] or value in line
 
 
 def test_runs_as_a_module():
@@ -147,6 +245,48 @@ def test_run_keeps_the_exit_code(tmp_path):
     assert done.stdout.endswith("uninstalled\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["missing.py"], "canary: no such file: 'missing.py'; give the path of a Python file, or -m and"),
+        (["-m", "missing"], "canary: can't run 'missing': No module named missing; check the name"),
+        (["folder"], "canary: can't run 'folder': can't find '__main__' module in 'folder'; check the name"),
+    ],
+    ids=["file", "module", "folder"],
+)
+def test_run_says_in_one_sentence_that_there_is_no_such_program(arguments, sentence, tmp_path):
+    """A program that does not exist is exit code 2 and one sentence, not a traceback."""
+    tmp_path.joinpath("folder").mkdir()
+    done = run_toy(tmp_path, *arguments, CANARY_LOG_LEVEL="error")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(sentence)
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("is_module", "source"),
+    [
+        (False, "try:\n    open('no such file')\nexcept OSError as e:\n    raise ValueError('y') from e\n"),
+        (True, "import no_such_module\n"),
+        (False, "def f(:\n"),
+        (False, "import sys\nsys.exit('a word')\n"),
+        (False, "import sys\nsys.excepthook = lambda *e: print('own hook', e[0].__name__, file=sys.stderr)\n1/0\n"),
+    ],
+    ids=["cause", "import", "syntax", "exit", "hook"],
+)
+def test_run_shows_the_programs_own_error_only(is_module, source, tmp_path):
+    """A program that fails prints and exits as it does under ``python``: no frame of ours, the same exit code."""
+    tmp_path.joinpath("failing.py").write_text(source)
+    name = ["-m", "failing"] if is_module else [str(tmp_path / "failing.py")]
+    done = run_toy(tmp_path, *name, CANARY_LOG_LEVEL="error")
+    bare = subprocess.run([sys.executable, *name], capture_output=True, text=True, check=False, cwd=tmp_path)
+    # Python itself runs a module by runpy.
+    expected = re.sub(r'  File "<frozen runpy>".*\n', "", bare.stderr)
+    assert done.stderr == expected
+    assert done.returncode == bare.returncode != 0
+    assert done.stdout == "installed\nuninstalled\n"
+
+
 def test_run_fails_on_a_late_finding(tmp_path):
     """In raise mode a finding that only closing brings still makes the command fail."""
     done = run_toy(tmp_path, "serve.py", plugin=GUARDED.replace("FINDING", "raise ViolationError('slot 5')"))
@@ -173,3 +313,19 @@ def test_run_says_when_nothing_is_guarded(tmp_path):
     done = run_toy(tmp_path, "serve.py", CANARY_PLUGINS="")
     assert done.stdout == "__main__ beside\n"
     assert "nothing is guarded" in done.stderr
+
+
+def test_run_tells_a_misspelt_setting_once(tmp_path):
+    """Before the program starts; in the format that was asked for."""
+    done = run_toy(tmp_path, "serve.py", CANARY_MOED="raise", CANARY_LOG_FORMAT="json")
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [e["hint"] for e in events if e["event"] == "unknown_setting"] == ["did you mean CANARY_MODE?"]
+    assert done.returncode == 0
+
+
+def test_run_refuses_to_guard_nothing_in_raise_mode(tmp_path):
+    """In raise mode a program without any plugin is not started: a test that was to be guarded must not pass."""
+    done = run_toy(tmp_path, "serve.py", CANARY_PLUGINS="", CANARY_MODE="raise")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("canary: CANARY_MODE=raise, but CANARY_PLUGINS is empty, so nothing would be guarded")

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from canary_core import CanaryConfig, ConfigError
-from canary_core.config import settings
+from canary_core.config import settings, unknown_variables
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,6 +65,29 @@ def test_unknown_argument_is_refused():
     """A misspelt argument is an error, not ignored."""
     with pytest.raises(ConfigError, match="CANARY_MODES"):
         CanaryConfig.load(modes="log")
+
+
+@pytest.mark.parametrize(
+    ("variable", "near"),
+    [
+        ("CANARY_PLUGIN", "CANARY_PLUGINS"),
+        ("CANARY_MOED", "CANARY_MODE"),
+        ("CANARY_SCRUB_BUGDET", "CANARY_SCRUB_BUDGET"),
+        ("CANARY_FAULT", "CANARY_FAULTS"),
+        ("canary_log_fromat", "CANARY_LOG_FORMAT"),
+        # Kubernetes sets these for a service that is called canary.
+        ("CANARY_SERVICE_HOST", None),
+        ("CANARY_SERVICE_PORT", None),
+        ("CANARY_PORT", None),
+        ("CANARY_PORT_80_TCP_ADDR", None),
+    ],
+)
+def test_unknown_variables_and_the_nearest_setting(variable, near, monkeypatch):
+    """A variable that is no setting is found with the setting it was meant for; others' have none."""
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("CANARY_MODEL", "draft")
+    monkeypatch.setenv("CANARY_EMPTY", "")
+    assert unknown_variables() == {variable.upper(): near}
 
 
 def test_config_is_frozen():

@@ -3,6 +3,7 @@
 import json
 from io import StringIO
 
+import pytest
 import structlog
 import torch
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from canary_core.canary import Canary
 from canary_core.cli import app
 from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage
+from canary_core.events import Event
 from canary_core.plugins import Plugins
 from canary_core.region import Uncovered
 from canary_core.reporting import log
@@ -61,6 +63,63 @@ def test_pairs_that_could_not_be_decided_are_told(monkeypatch, logs):
     assert event["log_level"] == "warning"
     assert [(item["name"], item["bytes"]) for item in event["uncovered"]] == [("a/k.0 ~ a/v.0", 0)]
     assert event["coverage_ratio"] == 1
+
+
+COVERED = Coverage(_pool().regions(), ()).event()
+DISABLED = Event("disabled", "error", {"where": "attach", "error": "KeyError('k')"})
+
+
+@pytest.mark.parametrize(
+    ("events", "sentence"),
+    [
+        ([DISABLED], "Canary was disabled, so nothing is guarded since then: KeyError('k') (in attach)"),
+        ([COVERED, DISABLED], "Canary was disabled, so nothing is guarded since then: KeyError('k') (in attach)"),
+        ([DISABLED, COVERED], None),
+        ([COVERED, Event("disabled", "error", {**DISABLED.fields, "rank": 1})], "Canary of rank 1 was disabled"),
+        (
+            [Event("start_failed", "error", {"error": "CANARY_MODE: bad"})],
+            "Canary did not start, so nothing is guarded",
+        ),
+        ([Event("plugins_loaded", "error", {"loaded": [], "failed": {"x": "no x"}})], "a plugin failed, so nothing is"),
+        ([Event("plugins_loaded", "info", {"loaded": ["x"], "failed": {}})], "Canary was off (CANARY_MODE=off), so"),
+        ([Event("stats")], "it has events of Canary, but no coverage event; give the log from the engine's start on"),
+        ([], "it has no event of Canary, so it is no log of a guarded engine; start the engine with CANARY_PLUGINS"),
+    ],
+    ids=["disabled", "later", "restarted", "rank", "start", "plugin", "off", "late log", "foreign"],
+)
+@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+def test_a_log_that_says_nothing_good_is_told_why(events, sentence, as_json, monkeypatch, tmp_path):
+    """Where nothing is guarded, or that is not known, the reason is one sentence on stderr and the exit code is 1."""
+    log = tmp_path / "server.log"
+    log.write_bytes(b"\xff\xfe noise\n" + _logged(monkeypatch, *events).encode())
+    result = CliRunner().invoke(app.app, ["coverage", str(log), *(["--json"] if as_json else [])])
+    if sentence is None:
+        assert (result.exit_code, result.stderr) == (0, "")
+        return
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"canary: {log}: {sentence}")
+    if as_json:
+        assert len(json.loads(result.stdout)) == events.count(COVERED)
+
+
+def test_a_log_for_people_is_told_apart(tmp_path):
+    """Events written as text are recognised, with colours too; and what to set instead is told."""
+    log = tmp_path / "server.log"
+    for name in ("canary", "\x1b[0m\x1b[1m\x1b[34mcanary\x1b[0m"):
+        log.write_text(f"2026-01-01 [info     ] coverage      [{name}] summary='100 %'\n")
+        result = CliRunner().invoke(app.app, ["coverage", str(log)])
+        assert result.exit_code == 1
+        assert "its events of Canary are text" in result.stderr
+
+
+def test_anothers_coverage_event_is_not_ours(tmp_path):
+    """A foreign event of that name is passed over."""
+    log = tmp_path / "server.log"
+    log.write_text('{"event": "coverage", "percent": 80}\n["event"]\n{"event"\n')
+    result = CliRunner().invoke(app.app, ["coverage", str(log)])
+    assert result.exit_code == 1
+    assert "it has no event of Canary" in result.stderr
 
 
 def _logged(monkeypatch, *events):

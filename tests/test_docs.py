@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import canary_core
 from canary_core import hookspecs
-from canary_core.cli.app import app
+from canary_core.cli.app import EXIT_CODES, app
 from canary_core.config import CanaryConfig, settings
 from canary_core.events import Event
 from canary_core.faults.catalogue import FAULTS
@@ -139,6 +139,14 @@ def test_settings_are_those_of_the_command(monkeypatch):
     assert table == CliRunner().invoke(app, ["config", "--markdown"]).output
     faults = [name for name in first_column(text.partition("## Faults")[2]) if name in FAULTS]
     assert faults == list(FAULTS)
+
+
+def test_exit_codes_are_those_of_the_help():
+    """docs/settings.md and ``canary --help`` have the same table of exit codes."""
+    table = re.findall(r"^\| `(\d)` \| (.+) \|$", (DOCS / "settings.md").read_text(), re.M)
+    assert {int(number): meaning for number, meaning in table} == EXIT_CODES
+    shown = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
+    assert all(f"{number} {meaning}" in shown for number, meaning in EXIT_CODES.items())
 
 
 def test_every_kind_of_finding_has_a_section():

@@ -240,6 +240,19 @@ def test_start_reads_the_environment(toy, monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh_process")
+def test_a_misspelt_setting_is_told_once(monkeypatch, logs):
+    """A start tells variables that are no setting, with the one that was meant, and never fails for them."""
+    monkeypatch.setenv("CANARY_PLUGIN", "toy")
+    monkeypatch.setenv("CANARY_DEPLOYMENT", "blue")
+    for _ in range(2):
+        assert plugins.start() == ()
+    told = {e["variable"]: (e["event"], e["log_level"], e["hint"]) for e in logs}
+    assert len(logs) == 2
+    assert told["CANARY_PLUGIN"] == ("unknown_setting", "warning", "did you mean CANARY_PLUGINS?")
+    assert told["CANARY_DEPLOYMENT"][:2] == ("unknown_setting", "info")
+
+
+@pytest.mark.usefixtures("fresh_process")
 @pytest.mark.parametrize(
     ("variable", "value", "error"), [("CANARY_MODE", "loud", ConfigError), ("CANARY_PLUGINS", "nope", PluginError)]
 )

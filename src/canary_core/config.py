@@ -1,6 +1,8 @@
 """Every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
 
+import difflib
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -15,7 +17,7 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
 
 from canary_core.errors import ConfigError
 from canary_core.faults.spec import FaultSpec
@@ -49,18 +51,25 @@ class ScrubBudget:
                 raise ConfigError(f"CANARY_SCRUB_BUDGET must be at most 100%, got {value!r}")
             return cls(share=float(number) / 100, text=text)
         try:
-            return cls(step_bytes=_BYTE_SIZE.validate_python(number + unit), text=text)
+            step_bytes: int = _BYTE_SIZE.validate_python(number + unit)
         except ValidationError as error:
             raise ConfigError(
                 "CANARY_SCRUB_BUDGET must be a share of time such as 1% or bytes per forward such as 64MiB, got "
                 f"{value!r}"
             ) from error
+        except OverflowError:  # more than a float holds
+            step_bytes = _MOST_BYTES + 1
+        if step_bytes > _MOST_BYTES:
+            raise ConfigError(f"CANARY_SCRUB_BUDGET must be below 8EiB per forward, got {value!r}")
+        return cls(step_bytes=step_bytes, text=text)
 
     def __str__(self) -> str:
         return self.text
 
 
 _BYTE_SIZE = TypeAdapter(ByteSize)
+_MOST_BYTES = (1 << 63) - 1
+_MOST_SLOTS = (1 << 31) - 1
 
 
 def _readable_faults(text: str) -> str:
@@ -99,13 +108,13 @@ class CanaryConfig(BaseSettings):
     backend: Literal["auto", "torch", "triton"] = Field(
         default="auto", description="auto: triton for pools on a GPU, torch elsewhere. The choice is logged."
     )
-    read_check: Annotated[int, Field(ge=-1)] = Field(
+    read_check: Annotated[int, Field(ge=-1, le=_MOST_SLOTS)] = Field(
         default=0,
         description="Slots per forward whose bytes are compared before the forward reads them, rotating over the "
         "batch; -1: all of them (testing; it re-reads the whole context in every forward), 0: leave it to the scrub.",
         json_schema_extra=_unit("slots per forward"),
     )
-    check_budget: Annotated[int, Field(ge=0)] = Field(
+    check_budget: Annotated[int, Field(ge=0, le=_MOST_SLOTS)] = Field(
         default=0,
         description="Slots per forward whose mapping is checked, rotating over the batch, so that each slot is looked "
         "at once in (readable slots / budget) forwards; 0: all of them in every forward.",
@@ -160,7 +169,7 @@ class CanaryConfig(BaseSettings):
     stats_interval: Annotated[int, Field(ge=0)] = Field(
         default=1000, description="Forwards between two stats events; 0: none.", json_schema_extra=_unit("forwards")
     )
-    silence_s: Annotated[float, Field(ge=0)] = Field(
+    silence_s: Annotated[float, Field(ge=0, le=threading.TIMEOUT_MAX)] = Field(
         default=60.0,
         description="Seconds that an engine that is known to run may take to its first checked forward, after which a "
         "silence event is raised; 0: never.",
@@ -214,6 +223,17 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     if isinstance(ours, ConfigError):
         return str(ours)
     return f"CANARY_{'.'.join(map(str, problem['loc'])).upper()}: {problem['msg']}, got {problem['input']!r}"
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """Variables of the environment that start with ``CANARY_`` and are no setting, each with the setting that has the
+    nearest name; None where none is near. Empty ones count as unset."""
+    known = [name.upper() for name in CanaryConfig.model_fields]
+    # The source that pydantic-settings itself reads: it gives all variables, with names in lower case.
+    given = (name.upper() for name in EnvSettingsSource(CanaryConfig).env_vars)
+    names = (name.removeprefix("CANARY_") for name in given if name.startswith("CANARY_"))
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in names if name not in known}
+    return {f"CANARY_{name}": f"CANARY_{found[0]}" if found else None for name, found in near.items()}
 
 
 @dataclass(frozen=True, slots=True)

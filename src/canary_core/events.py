@@ -16,6 +16,7 @@ class Event:
     | plugins_installed   | plugins hooked their engines: which, and which were refused or failed                  |
     | plugins_uninstalled | plugins let go of their engines: which, and which failed to                            |
     | start_failed        | Canary was asked to start and can't: a bad setting, a plugin that isn't installed      |
+    | unknown_setting     | a variable ``CANARY_*`` is set that is no setting: which, and which one may be meant   |
     | reporting_failed    | a plugin raised while it was told something                                            |
     | attached            | a pool is guarded: backend, mode, regions, slots, memory of ours                       |
     | coverage            | what share of KV bytes is guarded, and what is not and why                             |

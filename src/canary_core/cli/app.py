@@ -1,10 +1,8 @@
 """The ``canary`` command."""
 
 import json
-import runpy
-import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,17 +13,32 @@ from rich.table import Column, Table
 
 import canary_core
 from canary_core import plugins
-from canary_core.cli.coverage_log import coverage_events
+from canary_core.cli import program
+from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
 from canary_core.config import CanaryConfig, settings
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, ConfigError, ViolationError
 from canary_core.testing import demo
+
+EXIT_CODES = {
+    0: "It worked.",
+    1: "The answer is no: a fault was not found, the log does not say what is guarded, closing brought a finding.",
+    2: "It can't be done: a bad setting or argument, a plugin that is not installed, no such file.",
+}
+"""Of every command, but `canary run` gives the exit code of the program that it has started."""
 
 app = typer.Typer(
     name="canary",
     help="Canary guards the KV cache of an LLM engine.",
+    # Paragraphs, since typer joins the lines of each.
+    epilog="\n\n".join(
+        [
+            "Exit codes:",
+            *(f"{code}  {meaning}" for code, meaning in EXIT_CODES.items()),
+            "canary run gives the exit code of the program that it has started.",
+        ]
+    ),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -49,16 +62,28 @@ def _options(
 
 @app.command("plugins")
 def show_plugins(as_json: AsJson = False) -> None:
-    """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load."""
+    """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load. Exit code
+    2 if CANARY_PLUGINS names one that is not installed."""
     allowed = _config().plugins
     found = plugins.installed()
+    missing = plugins.not_installed(allowed, (p.name for p in found if not p.built_in))
     if as_json:
-        _print_json([_plugin_fields(p, allowed) for p in found])
-        return
-    table = _table("name", "version", "distribution", "allowed", "hooks", "engine", "error")
+        _print_json([_plugin_fields(p, allowed) for p in (*found, *missing)])
+    else:
+        _print_plugins(found, allowed)
+    for p in missing:
+        typer.echo(f"canary: {p.error}", err=True)
+    if missing:
+        raise typer.Exit(2)
+
+
+def _print_plugins(found: Iterable[plugins.Plugin], allowed: tuple[str, ...]) -> None:
+    # Four columns, and what is long in lines of the last one, so that no name is cut to pieces on 80 columns.
+    short = (Column(h, no_wrap=True) for h in ("name", "version", "allowed"))
+    table = Table(*short, Column("details", overflow="fold"), show_lines=True)
     for p in found:
         on = "yes" if _is_allowed(p, allowed) else "no"
-        _add(table, p.name, p.version, p.distribution, on, "\n".join(p.hooks), _engine(p.engine), p.error)
+        table.add_row(escape(p.name), escape(p.version or ""), on, _details(p))
     Console().print(table)
 
 
@@ -68,7 +93,9 @@ def show_config(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
 ) -> None:
     """List every setting: its values or unit, its default, what it is now, and what it does."""
-    found = settings(_config())
+    config = _config()
+    plugins.tell_unknown_settings(config)
+    found = settings(config)
     if as_json:
         _print_json([asdict(s) for s in found])
         return
@@ -87,20 +114,25 @@ def show_config(
 @app.command("coverage")
 def show_coverage(
     log: Annotated[
-        typer.FileText, typer.Argument(help="An engine's log, written with CANARY_LOG_FORMAT=json; - for stdin.")
+        typer.FileText,
+        typer.Argument(help="An engine's log, written with CANARY_LOG_FORMAT=json; - for stdin.", errors="replace"),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show what share of an engine's KV bytes is guarded, by its log. Exit code 1 if the log doesn't say."""
-    events = coverage_events(log)
+    """Show what share of an engine's KV bytes is guarded, by its log. Exit code 1 if the log doesn't say, or says
+    that Canary was disabled."""
+    found = CoverageLog.read(log)
+    events = list(found.coverage.values())
     if as_json:
         _print_json(events)
-    elif not events:
-        typer.echo("canary: no coverage event in it; was it written with CANARY_LOG_FORMAT=json?", err=True)
-    if not events:
+    elif events:
+        _print_coverage(events)
+    if found.problem is not None:
+        typer.echo(f"canary: {log.name}: {found.problem}", err=True)
         raise typer.Exit(1)
-    if as_json:
-        return
+
+
+def _print_coverage(events: Iterable[dict[str, Any]]) -> None:
     table = _table("model", "part", "guarded as", "size", "layers, or why not")
     for event in events:
         model = event.get("model") or ""
@@ -121,24 +153,35 @@ def run_script(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Passed on to it.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
 ) -> None:
-    """Run a Python program under the plugins that CANARY_PLUGINS names, for engines that load no plugins themselves."""
+    """Run a Python program under the plugins that CANARY_PLUGINS names, for engines that load no plugins themselves.
+    The exit code is the program's; 2 if it can't be started."""
     config = _config()
+    if not is_module:
+        try:
+            program.require_file(script)
+        except CanaryError as error:
+            raise _refusal(error) from error
+    plugins.tell_unknown_settings(config)
     if not config.plugins:
+        if config.mode == "raise":
+            raise _refusal(
+                ConfigError(
+                    "CANARY_MODE=raise, but CANARY_PLUGINS is empty, so nothing would be guarded; name the engine's "
+                    "plugin in it (canary plugins lists them)"
+                )
+            )
         typer.echo("canary: CANARY_PLUGINS is empty, so nothing is guarded; name the engine's plugin in it", err=True)
     try:
         plugins.start(config)
     except CanaryError as error:
         raise typer.Exit(2) from error  # `start` has reported it
-    sys.argv = [script, *(arguments or [])]
     try:
-        if is_module:
-            sys.path.insert(0, "")
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(script).resolve().parent))
-            runpy.run_path(script, run_name="__main__")
+        code = program.run(script, arguments or [], is_module)
+    except program.ProgramError as error:
+        raise _refusal(error) from error
     finally:
-        plugins.uninstall()
+        _uninstall()
+    raise typer.Exit(code)
 
 
 @app.command("demo")
@@ -162,8 +205,7 @@ def demonstrate(
                 else:
                     screen.report(reports[-1])
     except CanaryError as error:
-        typer.echo(f"canary: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise _refusal(error) from error
     if not as_json:
         screen.summary(reports)
     if not all(r.passed for r in reports):
@@ -180,8 +222,22 @@ def _config() -> CanaryConfig:
     try:
         return CanaryConfig.load()
     except CanaryError as error:
-        typer.echo(f"canary: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise _refusal(error) from error
+
+
+def _refusal(error: CanaryError) -> typer.Exit:
+    """Tells ``error`` on stderr and gives what ends the command: exit code 2."""
+    typer.echo(f"canary: {error}", err=True)
+    return typer.Exit(2)
+
+
+def _uninstall() -> None:
+    """Undoes the plugins. A finding that this brings in raise mode ends the command with exit code 1."""
+    try:
+        plugins.uninstall()
+    except ViolationError as error:
+        typer.echo(f"canary: ViolationError: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def _plugin_fields(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> dict[str, Any]:
@@ -200,12 +256,28 @@ def _is_allowed(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> bool:
     return plugin.built_in or plugin.name in allowed
 
 
+def _details(plugin: plugins.Plugin) -> Table:
+    """Where a plugin is from, its engine, its hooks and its error, a line each."""
+    lines = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 1))
+    details = {
+        "from": plugin.distribution,
+        "engine": _engine(plugin.engine),
+        "hooks": ", ".join(plugin.hooks),
+        "error": plugin.error,
+    }
+    for name, text in details.items():
+        if text:
+            _add(lines, name, text)
+    return lines
+
+
 def _engine(engine: plugins.EngineInfo | None) -> str:
     if engine is None:
         return ""
-    found = engine.version or "not installed"
-    supported = "" if engine.supported else f"\nnot supported: needs {engine.supported_range}"
-    return f"{engine.name} {found}{supported}"
+    if engine.version is None:
+        return f"{engine.name} is not installed; needs {engine.supported_range}"
+    supported = "" if engine.supported else f" is not supported; needs {engine.supported_range}"
+    return f"{engine.name} {engine.version}{supported}"
 
 
 def _print_json(value: object) -> None:

@@ -1,21 +1,100 @@
-"""The ``coverage`` events of an engine's log, as ``canary coverage`` shows them."""
+"""What ``canary coverage`` reads from an engine's log: its ``coverage`` events, and why it has none."""
 
 import json
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+Fields = dict[str, Any]
 
-def coverage_events(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The last ``coverage`` event of each model in a log of ``CANARY_LOG_FORMAT=json``, in order of appearance. Lines
-    of others are passed over; ours may have something before them (a rank, a pod's name)."""
-    found: dict[object, dict[str, Any]] = {}
-    for line in lines:
-        if '"coverage"' not in line or "{" not in line:
-            continue
-        try:
-            event = json.loads(line[line.index("{") :])
-        except ValueError:
-            continue
-        if isinstance(event, dict) and event.get("event") == "coverage":
-            found[event.get("model")] = event
-    return list(found.values())
+COVERAGE_FIELDS = {"summary", "guarded_bytes", "uncovered"}
+TEXT_EVENT = re.compile(r"\[(?:\x1b\[[\d;]*m)*canary(?:\x1b\[[\d;]*m)*\]")
+"""How an event of ours looks in a log of ``CANARY_LOG_FORMAT=console``."""
+
+
+@dataclass(slots=True)
+class CoverageLog:
+    """What a log of ``CANARY_LOG_FORMAT=json`` says. Lines of others are passed over; ours may have something before
+    them (a rank, a pod's name)."""
+
+    coverage: dict[object, Fields] = field(default_factory=dict)
+    """The last ``coverage`` event of each model, in order of appearance."""
+    disabled: dict[object, Fields] = field(default_factory=dict)
+    """By model and rank, what was switched off and did not come back."""
+    others: dict[str, Fields] = field(default_factory=dict)
+    """The last event of each other name."""
+    as_text: bool = False
+    """It has events of ours for people to read."""
+
+    @classmethod
+    def read(cls, lines: Iterable[str]) -> "CoverageLog":
+        """From the lines of a log, of whatever program."""
+        log = cls()
+        for line in lines:
+            log._add(_event(line))
+            log.as_text = log.as_text or TEXT_EVENT.search(line) is not None
+        return log
+
+    def _add(self, event: Fields) -> None:
+        model, name = event.get("model"), event.get("event")
+        part = (model, event.get("rank"))
+        if name == "coverage" and event.keys() >= COVERAGE_FIELDS:
+            self.coverage[model] = event
+            self.disabled.pop(part, None)
+        elif event.get("logger") != "canary":
+            pass
+        elif name == "disabled":
+            self.disabled[part] = event
+        else:
+            self.others[str(name)] = event
+
+    @property
+    def problem(self) -> str | None:
+        """A sentence that says why nothing is guarded, or why this is not known; None if all is well."""
+        if self.disabled:
+            return "; ".join(_disabled(event) for event in self.disabled.values())
+        if self.coverage:
+            return None
+        if "start_failed" in self.others:
+            return f"Canary did not start, so nothing is guarded: {self.others['start_failed'].get('error')}"
+        failed = {**self._field("plugins_loaded", "failed"), **self._field("plugins_installed", "failed")}
+        if failed:
+            return f"a plugin failed, so nothing is guarded: {'; '.join(map(str, failed.values()))}"
+        if "plugins_loaded" in self.others and "plugins_installed" not in self.others:
+            return "Canary was off (CANARY_MODE=off), so nothing is guarded; start the engine with CANARY_MODE=log"
+        if self.others:
+            return (
+                "it has events of Canary, but no coverage event; give the log from the engine's start on, written with "
+                "CANARY_LOG_LEVEL=info"
+            )
+        if self.as_text:
+            return (
+                "its events of Canary are text, which can't be read back; start the engine with CANARY_LOG_FORMAT=json"
+            )
+        return (
+            "it has no event of Canary, so it is no log of a guarded engine; start the engine with CANARY_PLUGINS and "
+            "CANARY_LOG_FORMAT=json"
+        )
+
+    def _field(self, event: str, name: str) -> Fields:
+        found = self.others.get(event, {}).get(name)
+        return found if isinstance(found, dict) else {}
+
+
+def _event(line: str) -> Fields:
+    """The event that a line holds; an empty one if it holds none."""
+    start = line.find("{")
+    if start < 0 or '"event"' not in line:
+        return {}
+    try:
+        event = json.loads(line[start:])
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def _disabled(event: Fields) -> str:
+    about = "".join(f" of {name} {event[name]}" for name in ("model", "rank") if name in event)
+    where, error = event.get("where"), event.get("error")
+    return f"Canary{about} was disabled, so nothing is guarded since then: {error} (in {where})"

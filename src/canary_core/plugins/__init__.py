@@ -4,9 +4,18 @@ A plugin is an object (usually a module) with hook implementations, declared as 
 where that names a class, each manager makes its own object of it. Canary's own reporting and faults are such plugins.
 """
 
-from canary_core.plugins.discovery import installed
+from canary_core.plugins.discovery import installed, not_installed
 from canary_core.plugins.plugin import EngineInfo, Plugin, refusal
-from canary_core.plugins.process import emit, hook_manager, install, load, private_hooks, start, uninstall
+from canary_core.plugins.process import (
+    emit,
+    hook_manager,
+    install,
+    load,
+    private_hooks,
+    start,
+    tell_unknown_settings,
+    uninstall,
+)
 from canary_core.plugins.registry import Plugins
 
 __all__ = [
@@ -18,8 +27,10 @@ __all__ = [
     "install",
     "installed",
     "load",
+    "not_installed",
     "private_hooks",
     "refusal",
     "start",
+    "tell_unknown_settings",
     "uninstall",
 ]

@@ -1,14 +1,13 @@
 """Finds plugins, imports and inspects them: entry points of the group ``canary``, and Canary's own in `BUILT_IN`."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import metadata
 
 import pluggy
 
 from canary_core import hookspecs
-from canary_core.errors import PluginError
 from canary_core.plugins.plugin import Plugin, error_text
 
 GROUP = "canary"
@@ -57,14 +56,21 @@ def entry_points() -> dict[str, list[metadata.EntryPoint]]:
     return found
 
 
-def require_installed(names: Sequence[str], found: dict[str, list[metadata.EntryPoint]]) -> None:
-    """Raises `PluginError` if one of ``names`` is not among ``found``."""
-    missing = [n for n in names if n not in found]
-    if missing:
-        raise PluginError(
-            f"CANARY_PLUGINS names {', '.join(map(repr, missing))}, which is not installed; installed plugins: "
-            f"{', '.join(sorted(found)) or 'none'}. Install it (pip install canary-{missing[0]}) or correct the name"
-        )
+def not_installed(names: Iterable[str], found: Iterable[str]) -> tuple[Plugin, ...]:
+    """Those of ``names`` that are not among ``found``, the names of the installed plugins; each with its error."""
+    known = sorted(found)
+    return tuple(Plugin(n, error=_not_installed(n, known)) for n in dict.fromkeys(names) if n not in known)
+
+
+def _not_installed(name: str, known: Sequence[str]) -> str:
+    if name in (point.name for point in BUILT_IN):
+        return f"CANARY_PLUGINS names {name!r}, which is part of Canary and always on; take it out"
+    close = difflib.get_close_matches(name, known, n=1)
+    advice = f"Did you mean {close[0]!r}? If not, install it" if close else "Correct the name, or install it"
+    return (
+        f"CANARY_PLUGINS names {name!r}, which is not installed; installed plugins: {', '.join(known) or 'none'}. "
+        f"{advice} (pip install canary-{name})"
+    )
 
 
 def inspect(name: str, points: Sequence[metadata.EntryPoint]) -> Plugin:

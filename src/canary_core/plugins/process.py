@@ -58,7 +58,7 @@ def uninstall() -> None:
 
 def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
     """Loads and installs what ``CANARY_PLUGINS`` allows: the function an engine's own plugin loader calls. Cheap where
-    it is empty; a second call changes nothing.
+    it is empty; a second call changes nothing. Variables that look like settings and are none are told, too.
 
     Raises `ConfigError` or `PluginError`, after a ``start_failed`` event, since engines swallow what their plugins
     raise. In raise mode a plugin that could not be loaded or installed is such an error too: a test that was to run
@@ -67,6 +67,7 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
     try:
         config = config or CanaryConfig.load()
         _plugins().load(config)
+        _plugins().tell_unknown_settings()
         started = _plugins().install(config)
         errors = [p.error for p in started if p.error is not None]
         if errors and config.mode == "raise":
@@ -75,6 +76,12 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
     except CanaryError as error:
         emit(Event("start_failed", "error", {"error": str(error)}))
         raise
+
+
+def tell_unknown_settings(config: CanaryConfig) -> None:
+    """`Plugins.tell_unknown_settings` for this process, in the format and from the level that ``config`` asks for."""
+    _plugins().load(config.model_copy(update={"plugins": ()}))
+    _plugins().tell_unknown_settings()
 
 
 def emit(event: Event, hooks: pluggy.PluginManager | None = None) -> None:

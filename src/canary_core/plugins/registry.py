@@ -6,10 +6,10 @@ from threading import RLock
 
 import pluggy
 
-from canary_core.config import CanaryConfig
+from canary_core.config import CanaryConfig, unknown_variables
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
-from canary_core.plugins.discovery import REPORTING, built_in, entry_points, inspect, new_manager, require_installed
+from canary_core.plugins.discovery import REPORTING, built_in, entry_points, inspect, new_manager, not_installed
 from canary_core.plugins.plugin import Plugin, error_text, refusal
 
 
@@ -26,6 +26,7 @@ class Plugins:
         self._lock = RLock()
         self._loaded: dict[str, Plugin] = {}
         self._hooked: list[str] = []
+        self._unknown: set[str] = set()
         self._built_in = built_in()
         for plugin in self._built_in:
             if plugin.error is not None:
@@ -52,7 +53,9 @@ class Plugins:
             if not names:
                 return self.loaded
             found = entry_points()
-            require_installed(names, found)
+            missing = not_installed(names, found)
+            if missing:
+                raise PluginError("; ".join(str(p.error) for p in missing))
             for name in names:
                 plugin = self._loaded[name] = inspect(name, found[name])
                 if plugin.error is None:
@@ -102,6 +105,16 @@ class Plugins:
             self._tell("plugins_uninstalled", "uninstalled", results)
             if found is not None:
                 raise found
+
+    def tell_unknown_settings(self) -> None:
+        """An ``unknown_setting`` event for each variable ``CANARY_*`` that is no setting; a second call tells only new
+        ones. A warning where a setting has a similar name; else it may be somebody else's variable."""
+        with self._lock:
+            unknown = {name: near for name, near in unknown_variables().items() if name not in self._unknown}
+            self._unknown |= unknown.keys()
+        for name, near in unknown.items():
+            hint = f"did you mean {near}?" if near else "not a setting of Canary; canary config lists them"
+            self.emit(Event("unknown_setting", "warning" if near else "info", {"variable": name, "hint": hint}))
 
     def emit(self, event: Event) -> None:
         """Hands ``event`` to every plugin's `canary_event`, see `hand_on`."""
