@@ -1,7 +1,7 @@
 """The ``canary`` command."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -92,7 +92,7 @@ def show_config(
     as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
 ) -> None:
-    """List every setting: its values or unit, its default, what it is now, and what it does."""
+    """List every setting: its values or unit, its default, what it is now where that differs, and what it does."""
     config = _config()
     plugins.tell_unknown_settings(config)
     found = settings(config)
@@ -105,9 +105,11 @@ def show_config(
             default = f"`{s.default}`" if s.default else "empty"
             typer.echo(f"| `{s.variable}` | {s.values} | {default} | {s.description} |")
         return
-    table = _table("variable", "values", "default", "now", "what it does")
+    table = Table(Column("variable", no_wrap=True), Column("details", overflow="fold"), show_lines=True)
     for s in found:
-        _add(table, s.variable, s.values, s.default, s.value, s.description)
+        now = s.value if s.value != s.default else None
+        about = _lines({"now": now, "default": s.default or "empty", "values": s.values, "what": s.description})
+        table.add_row(s.variable, about)
     Console().print(table)
 
 
@@ -257,14 +259,14 @@ def _is_allowed(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> bool:
 
 
 def _details(plugin: plugins.Plugin) -> Table:
-    """Where a plugin is from, its engine, its hooks and its error, a line each."""
+    """Where a plugin is from, its engine, its hooks and its error."""
+    engine, hooks = _engine(plugin.engine), ", ".join(plugin.hooks)
+    return _lines({"from": plugin.distribution, "engine": engine, "hooks": hooks, "error": plugin.error})
+
+
+def _lines(details: Mapping[str, str | None]) -> Table:
+    """A line for each of ``details`` that says something."""
     lines = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 1))
-    details = {
-        "from": plugin.distribution,
-        "engine": _engine(plugin.engine),
-        "hooks": ", ".join(plugin.hooks),
-        "error": plugin.error,
-    }
     for name, text in details.items():
         if text:
             _add(lines, name, text)
