@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from canary_core.faults.catalogue import FAULTS
 from canary_core.testing.demo import OVERHEAD_REQUESTS, OVERHEAD_ROUNDS, Report, Trial, kinds
@@ -69,7 +69,7 @@ class Screen:
 
     def summary(self, reports: Sequence[Report]) -> None:
         """The table of faults by models, and the overhead."""
-        table = Table("fault", "what was done", *(f"{r.engine}\n{r.model}" for r in reports))
+        table = Table(Column("fault", no_wrap=True), "what was done", *(f"{r.engine}\n{r.model}" for r in reports))
         for fault in FAULTS:
             trials = [next(t for t in r.trials if t.fault == fault) for r in reports]
             table.add_row(fault, FAULTS[fault].what, *map(_cell, trials))
