@@ -12,7 +12,8 @@ SGLANG ?= 0.5.21
 VENV_SGLANG ?= .venv-sglang-$(SGLANG)
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # Engines small enough to run in the tests and the demo.
-ENGINES := transformers
+# The last Transformers for Python 3.10 measures a CPU's memory with psutil, and has none without it.
+ENGINES := transformers 'psutil; python_version < "3.11"'
 STAMP := $(VENV)/.stamp
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints-dev.txt
 # What pip brings is compiled as far as it is imported, and kept.

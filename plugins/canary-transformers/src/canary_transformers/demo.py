@@ -112,11 +112,14 @@ def _model(name: str, seed: int) -> Any:
         "pad_token_id": 0,
     }
     torch.manual_seed(seed)
+    model_class: Any
+    config: Any
     if name == "llama":
-        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        model_class, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)
     else:
         layers = ["sliding_attention", "full_attention"] * 2
         config = transformers.Gemma3TextConfig(**sizes, sliding_window=WINDOW_TOKENS, layer_types=layers)
-        model = transformers.Gemma3ForCausalLM(config)
+        model_class = transformers.Gemma3ForCausalLM
+    model = model_class(config)
     model.eval().set_attn_implementation("sdpa")
     return model
