@@ -78,9 +78,7 @@ def show_plugins(as_json: AsJson = False) -> None:
 
 
 def _print_plugins(found: Iterable[plugins.Plugin], allowed: tuple[str, ...]) -> None:
-    # Four columns, and what is long in lines of the last one, so that no name is cut to pieces on 80 columns.
-    short = (Column(h, no_wrap=True) for h in ("name", "version", "allowed"))
-    table = Table(*short, Column("details", overflow="fold"), show_lines=True)
+    table = _details_table("name", "version", "allowed")
     for p in found:
         on = "yes" if _is_allowed(p, allowed) else "no"
         table.add_row(escape(p.name), escape(p.version or ""), on, _details(p))
@@ -105,7 +103,7 @@ def show_config(
             default = f"`{s.default}`" if s.default else "empty"
             typer.echo(f"| `{s.variable}` | {s.values} | {default} | {s.description} |")
         return
-    table = Table(Column("variable", no_wrap=True), Column("details", overflow="fold"), show_lines=True)
+    table = _details_table("variable")
     for s in found:
         now = s.value if s.value != s.default else None
         about = _lines({"now": now, "default": s.default or "empty", "values": s.values, "what": s.description})
@@ -262,6 +260,11 @@ def _details(plugin: plugins.Plugin) -> Table:
     """Where a plugin is from, its engine, its hooks and its error."""
     engine, hooks = _engine(plugin.engine), ", ".join(plugin.hooks)
     return _lines({"from": plugin.distribution, "engine": engine, "hooks": hooks, "error": plugin.error})
+
+
+def _details_table(*headers: str) -> Table:
+    # What is long stands in lines of the last column, so that no name is cut to pieces on 80 columns.
+    return Table(*(Column(h, no_wrap=True) for h in headers), Column("details", overflow="fold"), show_lines=True)
 
 
 def _lines(details: Mapping[str, str | None]) -> Table:
