@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from canary_core.config import CanaryConfig
     from canary_core.events import Event
     from canary_core.plugins import EngineInfo
+    from canary_core.testing.conformance import PluginConformance
     from canary_core.testing.engines import DemoEngine
     from canary_core.violation import Violation
 
@@ -94,3 +95,9 @@ def canary_event(event: "Event") -> None:
 @hookspec
 def canary_demo() -> "DemoEngine":
     """An engine that ``canary demo`` can run: builds tiny models, serves traffic, injects faults."""
+
+
+@hookspec
+def canary_conformance() -> "type[PluginConformance]":
+    """The conformance suite of the plugin's engine, which ``canary check-plugin`` runs. May import the engine, which
+    is imported in no other way before `canary_install`."""

@@ -13,12 +13,12 @@ from rich.table import Column, Table
 
 import canary_core
 from canary_core import plugins
-from canary_core.cli import program
+from canary_core.cli import check_plugin, program
 from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
 from canary_core.config import CanaryConfig, settings
 from canary_core.errors import CanaryError, ConfigError, ViolationError
-from canary_core.testing import demo
+from canary_core.testing import demo, tests_of
 
 EXIT_CODES = {
     0: "It worked.",
@@ -209,6 +209,31 @@ def demonstrate(
     if not as_json:
         screen.summary(reports)
     if not all(r.passed for r in reports):
+        raise typer.Exit(1)
+
+
+@app.command("check-plugin")
+def check(
+    name: Annotated[str, typer.Argument(help="The plugin's name, as canary plugins lists it.")],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="TEXT", help="Run only tests with this in their names.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each test.")] = False,
+) -> None:
+    """Run the conformance suite of a plugin: is each byte described, each flip named, each fault found, and the engine
+    left as it was? Exit code 1 if a test failed, 2 if there is nothing to run. Works whatever CANARY_PLUGINS says."""
+    try:
+        suite = check_plugin.suite_of(name)
+        tests = check_plugin.chosen(tests_of(suite), only or [])
+    except CanaryError as error:
+        raise _refusal(error) from error
+    console = Console(stderr=as_json)
+    outcomes = check_plugin.show(console, suite, tests)
+    if as_json:
+        for outcome in outcomes:
+            typer.echo(json.dumps(outcome.fields()))
+    console.print(f"{name}: {check_plugin.summary(outcomes)}")
+    if any(outcome.result == "failed" for outcome in outcomes):
         raise typer.Exit(1)
 
 

@@ -1,0 +1,113 @@
+"""`Footprints`: audits each forward of a stage, and what happens between two of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from canary_core.audit import FootprintAudit
+from canary_core.batch import BatchView
+from canary_core.canary import Canary
+from canary_core.coverage import Coverage
+from canary_core.region import Region, Uncovered
+from canary_core.testing.conformance.problems import SHOWN, Nonconforming
+from canary_core.testing.conformance.stage import Stage
+
+_TOLD = ("copy", "forget", "expect", "import_records")
+"""Events that say that bytes change without a forward; the slots are the argument at `_SLOTS`."""
+_SLOTS = {"copy": 2, "forget": 1, "expect": 1, "import_records": 1}
+
+
+class Footprints:
+    """A context in which the engine's memory is compared around each forward: what changes from the check to the
+    record is what the view says is written, and else nothing changes but what events tell.
+
+    ``strict``: written slots must change in every source, as they do where the memory held noise.
+    """
+
+    def __init__(self, stage: Stage, strict: bool = True) -> None:
+        self._stage = stage
+        self._strict = strict
+        self._audit: FootprintAudit | None = None
+        self._inside = False
+        self._problems: list[str] = []
+        self._forwards = 0
+
+    def __enter__(self) -> "Footprints":
+        self._stage.witness.before, self._stage.witness.after = self._before, self._after
+        if self._stage.witness.canaries:
+            self._prepare()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stage.witness.before = self._stage.witness.after = None
+        self._end("outside of forwards")
+        for canary in self._stage.witness.canaries:
+            for name in _TOLD:
+                vars(canary.slots).pop(name, None)
+
+    def require_whole(self) -> None:
+        """Raises `Nonconforming` for what was not described."""
+        if self._problems:
+            shown = "; ".join(self._problems[:SHOWN])
+            raise Nonconforming("PoolAdapter", f"{len(self._problems)} problems in {self._forwards} forwards: {shown}")
+
+    def _prepare(self) -> None:
+        regions = [region for canary in self._stage.canaries for region in canary.regions.values()]
+        self._audit = FootprintAudit(self._stage.session.pool_tensors(), regions, strict=self._strict)
+        for canary in self._stage.canaries:
+            for name in _TOLD:
+                setattr(canary.slots, name, self._listening(getattr(canary.slots, name), _SLOTS[name]))
+        self._audit.begin()
+
+    def _listening(self, tell: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def told(region: str, *arguments: Any, **named: Any) -> Any:
+            slots = arguments[place - 1] if len(arguments) >= place else named.get("slots", named.get("destination"))
+            if self._audit is not None and isinstance(slots, Tensor):
+                self._audit.claim_slots(region, slots)
+            return tell(region, *arguments, **named)
+
+        return told
+
+    def _before(self, canary: Canary, view: BatchView) -> None:
+        if self._audit is None:
+            self._prepare()
+        else:
+            self._end("before the check of a forward, so not by it; is step.before called when the forward has run?")
+            self._begin()
+        self._inside = True
+        self._forwards += 1
+        if self._audit is not None:
+            self._audit.claim(view)
+
+    def _after(self, canary: Canary, view: BatchView) -> None:
+        self._inside = False
+        self._end("")
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._audit is not None:
+            self._audit.begin()
+
+    def _end(self, when: str) -> None:
+        if self._audit is not None:
+            for problem in self._audit.end().problems:
+                self._problems.append(f"{problem} [{when}]" if when else problem)
+
+
+def require_coverage(stage: Stage) -> None:
+    """The regions of the stage's Canaries, and what their adapters leave out and say why, are all of the engine's KV
+    memory. Raises `Nonconforming`."""
+    regions = [region for canary in stage.canaries for region in canary.regions.values()]
+    told = [item for canary in stage.canaries for item in canary.uncovered if item.size_bytes]
+    engine = stage.session.pool_tensors()
+    missing = undescribed(regions, engine)
+    seen = sum(item.size_bytes for item in missing)
+    explained = sum(item.size_bytes for item in told)
+    if seen > explained:
+        names = ", ".join(f"{item.size_bytes} bytes of {item.name!r}" for item in missing)
+        raise Nonconforming(
+            "PoolAdapter",
+            f"no region describes {names}, and uncovered() explains {explained} bytes: describe them, or say in "
+            "PoolAdapter.uncovered() why they are not guarded",
+        )
