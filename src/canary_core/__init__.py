@@ -16,6 +16,7 @@ from canary_core.ops.payload import (
     fingerprint_bytes,
 )
 from canary_core.ops.record_buffers import RecordBuffers
+from canary_core.patches import Patches
 from canary_core.plugins import EngineInfo, emit, hook_manager, private_hooks
 from canary_core.plugins import start as start_plugins
 from canary_core.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
@@ -49,6 +50,7 @@ __all__ = [
     "Level",
     "MisuseError",
     "Overlap",
+    "Patches",
     "PayloadCheck",
     "PayloadLayout",
     "PayloadRecords",

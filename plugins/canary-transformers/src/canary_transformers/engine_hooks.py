@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from threading import RLock
 from typing import Any, Generic, Protocol, TypeVar
 
-from canary_transformers.patches import Patches
+from canary_core import Patches
 
 
 class ModelOwner(Protocol):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from canary_adapters import LayerTensors
-from canary_transformers.patches import Patches
+from canary_core import Patches
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

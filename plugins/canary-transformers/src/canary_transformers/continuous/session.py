@@ -8,14 +8,13 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core import BatchView, Canary, CanaryConfig, ViolationError, Writers
+from canary_core import BatchView, Canary, CanaryConfig, Patches, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import paged_cache_pool
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload
 from canary_transformers.filters import EarlierBytesFilter
-from canary_transformers.patches import Patches
 
 
 class Session:

@@ -1,4 +1,4 @@
-"""`Patches`: replaces functions of the engine, and puts them back."""
+"""`Patches`: replaces functions of an engine, and puts them back."""
 
 import functools
 from collections.abc import Callable
@@ -11,11 +11,16 @@ class Patches:
     """Wraps attributes of classes, or of single objects; `undo` restores them, last one first.
 
     Where somebody else has wrapped ours since, `undo` leaves the attribute alone: a wrapper that has nothing to do any
-    more calls the original.
+    more calls the original. Neither is thread-safe: patch before the engine runs, or where it waits.
     """
 
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether anything is wrapped, and not undone since."""
+        return bool(self._done)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replaces ``owner.name`` by ``make(original)``. On an object that shadows the class's method for this object

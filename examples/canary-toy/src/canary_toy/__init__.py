@@ -1,0 +1,1 @@
+"""Canary for the toy engine: guards its paged KV pool."""

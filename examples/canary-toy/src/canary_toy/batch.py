@@ -1,0 +1,34 @@
+"""A forward of the engine as a view: which slots it reads and writes."""
+
+import torch
+
+from canary_adapters import block_table
+from canary_core import BatchAdapter, BatchView, Writers
+from canary_toy.pool import REGION
+from canary_toy.toy_engine import PAGE, Batch, ModelRunner
+
+
+class ToyBatch(BatchAdapter[Batch]):
+    """Lengths, tokens and tables are the very tensors that the forward reads. What the tokens should be comes from the
+    requests' own lists. So each is checked against the other."""
+
+    def __init__(self, runner: ModelRunner, writers: Writers) -> None:
+        self._runner = runner
+        self._writers = writers
+
+    def view(self, batch: Batch) -> BatchView:
+        """Rows of padding have no tokens, and no writer."""
+        device, padding = batch.rows.device, [-1] * (len(batch.rows) - len(batch.requests))
+        width = max(len(request.tokens) for request in batch.requests)
+        expected = [request.tokens + [-1] * (width - len(request.tokens)) for request in batch.requests]
+        expected += [[-1] * width for _ in padding]
+        writers = [self._writers.id(request.name) for request in batch.requests]
+        return BatchView(
+            prefix_lens=batch.prefix_lens,
+            new_lens=batch.new_lens,
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            writers=torch.tensor(writers + padding, device=device),
+            tables={REGION: block_table(self._runner.block_tables, PAGE, batch.rows, batch.slot_mapping)},
+            expected_tokens=torch.tensor(expected, device=device),
+        )

@@ -1,0 +1,94 @@
+"""Where Canary is called: around each forward, and wherever pages change hands between forwards."""
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core import Canary, CanaryConfig, Patches, attach
+from canary_toy.batch import ToyBatch
+from canary_toy.pool import REGION, ToyPool
+from canary_toy.toy_engine import PAGE, Batch, Engine, Request
+
+
+class ToySession:
+    """Guards one engine until `close`."""
+
+    def __init__(self, engine: Engine, config: CanaryConfig) -> None:
+        pool = ToyPool(engine.pool)
+        self._device = engine.device
+        self.canary = Canary(pool.regions(), config, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors)
+        self._batch = ToyBatch(engine.runner, self.canary.writers)
+        self._patches = Patches()
+        self._patches.wrap(engine.runner, "forward", self._guarded)
+        slots = self.canary.slots
+        self._patches.follow(engine.allocator, "allocate", lambda pages, count: self._tell(slots.alloc, pages))
+        self._patches.follow(engine.allocator, "free", lambda _, pages: self._tell(slots.free, pages))
+        self._patches.follow(engine.cache, "take", lambda _, pages: self._tell(slots.share, pages))
+        self._patches.follow(engine.cache, "park", lambda _, pages: self._tell(slots.park, pages))
+        self._patches.follow(engine.cache, "evict", lambda pages: self._tell(slots.evict, pages))
+        self._patches.follow(engine.pool, "copy_page", self._copied)
+        self._patches.follow(engine, "roll_back", self._rolled_back)
+        self._patches.follow(engine, "submit", self._submitted)
+
+    def close(self) -> None:
+        """Reports what is left to report; the engine's methods are its own again. Raises `ViolationError` in raise
+        mode."""
+        self._patches.undo()
+        self.canary.close()
+
+    def _guarded(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        @wraps(forward)
+        def guarded(batch: Batch) -> Tensor:
+            return self.canary.step.run(partial(forward, batch), partial(self._batch.view, batch), batch=batch)
+
+        return guarded
+
+    def _tell(self, event: Callable[..., None], pages: Sequence[int]) -> None:
+        with self.canary.guard("canary_toy: event"):
+            event(REGION, torch.tensor(pages, dtype=torch.int64, device=self._device), page_slots=PAGE)
+
+    def _copied(self, _: None, source: int, destination: int) -> None:
+        with self.canary.guard("canary_toy: copy"):
+            self.canary.slots.copy(REGION, self._slots(source), self._slots(destination))
+
+    def _rolled_back(self, _: None, request: Request, tokens: int) -> None:
+        """Pages that were dropped are told as freed or parked; what was dropped of the last page holds nothing."""
+        kept = request.computed % PAGE
+        if kept:
+            with self.canary.guard("canary_toy: roll back"):
+                self.canary.slots.clear(REGION, self._slots(request.pages[-1])[kept:])
+
+    def _submitted(self, request: Request, *_: Any) -> None:
+        """A request may have the name of an earlier one: what is known of that one's sequence is not true of it."""
+        self.canary.writers.forget(request.name)
+
+    def _slots(self, page: int) -> Tensor:
+        return torch.arange(page * PAGE, (page + 1) * PAGE, device=self._device)
+
+
+class ToyHooks:
+    """Guards every engine that is made from `install` to `uninstall`."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self.sessions: list[ToySession] = []
+
+    def install(self, config: CanaryConfig) -> None:
+        """Again: does nothing."""
+
+        def made(_: None, engine: Engine, *arguments: Any, **settings: Any) -> None:
+            session = attach("attach to the toy engine", config, lambda: ToySession(engine, config))
+            if session is not None:
+                self.sessions.append(session)
+
+        if not self._patches.done:
+            self._patches.follow(Engine, "__init__", made)
+
+    def uninstall(self) -> None:
+        """Again: does nothing. Raises `ViolationError` in raise mode, for what is found only now."""
+        self._patches.undo()
+        while self.sessions:
+            self.sessions.pop().close()

@@ -1,0 +1,41 @@
+"""The plugin ``toy``: what ``CANARY_PLUGINS=toy`` turns on.
+
+An engine that is a distribution of its own is imported inside functions only, and named here::
+
+    @hookimpl
+    def canary_engine() -> EngineInfo:
+        return EngineInfo.of("the-engine", ">=1.2,<1.5")
+"""
+
+from typing import TYPE_CHECKING
+
+from canary_core import CanaryConfig, hookimpl
+from canary_toy.hooks import ToyHooks
+
+if TYPE_CHECKING:
+    from canary_core.testing import PluginConformance
+
+CANARY_PROTOCOL = 1
+"""The version of Canary's hooks that this plugin was written for."""
+
+HOOKS = ToyHooks()
+
+
+@hookimpl
+def canary_install(config: CanaryConfig) -> None:
+    """Guards every engine of this process that is made from now on."""
+    HOOKS.install(config)
+
+
+@hookimpl
+def canary_uninstall() -> None:
+    """Ends what `canary_install` began."""
+    HOOKS.uninstall()
+
+
+@hookimpl
+def canary_conformance() -> "type[PluginConformance]":
+    """What ``canary check-plugin toy`` runs."""
+    from canary_toy.session import ToyConformance
+
+    return ToyConformance
