@@ -1,6 +1,6 @@
 """`Footprints`: audits each forward of a stage, and what happens between two of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +9,6 @@ from canary_core.audit import FootprintAudit
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.coverage import Coverage
-from canary_core.region import Region, Uncovered
 from canary_core.testing.conformance.problems import SHOWN, Nonconforming
 from canary_core.testing.conformance.stage import Stage
 
@@ -39,9 +38,12 @@ class Footprints:
             self._prepare()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self._stage.witness.before = self._stage.witness.after = None
-        self._end("outside of forwards")
+        if self._stage.witness.error is not None:
+            raise self._stage.witness.error
+        if error is None:
+            self._end("outside of forwards")
         for canary in self._stage.witness.canaries:
             for name in _TOLD:
                 vars(canary.slots).pop(name, None)
@@ -54,7 +56,9 @@ class Footprints:
 
     def _prepare(self) -> None:
         regions = [region for canary in self._stage.canaries for region in canary.regions.values()]
-        self._audit = FootprintAudit(self._stage.session.pool_tensors(), regions, strict=self._strict)
+        told = [item for canary in self._stage.canaries for item in canary.uncovered]
+        pool = self._stage.session.pool_tensors
+        self._audit = FootprintAudit(pool, regions, uncovered=told, strict=self._strict)
         for canary in self._stage.canaries:
             for name in _TOLD:
                 setattr(canary.slots, name, self._listening(getattr(canary.slots, name), _SLOTS[name]))
@@ -99,15 +103,12 @@ def require_coverage(stage: Stage) -> None:
     """The regions of the stage's Canaries, and what their adapters leave out and say why, are all of the engine's KV
     memory. Raises `Nonconforming`."""
     regions = [region for canary in stage.canaries for region in canary.regions.values()]
-    told = [item for canary in stage.canaries for item in canary.uncovered if item.size_bytes]
-    engine = stage.session.pool_tensors()
-    missing = undescribed(regions, engine)
-    seen = sum(item.size_bytes for item in missing)
-    explained = sum(item.size_bytes for item in told)
-    if seen > explained:
+    told = [item for canary in stage.canaries for item in canary.uncovered]
+    coverage = Coverage(regions, told, stage.session.pool_tensors)
+    missing = [item for item in coverage.uncovered if item not in told]
+    if missing:
         names = ", ".join(f"{item.size_bytes} bytes of {item.name!r}" for item in missing)
         raise Nonconforming(
             "PoolAdapter",
-            f"no region describes {names}, and uncovered() explains {explained} bytes: describe them, or say in "
-            "PoolAdapter.uncovered() why they are not guarded",
+            f"no region describes {names}: describe them, or say in PoolAdapter.uncovered() why they are not guarded",
         )

@@ -36,6 +36,8 @@ class Witness:
     """Views that were checked."""
     stored: int = 0
     """Forwards of which what they wrote is recorded."""
+    error: Exception | None = None
+    """What ``before`` or ``after`` raised first; they are called no more."""
 
     @hookimpl
     def canary_attached(self, canary: Canary) -> None:
@@ -55,12 +57,19 @@ class Witness:
                 row = Row(self.forwards, canary.writers.name(writer), prefix, tuple(tokens[first : first + new]), tuple(own))
                 self.rows.append(row)
                 first += new
-        if self.before is not None:
-            self.before(canary, batch)
+        self._call(self.before, canary, batch)
 
     @hookimpl(tryfirst=True)
     def canary_post_forward(self, canary: Canary, batch: BatchView) -> None:
         """Counts it."""
         self.stored += 1
-        if self.after is not None:
-            self.after(canary, batch)
+        self._call(self.after, canary, batch)
+
+    def _call(self, watch: Watch | None, canary: Canary, batch: BatchView) -> None:
+        if watch is None or self.error is not None:
+            return
+        try:
+            watch(canary, batch)
+        except Exception as error:
+            # Canary would take it for one of its own, and go off.
+            self.error = error
