@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 _MISSING = object()
@@ -11,10 +12,14 @@ class Patches:
     """Wraps attributes of classes, or of single objects; `undo` restores them, last one first.
 
     Where somebody else has wrapped ours since, `undo` leaves the attribute alone: a wrapper that has nothing to do any
-    more calls the original. Neither is thread-safe: patch before the engine runs, or where it waits.
+    more calls the original. Not thread-safe: patch before the engine runs, or where it waits.
+
+    ``guard``: a context for each call of what `follow` was given, by what is followed; with `Canary.guard` no exception
+    of it reaches the engine in log mode. None: they do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Callable[[str], AbstractContextManager[object]] | None = None) -> None:
+        self._guard = guard or nullcontext
         self._done: list[tuple[Any, str, Any, Any]] = []
 
     @property
@@ -38,7 +43,8 @@ class Patches:
             @functools.wraps(original)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
-                told(result, *args, **kwargs)
+                with self._guard(f"after {name}"):
+                    told(result, *args, **kwargs)
                 return result
 
             return wrapper

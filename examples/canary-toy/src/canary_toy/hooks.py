@@ -21,7 +21,8 @@ class ToySession:
         self._device = engine.device
         self.canary = Canary(pool.regions(), config, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors)
         self._batch = ToyBatch(engine.runner, self.canary.writers)
-        self._patches = Patches()
+        # With the guard, an exception of what follows a function of the engine never reaches the engine in log mode.
+        self._patches = Patches(self.canary.guard)
         self._patches.wrap(engine.runner, "forward", self._guarded)
         slots = self.canary.slots
         self._patches.follow(engine.allocator, "allocate", lambda pages, count: self._tell(slots.alloc, pages))
@@ -31,7 +32,8 @@ class ToySession:
         self._patches.follow(engine.cache, "evict", lambda pages: self._tell(slots.evict, pages))
         self._patches.follow(engine.pool, "copy_page", self._copied)
         self._patches.follow(engine, "roll_back", self._rolled_back)
-        self._patches.follow(engine, "submit", self._submitted)
+        self._patches.follow(engine, "submit", self._named)
+        self._patches.follow(engine, "fork", self._named)
 
     def close(self) -> None:
         """Reports what is left to report; the engine's methods are its own again. Raises `ViolationError` in raise
@@ -47,21 +49,18 @@ class ToySession:
         return guarded
 
     def _tell(self, event: Callable[..., None], pages: Sequence[int]) -> None:
-        with self.canary.guard("canary_toy: event"):
-            event(REGION, torch.tensor(pages, dtype=torch.int64, device=self._device), page_slots=PAGE)
+        event(REGION, torch.tensor(pages, dtype=torch.int64, device=self._device), page_slots=PAGE)
 
     def _copied(self, _: None, source: int, destination: int) -> None:
-        with self.canary.guard("canary_toy: copy"):
-            self.canary.slots.copy(REGION, self._slots(source), self._slots(destination))
+        self.canary.slots.copy(REGION, self._slots(source), self._slots(destination))
 
     def _rolled_back(self, _: None, request: Request, tokens: int) -> None:
         """Pages that were dropped are told as freed or parked; what was dropped of the last page holds nothing."""
         kept = request.computed % PAGE
         if kept:
-            with self.canary.guard("canary_toy: roll back"):
-                self.canary.slots.clear(REGION, self._slots(request.pages[-1])[kept:])
+            self.canary.slots.clear(REGION, self._slots(request.pages[-1])[kept:])
 
-    def _submitted(self, request: Request, *_: Any) -> None:
+    def _named(self, request: Request, *arguments: Any, **more: Any) -> None:
         """A request may have the name of an earlier one: what is known of that one's sequence is not true of it."""
         self.canary.writers.forget(request.name)
 
@@ -79,7 +78,7 @@ class ToyHooks:
     def install(self, config: CanaryConfig) -> None:
         """Again: does nothing."""
 
-        def made(_: None, engine: Engine, *arguments: Any, **settings: Any) -> None:
+        def made(_: None, engine: Engine, *arguments: Any, **more: Any) -> None:
             session = attach("attach to the toy engine", config, lambda: ToySession(engine, config))
             if session is not None:
                 self.sessions.append(session)

@@ -7,6 +7,7 @@ that only fill a decode batch up to a multiple of `ROW_MULTIPLE` write there.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -61,11 +62,6 @@ class BlockAllocator:
             self.users[page] = 1
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
-        """The pages have one more user."""
-        for page in pages:
-            self.users[page] += 1
-
     def free(self, pages: Sequence[int]) -> None:
         """Takes pages back that nobody uses."""
         self.free_pages.extend(pages)
@@ -83,17 +79,12 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The pages of the longest beginning of ``tokens`` that is cached."""
-        found: list[int] = []
-        for key in page_hashes(tokens):
-            if key not in self.pages:
-                break
-            found.append(self.pages[key])
-        return found
+        return [self.pages[key] for key in takewhile(self.pages.__contains__, page_hashes(tokens))]
 
     def take(self, pages: Sequence[int]) -> None:
         """A request uses cached pages, or a fork those of its parent."""
-        self.allocator.share(pages)
         for page in pages:
+            self.allocator.users[page] += 1
             self.parked.pop(page, None)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
@@ -165,9 +156,10 @@ class ModelRunner:
             kv[0].view(-1, HEADS, DIM)[batch.slot_mapping] = k
             kv[1].view(-1, HEADS, DIM)[batch.slot_mapping] = v
             keys, values = kv[0][pages].flatten(1, 2), kv[1][pages].flatten(1, 2)  # [tokens, slots, HEADS, DIM]
-            scores = torch.einsum("thd,tshd->ths", q, keys).masked_fill(~visible[:, None], -torch.inf) / DIM**0.5
+            # Sharp, and a large part of what comes out: so one wrong value of the pool soon changes the answer.
+            scores = 2 * torch.einsum("thd,tshd->ths", q, keys).masked_fill(~visible[:, None], -torch.inf)
             attended = torch.einsum("ths,tshd->thd", scores.softmax(-1), values)
-            x = torch.tanh(x + 4 * attended.flatten(1) @ weights["out"])
+            x = torch.tanh(x + 8 * attended.flatten(1) @ weights["out"])
         last = batch.new_lens.cumsum(0)[: len(batch.requests)] - 1
         return (x[last] @ self.head).argmax(-1)
 
