@@ -1,5 +1,6 @@
 """Wrong plugins: each mutation breaks the toy engine's plugin in one way that an author might."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -199,10 +200,8 @@ def _swallows(session: ToySession, forward: Callable[..., Any]) -> Callable[[Any
 
     def guarded(batch: Any) -> Any:
         outputs: list[Any] = []
-        try:
+        with contextlib.suppress(Exception):
             session.canary.step.run(lambda: outputs.append(forward(batch)), lambda: session._batch.view(batch))
-        except Exception:
-            pass
         return outputs[0]
 
     return guarded
@@ -330,7 +329,9 @@ def _never_restores(patch: pytest.MonkeyPatch) -> None:
 def _settings_ignored(patch: pytest.MonkeyPatch) -> None:
     right = ToySession.__init__
     patch.setattr(
-        ToySession, "__init__", lambda self, engine, config: right(self, engine, config.model_copy(update={"mode": "off"}))
+        ToySession,
+        "__init__",
+        lambda self, engine, config: right(self, engine, config.model_copy(update={"mode": "off"})),
     )
 
 
@@ -372,8 +373,11 @@ BROKEN: dict[str, Break] = {
     "heads-first is read as tokens-first": _sources(lambda s: [_heads_first(x) for x in s]),
     "the slot stride is one head too short": _each(slot_stride_bytes=lambda s: s.slot_stride_bytes // 2),
     "everything is one slot further": _regions(
-        lambda r: replace(r, slots=r.slots - PAGE, sources=tuple(
-            replace(s, offset_bytes=s.offset_bytes + s.slot_stride_bytes) for s in r.sources))
+        lambda r: replace(
+            r,
+            slots=r.slots - PAGE,
+            sources=tuple(replace(s, offset_bytes=s.offset_bytes + s.slot_stride_bytes) for s in r.sources),
+        )
     ),
     "the last pages are left out": _regions(lambda r: replace(r, slots=r.slots // 2)),
     "the null block is not known": _regions(lambda r: replace(r, null_slot=None, null_slots=1)),
@@ -387,10 +391,12 @@ BROKEN: dict[str, Break] = {
     "the view is None for prefills": _view(lambda view, _: view if int(view.new_lens.max()) == 1 else None),
     "the view has no tables": _fields(tables=lambda tables: {}),
     "the view is made when the forward has run": _guarded(
-        lambda session, forward: lambda batch: (
-            forward(batch),
-            session.canary.step.run(lambda: None, lambda: session._batch.view(batch)),
-        )[0]
+        lambda session, forward: (
+            lambda batch: (
+                forward(batch),
+                session.canary.step.run(lambda: None, lambda: session._batch.view(batch)),
+            )[0]
+        )
     ),
     "prefix lengths are one too long": _fields(prefix_lens=lambda t: t + (t > 0)),
     "prefix lengths are one too short": _fields(prefix_lens=lambda t: (t - 1).clamp(min=0)),

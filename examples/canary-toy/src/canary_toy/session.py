@@ -7,7 +7,7 @@ from torch import Tensor
 
 from canary_core.testing import ABILITIES, EngineSession, PluginConformance
 from canary_toy import plugin
-from canary_toy.toy_engine import LAYERS, PAGE, Engine
+from canary_toy.toy_engine import LAYERS, PAGE, Batch, Engine, Request
 
 HALVES = ("k", "v")
 
@@ -61,6 +61,19 @@ class ToyEngineSession(EngineSession):
     def roll_back(self, request: str, tokens: int) -> None:
         """Drops the last tokens of a running request; the engine computes them again."""
         self.engine.roll_back(self.engine.requests[request], tokens)
+
+    def misplace_write(self, request: str) -> None:
+        """The bug of a wrong slot mapping: the request's last new token goes to the slot before its own."""
+        engine, right = self.engine, self.engine._batch
+
+        def wrong(scheduled: Sequence[tuple[Request, int]]) -> Batch:
+            engine._batch = right  # type: ignore[method-assign]
+            batch = right(scheduled)
+            row = [r.name for r, _ in scheduled].index(request)
+            batch.slot_mapping[batch.new_lens.cumsum(0)[row] - 1] -= 1
+            return batch
+
+        engine._batch = wrong  # type: ignore[method-assign]
 
     def release_running(self, request: str) -> None:
         """The bug of a free too many: the pages of a running request go back to the allocator."""

@@ -5,4 +5,13 @@ from canary_core.testing.conformance.problems import Nonconforming
 from canary_core.testing.conformance.session import ABILITIES, Ability, EngineSession
 from canary_core.testing.conformance.suite import PluginConformance
 
-__all__ = ["ABILITIES", "Ability", "EngineSession", "Nonconforming", "Outcome", "PluginConformance", "run_suite", "tests_of"]
+__all__ = [
+    "ABILITIES",
+    "Ability",
+    "EngineSession",
+    "Nonconforming",
+    "Outcome",
+    "PluginConformance",
+    "run_suite",
+    "tests_of",
+]

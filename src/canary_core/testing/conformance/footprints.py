@@ -5,16 +5,23 @@ from typing import Any
 
 from torch import Tensor
 
-from canary_core.audit import FootprintAudit
+from canary_core.audit.footprint import FootprintAudit
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.coverage import Coverage
-from canary_core.testing.conformance.problems import SHOWN, Nonconforming
+from canary_core.testing.conformance.problems import SHOWN, Nonconforming, Part
 from canary_core.testing.conformance.stage import Stage
 
 _TOLD = ("copy", "forget", "expect", "import_records")
 """Events that say that bytes change without a forward; the slots are the argument at `_SLOTS`."""
 _SLOTS = {"copy": 2, "forget": 1, "expect": 1, "import_records": 1}
+
+
+_EARLY = (
+    "memory changed since the record of the last forward and before the check of this one; is step.before called when "
+    "the forward has run, is the view of some forwards None, or is a copy of the engine's not told"
+)
+_LATE = "memory changed after the last forward was recorded; is step.after called before the forward has run"
 
 
 class Footprints:
@@ -28,8 +35,7 @@ class Footprints:
         self._stage = stage
         self._strict = strict
         self._audit: FootprintAudit | None = None
-        self._inside = False
-        self._problems: list[str] = []
+        self._problems: list[tuple[Part, str]] = []
         self._forwards = 0
 
     def __enter__(self) -> "Footprints":
@@ -43,7 +49,7 @@ class Footprints:
         if self._stage.witness.error is not None:
             raise self._stage.witness.error
         if error is None:
-            self._end("outside of forwards")
+            self._end(_LATE)
         for canary in self._stage.witness.canaries:
             for name in _TOLD:
                 vars(canary.slots).pop(name, None)
@@ -51,8 +57,9 @@ class Footprints:
     def require_whole(self) -> None:
         """Raises `Nonconforming` for what was not described."""
         if self._problems:
-            shown = "; ".join(self._problems[:SHOWN])
-            raise Nonconforming("PoolAdapter", f"{len(self._problems)} problems in {self._forwards} forwards: {shown}")
+            part, _ = self._problems[0]
+            shown = "; ".join(problem for _, problem in self._problems[:SHOWN])
+            raise Nonconforming(part, f"{len(self._problems)} problems in {self._forwards} forwards: {shown}")
 
     def _prepare(self) -> None:
         regions = [region for canary in self._stage.canaries for region in canary.regions.values()]
@@ -77,26 +84,26 @@ class Footprints:
         if self._audit is None:
             self._prepare()
         else:
-            self._end("before the check of a forward, so not by it; is step.before called when the forward has run?")
-            self._begin()
-        self._inside = True
+            self._end(_EARLY)
+            self._audit.begin()
         self._forwards += 1
         if self._audit is not None:
             self._audit.claim(view)
 
     def _after(self, canary: Canary, view: BatchView) -> None:
-        self._inside = False
-        self._end("")
-        self._begin()
-
-    def _begin(self) -> None:
+        self._end()
         if self._audit is not None:
             self._audit.begin()
 
-    def _end(self, when: str) -> None:
-        if self._audit is not None:
-            for problem in self._audit.end().problems:
-                self._problems.append(f"{problem} [{when}]" if when else problem)
+    def _end(self, outside: str | None = None) -> None:
+        """``outside``: no forward runs; what follows from a problem there."""
+        if self._audit is None:
+            return
+        for problem in self._audit.end().problems:
+            if outside is not None:
+                self._problems.append(("hooks", f"{outside}: {problem}"))
+            else:
+                self._problems.append(("BatchAdapter" if "the view" in problem else "PoolAdapter", problem))
 
 
 def require_coverage(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""`EngineSession`: what the author of a plugin gives the conformance suite, so that it can drive and break the engine."""
+"""`EngineSession`: what the conformance suite drives and breaks an engine with."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 Ability = Literal[
+    "slot_mapping",
     "lifetime",
     "padding",
     "prefix_cache",
@@ -20,21 +21,22 @@ Ability = Literal[
 ]
 """What an engine can do, and its plugin follows:
 
-| ability        | the engine                                            | methods of the session                        |
-|----------------|-------------------------------------------------------|-----------------------------------------------|
-| `lifetime`     | has an allocator that hands slots out and gets them   | `release_running`                             |
-|                | back                                                  |                                               |
-| `padding`      | pads batches with rows that belong to no request      | none: three requests at a time are not full   |
-| `prefix_cache` | reuses the slots of a prompt's beginning              | none: prompts begin alike                     |
-| `park`         | keeps slots in the prefix cache that nobody holds     | `release_again`, `hand_out_cached`            |
-| `evict`        | empties its prefix cache on demand                    | `evict`                                       |
-| `preempt`      | takes a running request's slots away, and computes it | `preempt`                                     |
-|                | again later                                           |                                               |
-| `fork`         | lets a request go on as two                           | `fork`                                        |
-| `roll_back`    | drops a request's last tokens and computes others     | `roll_back`                                   |
-| `raise`        | lets an exception of its forward reach who called it  | none                                          |
-| `uninstall`    | is its own again after `canary_uninstall`             | none; `PluginConformance.engine_package` says |
-|                |                                                       | whose functions are compared                  |
+| ability        | the engine                                             | `EngineSession` has                  |
+|----------------|--------------------------------------------------------|--------------------------------------|
+| `slot_mapping` | has a list of the slots that a forward writes, beside  | `misplace_write`                     |
+|                | the table that it reads                                |                                      |
+| `lifetime`     | has an allocator that hands slots out and gets them    | `release_running`                    |
+|                | back                                                   |                                      |
+| `padding`      | pads batches with rows that belong to no request       |                                      |
+| `prefix_cache` | reuses the slots of a prompt's beginning               |                                      |
+| `park`         | keeps slots in the prefix cache that nobody holds      | `release_again`, `hand_out_cached`   |
+| `evict`        | empties its prefix cache on demand                     | `evict`                              |
+| `preempt`      | takes a running request's slots away, and computes it  | `preempt`                            |
+|                | again later                                            |                                      |
+| `fork`         | lets a request go on as two                            | `fork`                               |
+| `roll_back`    | drops a request's last tokens and computes them again  | `roll_back`                          |
+| `raise`        | lets an exception in its forward reach its caller      |                                      |
+| `uninstall`    | is its own again after `canary_uninstall`              | the suite has an ``engine_package``  |
 """
 
 ABILITIES: tuple[Ability, ...] = get_args(Ability)
@@ -73,6 +75,11 @@ class EngineSession(ABC):
     def close(self) -> None:
         """The engine is not needed any more."""
         return None
+
+    def misplace_write(self, request: str) -> None:
+        """Ability ``slot_mapping``: the next forward stores a new token of ``request`` in another slot than the one
+        that the table has for it, by mistake."""
+        raise self._missing("misplace_write", "slot_mapping")
 
     def release_running(self, request: str) -> None:
         """Ability ``lifetime``: the engine gives the slots of a running request back to its allocator, by mistake: the

@@ -60,8 +60,10 @@ class Drive:
                 break
         got = len(self.session.answer(request))
         if got < answered:
-            raise Nonconforming("session", f"step() gave False, or {MOST_STEPS} steps ran, and {request} has {got} "
-                                f"of {answered} answered tokens")
+            raise Nonconforming(
+                "session",
+                f"step() gave False, or {MOST_STEPS} steps ran, and {request} has {got} of {answered} answered tokens",
+            )
 
     def finish(self) -> None:
         """Steps until nothing is left to run."""

@@ -15,9 +15,7 @@ def prompt(tokens: int, vocabulary: int, seed: object) -> tuple[int, ...]:
 def apart(count: int, longest: int, vocabulary: int, new_tokens: int = 6) -> tuple[Ask, ...]:
     """``count`` prompts of odd lengths, of which no two begin alike."""
     return tuple(
-        Ask(name, prompt(length, vocabulary - count, name)[:-1] + (vocabulary - count + i,), new_tokens)
-        if length > 1
-        else Ask(name, (vocabulary - count + i,), new_tokens)
+        Ask(name, (vocabulary - count + i, *prompt(length - 1, vocabulary - count, name)), new_tokens)
         for i, (name, length) in enumerate(zip(_names(count), _lengths(count, longest), strict=True))
     )
 

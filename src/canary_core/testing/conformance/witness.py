@@ -34,6 +34,8 @@ class Witness:
     """Rows with new tokens of all views, in order."""
     forwards: int = 0
     """Views that were checked."""
+    tables: int = 0
+    """Tables of regions that these views had."""
     stored: int = 0
     """Forwards of which what they wrote is recorded."""
     error: Exception | None = None
@@ -48,13 +50,18 @@ class Witness:
     def canary_pre_forward(self, canary: Canary, batch: BatchView) -> None:
         """Keeps what the view says."""
         self.forwards += 1
+        self.tables += len(batch.tables)
         tokens: list[int] = batch.token_ids.tolist()
         expected = batch.expected_tokens.tolist() if batch.expected_tokens is not None else [()] * batch.rows
-        lengths = zip(batch.prefix_lens.tolist(), batch.new_lens.tolist(), batch.writers.tolist(), expected, strict=True)
+        lengths = zip(
+            batch.prefix_lens.tolist(), batch.new_lens.tolist(), batch.writers.tolist(), expected, strict=True
+        )
         first = 0
         for prefix, new, writer, own in lengths:
             if new > 0:
-                row = Row(self.forwards, canary.writers.name(writer), prefix, tuple(tokens[first : first + new]), tuple(own))
+                row = Row(
+                    self.forwards, canary.writers.name(writer), prefix, tuple(tokens[first : first + new]), tuple(own)
+                )
                 self.rows.append(row)
                 first += new
         self._call(self.before, canary, batch)
