@@ -421,8 +421,13 @@ class Step:
         return self._switch.guard(f"{type(listener).__name__}.{method}")
 
     def require_place(self, view: BatchView) -> None:
-        """Raises `AttachError` for a view of another device (a kernel would read foreign addresses) or an unknown
-        region."""
+        """Raises `AttachError` for what is no view, a view of another device (a kernel would read foreign addresses)
+        or an unknown region."""
+        if not isinstance(view, BatchView):
+            raise AttachError(
+                f"a forward's view must be a BatchView, got a {type(view).__name__}; correct the adapter that makes "
+                "it, or give None for a forward that can't be checked"
+            )
         device = self._workspace.device
         if view.device != device:
             raise AttachError(f"the batch is on {view.device}, the pool on {device}; build the BatchView there")

@@ -11,7 +11,7 @@ import torch
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
-from canary_core.errors import MisuseError, ViolationError
+from canary_core.errors import AttachError, MisuseError, ViolationError
 from canary_core.events import Event
 from canary_core.ops import backends
 from canary_core.ops.backends import Backend
@@ -98,7 +98,10 @@ class Switch:
         # Our tensors may be given up now.
         self._workspace.join(for_good=True)
         trace = "".join(traceback.format_exception(error))
-        self.tell(Event("disabled", "error", {"where": where, "error": repr(error), "traceback": trace}))
+        fields: dict[str, object] = {"where": where, "error": repr(error), "traceback": trace}
+        if isinstance(error, AttachError):
+            fields["reason"] = f"the adapter described what can't be, in {where}: {error}"
+        self.tell(Event("disabled", "error", fields))
 
     def misuse(self, what: str, sort: object = None) -> None:
         """Canary was called in a way that can't be right; ``what`` says so in a sentence, told once for each ``sort``
