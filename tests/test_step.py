@@ -382,7 +382,7 @@ def test_misuse_is_an_error_in_raise_mode(misuse):
 def test_what_is_no_view_points_at_the_adapter(how, served):
     """Canary is off, the engine goes on, and the sentence says what was got and who is to mend it."""
     if how == "run":
-        assert served.step.run(lambda: "output", lambda: {"prefix_lens": [0]}) == "output"
+        assert served.step.run(lambda: "output", lambda: {"prefix_lens": [0]}, batch=BATCH) == "output"
     else:
         served.step.before({"prefix_lens": [0]})
         served.step.after()
@@ -396,7 +396,8 @@ def test_what_is_no_view_points_at_the_adapter(how, served):
 def test_a_view_that_can_not_be_made_points_at_the_adapter(served):
     """A view function whose `AttachError` is about the adapter's own tensors."""
     request = served.engine.batch(chunk=2)
-    assert served.step.run(lambda: "output", lambda: replace(request, new_lens=[2])) == "output"
+    output = served.step.run(lambda: "output", lambda: replace(request, new_lens=[2]), batch=BATCH)
+    assert output == "output"
     (event,) = served.findings.told("disabled")
     assert event.fields["where"] == "batch"
     assert event.fields["reason"].startswith("the adapter described what can't be, in batch: batch: new_lens must be")
