@@ -368,7 +368,7 @@ class Step:
     def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
         seen: BatchView | None = None
         with self._switch.guard("batch"):
-            seen = view()
+            seen = _view_or_none(view())
         for listener in self._listeners:
             with self._guard(listener, "before"):
                 seen = listener.before(batch, seen)
@@ -421,8 +421,9 @@ class Step:
         return self._switch.guard(f"{type(listener).__name__}.{method}")
 
     def require_place(self, view: BatchView) -> None:
-        """Raises `AttachError` for a view of another device (a kernel would read foreign addresses) or an unknown
-        region."""
+        """Raises `AttachError` for what is no view, a view of another device (a kernel would read foreign addresses)
+        or an unknown region."""
+        _view_or_none(view)
         device = self._workspace.device
         if view.device != device:
             raise AttachError(f"the batch is on {view.device}, the pool on {device}; build the BatchView there")
@@ -431,3 +432,13 @@ class Step:
         if not view.tables.keys() <= self._states.keys():
             unknown = sorted(view.tables.keys() - self._states.keys())
             raise AttachError(f"the batch has tables of unknown regions {unknown}; there are {sorted(self._states)}")
+
+
+def _view_or_none(view: BatchView | None) -> BatchView | None:
+    """``view``. Raises `AttachError` for what is neither a view nor None."""
+    if view is None or isinstance(view, BatchView):
+        return view
+    raise AttachError(
+        f"a forward's view must be a BatchView, got a {type(view).__name__}; correct the adapter that makes it, or give "
+        "None for a forward that can't be checked"
+    )

@@ -11,7 +11,7 @@ import torch
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
-from canary_core.errors import MisuseError, ViolationError
+from canary_core.errors import AttachError, MisuseError, ViolationError
 from canary_core.events import Event
 from canary_core.ops import backends
 from canary_core.ops.backends import Backend
@@ -19,6 +19,9 @@ from canary_core.ops.state import RegionState, Shared
 from canary_core.region import Region
 from canary_core.runtime.event_queue import EventQueue
 from canary_core.runtime.side_stream import SideStream
+
+MOST_SORTS = 256
+"""Sorts of misuse that are told; more say nothing new."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +76,9 @@ class Switch:
         self._about = {n: v for n, v in (("model", config.model), ("rank", config.rank)) if v}
         self.hooks = hooks
         self._workspace = workspace
-        self._misused: set[str] = set()
+        self._misused: set[object] = set()
+        self.misuses = 0
+        """How often Canary was called in a way that can't be right."""
 
     def tell(self, event: Event) -> None:
         """Hands ``event`` to every plugin, with the model and the rank where the settings name them."""
@@ -93,15 +98,20 @@ class Switch:
         # Our tensors may be given up now.
         self._workspace.join(for_good=True)
         trace = "".join(traceback.format_exception(error))
-        self.tell(Event("disabled", "error", {"where": where, "error": repr(error), "traceback": trace}))
+        fields: dict[str, object] = {"where": where, "error": repr(error), "traceback": trace}
+        if isinstance(error, AttachError):
+            fields["reason"] = f"the adapter described what can't be, in {where}: {error}"
+        self.tell(Event("disabled", "error", fields))
 
-    def misuse(self, what: str) -> None:
-        """Canary was called in a way that can't be right; ``what`` says so in a sentence, told once. Raises
-        `MisuseError` in raise mode."""
+    def misuse(self, what: str, sort: object = None) -> None:
+        """Canary was called in a way that can't be right; ``what`` says so in a sentence, told once for each ``sort``
+        (None: for each sentence), of `MOST_SORTS` sorts. Raises `MisuseError` in raise mode."""
+        self.misuses += 1
         if self._raises:
             raise MisuseError(what)
-        if what not in self._misused:
-            self._misused.add(what)
+        sort = sort or what
+        if sort not in self._misused and len(self._misused) < MOST_SORTS:
+            self._misused.add(sort)
             self.tell(Event("misuse", "error", {"reason": what}))
 
     def guard(self, where: str) -> "Failsafe":

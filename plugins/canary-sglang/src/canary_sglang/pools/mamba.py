@@ -146,12 +146,16 @@ class MambaStates(StepListener):
             self._canary.slots.forget(self.region, tracked)
 
     def copied(self, sources: Tensor, destinations: Tensor) -> None:
-        """SGLang copied states from slots ``sources`` to slots ``destinations``."""
-        self._canary.slots.copy(self.region, sources, destinations)
+        """SGLang copied states from slots ``sources`` to slots ``destinations``, which may be one number each."""
+        self._canary.slots.copy(self.region, self._listed(sources), self._listed(destinations))
 
     def loaded(self, slots: Tensor) -> None:
         """SGLang loaded states from host memory to ``slots``."""
-        self._canary.slots.forget(self.region, slots)
+        self._canary.slots.forget(self.region, self._listed(slots))
+
+    def _listed(self, slots: Tensor) -> Tensor:
+        """``slots`` as `SlotEvents` takes them: ``[n]``, beside the pool."""
+        return slots.reshape(-1).to(self._slots.device)
 
     def _own(self, requests: Tensor) -> SlotTable:
         return ring_table(slot_table(self._slots[:, None], requests), 1)
