@@ -43,6 +43,7 @@ def test_plugins_as_json(distribution):
     assert eye.pop("error").endswith("ZeroDivisionError: division by zero")
     assert eye == {
         "name": "eye", "version": "0.7", "distribution": "canary-eye", "allowed": True, "hooks": [], "engine": None,
+        "protocol": None, "warnings": [],
     }  # fmt: skip
 
 
@@ -55,7 +56,10 @@ def test_plugins_show_engine_and_version(distribution):
     distribution("toy-engine", {}, version="1.9")
     distribution("canary-toy", {"canary_toy": source}, {"toy": "canary_toy"})
     (toy,) = (p for p in json.loads(run("plugins", "--json").output) if p["name"] == "toy")
-    assert toy["engine"] == {"name": "toy-engine", "version": "1.9", "supported_range": ">=2", "supported": False}
+    assert toy["engine"] == {
+        "name": "toy-engine", "version": "1.9", "supported_range": ">=2", "supported": False, "status": "too_old",
+        "reason": "",
+    }  # fmt: skip
     table = run("plugins").output
     assert "toy-engine 1.9" in table
     assert "needs >=2" in table

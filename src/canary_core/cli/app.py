@@ -64,24 +64,25 @@ def _options(
 def show_plugins(as_json: AsJson = False) -> None:
     """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load. Exit code
     2 if CANARY_PLUGINS names one that is not installed."""
-    allowed = _config().plugins
+    config = _config()
+    allowed = config.plugins
     found = plugins.installed()
     missing = plugins.not_installed(allowed, (p.name for p in found if not p.built_in))
     if as_json:
         _print_json([_plugin_fields(p, allowed) for p in (*found, *missing)])
     else:
-        _print_plugins(found, allowed)
+        _print_plugins(found, config)
     for p in missing:
         typer.echo(f"canary: {p.error}", err=True)
     if missing:
         raise typer.Exit(2)
 
 
-def _print_plugins(found: Iterable[plugins.Plugin], allowed: tuple[str, ...]) -> None:
+def _print_plugins(found: Iterable[plugins.Plugin], config: CanaryConfig) -> None:
     table = _details_table("name", "version", "allowed")
     for p in found:
-        on = "yes" if _is_allowed(p, allowed) else "no"
-        table.add_row(escape(p.name), escape(p.version or ""), on, _details(p))
+        on = "yes" if _is_allowed(p, config.plugins) else "no"
+        table.add_row(escape(p.name), escape(p.version or ""), on, _details(p, config))
     Console().print(table)
 
 
@@ -272,7 +273,9 @@ def _plugin_fields(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> dict[str
         "distribution": plugin.distribution,
         "allowed": _is_allowed(plugin, allowed),
         "hooks": list(plugin.hooks),
+        "protocol": plugin.protocol,
         "engine": asdict(plugin.engine) if plugin.engine else None,
+        "warnings": list(plugin.warnings),
         "error": plugin.error,
     }
 
@@ -281,10 +284,18 @@ def _is_allowed(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> bool:
     return plugin.built_in or plugin.name in allowed
 
 
-def _details(plugin: plugins.Plugin) -> Table:
-    """Where a plugin is from, its engine, its hooks and its error."""
-    engine, hooks = _engine(plugin.engine), ", ".join(plugin.hooks)
-    return _lines({"from": plugin.distribution, "engine": engine, "hooks": hooks, "error": plugin.error})
+def _details(plugin: plugins.Plugin, config: CanaryConfig) -> Table:
+    """Where a plugin is from, its protocol, its engine and what becomes of it, its hooks, and what is wrong."""
+    undeclared = "none declared, taken as 1" if plugin.hooks else None
+    details = {
+        "from": plugin.distribution,
+        "protocol": undeclared if plugin.protocol is None else str(plugin.protocol),
+        "engine": plugin.engine.describe(config.untested) if plugin.engine else None,
+        "hooks": ", ".join(plugin.hooks),
+        "warning": "\n".join(plugin.warnings),
+        "error": plugin.error,
+    }
+    return _lines(details)
 
 
 def _details_table(*headers: str) -> Table:
@@ -299,15 +310,6 @@ def _lines(details: Mapping[str, str | None]) -> Table:
         if text:
             _add(lines, name, text)
     return lines
-
-
-def _engine(engine: plugins.EngineInfo | None) -> str:
-    if engine is None:
-        return ""
-    if engine.version is None:
-        return f"{engine.name} is not installed; needs {engine.supported_range}"
-    supported = "" if engine.supported else f" is not supported; needs {engine.supported_range}"
-    return f"{engine.name} {engine.version}{supported}"
 
 
 def _print_json(value: object) -> None:

@@ -73,6 +73,7 @@ class Switch:
         config = workspace.config
         self.enabled = config.mode != "off"
         self._raises = config.mode == "raise"
+        self._on_probation = config.untested_engine
         self._about = {n: v for n, v in (("model", config.model), ("rank", config.rank)) if v}
         self.hooks = hooks
         self._workspace = workspace
@@ -94,13 +95,34 @@ class Switch:
         """An exception of ours, which happened in ``where``."""
         if self._raises:
             raise error
-        self.enabled = False
-        # Our tensors may be given up now.
-        self._workspace.join(for_good=True)
         trace = "".join(traceback.format_exception(error))
         fields: dict[str, object] = {"where": where, "error": repr(error), "traceback": trace}
         if isinstance(error, AttachError):
             fields["reason"] = f"the adapter described what can't be, in {where}: {error}"
+        self._disable(fields)
+
+    def audit_failed(self, problems: Sequence[str]) -> None:
+        """The audit found ``problems``, sentences about the adapter, and has told them; without any, nothing happens.
+        Raises `AttachError` in raise mode. In log mode, where the engine is newer than its plugin was tested with, off
+        for good with a ``disabled`` event: the adapter may describe it wrongly. With a tested engine Canary goes on.
+        Called between forwards, not in a capture."""
+        if not problems or not self.enabled:
+            return
+        found = "; ".join(problems)
+        if self._raises:
+            raise AttachError(f"the audit of the first forwards failed: {found}")
+        if self._on_probation:
+            error = (
+                f"the engine is newer than its plugin was tested with, and the audit of the first forwards failed: "
+                f"{found}; install a tested release of the engine, or a release of the plugin that supports this one"
+            )
+            self._disable({"where": "audit", "error": error})
+
+    def _disable(self, fields: dict[str, object]) -> None:
+        """Off for good, with a ``disabled`` event."""
+        self.enabled = False
+        # Our tensors may be given up now.
+        self._workspace.join(for_good=True)
         self.tell(Event("disabled", "error", fields))
 
     def misuse(self, what: str, sort: object = None) -> None:

@@ -1,8 +1,13 @@
 """The plugin ``sglang``, which ``CANARY_PLUGINS=sglang`` turns on. Importing this module does not import SGLang."""
 
-from canary_core import CanaryConfig, CanaryError, EngineInfo, Event, emit, hookimpl, start_plugins
+from collections.abc import Sequence
+
+from canary_core import CanaryConfig, CanaryError, EngineInfo, Event, HookTarget, emit, hookimpl, start_plugins
 from canary_sglang import version
+from canary_sglang.compat import targets
 from canary_sglang.hooks import HOOKS
+
+CANARY_PROTOCOL = 1
 
 
 def start() -> None:
@@ -29,6 +34,12 @@ def start() -> None:
 def canary_engine() -> EngineInfo:
     """The installed SGLang, and the releases that are supported."""
     return version.engine()
+
+
+@hookimpl
+def canary_targets() -> Sequence[HookTarget]:
+    """What is hooked in every engine."""
+    return targets.hook_targets()
 
 
 @hookimpl

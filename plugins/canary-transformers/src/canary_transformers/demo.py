@@ -11,6 +11,7 @@ import torch
 
 from canary_core import PluginError
 from canary_core.testing import NEW_TOKENS, PROMPT_TOKENS, TOKENS, Job, Served
+from canary_transformers import version
 from canary_transformers.guard import Guard
 
 PAGE_TOKENS = 16
@@ -31,7 +32,7 @@ class TransformersDemo:
     def serve(self, job: Job) -> Served:
         """All requests are queued before the engine starts, so that its batches do not depend on timing."""
         model = _model(job.model, job.seed)
-        guard = Guard(model, job.config)
+        guard = Guard(model, version.require_fit(job.config))
         for plugin in job.plugins:
             guard.register(plugin)
         with guard, torch.no_grad(), _one_thread():

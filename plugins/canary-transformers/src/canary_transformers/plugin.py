@@ -1,9 +1,13 @@
 """The plugin ``transformers``: what ``CANARY_PLUGINS=transformers`` turns on. Importing it imports no engine."""
 
-from canary_core import CanaryConfig, EngineInfo, hookimpl
+from collections.abc import Sequence
+
+from canary_core import CanaryConfig, EngineInfo, HookTarget, hookimpl
 from canary_core.testing import DemoEngine
-from canary_transformers import version
+from canary_transformers import targets, version
 from canary_transformers.guard import Guard
+
+CANARY_PROTOCOL = 1
 
 _guard: Guard | None = None
 
@@ -12,6 +16,12 @@ _guard: Guard | None = None
 def canary_engine() -> EngineInfo:
     """The installed Transformers, and the releases that are supported."""
     return version.engine()
+
+
+@hookimpl
+def canary_targets() -> Sequence[HookTarget]:
+    """What is hooked for the whole process."""
+    return targets.TARGETS
 
 
 @hookimpl

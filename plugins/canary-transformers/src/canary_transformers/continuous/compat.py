@@ -8,12 +8,13 @@
 In both a block belongs to one index space at a time, so index spaces share memory and take turns on it.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from canary_adapters import LayerTensors
-from canary_core import Patches
+from canary_core import AttachError, HookTarget, Patches
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -70,6 +71,32 @@ def requests(inputs_and_outputs: Any) -> Sequence[Any]:
     return found
 
 
+def require_methods(processor: Any) -> None:
+    """Raises `AttachError`, naming each method of a `ContinuousBatchProcessor`'s parts that is hooked and is not there,
+    or has other parameters. To be called before anything of it is wrapped."""
+    cache = processor.cache
+    hooked = [
+        (processor.model_runner, "compute_batch", ("model", "batch_data")),
+        (processor.offloading_manager, "restore_scheduled_requests", ("requests_in_batch",)),
+    ]
+    if hasattr(cache, "cache_allocators"):
+        copies = ("source_block_ids", "dest_block_ids")
+        hooked += [(allocator, "copy_blocks", copies) for allocator in cache.cache_allocators.values()]
+        hooked += [(cache.pool, "free_blocks", ("index", "block_ids")), (cache.pool, "reset", ())]
+    else:
+        hooked += [
+            (cache._block_manager, "get_free_blocks", ()),
+            (cache, "copy_cache", ("list_source_blocks", "list_forked_blocks")),
+        ]
+    targets = [(owner, HookTarget(f"{type(owner).__name__}.{name}", names)) for owner, name, names in hooked]
+    missing = [problem for owner, target in targets if (problem := target.problem(owner))]
+    if missing:
+        raise AttachError(
+            f"continuous batching of this Transformers can't be followed: {'; '.join(dict.fromkeys(missing))}; install "
+            f"a release that canary-transformers was tested with (see canary plugins)"
+        )
+
+
 def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
     """Makes one `ContinuousBatchProcessor` tell ``events`` what its cache does. Only this object's methods change."""
     cache = processor.cache
@@ -81,8 +108,11 @@ def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
         _watch_copies(allocator, events, patches)
 
     # A block is dropped when it goes back to the pool: complete blocks that stay cached for prefix sharing do not.
-    patches.follow(cache.pool, "free_blocks", lambda result, index, block_ids: events.dropped(index, block_ids))
-    patches.follow(cache.pool, "reset", lambda result: events.dropped(None, None))
+    def freed(result: None, index: int, block_ids: list[int], *more: Any, **named: Any) -> None:
+        events.dropped(index, block_ids)
+
+    patches.follow(cache.pool, "free_blocks", freed)
+    patches.follow(cache.pool, "reset", lambda *given, **named: events.dropped(None, None))
 
 
 def _allocator_group(name: str, allocator: Any) -> KVGroup:
@@ -124,7 +154,7 @@ def _layer_groups_5_17(cache: Any) -> tuple[KVGroup, ...]:
 
 
 def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:
-    def copied(result: None, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+    def copied(result: None, source_block_ids: list[int], dest_block_ids: list[int], *more: Any, **named: Any) -> None:
         events.copied(allocator.index, source_block_ids, dest_block_ids)
 
     patches.follow(allocator, "copy_blocks", copied)
@@ -134,9 +164,10 @@ def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patc
     tables = list(_block_tables(cache))
 
     def make(original: Any) -> Any:
-        def restore_scheduled_requests(requests_in_batch: list[Any]) -> None:
+        @functools.wraps(original)
+        def restore_scheduled_requests(requests_in_batch: list[Any], *args: Any, **kwargs: Any) -> None:
             restored = [f.state.request_id for f in requests_in_batch if f.state.is_cpu_offloaded]
-            original(requests_in_batch)
+            original(requests_in_batch, *args, **kwargs)
             for request in restored:
                 for index, table in enumerate(tables):
                     # More blocks than were restored may be allocated by now; the rest holds nothing yet.
@@ -157,7 +188,9 @@ def _watch_blocks_5_17(cache: Any, events: BlockEvents, patches: Patches) -> Non
     def handed_out(blocks: list[int] | None, *args: Any, **kwargs: Any) -> None:
         events.arrived(None, blocks or ())
 
-    def copied(result: None, list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
+    def copied(
+        result: None, list_source_blocks: list[int], list_forked_blocks: list[int], *more: Any, **named: Any
+    ) -> None:
         events.copied(None, list_source_blocks, list_forked_blocks)
 
     patches.follow(cache._block_manager, "get_free_blocks", handed_out)

@@ -1,6 +1,7 @@
 """`Session`: one cache of continuous batching under guard, from its first forward to its end."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,10 +26,12 @@ class Session:
     order in which the engine issues its own.
 
     ``fresh``: the cache was just made, so that reading a slot before it is written is a finding.
-    Raises `AttachError` if the cache is not what `compat` expects, `ConfigError` if a setting can't be used.
+    Raises `AttachError` if the processor or its cache is not what `compat` expects, `ConfigError` if a setting can't be
+    used.
     """
 
     def __init__(self, processor: Any, config: CanaryConfig, hooks: pluggy.PluginManager, fresh: bool) -> None:
+        compat.require_methods(processor)
         cache = processor.cache
         self.hooks = hooks
         self._io = processor.inputs_and_outputs
@@ -104,16 +107,17 @@ class Session:
                     self._dropped.setdefault(g.index, []).extend(blocks)
 
     def _bracket(self, original: Callable[..., None]) -> Callable[..., None]:
-        def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
+        @functools.wraps(original)
+        def compute_batch(model: Any, batch_data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             # The engine warms up through the same function; there it reads slots that nobody has written.
             view = self._view(batch_data) if self._stepping and self.canary.enabled else None
             if view is None:
-                original(model, batch_data)
+                original(model, batch_data, *args, **kwargs)
                 return
             with self._on_stream():
                 self.canary.step.before(view)
             try:
-                original(model, batch_data)
+                original(model, batch_data, *args, **kwargs)
             except BaseException:
                 self.canary.step.abandon()
                 raise
