@@ -12,7 +12,10 @@ from canary_core.ops.kernels import record as record_kernels
 from canary_core.ops.reference import check as check_reference
 from canary_core.records import ALL_TILES, Cursor, Kind
 
-OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", "free", "alloc")
+EVENTS = ("alloc", "park", "share", "evict", "free")
+"""What happens to who has a slot."""
+
+OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", *EVENTS)
 """In the order of a step."""
 
 
@@ -43,7 +46,7 @@ def run(seed: int, device: str) -> set[int]:
                 arguments = ()
             elif op == "verify":
                 arguments = (events(s),)
-            elif op in ("free", "alloc"):
+            elif op in EVENTS:
                 arguments = ownership(s)
             getattr(reference, op)(state, *arguments)
             getattr(kernels, op)(other, *arguments)
