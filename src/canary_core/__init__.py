@@ -2,6 +2,8 @@
 
 from canary_core.adapters import BatchAdapter, PoolAdapter
 from canary_core.attach import attach, report_unguarded
+from canary_core.audit.footprint import Footprint, FootprintAudit
+from canary_core.audit.memory import tensors_of
 from canary_core.batch import BatchView, SlotTable, StateCheckpoints
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
@@ -43,6 +45,8 @@ __all__ = [
     "ConfigError",
     "EngineInfo",
     "Event",
+    "Footprint",
+    "FootprintAudit",
     "FreeList",
     "HostCopy",
     "KVSource",
@@ -85,4 +89,5 @@ __all__ = [
     "private_hooks",
     "report_unguarded",
     "start_plugins",
+    "tensors_of",
 ]

@@ -131,22 +131,26 @@ class KVSource:
         """This source cut to the first ``count`` bytes of each slot's first chunk."""
         return replace(self, chunks=1, chunk_stride_bytes=0, chunk_bytes=min(self.chunk_bytes, count))
 
-    def require_slots(self, slots: int) -> None:
-        """Raises `AttachError` if ``slots`` slots do not fit the tensor's storage."""
+    def reach_bytes(self, slots: int) -> int:
+        """Bytes from the tensor's start to the end of the last of ``slots`` slots; 0 where none has bytes."""
         pages = -(-slots // self.page_size)
         present = self.present_slots
         if present == 0:
-            return
+            return 0
         # The last page may be cut short; then the whole page before it can reach further.
         last_slots = [(pages - 1, min(slots - (pages - 1) * self.page_size, present) - 1)]
         if pages > 1:
             last_slots.append((pages - 2, present - 1))
-        end = (
+        return (
             self.offset_bytes
             + max(page * self.page_stride_bytes + i * self.slot_stride_bytes for page, i in last_slots)
             + (self.chunks - 1) * self.chunk_stride_bytes
             + self.chunk_bytes
         )
+
+    def require_slots(self, slots: int) -> None:
+        """Raises `AttachError` if ``slots`` slots do not fit the tensor's storage."""
+        end = self.reach_bytes(slots)
         storage = self.tensor.untyped_storage()
         have = storage.nbytes() - (self.tensor.data_ptr() - storage.data_ptr())
         if end > have:
@@ -332,11 +336,16 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
-    """KV memory that is seen but not guarded, with the reason: reported at start-up, never silent."""
+    """KV memory that is seen but not guarded, with the reason: reported at start-up, never silent.
+
+    ``tensor``: exactly these bytes, as a tensor or a view of one, where that can be said. Then `Coverage` and the audit
+    know where they are, and not only how many.
+    """
 
     name: str
     size_bytes: int
     reason: str
+    tensor: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 def require_index_tensor(what: str, tensor: Tensor, device: torch.device, dims: int) -> None:
