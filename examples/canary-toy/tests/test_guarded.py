@@ -56,7 +56,7 @@ def traffic(engine: Engine, seed: int, pages_change_hands: bool = True) -> list[
 
 def guarded(hooks: ToyHooks) -> Canary:
     """The Canary of the engine that was made last."""
-    return hooks.sessions[-1].canary
+    return hooks.guards[-1].canary
 
 
 @pytest.mark.parametrize("pages", [48, 20])

@@ -1,8 +1,10 @@
 """The ``canary`` command."""
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +14,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import canary_core
-from canary_core import plugins
+from canary_core import plugins, scaffold
 from canary_core.cli import check_plugin, program
 from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
@@ -236,6 +238,33 @@ def check(
     console.print(f"{name}: {check_plugin.summary(outcomes)}")
     if any(outcome.result == "failed" for outcome in outcomes):
         raise typer.Exit(1)
+
+
+@app.command("new-plugin")
+def new_plugin(
+    name: Annotated[str, typer.Argument(help="What the plugin is called, after its engine: lower-case, my_engine.")],
+    into: Annotated[
+        Path, typer.Option("--into", metavar="DIR", help="Where the new folder is made.", show_default="this folder")
+    ] = Path(),
+) -> None:
+    """Write an installable plugin with its tests, for a toy paged engine that you replace by yours. Exit code 2 if it
+    can't be written; nothing is overwritten."""
+    try:
+        names = scaffold.Names(name)
+        names.require_free()
+        files = scaffold.write(names, into)
+    except CanaryError as error:
+        raise _refusal(error) from error
+    folder = shlex.quote(str(into / names.distribution))
+    typer.echo("\n".join(["Wrote", *(f"  {into / file}" for file in files)]))
+    typer.echo(
+        f"\nNext:\n"
+        f"  cd {folder}\n"
+        f"  pip install -e '.[test]'\n"
+        f"  pytest\n"
+        f"  canary check-plugin {name}\n"
+        f"Then put your engine in the place of {names.package}/toy_engine.py; README.md says what to change."
+    )
 
 
 def main() -> None:

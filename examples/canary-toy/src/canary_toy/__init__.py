@@ -1,1 +1,1 @@
-"""Canary for the toy engine: guards its paged KV pool."""
+"""Canary for toy: guards its paged KV pool."""

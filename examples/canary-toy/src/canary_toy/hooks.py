@@ -13,7 +13,7 @@ from canary_toy.pool import REGION, ToyPool
 from canary_toy.toy_engine import PAGE, Batch, Engine, Request
 
 
-class ToySession:
+class ToyGuard:
     """Guards one engine until `close`."""
 
     def __init__(self, engine: Engine, config: CanaryConfig) -> None:
@@ -73,15 +73,15 @@ class ToyHooks:
 
     def __init__(self) -> None:
         self._patches = Patches()
-        self.sessions: list[ToySession] = []
+        self.guards: list[ToyGuard] = []
 
     def install(self, config: CanaryConfig) -> None:
         """Again: does nothing."""
 
         def made(_: None, engine: Engine, *arguments: Any, **more: Any) -> None:
-            session = attach("attach to the toy engine", config, lambda: ToySession(engine, config))
-            if session is not None:
-                self.sessions.append(session)
+            guard = attach("attach to toy", config, lambda: ToyGuard(engine, config))
+            if guard is not None:
+                self.guards.append(guard)
 
         if not self._patches.done:
             self._patches.follow(Engine, "__init__", made)
@@ -89,5 +89,5 @@ class ToyHooks:
     def uninstall(self) -> None:
         """Again: does nothing. Raises `ViolationError` in raise mode, for what is found only now."""
         self._patches.undo()
-        while self.sessions:
-            self.sessions.pop().close()
+        while self.guards:
+            self.guards.pop().close()

@@ -1,7 +1,6 @@
 """The engine's pool as a region: which slots there are, and where the bytes of each one lie."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -20,8 +19,7 @@ class ToyPool(PoolAdapter):
 
     def regions(self) -> Sequence[Region]:
         """The pool's slots. Page 0 is the null block: all its slots are padding."""
-        (region,) = PagedPool(REGION, stacked_layers(self._pool.layers), null_slot=0).regions()
-        return [replace(region, null_slots=PAGE)]
+        return PagedPool(REGION, stacked_layers(self._pool.layers), null_slot=range(PAGE)).regions()
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
         """Every tensor in which the engine keeps KV, whether it is guarded or not. An audit compares them."""

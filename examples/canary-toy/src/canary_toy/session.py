@@ -1,4 +1,4 @@
-"""The toy engine for the conformance suite: driven from outside of Canary and of the adapter."""
+"""The engine for the conformance suite: driven from outside of Canary and of the adapter."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from canary_toy.toy_engine import LAYERS, PAGE, Batch, Engine, Request
 HALVES = ("k", "v")
 
 
-class ToyEngineSession(EngineSession):
+class ToySession(EngineSession):
     """A fresh engine, under whatever hooks are installed. Its own tables and tensors say where KV is."""
 
     def __init__(self) -> None:
@@ -100,4 +100,4 @@ class ToyConformance(PluginConformance):
 
     def session(self) -> EngineSession:
         """A fresh engine."""
-        return ToyEngineSession()
+        return ToySession()
