@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from canary_core.events import Event
-from canary_core.records import Kind
+from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 
 Part = Literal["PoolAdapter", "BatchAdapter", "slot events", "hooks", "session"]
@@ -49,12 +49,16 @@ _SUSPECTS: dict[Kind, tuple[Part, str]] = {
     Kind.DOUBLE_FREE: ("slot events", "free, park or evict is told twice of a slot, or free where park is meant"),
     Kind.DOUBLE_ALLOC: ("slot events", "alloc is told of slots in use, or their free or evict is not told"),
     Kind.WRITE_AFTER_FREE: ("slot events", "alloc is not told, or free is told too early"),
+    Kind.EVICTED_IN_USE: ("slot events", "evict is told of slots that were never parked: tell park before, or free"),
     Kind.CACHE_STRUCTURE: ("hooks", "the prefix cache is read wrongly"),
 }
 
 
-def require_silence(violations: Sequence[Violation], events: Iterable[Event], doing: str) -> None:
-    """Raises `Nonconforming` where anything was found, or told as an error, while the engine did nothing wrong."""
+def require_silence(
+    violations: Sequence[Violation], events: Iterable[Event], doing: str, part: Part | None = None
+) -> None:
+    """Raises `Nonconforming` where anything was found, or told as an error, while the engine did nothing wrong, only
+    what ``doing`` says. ``part``: what is to blame, where that is known; else the kind of the first finding says it."""
     errors = [event for event in events if event.level == "error"]
     if errors:
         event = errors[0]
@@ -64,8 +68,12 @@ def require_silence(violations: Sequence[Violation], events: Iterable[Event], do
         return
     kinds = Counter(v.kind for v in violations)
     # The first cause comes first: later findings are often its consequences.
-    first = violations[0].kind
-    part, hint = _SUSPECTS.get(first, ("slot events", "an event is told that does not fit what the engine did"))
+    first = violations[0]
+    suspect, hint = _SUSPECTS[first.kind]
+    if first.phase is Phase.EVENT and suspect != "slot events":
+        suspect, hint = "slot events", "an event names slots that are none: page_slots, region or numbers of pages"
+    elif part not in (None, suspect):
+        suspect, hint = "slot events", f"is what happens in {doing} told, with the right slots, where it happens?"
     counts = ", ".join(f"{n} {kind.name.lower()}" for kind, n in kinds.most_common())
     quoted = "; ".join(str(v) for v in violations[:SHOWN])
-    raise Nonconforming(part, f"{doing}: findings on an engine that does nothing wrong ({counts}): {hint}. {quoted}")
+    raise Nonconforming(suspect, f"{doing}: findings on an engine that does nothing wrong ({counts}): {hint}. {quoted}")
