@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from canary_core.testing.conformance.problems import Nonconforming
+from canary_core.testing.conformance.session import Ability
 from canary_core.testing.conformance.suite import PluginConformance
 
 Result = Literal["passed", "failed", "undeclared"]
@@ -16,11 +17,13 @@ Result = Literal["passed", "failed", "undeclared"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one test of the suite. ``message``: why it failed, or which ability is not declared; ``error``:
-    the traceback of what is no `Nonconforming`, None otherwise."""
+    """What became of one test of the suite. ``ability``: the one that it is about, None where every plugin must pass.
+    ``message``: why it failed, or that the ability is not declared; ``error``: the traceback of what is no
+    `Nonconforming`, None otherwise."""
 
     test: str
     what: str
+    ability: Ability | None
     result: Result
     seconds: float
     message: str = ""
@@ -31,6 +34,7 @@ class Outcome:
         return {
             "test": self.test,
             "what": self.what,
+            "ability": self.ability,
             "result": self.result,
             "seconds": round(self.seconds, 2),
             "message": self.message,
@@ -51,11 +55,13 @@ def run_suite(
     """Runs ``tests`` of ``suite``, all of them by default, one after the other. ``started`` is told what each one is
     about. Never raises for a test's sake."""
     for name in tests or tests_of(suite):
-        what = (inspect.getdoc(getattr(suite, name)) or name).split("\n\n")[0].replace("\n", " ")
+        test = getattr(suite, name)
+        what = (inspect.getdoc(test) or name).split("\n\n")[0].replace("\n", " ")
         started(what)
         began = time.perf_counter()
         result, message, error = _run(suite, name)
-        yield Outcome(name, what, result, time.perf_counter() - began, message, error)
+        ability = getattr(test, "ability", None)
+        yield Outcome(name, what, ability, result, time.perf_counter() - began, message, error)
 
 
 def _run(suite: type[PluginConformance], name: str) -> tuple[Result, str, str | None]:

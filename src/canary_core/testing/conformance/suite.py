@@ -1,6 +1,7 @@
 """`PluginConformance`: what every plugin of an engine must pass."""
 
 import contextlib
+import functools
 import sys
 import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,21 @@ Act = Callable[[Drive], None]
 
 _OF_BYTES = ("real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "lost_write", "stray_write")
 """Faults that are about one source."""
+
+
+def needs(ability: Ability) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """A test that is run where ``ability`` is declared, and else skipped."""
+
+    def declare(test: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(test)
+        def checked(suite: "PluginConformance") -> None:
+            suite._need(ability)
+            test(suite)
+
+        checked.ability = ability  # type: ignore[attr-defined]
+        return checked
+
+    return declare
 
 
 class PluginConformance:
@@ -71,10 +87,10 @@ class PluginConformance:
 
     # What every plugin must do
 
+    @needs("uninstall")
     def test_uninstalling_restores_the_engine(self) -> None:
         """After `canary_uninstall` the engine's functions are its own again, and its forwards run unguarded."""
         # The first of all: what it leaves behind would be taken for the engine's own by the others.
-        self._need("uninstall")
         before = _functions(self.engine_package)
         with self._stage() as stage:
             self._serve(stage, self._apart(1))
@@ -202,9 +218,9 @@ class PluginConformance:
 
     # What the engine's abilities ask of it
 
+    @needs("raise")
     def test_raise_mode_stops_the_engine(self) -> None:
         """In raise mode a finding reaches whoever runs the engine, as `ViolationError`."""
-        self._need("raise")
         with self._stage(mode="raise") as stage:
             (ask,) = self._apart(1, new_tokens=12)
             stage.submit(ask)
@@ -221,9 +237,9 @@ class PluginConformance:
                 "canary.step.end raises",
             )
 
+    @needs("padding")
     def test_padding_is_not_taken_for_requests(self) -> None:
         """Rows of padding are checked as nothing, and what they write is described as the null slot's."""
-        self._need("padding")
         with self._stage() as stage:
             fill(stage.session)
             with Footprints(stage, strict=False) as footprints:
@@ -233,9 +249,9 @@ class PluginConformance:
             stage.drain()
             require_silence(stage.violations, stage.findings.events, "padded batches")
 
+    @needs("slot_mapping")
     def test_a_misplaced_write_is_named(self) -> None:
         """A token that goes to another slot than the table says is told, with its request's name."""
-        self._need("slot_mapping")
         with self._stage() as stage:
             (ask,) = self._apart(1, new_tokens=12)
             stage.submit(ask)
@@ -250,9 +266,9 @@ class PluginConformance:
                 )
             self._need_name(found, found.request, ask.name)
 
+    @needs("lifetime")
     def test_slots_given_back_too_early_are_found(self) -> None:
         """Slots that the allocator gets back while their request goes on are told, with the request's name."""
-        self._need("lifetime")
         with self._stage() as stage:
             (ask,) = self._apart(1, new_tokens=12)
             stage.submit(ask)
@@ -267,9 +283,9 @@ class PluginConformance:
                 )
             self._need_name(found, found.request, ask.name)
 
+    @needs("prefix_cache")
     def test_prefix_hits_are_silent(self) -> None:
         """Requests that begin like others reuse their slots: nothing is found, and a flip there names who wrote it."""
-        self._need("prefix_cache")
 
         def act(drive: Drive) -> None:
             self._serve(drive, self._alike(CLEAN_REQUESTS))
@@ -284,9 +300,9 @@ class PluginConformance:
             stage.step_until(second.name, ANSWERED)
             self._poke(stage, (0, self.halves[-1]), second.name, 0, writer=first.name)
 
+    @needs("park")
     def test_slots_released_twice_are_found(self) -> None:
         """What the prefix cache keeps and nobody holds is not released again unnoticed."""
-        self._need("park")
         self._break_parked(
             lambda stage, name: stage.session.release_again(name),
             (Kind.DOUBLE_FREE,),
@@ -294,9 +310,9 @@ class PluginConformance:
             "tell canary.slots.park, not free, where the last request lets go of cached slots",
         )
 
+    @needs("park")
     def test_slots_handed_out_before_eviction_are_found(self) -> None:
         """What the prefix cache keeps is not handed out before it is evicted."""
-        self._need("park")
         self._break_parked(
             lambda stage, name: stage.session.hand_out_cached(),
             (Kind.DOUBLE_ALLOC,),
@@ -304,9 +320,9 @@ class PluginConformance:
             "tell canary.slots.alloc where the allocator hands out, and evict only where the prefix cache evicts",
         )
 
+    @needs("evict")
     def test_eviction_is_silent(self) -> None:
         """Slots that the prefix cache gave up are written by others, and the prompts computed again."""
-        self._need("evict")
 
         def act(drive: Drive) -> None:
             for turn in range(3):
@@ -316,9 +332,9 @@ class PluginConformance:
 
         self._silent(act, "eviction", part="slot events")
 
+    @needs("preempt")
     def test_preemption_is_silent(self) -> None:
         """A request that loses its slots is computed again."""
-        self._need("preempt")
 
         def act(drive: Drive) -> None:
             first, other = self._apart(2, new_tokens=8)
@@ -329,9 +345,9 @@ class PluginConformance:
 
         self._silent(act, "preemption", part="slot events")
 
+    @needs("fork")
     def test_forks_are_silent(self) -> None:
         """Two requests go on from what one had; a flip in what only the child has names it."""
-        self._need("fork")
 
         def act(drive: Drive) -> None:
             self._fork(drive)
@@ -346,9 +362,9 @@ class PluginConformance:
             position = len(ask.tokens) + len(stage.session.answer(child)) - 2
             self._poke(stage, (0, self.halves[0]), child, position)
 
+    @needs("roll_back")
     def test_roll_backs_are_silent(self) -> None:
         """Tokens that were dropped are computed again in the same slots."""
-        self._need("roll_back")
 
         def act(drive: Drive) -> None:
             first, other = self._apart(2, new_tokens=10)
@@ -490,8 +506,8 @@ class PluginConformance:
         return None
 
     def _need(self, ability: Ability) -> None:
-        if ability not in ABILITIES or not self.abilities <= set(ABILITIES):
-            unknown = sorted(self.abilities - set(ABILITIES))
+        unknown = sorted(self.abilities - set(ABILITIES))
+        if unknown:
             raise Nonconforming("session", f"unknown abilities {unknown}; there are {', '.join(ABILITIES)}")
         if ability not in self.abilities:
             raise unittest.SkipTest(f"ability {ability!r} is not declared")
