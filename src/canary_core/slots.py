@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from canary_core.audit.running import RunningAudit
 from canary_core.errors import AttachError
 from canary_core.ops import cross_region, payload
 from canary_core.ops.payload import PayloadLayout
@@ -37,8 +38,10 @@ class SlotEvents:
     Canary off and goes no further; in raise mode it is raised.
     """
 
-    def __init__(self, workspace: Workspace, switch: Switch) -> None:
+    def __init__(self, workspace: Workspace, switch: Switch, audit: RunningAudit) -> None:
         self.workspace = workspace
+        self.audit = audit
+        """What is told here of slots that change is no surprise to it."""
         self._switch = switch
         self._states = workspace.states
         self._queue = workspace.queue
@@ -105,6 +108,7 @@ class SlotEvents:
         was issued, on the same stream. Overlaps are read first."""
         state = self._told("copy", region, source=source, destination=destination)
         if state is not None:
+            self.audit.claim(region, destination)
             with self._switch.guard("copy_slots"):
                 self.workspace.join()
                 self._queue.put_arrival(partial(_copy_records, state, source, destination), source, destination)
@@ -123,6 +127,7 @@ class SlotEvents:
         at once, without a wait for the device."""
         state = self._told("forget_bytes", region, slots=slots)
         if state is not None and len(slots):
+            self.audit.claim(region, slots)
             _, slot, anything = payload.entries(state, slots.long())
             state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
 
@@ -131,6 +136,7 @@ class SlotEvents:
         effect on the current stream at once."""
         state = self._told("expect_zeros", region, slots=slots)
         if state is not None:
+            self.audit.claim(region, slots)
             # The fingerprint of zero bytes is the salt alone.
             state.fingerprints[slots] = state.sources.salts[: len(state.sources)]
 
@@ -144,6 +150,7 @@ class SlotEvents:
         """
         state = self._told("expect", region, slots=slots)
         if state is not None:
+            self.audit.claim(region, slots, arriving=True)
             with self._switch.guard("expect_slots"):
                 self.workspace.join()
                 _expect_bytes(state, slots)
@@ -203,6 +210,7 @@ class SlotEvents:
         state = self._state(region, "import_records")
         if state is not None and self._payload_fits(region, slots, rows):
             self._count("import_records", region)
+            self.audit.claim(region, slots, arriving=False)
             with self._switch.guard("import_slots"):
                 self.workspace.join()
                 rows = rows.to(slots.device, non_blocking=True)
@@ -237,6 +245,7 @@ class SlotEvents:
         state = self._state(region, "rebind")
         if state is not None:
             state.rebind(sources)
+            self.audit.rebind(region, sources)
 
     def still_holds(self, region: str, slot: int, step: int) -> bool:
         """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""
@@ -364,6 +373,7 @@ class SlotEvents:
         state = self._told(event, region, **({} if slots is None else {"slots": slots}))
         if state is None:
             return
+        self.audit.claim(region, slots, arriving=False)
         with self._switch.guard(event):
             self.workspace.join()
             if slots is None:

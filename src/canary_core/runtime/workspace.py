@@ -72,8 +72,10 @@ class Switch:
     def __init__(self, workspace: Workspace, hooks: pluggy.PluginManager) -> None:
         config = workspace.config
         self.enabled = config.mode != "off"
-        self._raises = config.mode == "raise"
-        self._on_probation = config.untested_engine
+        self.raises = config.mode == "raise"
+        """Whether exceptions and findings reach the engine."""
+        self.on_probation = config.untested_engine
+        """Whether the engine is newer than its plugin was tested with: it is guarded if its audit passes."""
         self._about = {n: v for n, v in (("model", config.model), ("rank", config.rank)) if v}
         self.hooks = hooks
         self._workspace = workspace
@@ -93,7 +95,7 @@ class Switch:
 
     def fail(self, where: str, error: Exception) -> None:
         """An exception of ours, which happened in ``where``."""
-        if self._raises:
+        if self.raises:
             raise error
         trace = "".join(traceback.format_exception(error))
         fields: dict[str, object] = {"where": where, "error": repr(error), "traceback": trace}
@@ -109,9 +111,9 @@ class Switch:
         if not problems or not self.enabled:
             return
         found = "; ".join(problems)
-        if self._raises:
+        if self.raises:
             raise AttachError(f"the audit of the first forwards failed: {found}")
-        if self._on_probation:
+        if self.on_probation:
             error = (
                 f"the engine is newer than its plugin was tested with, and the audit of the first forwards failed: "
                 f"{found}; install a tested release of the engine, or a release of the plugin that supports this one"
@@ -129,7 +131,7 @@ class Switch:
         """Canary was called in a way that can't be right; ``what`` says so in a sentence, told once for each ``sort``
         (None: for each sentence), of `MOST_SORTS` sorts. Raises `MisuseError` in raise mode."""
         self.misuses += 1
-        if self._raises:
+        if self.raises:
             raise MisuseError(what)
         sort = sort or what
         if sort not in self._misused and len(self._misused) < MOST_SORTS:
