@@ -7,6 +7,7 @@ from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.records import STATES, Counter, Kind, Phase, Row, State
 from canary_core.reporting.readback import ReadBack, Snapshot
+from canary_core.reporting.wrong_memory import WrongMemory
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.violation import Violation
 from canary_core.writers import Writers
@@ -20,14 +21,16 @@ STALLED_READS = 100
 
 class Findings:
     """Reads, decodes, drops repeats, lets plugins dismiss, and delivers. ``delivered`` counts by kind what was
-    reported; ``repeated`` and ``dismissed`` count what was not; ``counters`` are those of the last read."""
+    reported; ``repeated``, ``dismissed`` and ``memory.withheld`` count what was not; ``counters`` are those of the last
+    read."""
 
     def __init__(self, workspace: Workspace, switch: Switch, writers: Writers) -> None:
         self._config = workspace.config
         self._states = list(workspace.states.values())
         self._switch = switch
         self._writers = writers
-        self._read_back = ReadBack(workspace.shared)
+        self._read_back = ReadBack(workspace.shared, workspace.proof.tallies)
+        self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._first: Violation | None = None
         self._read_forwards = 0
@@ -55,10 +58,21 @@ class Findings:
             reason = "forwards run but no check does; were they captured without Canary?"
             self._switch.tell(Event("silence", "error", {"reason": reason}))
         self.counters = snapshot.counters
+        self.memory.read(snapshot.tallies)
         self.take([self.decode(row) for row in snapshot.rows])
+        self.settle()
         if snapshot.dropped:
             fields: dict[str, object] = {"rows": snapshot.dropped, "ring_rows": self._config.ring_rows}
             self._switch.tell(Event("rows_dropped", "warning", fields))
+
+    def settle(self, at_last: bool = False) -> None:
+        """Tells of memory that turned out to be the wrong one, and the findings that waited for that and stand.
+        ``at_last``: all that wait."""
+        events, waited = self.memory.decide(at_last)
+        for event in events:
+            self._switch.tell(event)
+        for violation in waited:
+            self._deliver(violation)
 
     def never_called(self) -> None:
         """No forward was checked for as long as the settings allow."""
@@ -73,7 +87,8 @@ class Findings:
             raise ViolationError(first)
 
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
-        """The findings that are new and that nobody dismisses, each after its hooks were called."""
+        """The findings that are new and that nobody dismisses, each after its hooks were called. Those that wait until
+        the region's memory is known to be the engine's (`WrongMemory`) are told later, or not."""
         stand = []
         for violation in violations:
             if self._repeats(violation):
@@ -85,12 +100,17 @@ class Findings:
                 fields = {"reason": reason, **violation.fields()}
                 self._switch.emit(Event("dismissed", "debug", fields))
                 continue
-            self.delivered[violation.kind] += 1
+            if self.memory.takes(violation):
+                continue
             stand.append(violation)
-            self._tell(violation)
-        if stand and self._first is None:
-            self._first = stand[0]
+            self._deliver(violation)
         return stand
+
+    def _deliver(self, violation: Violation) -> None:
+        self.delivered[violation.kind] += 1
+        if self._first is None:
+            self._first = violation
+        self._tell(violation)
 
     def _dismissal(self, violation: Violation) -> str | None:
         """Why a plugin dismisses the finding. A plugin that fails to answer doesn't."""
