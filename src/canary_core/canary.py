@@ -142,6 +142,7 @@ class Canary:
             # The first read may only learn that there are rows; the second one takes them.
             for _ in range(2):
                 self._findings.open(self._findings.collect_now(), self.forwards)
+            self._findings.settle(at_last=True)
         self._findings.raise_first()
 
     def close(self) -> None:
@@ -179,6 +180,9 @@ class Canary:
         named = {c.name.lower(): found.counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
         kinds = {k.name.lower(): n for k, n in found.delivered.items() if n}
         late = {"repeated": found.repeated, "dismissed": found.dismissed}
+        withheld = sum(found.memory.withheld.values())
+        if withheld:
+            late["withheld"] = withheld
         total = sum(found.delivered.values())
         return {
             "violations": total,

@@ -31,6 +31,8 @@ class Event:
     | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |
     | disabled            | an exception of ours, or a failed audit, switched this canary off; the engine goes on  |
     | misuse              | Canary was called out of order or with arguments that can't be right, and what to do   |
+    | wrong_memory        | the first forwards say that an adapter describes other memory than the engine's        |
+    | summary             | once, at close or at the process's exit: what was checked, told and found, and zeros   |
     | findings_lost       | an engine failed, and what was found last can't be read from its device any more       |
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
     | dismissed           | a plugin explained a finding away                                                      |

@@ -242,6 +242,8 @@ class Step:
                     self._hooks.canary_pre_forward(canary=self._canary, batch=view)
                 for name, table in view.tables.items():
                     self._backend.check(self._states[name], view, table)
+                    if not self._captured:
+                        self._workspace.proof.look(self._states[name], view, table)
                     if name in compared:
                         self._backend.read_check(self._states[name], view, table)
             self._audit.begin(view)
@@ -314,12 +316,14 @@ class Step:
                 self._audit.look(now_and_then=True)
                 if snapshot is not None:
                     self._findings.open(snapshot, self.forwards)
+            if idle:
+                self._findings.settle(at_last=True)
             interval = self._config.stats_interval
             if interval and not idle and self._ends % interval == 0:
                 self._canary.tell_stats()
         except Exception as error:
             self._switch.fail("end_step", error)
-        self._audit.raise_first()
+        self._audit.judge()
         self._findings.raise_first()
 
     def flushed(self) -> None:
@@ -396,7 +400,10 @@ class Step:
             for name, table in view.tables.items():
                 state = self._states[name]
                 if state.sources and self._schedules[name].now:
+                    first = None if self._captured else workspace.proof.writes(state, view)
                     self._backend.fingerprint(state, view, table)
+                    if first is not None:
+                        workspace.proof.compare(state, first)
                 elif state.sources:
                     state.forget_written()
                 self._backend.record(state, view, table)
@@ -432,7 +439,8 @@ class Step:
     def require_place(self, view: BatchView) -> None:
         """Raises `AttachError` for what is no view, a view of another device (a kernel would read foreign addresses)
         or an unknown region."""
-        _view_or_none(view)
+        if _view_or_none(view) is None:
+            raise AttachError("step.before needs the BatchView of its forward, got None; leave both halves out there")
         device = self._workspace.device
         if view.device != device:
             raise AttachError(f"the batch is on {view.device}, the pool on {device}; build the BatchView there")
@@ -448,6 +456,6 @@ def _view_or_none(view: BatchView | None) -> BatchView | None:
     if view is None or isinstance(view, BatchView):
         return view
     raise AttachError(
-        f"a forward's view must be a BatchView, got a {type(view).__name__}; correct the adapter that makes it, or give "
-        "None for a forward that can't be checked"
+        f"a forward's view must be a BatchView, got a {type(view).__name__}; correct the adapter that makes it, or "
+        "give None for a forward that can't be checked"
     )

@@ -8,6 +8,7 @@ from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.records import STATES, Counter, Kind, Phase, Row, State
 from canary_core.reporting.readback import ReadBack, Snapshot
+from canary_core.reporting.wrong_memory import WrongMemory
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.violation import Violation
 from canary_core.writers import Writers
@@ -21,8 +22,8 @@ STALLED_READS = 100
 
 class Findings:
     """Reads, decodes, drops repeats, lets plugins dismiss, and delivers. ``delivered`` counts by kind what was
-    reported; ``repeated`` and ``dismissed`` count what was not; ``counters`` are those of the last read. ``audit``
-    knows of regions whose memory the engine has given up, of which nothing is reported."""
+    reported; ``repeated``, ``dismissed`` and ``memory.withheld`` count what was not; ``counters`` are those of the last
+    read. ``audit`` knows of regions whose memory the engine has given up, of which nothing is reported."""
 
     def __init__(self, workspace: Workspace, switch: Switch, writers: Writers, audit: RunningAudit) -> None:
         self._config = workspace.config
@@ -30,7 +31,8 @@ class Findings:
         self._switch = switch
         self._writers = writers
         self._audit = audit
-        self._read_back = ReadBack(workspace.shared)
+        self._read_back = ReadBack(workspace.shared, workspace.proof.tallies)
+        self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._first: Violation | None = None
         self._read_forwards = 0
@@ -58,10 +60,21 @@ class Findings:
             reason = "forwards run but no check does; were they captured without Canary?"
             self._switch.tell(Event("silence", "error", {"reason": reason}))
         self.counters = snapshot.counters
+        self.memory.read(snapshot.tallies)
         self.take([self.decode(row) for row in snapshot.rows])
+        self.settle()
         if snapshot.dropped:
             fields: dict[str, object] = {"rows": snapshot.dropped, "ring_rows": self._config.ring_rows}
             self._switch.tell(Event("rows_dropped", "warning", fields))
+
+    def settle(self, at_last: bool = False) -> None:
+        """Tells of memory that turned out to be the wrong one, and the findings that waited for that and stand.
+        ``at_last``: all that wait."""
+        events, waited = self.memory.decide(at_last)
+        for event in events:
+            self._switch.tell(event)
+        for violation in waited:
+            self._deliver(violation)
 
     def never_called(self) -> None:
         """No forward was checked for as long as the settings allow."""
@@ -76,7 +89,8 @@ class Findings:
             raise ViolationError(first)
 
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
-        """The findings that are new and that nobody dismisses, each after its hooks were called."""
+        """The findings that are new and that nobody dismisses, each after its hooks were called. Those that wait until
+        the region's memory is known to be the engine's (`WrongMemory`) are told later, or not."""
         stand = []
         if violations:
             self._audit.look()
@@ -93,12 +107,17 @@ class Findings:
                 fields = {"reason": reason, **violation.fields()}
                 self._switch.emit(Event("dismissed", "debug", fields))
                 continue
-            self.delivered[violation.kind] += 1
+            if self.memory.takes(violation):
+                continue
             stand.append(violation)
-            self._tell(violation)
-        if stand and self._first is None:
-            self._first = stand[0]
+            self._deliver(violation)
         return stand
+
+    def _deliver(self, violation: Violation) -> None:
+        self.delivered[violation.kind] += 1
+        if self._first is None:
+            self._first = violation
+        self._tell(violation)
 
     def _dismissal(self, violation: Violation) -> str | None:
         """Why a plugin dismisses the finding. A plugin that fails to answer doesn't."""

@@ -18,6 +18,7 @@ from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState, Shared
 from canary_core.region import Region
 from canary_core.runtime.event_queue import EventQueue
+from canary_core.runtime.memory_proof import MemoryProof
 from canary_core.runtime.side_stream import SideStream
 
 MOST_SORTS = 256
@@ -27,7 +28,8 @@ MOST_SORTS = 256
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
     """The settings, the memory of each region by name, what regions share, the ops, the events that wait for the next
-    forward, and the side stream (None on a CPU). Without states in off mode."""
+    forward, the side stream (None on a CPU), and the proof that the memory is the engine's. Without states in off
+    mode."""
 
     config: CanaryConfig
     device: torch.device
@@ -36,6 +38,7 @@ class Workspace:
     backend: Backend
     queue: EventQueue
     side: SideStream | None
+    proof: MemoryProof
 
     @classmethod
     def allocate(cls, regions: Sequence[Region], config: CanaryConfig) -> "Workspace":
@@ -45,14 +48,15 @@ class Workspace:
         shared = Shared.allocate(config, device)
         states = {r.name: RegionState(r, i, shared, config) for i, r in enumerate(regions)}
         side = SideStream(device) if device.type == "cuda" else None
-        return cls(config, device, shared, states, backend, EventQueue(device), side)
+        return cls(config, device, shared, states, backend, EventQueue(device), side, MemoryProof(states, device))
 
     @classmethod
     def off(cls, config: CanaryConfig, device: torch.device) -> "Workspace":
         """Nothing is allocated on ``device``."""
         empty = torch.empty(0, dtype=torch.int64)
         shared = Shared(empty, empty, empty)
-        return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None)
+        proof = MemoryProof({}, torch.device("cpu"))
+        return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None, proof)
 
     def join(self, for_good: bool = False) -> None:
         """The current stream waits for what runs beside the forwards, if anything: before slots, records, or tensors of
