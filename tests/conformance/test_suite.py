@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canary_core.errors import PluginError
 from canary_core.plugins import hook_manager
-from canary_core.testing import ABILITIES, EngineSession, Nonconforming, PluginConformance, run_suite, tests_of
+from canary_core.testing import ABILITIES, EngineSession, Nonconforming, PluginConformance, run_suite, suite_tests
 
 
 class Lazy(EngineSession):
@@ -52,7 +52,7 @@ def test_an_undeclared_test_is_a_skip_for_pytest() -> None:
 
 def test_every_ability_has_a_test() -> None:
     """No ability can be declared and never tried."""
-    tried = {getattr(getattr(ToyConformance, name), "ability", None) for name in tests_of(ToyConformance)}
+    tried = {getattr(getattr(ToyConformance, name), "ability", None) for name in suite_tests(ToyConformance)}
     assert tried == {None, *ABILITIES}
 
 
@@ -98,6 +98,6 @@ def test_nothing_of_the_suite_stays_behind() -> None:
     before = set(hook_manager().get_plugins())
     assert all(outcome.result == "passed" for outcome in run_suite(ToyConformance, ["test_a_canary_guards_the_pool"]))
     assert set(hook_manager().get_plugins()) == before
-    assert not plugin.HOOKS.sessions
+    assert not plugin.HOOKS.guards
     engine = ToySession().engine
     assert "forward" not in vars(engine.runner)
