@@ -32,7 +32,6 @@ from canary_core.writers import Writers
 __version__ = "0.1.0"
 
 __all__ = [
-    "PROTOCOL",
     "AttachError",
     "BatchAdapter",
     "BatchView",
@@ -51,6 +50,7 @@ __all__ = [
     "Level",
     "MisuseError",
     "Overlap",
+    "PROTOCOL",
     "PayloadCheck",
     "PayloadLayout",
     "PayloadRecords",
