@@ -2,8 +2,10 @@
 `BatchView`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
+
+from torch import Tensor
 
 from canary_core.batch import BatchView
 from canary_core.region import Region, Uncovered
@@ -21,6 +23,12 @@ class PoolAdapter(ABC):
     def uncovered(self) -> Sequence[Uncovered]:
         """KV memory that the regions leave out, each with the reason."""
         return ()
+
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        """Every tensor in which the engine keeps KV, by the engine's own names; none if that can't be said. It must
+        come from the engine's own objects (`tensors_of` finds their tensors), and not from what this adapter describes:
+        the audit and the coverage judge the adapter by it. Called at any time, and cheap: a pool may move."""
+        return {}
 
 
 class BatchAdapter(ABC, Generic[EngineBatch]):

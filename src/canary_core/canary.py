@@ -1,12 +1,15 @@
 """`Canary`: guards the pools of one engine."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pluggy
 import torch
+from torch import Tensor
 
 from canary_core import plugins
+from canary_core.audit.footprint import FootprintAudit
+from canary_core.audit.running import RunningAudit
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage
@@ -32,11 +35,14 @@ class Canary:
     a ``disabled`` event. In raise mode `Step.end` raises `ViolationError`, which carries the first finding.
 
     ``hooks``: plugin manager that receives findings and events (default: the process-wide one). ``writers``: names of
-    writer ids for reports. ``uncovered``: KV memory that the regions leave out. Raises `AttachError` if the regions do
-    not fit together, `ConfigError` if a setting can't be used.
+    writer ids for reports. ``uncovered``: KV memory that the regions leave out. ``pool_tensors``: gives every tensor in
+    which the engine keeps KV, by the engine's own names (`PoolAdapter.pool_tensors`); with it coverage is of the
+    engine's own bytes, ``CANARY_AUDIT`` can audit forwards, and a pool that moves is noticed. It is called at the
+    start, for audited forwards, and now and then. Raises `AttachError` if the regions do not fit together,
+    `ConfigError` if a setting can't be used.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (one noun, what an engine says of its pool; all but the first have defaults)
         self,
         regions: Sequence[Region],
         config: CanaryConfig | None = None,
@@ -44,6 +50,7 @@ class Canary:
         hooks: pluggy.PluginManager | None = None,
         writers: Writers | None = None,
         uncovered: Iterable[Uncovered] = (),
+        pool_tensors: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         _require_together(regions)
         self.config = config or CanaryConfig.load()
@@ -60,11 +67,17 @@ class Canary:
         else:
             self._workspace = Workspace.off(self.config, regions[0].device)
         self._switch = Switch(self._workspace, hooks)
-        self._findings = Findings(self._workspace, self._switch, self.writers)
-        self.slots = SlotEvents(self._workspace, self._switch)
+        footprint = None
+        if on and pool_tensors is not None and pool_tensors():
+            footprint = FootprintAudit(pool_tensors, regions, uncovered=self.coverage.uncovered)
+        self.audit = RunningAudit(self._switch, footprint, self.config.audit)
+        """What audited forwards came to, see ``CANARY_AUDIT``."""
+        self._findings = Findings(self._workspace, self._switch, self.writers, self.audit)
+        self.slots = SlotEvents(self._workspace, self._switch, self.audit)
         """What happens to slots beside forwards."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
+        self.audit.forget = self.slots.forget
         self._attached = on
         if on:
             self._tell_attached()
@@ -123,6 +136,7 @@ class Canary:
         if not self.enabled:
             return
         with self.guard("drain"):
+            self.audit.look()
             self._workspace.join()
             self._workspace.queue.settle()
             # The first read may only learn that there are rows; the second one takes them.
@@ -133,6 +147,7 @@ class Canary:
     def close(self) -> None:
         """Drains, closes the step's listeners, and stops for good: later calls do nothing."""
         try:
+            self.audit.tell()
             self.drain()
         finally:
             self.step.close()
@@ -165,7 +180,15 @@ class Canary:
         kinds = {k.name.lower(): n for k, n in found.delivered.items() if n}
         late = {"repeated": found.repeated, "dismissed": found.dismissed}
         total = sum(found.delivered.values())
-        return {"violations": total, "forwards": self.forwards, **named, **late, **kinds, **self._counts}
+        return {
+            "violations": total,
+            "forwards": self.forwards,
+            **named,
+            **late,
+            **kinds,
+            **self.audit.counts,
+            **self._counts,
+        }
 
     def scrub_stats(self) -> dict[str, float]:
         """What the scrub comes to: ``scrub_coverage``, how often it went round all pools; ``scrub_share`` of the time,

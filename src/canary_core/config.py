@@ -161,6 +161,13 @@ class CanaryConfig(BaseSettings):
         description="Forwards between two reads of the counters by the host, on a GPU in log mode: how late a finding "
         "is told, against host time. On the CPU and in raise mode every forward is read.",
     )
+    audit: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="First forwards of each pool that are audited: the engine's whole KV memory is compared before and "
+        "after, and each changed byte must be one that the plugin says is written. For authors and CI: slow, and it "
+        "takes a copy of the pool; 0: none.",
+        json_schema_extra=_unit("forwards"),
+    )
     ring_rows: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default=1024,
         description="Violation rows kept on the device until the host reads them; counts are never lost.",

@@ -20,6 +20,10 @@ class Event:
     | reporting_failed    | a plugin raised while it was told something                                            |
     | attached            | a pool is guarded: backend, mode, regions, slots, memory of ours                       |
     | coverage            | what share of KV bytes is guarded, and what is not and why                             |
+    | audit               | the first forwards were audited: every byte that they changed was claimed              |
+    | audit_failed        | a forward changed what the adapter does not say, or not what it says: which tensors    |
+    | audit_skipped       | an audit was asked for and can't be made: why, and what to do                          |
+    | pool_moved          | a region describes memory that the engine has given up: its slots are not judged       |
     | warmed_up           | what forwards need is compiled: for how many sorts of batch, in how many seconds       |
     | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
     | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from canary_core.audit.running import RunningAudit
 from canary_core.errors import AttachError
 from canary_core.ops import cross_region, payload
 from canary_core.ops.payload import PayloadLayout
@@ -33,8 +34,10 @@ class SlotEvents:
     In log mode an exception of ours switches Canary off and goes no further; in raise mode it is raised.
     """
 
-    def __init__(self, workspace: Workspace, switch: Switch) -> None:
+    def __init__(self, workspace: Workspace, switch: Switch, audit: RunningAudit) -> None:
         self.workspace = workspace
+        self.audit = audit
+        """What is told here of slots that change is no surprise to it."""
         self._switch = switch
         self._states = workspace.states
         self._queue = workspace.queue
@@ -99,6 +102,7 @@ class SlotEvents:
         was issued, on the same stream. Overlaps are read first."""
         state = self._state(region)
         if state is not None:
+            self.audit.claim(region, destination)
             with self._switch.guard("copy_slots"):
                 self.workspace.join()
                 self._queue.put_arrival(partial(_copy_records, state, source, destination), source, destination)
@@ -117,6 +121,7 @@ class SlotEvents:
         at once, without a wait for the device."""
         state = self._state(region)
         if state is not None and len(slots):
+            self.audit.claim(region, slots)
             _, slot, anything = payload.entries(state, slots.long())
             state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
 
@@ -125,6 +130,7 @@ class SlotEvents:
         effect on the current stream at once."""
         state = self._state(region)
         if state is not None:
+            self.audit.claim(region, slots)
             # The fingerprint of zero bytes is the salt alone.
             state.fingerprints[slots] = state.sources.salts[: len(state.sources)]
 
@@ -138,6 +144,7 @@ class SlotEvents:
         """
         state = self._state(region)
         if state is not None:
+            self.audit.claim(region, slots, arriving=True)
             with self._switch.guard("expect_slots"):
                 self.workspace.join()
                 _expect_bytes(state, slots)
@@ -193,6 +200,7 @@ class SlotEvents:
         slots that another Canary exported (-1: nobody)."""
         state = self._state(region)
         if state is not None:
+            self.audit.claim(region, slots, arriving=False)
             with self._switch.guard("import_slots"):
                 self.workspace.join()
                 rows = rows.to(slots.device, non_blocking=True)
@@ -226,6 +234,7 @@ class SlotEvents:
         state = self._state(region)
         if state is not None:
             state.rebind(sources)
+            self.audit.rebind(region, sources)
 
     def still_holds(self, region: str, slot: int, step: int) -> bool:
         """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""
@@ -275,6 +284,7 @@ class SlotEvents:
         state = self._state(region)
         if state is None:
             return
+        self.audit.claim(region, slots, arriving=False)
         with self._switch.guard("forget" if new is State.UNKNOWN else "clear"):
             self.workspace.join()
             if slots is None:

@@ -119,6 +119,7 @@ class Step:
         self._switch = switch
         self._workspace = workspace
         self._slots = slots
+        self._audit = slots.audit
         self._findings = findings
         self._config = config
         self._hooks: pluggy.HookRelay = switch.hooks.hook
@@ -232,7 +233,7 @@ class Step:
             compared = [name for name in compared if self._states[name].reads]
             # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
             hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
-            beside = overlap is not Overlap.NONE and not (compared or hooked or self._captured)
+            beside = overlap is not Overlap.NONE and not (compared or hooked or self._captured or self._audit.due)
             for name in view.tables:
                 self._states[name].require_capacity(view)
             with self._workspace.beside(beside):
@@ -243,6 +244,7 @@ class Step:
                     self._backend.check(self._states[name], view, table)
                     if name in compared:
                         self._backend.read_check(self._states[name], view, table)
+            self._audit.begin(view)
         except Exception as error:
             self._switch.fail("pre_forward", error)
 
@@ -260,6 +262,7 @@ class Step:
                     "of the forward first"
                 )
                 return
+            self._audit.end()
             self._record(given if view is None else view)
         except Exception as error:
             self._switch.fail("post_forward", error)
@@ -267,6 +270,7 @@ class Step:
     def abandon(self) -> None:
         """The forward that was checked last has failed: nothing is recorded of it."""
         self._view = None
+        self._audit.abandon()
 
     def join(self) -> None:
         """The current stream waits for what of Canary's runs beside the forwards: before anything but a forward writes
@@ -307,6 +311,7 @@ class Step:
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
                     self.scrub.adjust(self._captured)
+                self._audit.look(now_and_then=True)
                 if snapshot is not None:
                     self._findings.open(snapshot, self.forwards)
             interval = self._config.stats_interval
@@ -314,6 +319,7 @@ class Step:
                 self._canary.tell_stats()
         except Exception as error:
             self._switch.fail("end_step", error)
+        self._audit.raise_first()
         self._findings.raise_first()
 
     def flushed(self) -> None:
@@ -357,7 +363,7 @@ class Step:
             for listener in self._listeners:
                 listener.begin(batch)
             side = self._workspace.side
-            if overlap is not Overlap.ALL or side is None or self._captured:
+            if overlap is not Overlap.ALL or side is None or self._captured or self._audit.due:
                 return False
             if self._hooks.canary_pre_forward.get_hookimpls() or any(s.reads for s in self._states.values()):
                 return False
@@ -372,7 +378,9 @@ class Step:
         for listener in self._listeners:
             with self._guard(listener, "before"):
                 seen = listener.before(batch, seen)
-        if seen is not None:
+        if seen is None:
+            self._audit.begin(None)
+        else:
             self.before(seen, overlap)
         return seen
 
@@ -416,6 +424,7 @@ class Step:
                 listener.forget(batch)
         # With no check before the forward, nothing else lets queued events take effect.
         self._slots.settle()
+        self._audit.end()
 
     def _guard(self, listener: StepListener, method: str) -> Any:
         return self._switch.guard(f"{type(listener).__name__}.{method}")

@@ -1,8 +1,9 @@
 """`Guarded`: a toy engine under a Canary of its own, and all that was told of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from support.toy import Request, ToyEngine
+from torch import Tensor
 
 from canary_core import Canary, CanaryConfig, Violation
 from canary_core.plugins import private_hooks
@@ -11,15 +12,22 @@ from canary_core.testing import Findings
 
 class Guarded:
     """``engine`` under guard: a fresh one by default. ``plugins`` hear of this Canary alone; ``settings`` are those of
-    `CanaryConfig`, in log mode unless they say otherwise."""
+    `CanaryConfig`, in log mode unless they say otherwise. ``pool_tensors``: see `Canary`."""
 
-    def __init__(self, engine: ToyEngine | None = None, *plugins: object, **settings: object) -> None:
+    def __init__(
+        self,
+        engine: ToyEngine | None = None,
+        *plugins: object,
+        pool_tensors: Callable[[], Mapping[str, Tensor]] | None = None,
+        **settings: object,
+    ) -> None:
         self.engine = engine or ToyEngine()
         self.findings = Findings()
         config = CanaryConfig.load(**{"mode": "log", "silence_s": 0, **settings})
         # Registered last, so that it hears of everything even where one of the plugins raises.
         hooks = private_hooks(*plugins, self.findings)
-        self.canary = Canary(self.engine.regions(), config, hooks=hooks, writers=self.engine.writers)
+        regions, writers = self.engine.regions(), self.engine.writers
+        self.canary = Canary(regions, config, hooks=hooks, writers=writers, pool_tensors=pool_tensors)
 
     @property
     def violations(self) -> list[Violation]:

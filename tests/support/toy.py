@@ -66,6 +66,11 @@ class ToyEngine:
             "window", slots, tuple(sources), RegionKind.WINDOW, self.window, slot_map=self.slot_map, null_slot=0
         )
 
+    def pool_tensors(self) -> dict[str, torch.Tensor]:
+        """Where it keeps KV."""
+        window = {f"window.{half}": t for half, t in zip("kv", self.window_kv, strict=True)} if self.window else {}
+        return {**{f"{h}.{i}": t for h in "kv" for i, t in enumerate(getattr(self, h))}, **window}
+
     def regions(self) -> list[Region]:
         return [self.region(), self.window_region()] if self.window else [self.region()]
 

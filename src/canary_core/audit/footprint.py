@@ -1,7 +1,7 @@
 """`FootprintAudit`: what a forward changed in the engine's memory, against what its adapter says that it writes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -117,6 +117,14 @@ class FootprintAudit:
         """``slots`` (integer ``[n]`` of the region; None: all) change by something else than a forward, which may be at
         work from now on. Before `begin` it is about the next audited forward. Raises `AttachError` as `claim`."""
         (self._early if self._claims is None else self._claims).slots(region, slots)
+
+    def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
+        """The bytes of ``region`` are where ``sources`` say, from now on."""
+        self._regions = tuple(replace(r, sources=tuple(sources)) if r.name == region else r for r in self._regions)
+
+    def release(self) -> None:
+        """Gives the copy's memory back; the next `begin` takes it anew."""
+        self._snapshot = self._claims = None
 
     def abandon(self) -> None:
         """The forward has failed; nothing is said of it."""

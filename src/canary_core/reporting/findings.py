@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from canary_core.audit.running import RunningAudit
 from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.records import STATES, Counter, Kind, Phase, Row, State
@@ -20,13 +21,15 @@ STALLED_READS = 100
 
 class Findings:
     """Reads, decodes, drops repeats, lets plugins dismiss, and delivers. ``delivered`` counts by kind what was
-    reported; ``repeated`` and ``dismissed`` count what was not; ``counters`` are those of the last read."""
+    reported; ``repeated`` and ``dismissed`` count what was not; ``counters`` are those of the last read. ``audit``
+    knows of regions whose memory the engine has given up, of which nothing is reported."""
 
-    def __init__(self, workspace: Workspace, switch: Switch, writers: Writers) -> None:
+    def __init__(self, workspace: Workspace, switch: Switch, writers: Writers, audit: RunningAudit) -> None:
         self._config = workspace.config
         self._states = list(workspace.states.values())
         self._switch = switch
         self._writers = writers
+        self._audit = audit
         self._read_back = ReadBack(workspace.shared)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._first: Violation | None = None
@@ -75,7 +78,12 @@ class Findings:
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
         """The findings that are new and that nobody dismisses, each after its hooks were called."""
         stand = []
+        if violations:
+            self._audit.look()
         for violation in violations:
+            if violation.region in self._audit.moved:
+                self.dismissed += 1
+                continue
             if self._repeats(violation):
                 self.repeated += 1
                 continue

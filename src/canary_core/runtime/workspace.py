@@ -69,7 +69,8 @@ class Switch:
     def __init__(self, workspace: Workspace, hooks: pluggy.PluginManager) -> None:
         config = workspace.config
         self.enabled = config.mode != "off"
-        self._raises = config.mode == "raise"
+        self.raises = config.mode == "raise"
+        """Whether exceptions and findings reach the engine."""
         self._about = {n: v for n, v in (("model", config.model), ("rank", config.rank)) if v}
         self.hooks = hooks
         self._workspace = workspace
@@ -87,7 +88,7 @@ class Switch:
 
     def fail(self, where: str, error: Exception) -> None:
         """An exception of ours, which happened in ``where``."""
-        if self._raises:
+        if self.raises:
             raise error
         self.enabled = False
         # Our tensors may be given up now.
@@ -98,7 +99,7 @@ class Switch:
     def misuse(self, what: str) -> None:
         """Canary was called in a way that can't be right; ``what`` says so in a sentence, told once. Raises
         `MisuseError` in raise mode."""
-        if self._raises:
+        if self.raises:
             raise MisuseError(what)
         if what not in self._misused:
             self._misused.add(what)

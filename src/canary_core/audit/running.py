@@ -1,0 +1,224 @@
+"""`RunningAudit`: audits the first forwards of an engine that runs, and notices when its pool moves."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from canary_core.audit.footprint import Footprint, FootprintAudit
+from canary_core.batch import BatchView
+from canary_core.errors import AttachError, CanaryError
+from canary_core.events import Event
+from canary_core.region import KVSource
+from canary_core.runtime.streams import capturing
+from canary_core.runtime.workspace import Switch
+
+LOOK_S = 1.0
+"""Least time between two looks at where the engine's tensors are, where nothing asks for one."""
+
+
+class RunningAudit:
+    """The audit of one Canary (``CANARY_AUDIT``): of its first ``forwards`` forwards, those whose pool the engine's own
+    tensors describe. ``footprint``: None if nobody said which these are; then nothing is audited, and a pool that moves
+    is not noticed.
+
+    Nothing of it raises into the engine but `raise_first`, in raise mode.
+    """
+
+    def __init__(self, switch: Switch, footprint: FootprintAudit | None, forwards: int) -> None:
+        self._switch = switch
+        self._footprint = footprint
+        self._left = forwards if switch.enabled else 0
+        self._open = False
+        self._began = 0.0
+        self._told = False
+        self._failure: str | None = None
+        self._looked = 0.0
+        self._arriving: dict[str, list[Tensor | None]] = {}
+        self.results: list[Footprint] = []
+        """What each audited forward came to."""
+        self.seconds = 0.0
+        """How long the audit took, without the forwards."""
+        self.snapshot_bytes = 0
+        """Memory of the copy of the engine's KV."""
+        self.moved: set[str] = set()
+        """Regions that describe memory which the engine has given up."""
+        self.forget: Callable[[str, None], None] | None = None
+        """Called with the name of a region that moved."""
+        if self._left and footprint is None:
+            self._skip("nobody says which tensors hold the engine's KV; implement PoolAdapter.pool_tensors()")
+
+    @property
+    def due(self) -> bool:
+        """Whether the next forward is audited: then nothing of Canary runs beside it."""
+        return self._left > 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For `Canary.stats`; empty where nothing was audited."""
+        if not self.results:
+            return {}
+        unclaimed = sum(r.unclaimed_bytes for r in self.results)
+        return {"audited_forwards": len(self.results), "audit_unclaimed_bytes": unclaimed}
+
+    def begin(self, view: BatchView | None) -> None:
+        """Right before the forward of ``view``. Never in a graph: then the audit ends, with a word why."""
+        if not self._left or self._footprint is None:
+            return
+        if view is not None and capturing(view.device):
+            self._skip("a CUDA graph is captured that holds Canary's own work; let the audit run without graphs")
+            return
+        try:
+            self.look()
+            began = time.perf_counter()
+            for region, arriving in self._arriving.items():
+                for slots in arriving:
+                    self._footprint.claim_slots(region, slots)
+            self._footprint.begin()
+            self._footprint.claim(view)
+            self._open = True
+            self._began = time.perf_counter()
+            self.seconds += self._began - began
+        except Exception as error:
+            self._fall_over(error)
+
+    def end(self) -> None:
+        """Right after the forward, when the host has told all events about it: compares."""
+        if not self._open or self._footprint is None:
+            return
+        self._open = False
+        try:
+            began = time.perf_counter()
+            result = self._footprint.end()
+            self.seconds += time.perf_counter() - began
+            snapshot = self._footprint.snapshot
+            self.snapshot_bytes = 0 if snapshot is None else snapshot.size_bytes
+            self.results.append(result)
+            self._left -= 1
+            if result.problems:
+                self._fail(result)
+            elif not self._left:
+                self.tell()
+        except Exception as error:
+            self._fall_over(error)
+
+    def abandon(self) -> None:
+        """The forward has failed."""
+        if self._open and self._footprint is not None:
+            self._open = False
+            self._footprint.abandon()
+
+    def claim(self, region: str, slots: Tensor | None, *, arriving: bool | None = None) -> None:
+        """Slots change by something else than a forward. ``arriving``: True, from now on and until it is said that they
+        arrived, which is False; None: now."""
+        if not self._left or self._footprint is None or (slots is not None and capturing(slots.device)):
+            return
+        try:
+            # Whoever tells an event may go on to use the tensor for something else.
+            kept = None if slots is None else slots.detach().clone()
+            self._footprint.claim_slots(region, kept)
+            if arriving:
+                self._arriving.setdefault(region, []).append(kept)
+            elif arriving is False and region in self._arriving:
+                self._arriving[region] = _without(self._arriving[region], kept)
+        except Exception as error:
+            self._fall_over(error)
+
+    def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
+        """The adapter says where the bytes of ``region`` are now."""
+        if self._footprint is not None:
+            self._footprint.rebind(region, sources)
+            self.moved.discard(region)
+
+    def look(self, now_and_then: bool = False) -> None:
+        """Whether the regions still describe memory of the engine's. ``now_and_then``: at most once in `LOOK_S`."""
+        now = time.monotonic()
+        if self._footprint is None or (now_and_then and now - self._looked < LOOK_S):
+            return
+        self._looked = now
+        try:
+            moved = self._footprint.moved()
+        except Exception as error:
+            self._fall_over(error)
+            return
+        for region, sources in moved.items():
+            if region not in self.moved:
+                self.moved.add(region)
+                self._tell_moved(region, sources)
+
+    def tell(self) -> None:
+        """Tells what the audit came to, once, where all forwards so far passed."""
+        if self._told or not self.results:
+            return
+        self._told = True
+        fields: dict[str, object] = {
+            "forwards": len(self.results),
+            "compared_bytes": sum(r.compared_bytes for r in self.results),
+            "changed_bytes": sum(r.changed_bytes for r in self.results),
+            "claimed_bytes": sum(r.claimed_bytes for r in self.results),
+            "unclaimed_bytes": sum(r.unclaimed_bytes for r in self.results),
+            "written_slots": sum(sum(r.written_slots.values()) for r in self.results),
+            "snapshot_bytes": self.snapshot_bytes,
+            "seconds": round(self.seconds, 3),
+        }
+        self._switch.tell(Event("audit", fields=fields))
+        self._stop()
+
+    def raise_first(self) -> None:
+        """In raise mode: raises `AttachError` with what is wrong, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None and self._switch.raises:
+            raise AttachError(failure)
+
+    def _fail(self, result: Footprint) -> None:
+        fields: dict[str, object] = {
+            "problems": list(result.problems),
+            "forward": len(self.results),
+            "changed_bytes": result.changed_bytes,
+            "unclaimed_bytes": result.unclaimed_bytes,
+            "unchanged": result.unchanged,
+        }
+        self._told = True
+        self._failure = f"the audit of forward {len(self.results)} found: {'; '.join(result.problems)}"
+        self._switch.tell(Event("audit_failed", "error", fields))
+        self._stop()
+
+    def _tell_moved(self, region: str, sources: list[str]) -> None:
+        reason = (
+            f"region {region!r} describes memory that is none of the engine's ({len(sources)} of its sources): the "
+            "engine has put its KV elsewhere, and the adapter still describes the old tensors; tell where the bytes "
+            "are now (slots.rebind), or attach anew. Nothing is found there any more"
+        )
+        fields: dict[str, object] = {"region": region, "sources": sources, "reason": reason}
+        self._switch.tell(Event("pool_moved", "error", fields))
+        if self.forget is not None:
+            self.forget(region, None)
+
+    def _fall_over(self, error: Exception) -> None:
+        self._skip(str(error) if isinstance(error, CanaryError) else f"{type(error).__name__}: {error}")
+
+    def _skip(self, reason: str) -> None:
+        if self._left:
+            fields: dict[str, object] = {"reason": reason, "forwards": len(self.results)}
+            self._switch.tell(Event("audit_skipped", "warning", fields))
+        self.abandon()
+        self._stop()
+
+    def _stop(self) -> None:
+        """No more forwards; gives the copy's memory back."""
+        self._left = 0
+        self._arriving = {}
+        if self._footprint is not None:
+            self._footprint.release()
+
+
+def _without(arriving: list[Tensor | None], arrived: Tensor | None) -> list[Tensor | None]:
+    if arrived is None:
+        return []
+    left = [slots if slots is None else slots[~_among(slots, arrived)] for slots in arriving]
+    return [slots for slots in left if slots is None or len(slots)]
+
+
+def _among(slots: Tensor, others: Tensor) -> Tensor:
+    return torch.isin(slots, others.to(slots.device))
