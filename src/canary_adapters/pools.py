@@ -12,6 +12,7 @@ from canary_adapters.sources import (
     PackedPage,
     Part,
     growing_source,
+    packed_page_padding,
     packed_page_source,
     paged_source,
     require_pool_page,
@@ -138,7 +139,12 @@ class RowPool(_LayerPool):
         if self._slots is None or self._pool_page is not None:
             return ()
         return tuple(
-            Uncovered(f"{self._name}/{part.name}", spare * tensor[0].nbytes, f"{spare} rows beyond the pool's slots")
+            Uncovered(
+                f"{self._name}/{part.name}",
+                spare * tensor[0].nbytes,
+                f"{spare} rows beyond the pool's slots",
+                tensor[self._slots :],
+            )
             for layer in self._layers
             for part, tensor in layer.parts()
             if (spare := tensor.shape[0] - self._slots) > 0
@@ -198,7 +204,12 @@ class PackedPool(_LayerPool):
     def uncovered(self) -> Sequence[Uncovered]:
         """The padding at the end of every page."""
         return tuple(
-            Uncovered(f"{self._name}/{part.name}", tensor.shape[0] * spare, "page padding, holds no KV")
+            Uncovered(
+                f"{self._name}/{part.name}",
+                tensor.shape[0] * spare,
+                "page padding, holds no KV",
+                packed_page_padding(tensor, self._layout),
+            )
             for layer in self._layers
             for part, tensor in layer.parts()
             if (spare := tensor[0].nbytes - self._layout.used_bytes) > 0
