@@ -292,6 +292,10 @@ class WindowPool(PoolAdapter):
         """What the pool leaves out."""
         return self._pool.uncovered()
 
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        """Those of the pool."""
+        return self._pool.pool_tensors()
+
 
 class JoinedPools(PoolAdapter):
     """Several pools of one engine. ``sharing``: sets of region names whose regions take turns on the same memory
@@ -316,3 +320,7 @@ class JoinedPools(PoolAdapter):
         not be decided whether they overlap."""
         doubts = (Uncovered(pair, 0, "may share bytes, which took too long to decide") for pair in self._undecided)
         return (*(item for pool in self._pools for item in pool.uncovered()), *doubts)
+
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        """Those of all pools."""
+        return {name: tensor for pool in self._pools for name, tensor in pool.pool_tensors().items()}
