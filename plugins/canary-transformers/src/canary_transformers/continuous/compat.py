@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from canary_adapters import LayerTensors
-from canary_core import AttachError, HookTarget, Patches
+from canary_core import AttachError, HookTarget, Patches, tensors_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -61,6 +64,12 @@ def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
 def cleared(cache: Any) -> bool:
     """Whether a new cache starts as zeros."""
     return hasattr(cache, "cache_allocators")
+
+
+def pool_tensors(cache: Any) -> dict[str, Tensor]:
+    """Every tensor of a `PagedAttentionCache`, by its own names. Whole numbers are indices, not KV."""
+    found = tensors_of(cache, lambda name, held: isinstance(held, Tensor) and held.dtype in (torch.int32, torch.int64))
+    return {name: found[name] for name in sorted(found, key=lambda name: found[name].nbytes, reverse=True)}
 
 
 def requests(inputs_and_outputs: Any) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pluggy
@@ -45,7 +46,14 @@ class Session:
             writers = Writers()
             pool = paged_cache_pool(self._groups)
             regions = pool.regions()
-            self.canary = Canary(regions, config, hooks=hooks, writers=writers, uncovered=pool.uncovered())
+            self.canary = Canary(
+                regions,
+                config,
+                hooks=hooks,
+                writers=writers,
+                uncovered=pool.uncovered(),
+                pool_tensors=partial(compat.pool_tensors, cache),
+            )
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
             self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
             if not (fresh and compat.cleared(cache)):
