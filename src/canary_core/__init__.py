@@ -32,6 +32,7 @@ from canary_core.writers import Writers
 __version__ = "0.1.0"
 
 __all__ = [
+    "PROTOCOL",
     "AttachError",
     "BatchAdapter",
     "BatchView",
@@ -50,7 +51,6 @@ __all__ = [
     "Level",
     "MisuseError",
     "Overlap",
-    "PROTOCOL",
     "PayloadCheck",
     "PayloadLayout",
     "PayloadRecords",
