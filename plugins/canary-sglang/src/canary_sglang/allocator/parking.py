@@ -28,17 +28,20 @@ class Parking:
         self._streams = StreamSet(canary.device)
         # By the id of the node, which is kept alive here.
         self._changed: dict[int, tuple[Change, int, Any, Any]] = {}
+        self._sure = True
         self.evicting = False
 
     def call(self, target: str, original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a function of `targets.PARKING`, and notes what it did."""
+        if not self._sure:
+            return original(cache, *args, **kwargs)
         if target == targets.EVICT:
             self.evicting = True
             try:
                 return original(cache, *args, **kwargs)
             finally:
                 self.evicting = False
-        nodes: Sequence[Any] = ()
+        nodes: Sequence[Any] | None = ()
         with self._canary.guard("parking"):
             if target == targets.SPLIT:
                 # The node goes on with a part of its slots only.
@@ -50,6 +53,8 @@ class Parking:
         with self._canary.guard("parking"):
             if target == targets.INSERT:
                 nodes = caches.inserted(result, args[1] if len(args) > 1 else kwargs["key"])
+            # Nothing is locked before something was inserted, so nothing was told yet.
+            self._sure = nodes is not None
             if nodes:
                 self._note("share" if target == targets.LOCK else "park", nodes)
         return result

@@ -47,9 +47,11 @@ def nodes_locked(cache: Any, node: Any, times: int) -> list[Any]:
     return found
 
 
-def inserted(result: tuple[int, Any], key: Any) -> list[Any]:
+def inserted(result: Any, key: Any) -> list[Any] | None:
     """The node that `RadixCache._insert_helper` has made for the part of ``key`` that the cache did not know, if any:
-    nobody has locked it yet."""
+    nobody has locked it yet. None in releases in which that function does not say."""
+    if not isinstance(result, tuple):
+        return None
     known, node = result
     return [node] if known < len(key) and node.lock_ref == 0 else []
 
