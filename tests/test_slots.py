@@ -1,10 +1,10 @@
-"""`SlotEvents`: who freed a slot and who got it, in pages and in batches of events; slots whose bytes came from
-elsewhere, or hold nothing any more."""
+"""`SlotEvents`: who has a slot, in pages and in batches of events; slots whose bytes came from elsewhere, or hold
+nothing any more."""
 
 import pytest
 import torch
 from support.guarded import Guarded
-from support.toy import ToyEngine
+from support.toy import Request, ToyEngine
 
 from canary_core import Kind, State
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_WRITTEN, Phase
@@ -21,6 +21,12 @@ def served(**settings: object) -> Guarded:
     guarded.submit()
     guarded.step()
     return guarded
+
+
+def compute_again(guarded: Guarded, request: Request) -> None:
+    """The next forward writes the request's slots once more."""
+    guarded.engine.free[:0] = request.slots
+    request.slots, request.cached = [], 0
 
 
 def test_a_read_of_a_freed_slot_names_reader_writer_and_freer(guarded):
@@ -122,14 +128,225 @@ def test_events_that_are_told_later_keep_their_place(guarded, next_event):
     assert states.tolist() == [0, State.FREED | State.ALLOCATED, expected[next_event], State.ALLOCATED]
 
 
-def test_an_allocator_that_is_followed_no_longer_frees_nothing(guarded):
-    """After `end_lifetime` a slot that was freed is what it was before."""
+EVENTS = ("alloc", "park", "share", "evict", "free")
+F, P = State.FREED, State.PARKED
+HELD = (State.ALLOCATED, State.WRITTEN)
+NOT_JUDGED = (State.UNWRITTEN, State.UNKNOWN)
+
+
+def after(event: str, state: int) -> tuple[int, Kind | None]:
+    """What ``event`` makes of a slot in ``state``, and what is found: the table of docs/how-it-works.md, by hand."""
+    content, free, parked = state % 4, bool(state & F), bool(state & P)
+    if event == "alloc":
+        return State.ALLOCATED, Kind.DOUBLE_ALLOC if not free and (parked or content in HELD) else None
+    if event == "share":
+        return (state, Kind.FREED) if free else (content, None)
+    if event == "park":
+        return (state, Kind.DOUBLE_FREE) if free else (content | P, Kind.DOUBLE_FREE if parked else None)
+    if free:
+        return state, Kind.DOUBLE_FREE
+    if event == "free":
+        return content | F, Kind.DOUBLE_FREE if parked else None
+    return content | F, Kind.EVICTED_IN_USE if content in HELD and not parked else None
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", [content | mark for content in (*HELD, *NOT_JUDGED) for mark in (0, F, P)])
+def test_each_event_in_each_state(guarded, event, state):
+    """What becomes of the slot and what is found, for every state that a slot can be in."""
+    records(guarded)[9, POSITION] = int(state)
+    getattr(guarded.canary.slots, event)("full", torch.tensor([9]))
+    guarded.canary.drain()
+    left, kind = after(event, int(state))
+    assert records(guarded)[9, POSITION] == left
+    assert [(v.kind, v.slot, v.phase) for v in guarded.violations] == ([] if kind is None else [(kind, 9, Phase.EVENT)])
+
+
+@pytest.mark.parametrize(
+    ("event", "states", "found"),
+    [
+        ("alloc", [State.ALLOCATED], [Kind.DOUBLE_ALLOC]),
+        ("park", [P | State.WRITTEN], [Kind.DOUBLE_FREE]),
+        ("share", [State.WRITTEN], []),
+        ("evict", [F | State.WRITTEN], [Kind.EVICTED_IN_USE, Kind.DOUBLE_FREE]),
+        ("free", [F | State.WRITTEN], [Kind.DOUBLE_FREE]),
+    ],
+)
+def test_a_slot_listed_twice_in_one_call(event, states, found):
+    """The second is judged by what the first made of it; to share a prefix with two requests at once is no mistake."""
+    guarded = served()
+    if event == "alloc":
+        guarded.canary.slots.free("full", torch.tensor([2]))
+    getattr(guarded.canary.slots, event)("full", torch.tensor([2, 2]))
+    guarded.canary.drain()
+    assert sorted(v.kind for v in guarded.violations) == sorted(found)
+    assert (records(guarded)[[2], POSITION] % STATES).tolist() == states
+
+
+def test_a_prefix_is_parked_shared_parked_and_evicted(guarded):
+    """The whole life of a cached prefix, over forwards that read it: nothing is found."""
+    first = guarded.submit("first")
+    slots, canary = torch.tensor([1, 2, 3]), guarded.canary
+    canary.slots.alloc("full", slots, guarded.engine.writers.id("first"))
+    guarded.step()
+    assert first.slots == slots.tolist()
+    guarded.engine.requests.clear()
+    canary.slots.park("full", slots, guarded.engine.writers.id("first"))
+    for name in ("second", "third"):
+        guarded.engine.submit(name, first.tokens[:3], shared=first, prefix=3)
+        canary.slots.share("full", slots[:2], guarded.engine.writers.id(name))
+        canary.slots.share("full", slots[2:])
+        guarded.decode()
+        guarded.engine.requests.clear()
+        canary.slots.park("full", slots, guarded.engine.writers.id(name))
+    canary.slots.evict("full", slots)
+    canary.slots.alloc("full", slots)
+    canary.drain()
+    assert guarded.violations == []
+    assert canary.stats()["checked_slots"] == 6
+
+
+def test_a_parked_slot_may_be_read():
+    """By a forward, by the scrub, by a check on demand and by a transfer; a flipped byte in it is still found."""
+    guarded = served(read_check=-1, scrub_budget="1MiB")
+    canary = guarded.canary
+    canary.slots.park("full", torch.tensor([1, 2, 3]))
+    guarded.decode()
+    canary.slots.check("full", torch.tensor([1, 2, 3]))
+    layout = canary.slots.payload_layout("full")
+    sent = layout.read(canary.slots.export_records("full", torch.tensor([1, 2, 3])))
+    assert sent.written.all()
+    assert sent.positions.tolist() == [0, 1, 2]
+    assert canary.slots.still_holds("full", 2, step=1)
+    canary.drain()
+    assert guarded.violations == []
+    guarded.engine.k[1][2] += 1
+    guarded.decode()
+    assert {(v.kind, v.slot, v.layer) for v in guarded.violations} == {(Kind.BYTES, 2, 1)}
+
+
+def test_a_double_release_of_a_parked_slot_names_both(guarded):
+    """Whether the engine parks it once more or gives it to the allocator. The slot is in the free list then, so the
+    next hit on it is found, too."""
+    request = guarded.submit("writer")
+    guarded.decode()
+    slots, writers = guarded.canary.slots, guarded.engine.writers
+    held = torch.tensor(request.slots[:2])
+    slots.park("full", held, writers.id("first"))
+    slots.park("full", held[:1], writers.id("second"))
+    slots.free("full", held[1:], writers.id("third"))
+    slots.share("full", held, writers.id("reader"))
+    guarded.canary.drain()
+    assert [(v.kind, v.slot, v.request, v.freed_by, v.stored_state) for v in guarded.violations] == [
+        (Kind.DOUBLE_FREE, int(held[0]), "second", "first", State.PARKED),
+        (Kind.DOUBLE_FREE, int(held[1]), "third", "first", State.PARKED),
+        (Kind.FREED, int(held[1]), "reader", "third", State.FREED),
+    ]
+
+
+def test_a_parked_slot_that_is_handed_out_was_not_evicted(guarded):
+    """The finding says who gets it, and who wrote what the cache still keeps."""
+    request = guarded.submit("writer")
+    guarded.decode()
+    slot = torch.tensor(request.slots[:1])
+    guarded.canary.slots.park("full", slot)
+    guarded.canary.slots.alloc("full", slot, guarded.engine.writers.id("next"))
+    guarded.canary.drain()
+    (found,) = guarded.violations
+    assert (found.kind, found.stored_state) == (Kind.DOUBLE_ALLOC, State.PARKED)
+    assert (found.request, found.stored_request) == ("next", "writer")
+
+
+def test_an_evicted_slot_that_a_request_reads_is_found_twice(guarded):
+    """When it is evicted, although the request took it, and when the request reads it."""
+    request = guarded.submit("writer")
+    guarded.decode()
+    slots, slot = guarded.canary.slots, torch.tensor(request.slots[:1])
+    slots.park("full", slot)
+    slots.share("full", slot, guarded.engine.writers.id("writer"))
+    slots.evict("full", slot)
+    guarded.decode()
+    assert [(v.kind, v.slot) for v in guarded.violations] == [
+        (Kind.EVICTED_IN_USE, int(slot)),
+        (Kind.FREED, int(slot)),
+    ]
+
+
+@pytest.mark.parametrize("release", ["park", "free"])
+def test_a_preempted_request_comes_back(guarded, release):
+    """Preemption lets go of slots as the end of a request does: parked and shared again, or freed and computed again.
+    Neither is a finding."""
+    request = guarded.submit("a")
+    canary, slots = guarded.canary, torch.tensor([1, 2, 3])
+    canary.slots.alloc("full", slots)
+    guarded.step()
+    getattr(canary.slots, release)("full", slots)
+    if release == "park":
+        canary.slots.share("full", slots)
+    else:
+        canary.slots.alloc("full", slots)
+        compute_again(guarded, request)
+    guarded.decode()
+    guarded.decode()
+    assert guarded.violations == []
+    assert not (records(guarded)[slots, POSITION] & (F | P)).any()
+
+
+def test_a_forward_that_writes_a_parked_slot_makes_it_held(guarded):
+    """Then it may be parked again, which is no second release."""
+    request = guarded.submit("a")
+    guarded.step()
+    slots = torch.tensor(request.slots)
+    guarded.canary.slots.park("full", slots)
+    compute_again(guarded, request)
+    guarded.step()
+    assert (records(guarded)[slots, POSITION] % STATES).tolist() == [State.WRITTEN] * len(slots)
+    assert not records(guarded)[slots, FREED_BY].any()
+    guarded.canary.slots.park("full", slots)
+    guarded.canary.drain()
+    assert guarded.violations == []
+
+
+def test_pages_are_parked_shared_and_evicted_whole(guarded):
+    """All slots of a page share one fate, and the region's last page may be cut short."""
+    slots, pages = guarded.canary.slots, torch.tensor([2, 12])
+    size = 5
+    slots.alloc("full", pages, page_slots=size)
+    for event, mark in (("park", P), ("share", 0), ("park", P), ("evict", F)):
+        getattr(slots, event)("full", pages, page_slots=size)
+        slots.settle()
+        states = records(guarded)[:, POSITION] % STATES
+        assert states[10:15].tolist() == [State.ALLOCATED | mark] * size
+        assert states[60:].tolist() == [State.ALLOCATED | mark] * 4
+        assert not states[:10].any()
+        assert not states[15:60].any()
+    slots.evict("full", torch.tensor([2]), page_slots=size)
+    guarded.canary.drain()
+    assert [(v.kind, v.slot) for v in guarded.violations] == [(Kind.DOUBLE_FREE, 10)]
+
+
+def test_records_that_arrive_leave_a_parked_slot_parked(guarded):
+    """What a slot holds and who has it are told by different events."""
     request = guarded.submit("a")
     guarded.decode()
-    guarded.canary.slots.free("full", torch.tensor(request.slots))
+    source, parked = torch.tensor(request.slots[:1]), torch.tensor([20])
+    guarded.canary.slots.park("full", parked)
+    guarded.canary.slots.copy("full", source, parked)
+    guarded.canary.drain()
+    assert records(guarded)[20, POSITION] % STATES == P | State.WRITTEN
+    assert guarded.violations == []
+
+
+def test_an_allocator_that_is_followed_no_longer_frees_nothing(guarded):
+    """After `end_lifetime` a slot that was freed or parked is what it was before."""
+    request = guarded.submit("a")
+    guarded.decode()
+    guarded.canary.slots.free("full", torch.tensor(request.slots[1:]))
+    guarded.canary.slots.park("full", torch.tensor(request.slots[:1]))
     guarded.canary.slots.end_lifetime("full")
     guarded.decode()
     assert guarded.violations == []
+    assert not (records(guarded)[:, POSITION] & (F | P)).any()
 
 
 def test_a_forgotten_slot_is_not_judged_by_what_it_held_at_attach():
@@ -281,8 +498,8 @@ def test_what_is_told_of_no_region_of_ours_does_nothing(guarded):
     slots, some = guarded.canary.slots, torch.tensor([1, 2])
 
     def tell_all(region: str) -> None:
-        slots.free(region, some)
-        slots.alloc(region, some)
+        for event in (slots.alloc, slots.park, slots.share, slots.evict, slots.free):
+            event(region, some)
         slots.end_lifetime(region)
         slots.copy(region, some, some + 2)
         slots.clear(region, some)

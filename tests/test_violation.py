@@ -110,4 +110,116 @@ def test_an_allocator_that_frees_what_it_never_had_is_told_as_that(guarded, slot
     guarded.canary.slots.free("full", torch.tensor([slot]))
     guarded.canary.drain()
     (found,) = guarded.violations
-    assert f"the engine freed or handed out {says}" in found.explanation
+    assert f"the engine took or gave back {says}" in found.explanation
+
+
+def held_by_nobody(guarded: Guarded, slot: torch.Tensor, writer: str = "first") -> None:
+    """Its last request let go of it, and the prefix cache keeps it."""
+    guarded.canary.slots.park("full", slot, guarded.engine.writers.id(writer))
+
+
+def released_again(guarded: Guarded, slot: torch.Tensor) -> None:
+    """Two requests count themselves as the last."""
+    held_by_nobody(guarded, slot)
+    held_by_nobody(guarded, slot, "second")
+
+
+def listed_twice(guarded: Guarded, slot: torch.Tensor) -> None:
+    """One request that nobody can name lets go of the slot twice in one call."""
+    guarded.canary.slots.park("full", torch.cat((slot, slot)))
+
+
+def handed_out_before_eviction(guarded: Guarded, slot: torch.Tensor) -> None:
+    """The allocator takes a block that the cache still has in its index."""
+    held_by_nobody(guarded, slot)
+    guarded.canary.slots.alloc("full", slot, guarded.engine.writers.id("next"))
+
+
+def evicted_in_use(guarded: Guarded, slot: torch.Tensor) -> None:
+    """Nobody let go of it."""
+    guarded.canary.slots.evict("full", slot)
+
+
+def evicted_before_it_was_written(guarded: Guarded, slot: torch.Tensor) -> None:
+    """A request was given it, and is not to be named for what another one wrote there."""
+    freed_and_handed_out(guarded, slot)
+    guarded.canary.slots.evict("full", slot)
+
+
+def hit_on_a_freed_slot(guarded: Guarded, slot: torch.Tensor) -> None:
+    """The cache's index has a slot that the allocator has, too."""
+    guarded.canary.slots.free("full", slot, guarded.engine.writers.id("first"))
+    guarded.canary.slots.share("full", slot, guarded.engine.writers.id("next"))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "says"),
+    [
+        (
+            released_again,
+            "was released by second although no request has it: first let go of it at step 1, and the prefix cache "
+            "keeps it since: released twice.",
+        ),
+        (
+            handed_out_before_eviction,
+            "was handed out to next while the prefix cache keeps it; victim wrote it at step 1: handed out before it "
+            "was evicted.",
+        ),
+        (
+            evicted_in_use,
+            "was evicted from the prefix cache while a request has it: it was handed out or shared and not released "
+            "since. victim wrote it at step 1. A lock was lost, or taken back too early.",
+        ),
+        (
+            evicted_before_it_was_written,
+            "was evicted from the prefix cache while a request has it: it was handed out and not released since. A "
+            "lock was lost, or taken back too early.",
+        ),
+        (hit_on_a_freed_slot, "by the prefix cache, but first freed it at step 1: a prefix hit on a freed slot."),
+    ],
+)
+def test_what_the_prefix_cache_did_wrong_is_said(guarded, mechanism, says):
+    """Of a slot that victim wrote in the first step: who acts now, who acted before and when, and no more."""
+    victim = guarded.submit("victim")
+    guarded.decode()
+    mechanism(guarded, torch.tensor(victim.slots[:1]))
+    guarded.canary.drain()
+    (found,) = guarded.violations
+    assert found.explanation.endswith(says)
+
+
+def test_a_slot_that_is_parked_twice_in_one_call_is_said_to_be(guarded):
+    """There is no earlier release that one could name."""
+    victim = guarded.submit("victim")
+    guarded.decode()
+    listed_twice(guarded, torch.tensor(victim.slots[:1]))
+    guarded.canary.drain()
+    (found,) = guarded.violations
+    assert found.explanation.endswith(
+        "was released by the engine although no request has it and the prefix cache keeps it: released twice, or "
+        "listed twice in one call."
+    )
+
+
+def test_a_prefix_that_was_cached_before_it_was_filled_is_said_to_be(guarded):
+    """What another request wrote there before is not what the cache should have."""
+    before = guarded.submit("before")
+    guarded.decode()
+    slot = torch.tensor(before.slots[:1])
+    freed_and_handed_out(guarded, slot)
+    held_by_nobody(guarded, slot)
+    guarded.decode()
+    found = next(v for v in guarded.violations if v.kind is Kind.UNWRITTEN)
+    assert "which the prefix cache keeps although nothing was written there since" in found.explanation
+
+
+def test_a_parked_slot_that_was_never_written_accuses_no_writer(guarded):
+    """It is handed out twice, and nobody has written it."""
+    guarded.submit()
+    guarded.decode()
+    slot = torch.tensor([40])
+    guarded.canary.slots.alloc("full", slot)
+    handed_out_before_eviction(guarded, slot)
+    guarded.canary.drain()
+    (found,) = guarded.violations
+    assert found.explanation.endswith("to next while the prefix cache keeps it: handed out before it was evicted.")

@@ -70,10 +70,25 @@ def stacked_layers(pools: Sequence[Tensor], half_dim: int = 0, dtype: torch.dtyp
     return kv_layers([p.select(half_dim, 0) for p in pools], [p.select(half_dim, 1) for p in pools], dtype)
 
 
+NullSlots = int | range | None
+"""The padding slots of a pool: one slot, a range of them where an engine pads with a block, or None."""
+
+
+def _with_null_slots(region: Region, null: NullSlots) -> Region:
+    """``region`` with these padding slots; None leaves it those that it has."""
+    if null is None:
+        return region
+    if isinstance(null, int):
+        return replace(region, null_slot=null)
+    if null.step != 1:
+        raise AttachError(f"region {region.name!r}: the null slots must be one after another, got {null}")
+    return replace(region, null_slot=null.start, null_slots=len(null))
+
+
 class _LayerPool(PoolAdapter):
     """One region from layers' tensors; a subclass says how a tensor becomes sources and how many slots it has."""
 
-    def __init__(self, name: str, layers: Sequence[LayerTensors], slots: int | None, null_slot: int | None) -> None:
+    def __init__(self, name: str, layers: Sequence[LayerTensors], slots: int | None, null_slot: NullSlots) -> None:
         self._name = name
         self._layers = tuple(layers)
         self._slots = slots
@@ -91,7 +106,7 @@ class _LayerPool(PoolAdapter):
         parts = [(part, tensor) for layer in self._layers for part, tensor in layer.parts()]
         sources = tuple(source for part, tensor in parts for source in self._sources(tensor, part))
         slots = self._slot_count({part.name: self._slots_of(tensor) for part, tensor in parts})
-        region = Region(self._name, slots, sources, null_slot=self._null_slot)
+        region = _with_null_slots(Region(self._name, slots, sources), self._null_slot)
         require_disjoint([region])
         return (region,)
 
@@ -122,7 +137,7 @@ class RowPool(_LayerPool):
         name: str,
         layers: Sequence[LayerTensors],
         slots: int | None = None,
-        null_slot: int | None = None,
+        null_slot: NullSlots = None,
         pool_page: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(name, layers, slots, null_slot)
@@ -161,7 +176,7 @@ class PagedPool(_LayerPool):
         layers: Sequence[LayerTensors],
         page_dim: int = 0,
         slot_dim: int = 1,
-        null_slot: int | None = None,
+        null_slot: NullSlots = None,
     ) -> None:
         super().__init__(name, layers, None, null_slot)
         self._dims = (page_dim, slot_dim)
@@ -190,7 +205,7 @@ class PackedPool(_LayerPool):
     """Byte pages of a data and a scale strip (`packed_page_source`): DeepSeek-V4's pools, DSA's indexer."""
 
     def __init__(
-        self, name: str, layers: Sequence[LayerTensors], layout: PackedPage, null_slot: int | None = None
+        self, name: str, layers: Sequence[LayerTensors], layout: PackedPage, null_slot: NullSlots = None
     ) -> None:
         super().__init__(name, layers, None, null_slot)
         self._layout = layout
@@ -264,7 +279,7 @@ class WindowPool(PoolAdapter):
         pool: PoolAdapter,
         window_tokens: int,
         slot_map: Tensor | None = None,
-        null_slot: int | None = None,
+        null_slot: NullSlots = None,
     ) -> None:
         self._pool = pool
         self._window_tokens = window_tokens
@@ -277,16 +292,11 @@ class WindowPool(PoolAdapter):
         for region in regions:
             if region.kind is not RegionKind.FULL:
                 raise AttachError(f"region {region.name!r} is {region.kind.value} already; wrap a full pool")
-        return tuple(
-            replace(
-                region,
-                kind=RegionKind.WINDOW,
-                window_tokens=self._window_tokens,
-                slot_map=self._slot_map,
-                null_slot=region.null_slot if self._null_slot is None else self._null_slot,
-            )
+        windows = (
+            replace(region, kind=RegionKind.WINDOW, window_tokens=self._window_tokens, slot_map=self._slot_map)
             for region in regions
         )
+        return tuple(_with_null_slots(region, self._null_slot) for region in windows)
 
     def uncovered(self) -> Sequence[Uncovered]:
         """What the pool leaves out."""

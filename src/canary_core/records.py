@@ -5,12 +5,12 @@ Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int3
 | word | constant        | content                                                                    |
 |------|-----------------|----------------------------------------------------------------------------|
 | 0    | `TOKEN`         | token id                                                                   |
-| 1    | `POSITION`      | ``position * 8 + state``                                                   |
+| 1    | `POSITION`      | ``position * 16 + state``                                                  |
 | 2, 3 | `PREFIX_HASH`   | prefix hash up to and including this token, int64 little endian            |
 | 4    | `STEP_WRITTEN`  | step of the forward that wrote the slot                                    |
 | 5    | `WRITER`        | writer id of the request that wrote it                                     |
-| 6    | `STEP_FREED`    | step at which the slot was last freed, 0 = never                           |
-| 7    | `FREED_BY`      | writer id that freed it                                                    |
+| 6    | `STEP_FREED`    | step at which the slot was freed or parked, 0 where it is neither          |
+| 7    | `FREED_BY`      | writer id that did it                                                      |
 
 All zeros read as *unwritten*. Beside the records lie the fingerprints, int64 ``[slots, sources]``. A fingerprint of 0
 says that the bytes are not known, whatever the record says of the slot: they are not compared. Real bytes come to 0
@@ -35,13 +35,16 @@ RECORD_WORDS = 8
 TOKEN, POSITION, PREFIX_HASH, STEP_WRITTEN, WRITER, STEP_FREED, FREED_BY = 0, 1, 2, 4, 5, 6, 7
 """First int32 word of each record field."""
 
-STATES = 8
-"""Values of a record's state: the three low bits of its position word. With the sign that leaves 28 for positions."""
+STATES = 16
+"""Values of a record's state: the four low bits of its position word. With the sign that leaves 27 for positions."""
+
+CONTENT = 3
+"""The bits of a state that say what a slot holds, whoever has it."""
 
 PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
 """First int64 word of each part of a payload row."""
 
-PAYLOAD_VERSION = 1
+PAYLOAD_VERSION = 2
 """Counts up when the meaning of a payload, a record or a fingerprint changes."""
 
 
@@ -56,11 +59,19 @@ class State(IntEnum):
     """Bytes arrived without a forward and without records; the slot is not judged until it is written again."""
     FREED = 4
     """A bit: given back to the allocator. The bits below it say what the slot was."""
+    PARKED = 8
+    """A bit: kept by the prefix cache, and no request has the slot. The two lowest bits say what it holds."""
 
     @classmethod
     def of(cls, word: int) -> "State":
         """The state in a record's position word."""
-        return cls.FREED if word & cls.FREED else cls(word & (STATES - 1))
+        if word & cls.FREED:
+            return cls.FREED
+        return cls.PARKED if word & cls.PARKED else cls(word & CONTENT)
+
+
+UNPARKED = STATES - 1 - State.PARKED
+"""The bits of a state but `State.PARKED`: to read a parked slot is as legal as to read one that a request has."""
 
 
 class Kind(IntEnum):
@@ -73,7 +84,7 @@ class Kind(IntEnum):
     UNWRITTEN = 2
     """A forward will read a slot that no forward has written."""
     FREED = 3
-    """A forward will read a slot that was freed."""
+    """A forward will read a slot that was freed, or a request shares one."""
     POSITION = 4
     """The slot holds another position than the one it is read as."""
     TOKEN = 5
@@ -93,13 +104,15 @@ class Kind(IntEnum):
     NON_FINITE = 12
     """A float KV value just written is NaN or infinite."""
     DOUBLE_FREE = 13
-    """The allocator got back a slot that was free already."""
+    """A slot was given back that was free, or parked, already."""
     DOUBLE_ALLOC = 14
-    """The allocator handed out a slot that is in use."""
+    """The allocator handed out a slot that is in use, or parked."""
     WRITE_AFTER_FREE = 15
     """A forward wrote a slot that was freed and not handed out again."""
     CACHE_STRUCTURE = 16
     """The prefix cache contradicts itself, its allocator or its window map."""
+    EVICTED_IN_USE = 17
+    """The prefix cache gave up a slot that a request still has."""
 
 
 class Counter(IntEnum):
@@ -243,7 +256,7 @@ class Row(IntEnum):
     """Token the request expects there, -1 if unknown."""
     STORED_TOKEN = 7
     STORED_POSITION = 8
-    """The record's position word: ``position * 8 + state``."""
+    """The record's position word: ``position * 16 + state``."""
     STORED_VALUE = 9
     """Recorded prefix hash or fingerprint; for `WRITE_SLOT` the slot of the table; for `TWO_WRITERS` the winner's
     token index."""

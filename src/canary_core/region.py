@@ -165,7 +165,8 @@ class Region:
     """One guarded set of KV slots with one index space.
 
     ``slot_map`` (int32 or int64, ``[full slots + 1]``) turns the table's slots into this region's: a sliding-window
-    pool beside a full one. ``null_slot`` is the padding slot, never a live token's (None: every slot is live).
+    pool beside a full one. ``null_slot`` is the first of ``null_slots`` padding slots (more
+    than one where an engine pads with a block), never a live token's (None: every slot is live).
     ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the
     ``window_tokens - 1`` before it; required for `WINDOW`.
     ``group_tokens`` and ``overlap_tokens``: see `RING`, where the first is required. ``page_ring``: ``(slots, rows)``
@@ -183,6 +184,7 @@ class Region:
     window_tokens: int | None = None
     slot_map: Tensor | None = field(default=None, repr=False)
     null_slot: int | None = None
+    null_slots: int = 1
     tokens_per_slot: int = 1
     group_tokens: int = 0
     overlap_tokens: int = 0
@@ -206,8 +208,7 @@ class Region:
                 f"and tokens_per_slot={self.tokens_per_slot}"
             )
         self._require_ring()
-        if self.null_slot is not None and not 0 <= self.null_slot < self.slots:
-            raise AttachError(f"region {self.name!r}: null_slot {self.null_slot} is not one of its {self.slots} slots")
+        self._require_null_slots()
         names = [s.name for s in self.sources]
         if len(set(names)) != len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
@@ -226,6 +227,11 @@ class Region:
     def device(self) -> torch.device:
         """Device of the guarded bytes."""
         return self.sources[0].tensor.device
+
+    @property
+    def null_range(self) -> range:
+        """The padding slots; empty where there are none."""
+        return range(0) if self.null_slot is None else range(self.null_slot, self.null_slot + self.null_slots)
 
     @property
     def attention_window(self) -> int:
@@ -285,7 +291,7 @@ class Region:
         ``lost``: see `locate`."""
         null = slots < 0
         if self.null_slot is not None:
-            null |= slots == self.null_slot
+            null |= (slots >= self.null_range.start) & (slots < self.null_range.stop)
         beyond = slots >= self.slots if lost is None else lost | (slots >= self.slots)
         return torch.where(beyond, Status.RANGE, torch.where(null, Status.NULL, Status.OK))
 
@@ -296,6 +302,18 @@ class Region:
             return slots
         page, rows = self.page_ring
         return torch.where(slots < 0, slots, slots // page * rows + slots % rows)
+
+    def _require_null_slots(self) -> None:
+        """Raises `AttachError` unless the padding slots are slots of the region, and some are left."""
+        null = self.null_range
+        if self.null_slots < 1 or (self.null_slot is None and self.null_slots > 1):
+            raise AttachError(
+                f"region {self.name!r}: null_slots counts the padding slots from null_slot on and is at least 1, got "
+                f"null_slot={self.null_slot} and null_slots={self.null_slots}"
+            )
+        if null and not 0 <= null.start < null.stop <= self.slots:
+            which = f"{null.start}" if len(null) == 1 else f"{null.start} to {null.stop - 1}"
+            raise AttachError(f"region {self.name!r}: null_slot {which} is not one of its {self.slots} slots")
 
     def _require_ring(self) -> None:
         """Raises `AttachError` unless what is said of a `RING` goes together."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from canary_core.ops import cross_region, payload
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.record_buffers import RecordBuffers
 from canary_core.ops.state import RegionState
-from canary_core.records import POSITION, STATES, STEP_WRITTEN, State
+from canary_core.records import CONTENT, POSITION, STATES, STEP_WRITTEN, UNPARKED, State
 from canary_core.region import KVSource
 from canary_core.runtime.event_queue import QueuedEvent
 from canary_core.runtime.workspace import Switch, Workspace
@@ -20,6 +21,9 @@ from canary_core.runtime.workspace import Switch, Workspace
 Owner = int | Callable[[], int | Tensor]
 """Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
 one for each slot. It is called when the event takes effect, on the stream of the forwards."""
+
+Event = Literal["alloc", "park", "share", "evict", "free"]
+"""What happens to who has a slot: the name of an op of the back ends, too."""
 
 
 class SlotEvents:
@@ -38,6 +42,33 @@ class SlotEvents:
         self._states = workspace.states
         self._queue = workspace.queue
 
+    def alloc(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """The engine's allocator handed ``slots`` out to request ``writer``. With ``page_slots`` above 1 they number
+        pages of so many slots. A slot that is in use or parked is a DOUBLE_ALLOC finding.
+
+        Events take effect in the order in which the host issues them, before the next forward that it issues: call it
+        from any stream; ``slots`` must stay as they are until then. An engine tells all of a region's life or nothing
+        of it: slots that are freed by events must be handed out by `alloc`, and slots that the prefix cache gives up by
+        `evict` must have been parked, until `end_lifetime`. Slots of which no event has told are not judged.
+        """
+        self._put_owned(("alloc", region, page_slots), slots, writer)
+
+    def park(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. To read them
+        is legal; a forward that writes them makes them held again. Slots that are parked or free already are a
+        DOUBLE_FREE finding."""
+        self._put_owned(("park", region, page_slots), slots, writer)
+
+    def share(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """Request ``writer`` takes ``slots`` that the prefix cache has, a prefix hit; see `alloc`. They are not parked
+        any more; for slots that a request has already it is harmless. Slots that are free are a FREED finding."""
+        self._put_owned(("share", region, page_slots), slots, writer)
+
+    def evict(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """The prefix cache gave ``slots`` up: they are free; see `alloc`. Slots that were handed out or written since
+        they were parked are an EVICTED_IN_USE finding, slots that are free already a DOUBLE_FREE."""
+        self._put_owned(("evict", region, page_slots), slots, writer)
+
     def free(
         self,
         region: str,
@@ -46,25 +77,10 @@ class SlotEvents:
         page_slots: int = 1,
         ready: Sequence[torch.cuda.Event] = (),
     ) -> None:
-        """The engine's allocator got ``slots`` back, from request ``writer``. With ``page_slots`` above 1 they number
-        pages of so many slots. ``ready``: events after which ``slots`` are there; none for what the current stream has
-        to do.
-
-        Events take effect in the order in which the host issues them, before the next forward that it issues: call it
-        from any stream; ``slots`` must stay as they are until then. Once slots of a region are freed by events, they
-        must be handed out by `alloc` too, until `end_lifetime`.
-        """
-        state = self._state(region)
-        if state is not None and len(slots):
-            op = partial(self.workspace.backend.free, state)
-            self._put_owned(op, slots, writer, ("free", region, page_slots), ready)
-
-    def alloc(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
-        """The engine's allocator handed ``slots`` out to ``writer``; see `free`."""
-        state = self._state(region)
-        if state is not None and len(slots):
-            op = partial(self.workspace.backend.alloc, state)
-            self._put_owned(op, slots, writer, ("alloc", region, page_slots), ())
+        """The engine's allocator got ``slots`` back, from request ``writer``, and no prefix cache keeps them; see
+        `alloc`. Slots that are parked or free already are a DOUBLE_FREE finding. ``ready``: events after which
+        ``slots`` are there; none for what the current stream has to do."""
+        self._put_owned(("free", region, page_slots), slots, writer, ready)
 
     def defer(self, tell: Callable[[], None]) -> None:
         """For events that are cheaper told as one. ``tell`` tells them: it is called once, before any other event and
@@ -73,12 +89,13 @@ class SlotEvents:
             self._queue.defer(tell)
 
     def end_lifetime(self, region: str) -> None:
-        """The engine's allocator can't be followed any more: no slot of the region counts as freed from now on."""
+        """The engine's allocator can't be followed any more: no slot of the region counts as freed or
+        parked from now on."""
         state = self._state(region)
         if state is not None:
             with self._switch.guard("end_lifetime"):
                 self.workspace.join()
-                self._queue.put_arrival(partial(_forget_frees, state))
+                self._queue.put_arrival(partial(_forget_releases, state))
 
     def copy(self, region: str, source: Tensor, destination: Tensor) -> None:
         """The engine copied slots ``source`` to ``destination``: records travel with the bytes. Call it when the copy
@@ -226,7 +243,7 @@ class SlotEvents:
             return False
         self.workspace.join()
         record: list[int] = state.records[slot].tolist()
-        return record[STEP_WRITTEN] == step and record[POSITION] % STATES == State.WRITTEN
+        return record[STEP_WRITTEN] == step and record[POSITION] & UNPARKED == State.WRITTEN
 
     def settle(self) -> None:
         """Lets events that wait for the next forward take effect now, on the current stream, which must be the
@@ -247,21 +264,20 @@ class SlotEvents:
         return state
 
     def _put_owned(
-        self,
-        op: Callable[[Tensor, int | Tensor, int], None],
-        slots: Tensor,
-        writer: Owner,
-        about: tuple[str, str, int],
-        ready: Sequence[torch.cuda.Event],
+        self, about: tuple[Event, str, int], slots: Tensor, writer: Owner, ready: Sequence[torch.cuda.Event] = ()
     ) -> None:
-        page_slots = about[2]
+        event, region, page_slots = about
+        state = self._state(region)
+        if state is None or not len(slots):
+            return
+        op = getattr(self.workspace.backend, event)
 
         def apply(tensors: list[Tensor]) -> None:
             every = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            op(every, writer() if callable(writer) else writer, page_slots)
+            op(state, every, writer() if callable(writer) else writer, page_slots)
 
         key = None if callable(writer) else (*about, writer)
-        with self._switch.guard(about[0]):
+        with self._switch.guard(event):
             self._queue.put(QueuedEvent(apply, [slots], list(ready), key=key))
 
     def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
@@ -281,18 +297,18 @@ def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> No
     payload.import_records(state, destination, payload.export_records(state, source))
 
 
-def _forget_frees(state: RegionState) -> None:
-    state.records[:, POSITION] &= ~int(State.FREED)
+def _forget_releases(state: RegionState) -> None:
+    state.records[:, POSITION] &= ~int(State.FREED | State.PARKED)
 
 
 def _expect_bytes(state: RegionState, slots: Tensor) -> None:
-    """What was written becomes unknown, while another stream may be at the same records: freed or not stays as that one
-    has it, and whoever reads them sees one or the other."""
+    """What was written becomes unknown, while another stream may be at the same records: freed or parked or
+    not stays as that one has it, and whoever reads them sees one or the other."""
     if len(slots):
         _, slot, anything = payload.entries(state, slots.long())
         words = state.records[:, POSITION]
         word = words[slot]
-        written = (word & (int(State.FREED) - 1) == State.WRITTEN) & anything
+        written = (word & CONTENT == State.WRITTEN) & anything
         # An atomic maximum per slot. The state first: a scrub in flight looks at it once more before it reports.
         unknown = torch.where(written, word + int(State.UNKNOWN - State.WRITTEN), 0)
         words.scatter_reduce_(0, slot, unknown, reduce="amax")

@@ -122,6 +122,8 @@ _EXPLANATIONS = {
     "allocated twice, or a free was lost.",
     Kind.WRITE_AFTER_FREE: "{reader} wrote {position} to {where}, which {freer} freed{freed} and nobody was given "
     "since: write after free.",
+    Kind.EVICTED_IN_USE: "{where} was evicted from the prefix cache while a request has it: it was handed out or "
+    "shared and not released since. {writer} wrote it{written}. A lock was lost, or taken back too early.",
     Kind.CACHE_STRUCTURE: "{node} is broken: {v.detail}.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
@@ -130,13 +132,14 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     (
         Kind.SLOT_RANGE,
         lambda v: v.phase is Phase.EVENT,
-        "{reader} freed or handed out slot {v.slot}, which is no slot of the pool: the allocator's list is broken.",
+        "{reader} took or gave back slot {v.slot}, which is no slot of the pool: a list of the allocator or of the "
+        "prefix cache is broken.",
     ),
     (
         Kind.NULL_SLOT,
         lambda v: v.phase is Phase.EVENT,
-        "{reader} freed or handed out the null slot {v.slot}, which is for padding only: the allocator's list is "
-        "broken.",
+        "{reader} took or gave back the null slot {v.slot}, which is for padding only: a list of the allocator or of "
+        "the prefix cache is broken.",
     ),
     (
         Kind.SLOT_RANGE,
@@ -148,6 +151,17 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         Kind.NULL_SLOT,
         lambda v: v.phase is Phase.POST_FORWARD,
         "{reader} writes {position} to the null slot {v.slot}, where it is lost: padding leaked into a live row.",
+    ),
+    (
+        Kind.FREED,
+        lambda v: v.phase is Phase.EVENT,
+        "{reader} was given {where} by the prefix cache, but {freer} freed it{freed}: a prefix hit on a freed slot.",
+    ),
+    (
+        Kind.UNWRITTEN,
+        lambda v: v.stored_state is State.PARKED,
+        "{reader} will read {position} from {where}, which the prefix cache keeps although nothing was written there "
+        "since it was handed out or cleared: a prefix was published before it was filled, or a write was lost.",
     ),
     (
         Kind.UNWRITTEN,
@@ -182,8 +196,37 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     ),
     (
         Kind.DOUBLE_FREE,
+        lambda v: v.stored_state is State.PARKED and (v.step_freed is not None or v.freed_by is not None),
+        "{where} was released by {reader} although no request has it: {freer} let go of it{freed}, and the prefix "
+        "cache keeps it since: released twice.",
+    ),
+    (
+        Kind.DOUBLE_FREE,
+        lambda v: v.stored_state is State.PARKED,
+        "{where} was released by {reader} although no request has it and the prefix cache keeps it: released twice, or "
+        "listed twice in one call.",
+    ),
+    (
+        Kind.DOUBLE_FREE,
         lambda v: v.step_freed is None and v.freed_by is None,
         "{where} was freed by {reader} although it was free already: freed twice, or listed twice in one call.",
+    ),
+    (
+        Kind.EVICTED_IN_USE,
+        lambda v: v.stored_state is State.ALLOCATED or v.step_written is None,
+        "{where} was evicted from the prefix cache while a request has it: it was handed out and not released since. "
+        "A lock was lost, or taken back too early.",
+    ),
+    (
+        Kind.DOUBLE_ALLOC,
+        lambda v: v.stored_state is State.PARKED and v.step_written is not None,
+        "{where} was handed out to {reader} while the prefix cache keeps it; {writer} wrote it{written}: handed out "
+        "before it was evicted.",
+    ),
+    (
+        Kind.DOUBLE_ALLOC,
+        lambda v: v.stored_state is State.PARKED,
+        "{where} was handed out to {reader} while the prefix cache keeps it: handed out before it was evicted.",
     ),
     (
         Kind.DOUBLE_ALLOC,

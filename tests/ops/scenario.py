@@ -9,7 +9,7 @@ import torch
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import POSITION, STATES, Cursor, State
+from canary_core.records import POSITION, STATES, Cursor
 from canary_core.region import Role
 
 TABLES = ("records", "fingerprints", "chains", "cursors")
@@ -62,6 +62,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
     page_ring = (8, 4) if kind is RegionKind.RING and ring_rng.random() < 0.6 else None
     if rng.random() < 0.3:
         slot_map = torch.tensor([rng.randrange(-1, slots) for _ in range(slots + rng.randint(-3, 3))], device=device)
+    null_slot = rng.choice([None, 0, 3])
+    null_rng = random.Random(f"null {seed}")
     region = Region(
         "r",
         slots,
@@ -73,7 +75,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
         overlap_tokens=ring_rng.choice([0, 1]) if kind is RegionKind.RING else 0,
         page_ring=page_ring,
         slot_map=slot_map,
-        null_slot=rng.choice([None, 0, 3]),
+        null_slot=null_slot,
+        null_slots=1 if null_slot is None else null_rng.choice([1, 1, 4]),
     )
     ring = rng.choice([0, 0, 8]) if window else int(kind is RegionKind.STATE)
     if kind is RegionKind.RING and page_ring is None:
@@ -182,7 +185,7 @@ def disturb(s: Scenario, state: RegionState) -> None:
         state.records[rng.randrange(s.region.slots), rng.randrange(8)] ^= 1 << rng.randrange(31)
     for _ in range(rng.choice([0, 2])):
         slot = rng.randrange(s.region.slots)
-        state.records[slot, POSITION] = state.records[slot, POSITION] // STATES * STATES + rng.choice(list(State))
+        state.records[slot, POSITION] = state.records[slot, POSITION] // STATES * STATES + rng.randrange(STATES)
     for _ in range(rng.choice([0, 1, 4])):
         source = rng.choice(s.region.sources)
         flat = source.tensor.view(torch.uint8).view(-1)

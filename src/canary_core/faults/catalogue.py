@@ -158,8 +158,8 @@ def _swap_pages(scene: Scene) -> Injection | None:
     size = _page_slots(scene)
     pages = scene.state.region.slots // size
     busy = scene.write_mask.clone()
-    if scene.state.region.null_slot is not None:
-        busy[scene.state.region.null_slot] = True
+    null = scene.state.region.null_range
+    busy[null.start : null.stop] = True
     sound = scene.sound[: pages * size].view(pages, size)
     free = (sound.any(1) & ~busy[: pages * size].view(pages, size).any(1)).nonzero()[:, 0]
     sources = [s for s in scene.state.sources if scene.armed.spec.source in (None, s.name)]

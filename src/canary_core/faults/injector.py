@@ -13,7 +13,7 @@ from canary_core.faults.catalogue import FAULTS, Moment
 from canary_core.faults.scene import Armed, Injection, Pending, Scene
 from canary_core.faults.spec import FaultSpec
 from canary_core.hookspecs import hookimpl
-from canary_core.records import POSITION, STATES, STEP_WRITTEN, State
+from canary_core.records import POSITION, STEP_WRITTEN, UNPARKED, State
 from canary_core.runtime.streams import capturing
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class _Unseen:
         """Whether its slots still hold what was broken."""
         state = self.canary.states[self.injection.region]
         records = state.records[list(self.injection.slots)]
-        written = records[:, POSITION] % STATES == State.WRITTEN
+        written = records[:, POSITION] & UNPARKED == State.WRITTEN
         return bool((written & (records[:, STEP_WRITTEN] == self.injection.step)).all())
 
 

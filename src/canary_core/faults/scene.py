@@ -13,7 +13,7 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.reference import plan
 from canary_core.ops.reference.stack import stacks
 from canary_core.ops.state import RegionState
-from canary_core.records import POSITION, STATES, Clock, Kind, State, Status
+from canary_core.records import POSITION, UNPARKED, Clock, Kind, State, Status
 from canary_core.region import KVSource, Role
 from canary_core.violation import Violation
 
@@ -171,11 +171,11 @@ class Scene:
     def sound(self) -> Tensor:
         """Slots with recorded content, whose bytes are known."""
         records = self.state.records
-        mask = records[:, POSITION] % STATES == State.WRITTEN
+        mask = records[:, POSITION] & UNPARKED == State.WRITTEN
         if self.state.sources:
             mask &= (self.state.fingerprints != 0).any(1)
-        if self.state.region.null_slot is not None:
-            mask[self.state.region.null_slot] = False
+        null = self.state.region.null_range
+        mask[null.start : null.stop] = False
         return mask
 
     def source(self, *roles: Role) -> KVSource | None:

@@ -25,8 +25,11 @@ class Backend:
     fingerprint: BatchOp
     record: BatchOp
     scrub: Callable[[RegionState], None]
-    free: EventOp
     alloc: EventOp
+    park: EventOp
+    share: EventOp
+    evict: EventOp
+    free: EventOp
     verify: Callable[[RegionState, Tensor], None]
     row_steps: tuple[int, ...] = ()
     """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
@@ -55,7 +58,8 @@ def torch_backend() -> Backend:
 
     return Backend(
         "torch", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
-        compare.scrub, lifetime.free, lifetime.alloc, compare.verify,
+        compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
+        compare.verify,
     )  # fmt: skip
 
 
@@ -65,6 +69,7 @@ def triton_backend() -> Backend:
 
     return Backend(
         "triton", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
-        compare.scrub, lifetime.free, lifetime.alloc, compare.verify, launch.ROW_STEPS,
+        compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
+        compare.verify, launch.ROW_STEPS,
         launch.compile_together,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from canary_core.ops import hashing
 from canary_core.records import (
+    CONTENT,
     POSITION,
     PREFIX_HASH,
     STATES,
@@ -39,7 +40,8 @@ KINDS = (Kind.SLOT_RANGE, Kind.NULL_SLOT, Kind.UNWRITTEN, Kind.FREED, Kind.POSIT
 class Seen:
     """The record behind each place, all ``[n]``; ``usable`` says whether there is one (else the rest is of any slot).
 
-    ``word`` is the record's position word, ``freed`` its words `STEP_FREED` and `FREED_BY` as one number.
+    ``state`` is `State.FREED` or what the slot holds: whether it is parked is nothing to who reads it. ``word`` is the
+    record's position word, ``freed`` its words `STEP_FREED` and `FREED_BY` as one number.
     """
 
     slot: Tensor
@@ -61,7 +63,7 @@ class Seen:
         return cls(
             slot=slot,
             status=status,
-            state=torch.where(word & State.FREED != 0, State.FREED, word & (STATES - 1)),
+            state=torch.where(word & State.FREED != 0, State.FREED, word & CONTENT),
             position=word // STATES,
             word=word,
             token=records[:, TOKEN].long(),

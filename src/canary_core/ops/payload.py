@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from canary_core.errors import AttachError
 from canary_core.ops import hashing
 from canary_core.records import (
+    CONTENT,
     FREED_BY,
     PAYLOAD_FINGERPRINTS,
     PAYLOAD_RECORD,
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 BLOCK_WORDS = 1 << 16
 """Words that `fingerprint_bytes` takes at a time: its scratch then stays in a core's cache."""
 
-_CONTENT = int(State.FREED) - 1
-"""The bits of a state that say what a slot holds, whoever owns it."""
+_OWNED = int(State.FREED | State.PARKED)
+"""The bits of a state that say who has a slot, whatever it holds."""
 
 _NONCE = os.urandom(16)
 """Tells this process's payloads from another's."""
@@ -108,7 +109,7 @@ class PayloadLayout:
         Never waits for the device."""
         known, record = _records_of(self, payload)
         word = record[:, POSITION].long()
-        written = known & (word & _CONTENT == State.WRITTEN)
+        written = known & (word & CONTENT == State.WRITTEN)
         return PayloadRecords(known, written, record[:, TOKEN].long(), word // STATES)
 
     @property
@@ -204,7 +205,7 @@ def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Ten
         raise AttachError(f"payload must be [n, {layout.words}] for this layout, got {tuple(payload.shape)}")
     columns = {source.name: column for column, source in enumerate(layout.sources)}
     known, record = _records_of(layout, payload)
-    written = known & (record[:, POSITION] & _CONTENT == State.WRITTEN)
+    written = known & (record[:, POSITION] & CONTENT == State.WRITTEN)
     differences: list[Difference] = []
     checked = skipped = 0
     for name, content in data.items():
@@ -248,7 +249,7 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
 
     A slot becomes *unknown* where the payload is of another layout. Where it lacks the fingerprint of bytes that the
     slot has, those bytes are not compared, and what the slot is stays known. Who wrote it, and when, is kept only from
-    the same Canary; else it is ``writer``, now. Freed or not is the slot's own, not the payload's.
+    the same Canary; else it is ``writer``, now. Freed or parked or not is the slot's own, not the payload's.
     """
     layout = PayloadLayout.of(state)
     slots = slots.long()
@@ -262,15 +263,15 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
     known, new = _records_of(layout, payload)
     own = known & (payload[:, PAYLOAD_STAMP] & 0xFFFFFFFF == layout.origin)
     fingerprints = torch.where(known[:, None], payload[:, PAYLOAD_FINGERPRINTS:], 0)
-    content = torch.where(known, new[:, POSITION] & _CONTENT, int(State.UNKNOWN))
-    freed = old[:, POSITION] & int(State.FREED)
+    content = torch.where(known, new[:, POSITION] & CONTENT, int(State.UNKNOWN))
+    owned = old[:, POSITION] & _OWNED
     new = torch.where(known[:, None], new, 0)
-    new[:, POSITION] = new[:, POSITION] // STATES * STATES + content + freed
+    new[:, POSITION] = new[:, POSITION] // STATES * STATES + content + owned
     new[:, WRITER] = torch.where(own, new[:, WRITER], writer)
     # 0 would say that nothing was ever written.
     new[:, STEP_WRITTEN] = torch.where(own, new[:, STEP_WRITTEN], state.shared.clock[Clock.NEXT].clamp(min=1).int())
     for word in (STEP_FREED, FREED_BY):
-        new[:, word] = torch.where(freed != 0, old[:, word], 0)
+        new[:, word] = torch.where(owned != 0, old[:, word], 0)
     state.records[slot] = torch.where(anything, new, old)
     state.fingerprints[slot] = torch.where(anything, fingerprints, state.fingerprints[slot])
 

@@ -32,10 +32,9 @@ def _plan(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     slots, positions = made.slots, made.positions
     prefix, new = batch.prefix_lens.long().clamp(min=0), batch.new_lens.long().clamp(min=0)
     token = new.cumsum(0) - new + positions - prefix
-    there = (slots >= 0) & (slots < state.region.slots) & (positions >= prefix) & (positions < prefix + new)
+    there = (positions >= prefix) & (positions < prefix + new)
     there &= token < batch.tokens
-    if state.region.null_slot is not None:
-        there &= slots != state.region.null_slot
+    there &= state.region.status_of(slots) == Status.OK
     # Rows that keep nothing add nothing to token 0, and claim slot 0 for nobody.
     token, slots = torch.where(there, token, 0), torch.where(there, slots, 0)
     row = torch.arange(len(slots), device=slots.device)

@@ -56,5 +56,5 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
     none = torch.empty(0, dtype=torch.int64, device=batch.device)
     backend.verify(state, none)
     for writer in (-1, none.int()):
-        backend.free(state, none, writer, 1)
-        backend.alloc(state, none, writer, 1)
+        for event in (backend.alloc, backend.park, backend.share, backend.evict, backend.free):
+            event(state, none, writer, 1)

@@ -12,7 +12,9 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.ops import hashing
 from canary_core.ops.kernels.common import (
     ALLOCATED,
+    CONTENT_BITS,
     FREED,
+    NOT_PARKED,
     STATE_VALUES,
     STATUS_NULL,
     STATUS_OK,
@@ -91,7 +93,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 @jit(*VARYING)
 def check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_slot,
+    slots, null_first, null_end,
     p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
@@ -162,14 +164,14 @@ def check_kernel(
             position = start + j
             m = position < end
             slot, status = lookup(
-                p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
+                p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
                 PAGE_SIZE, RING, POOL, GROUP,
             )  # fmt: skip
             # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
             inside = start > read_first
             prior = tl.maximum(start - 1, 0)
             prior_slot, prior_status = lookup(
-                p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, inside,
+                p_table, row_first, prior, width, extent, p_map, map_length, slots, null_first, null_end, inside,
                 PAGE_SIZE, RING, POOL, GROUP,
             )  # fmt: skip
             usable = m & (status == STATUS_OK)
@@ -177,7 +179,7 @@ def check_kernel(
             first, hash = load_head(p_records, slot, usable)
             prior_first, before = load_head(p_records, prior_slot, prior_usable)
             token, stored = split_head(first)
-            good = (stored == position * STATE_VALUES + WRITTEN) & (hash != 0)
+            good = ((stored & NOT_PARKED) == position * STATE_VALUES + WRITTEN) & (hash != 0)
             if p_expected is not None:
                 o_own = (position + 1) * GROUP - 1
                 p_token = p_expected + i_row.to(tl.int64) * expected_stride + o_own
@@ -186,7 +188,7 @@ def check_kernel(
             good = good & usable
             _, prior_stored = split_head(prior_first)
             known = (start == read_first) | (
-                prior_usable & (prior_stored == prior * STATE_VALUES + WRITTEN) & (before != 0)
+                prior_usable & ((prior_stored & NOT_PARKED) == prior * STATE_VALUES + WRITTEN) & (before != 0)
             )
             before = tl.where(start == 0, anchor, before)
 
@@ -205,7 +207,7 @@ def check_kernel(
                 for first_of in range(0, TILE, JUDGED):
                     judge(
                         p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map,
-                        width, extent, map_length, slots, null_slot, ring_rows, region,
+                        width, extent, map_length, slots, null_first, null_end, ring_rows, region,
                         start + first_of + tl.arange(0, JUDGED).to(tl.int64), end, prefix, read_first, i_row, row_first,
                         writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL, GROUP,
                         JUDGED,
@@ -233,15 +235,15 @@ def check_kernel(
                     anchor = tl.load(p_anchors + i_row)
                 head_position = tl.maximum(prefix - 1, 0)
                 head_slot, head_status = lookup(
-                    p_table, row_first, head_position, width, extent, p_map, map_length, slots, null_slot, prefix > 0,
-                    PAGE_SIZE, RING, POOL, GROUP,
+                    p_table, row_first, head_position, width, extent, p_map, map_length, slots, null_first, null_end,
+                    prefix > 0, PAGE_SIZE, RING, POOL, GROUP,
                 )  # fmt: skip
                 head_usable = (prefix > 0) & (head_status == STATUS_OK)
                 head_first, head = load_head(p_records, head_slot, head_usable)
                 _, head_stored = split_head(head_first)
                 writer = tl.load(p_writers + i_row).to(tl.int64)
                 chain_hash, chained = ended_at(p_chains, writer, prefix)
-                holds = head_usable & (head_stored == head_position * STATE_VALUES + WRITTEN)
+                holds = head_usable & ((head_stored & NOT_PARKED) == head_position * STATE_VALUES + WRITTEN)
                 head = tl.where(holds, head, tl.where(chained, chain_hash, 0))
                 tl.store(p_heads + i_row, tl.where(prefix == 0, anchor, head))
 
@@ -258,19 +260,21 @@ def check_kernel(
             if p_write_slots is not None:
                 listed = o_token < write_length
                 number = tl.load(p_write_slots + o_token, mask=m_stored & listed, other=-1).to(tl.int64)
-                slot, status = resolve(number, p_map, map_length, slots, null_slot, m_stored & listed, POOL, GROUP)
+                slot, status = resolve(
+                    number, p_map, map_length, slots, null_first, null_end, m_stored & listed, POOL, GROUP
+                )
                 slot = tl.where(listed, slot, -1)
                 status = tl.where(listed, status, STATUS_RANGE)
                 found, found_status = lookup(
-                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
-                    PAGE_SIZE, RING, POOL, GROUP,
+                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end,
+                    m_stored, PAGE_SIZE, RING, POOL, GROUP,
                 )  # fmt: skip
                 table_slot = tl.where(found_status == STATUS_OK, found, -1)
             else:
                 table_slot = tl.full((TILE,), -1, tl.int64)
                 slot, status = lookup(
-                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m_stored,
-                    PAGE_SIZE, RING, POOL, GROUP,
+                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end,
+                    m_stored, PAGE_SIZE, RING, POOL, GROUP,
                 )  # fmt: skip
             word = ((status.to(tl.int64) + 1) << 32) | i_row.to(tl.int64)
             p_entry = p_plan + o_token * PLAN
@@ -292,15 +296,15 @@ def check_kernel(
 @triton.jit
 def judge(
     p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map, width, extent,
-    map_length, slots, null_slot, ring_rows, region, position, end, prefix, read_first, i_row, row_first, writer,
-    anchor, chain_hash, chained, step,
+    map_length, slots, null_first, null_end, ring_rows, region, position, end, prefix, read_first, i_row, row_first,
+    writer, anchor, chain_hash, chained, step,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
     JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Judges and reports places of a suspect tile, each with the record before it."""
     m = position < end
     slot, status = lookup(
-        p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
+        p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
         PAGE_SIZE, RING, POOL, GROUP,
     )  # fmt: skip
     usable = m & (status == STATUS_OK)
@@ -316,21 +320,21 @@ def judge(
     m_link = m & (position > read_first)
     prior = position - 1
     prior_slot, prior_status = lookup(
-        p_table, row_first, prior, width, extent, p_map, map_length, slots, null_slot, m_link,
+        p_table, row_first, prior, width, extent, p_map, map_length, slots, null_first, null_end, m_link,
         PAGE_SIZE, RING, POOL, GROUP,
     )  # fmt: skip
     prior_usable = m_link & (prior_status == STATUS_OK)
     prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
     _, prior_stored = split_head(prior_first)
-    prior_known = prior_usable & (prior_stored == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
+    prior_known = prior_usable & ((prior_stored & NOT_PARKED) == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
     prior_hash = tl.where(position == 0, anchor, prior_hash)
     should_be = prior_hash + mix(token, position)
     link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
     at_end = (position == prefix - 1) & chained & (hash != 0)
     end_ok = (at_end == 0) | (hash == chain_hash)
 
-    state = tl.where((stored & FREED) != 0, FREED, stored & (STATE_VALUES - 1))
-    placed = usable & (stored == position * STATE_VALUES + WRITTEN)
+    state = tl.where((stored & FREED) != 0, FREED, stored & CONTENT_BITS)
+    placed = usable & ((stored & NOT_PARKED) == position * STATE_VALUES + WRITTEN)
     kind = tl.full((JUDGED,), NOTHING, tl.int64)
     kind = tl.where(placed & own & ((link_ok & end_ok) == 0), KIND_PREFIX, kind)
     kind = tl.where(placed & (own == 0), KIND_TOKEN, kind)

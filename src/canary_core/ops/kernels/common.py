@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from canary_core.ops import hashing
-from canary_core.records import ROW_WORDS, STATES, Counter, Row, State, Status
+from canary_core.records import CONTENT, ROW_WORDS, STATES, UNPARKED, Counter, Row, State, Status
 
 # Kernels see globals only as constexpr.
 GOLDEN = tl.constexpr(hashing.GOLDEN)
@@ -17,7 +17,11 @@ UNWRITTEN = tl.constexpr(int(State.UNWRITTEN))
 WRITTEN = tl.constexpr(int(State.WRITTEN))
 ALLOCATED = tl.constexpr(int(State.ALLOCATED))
 STATE_VALUES = tl.constexpr(STATES)
+CONTENT_BITS = tl.constexpr(CONTENT)
 FREED = tl.constexpr(int(State.FREED))
+PARKED = tl.constexpr(int(State.PARKED))
+NOT_PARKED = tl.constexpr(~int(State.PARKED))
+STATE_UNPARKED = tl.constexpr(UNPARKED)
 UNKNOWN = tl.constexpr(int(State.UNKNOWN))
 COUNT_ROWS = tl.constexpr(int(Counter.ROWS))
 COUNT_DRAINED = tl.constexpr(int(Counter.DRAINED))
@@ -52,11 +56,11 @@ def mix(token, position):
 
 @triton.jit
 def resolve(
-    number, p_map, map_length, slots, null_slot, m,
+    number, p_map, map_length, slots, null_first, null_end, m,
     POOL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """`Region.resolve`: slot and status of int64 slot numbers. ``null_slot`` -1: none. `POOL`: see
-    `launch.TableConstants`."""
+    """`Region.resolve`: slot and status of int64 slot numbers. Null slots are those from ``null_first`` to before
+    ``null_end``. `POOL`: see `launch.TableConstants`."""
     POOL_ROWS: tl.constexpr = POOL[0]
     POOL_SLOTS: tl.constexpr = POOL[1]
     RING_PAGE: tl.constexpr = POOL[2]
@@ -77,7 +81,7 @@ def resolve(
         bad = bad | unmapped
     if RING_PAGE > 0:
         slot = tl.where(bad | (slot < 0), slot, slot // RING_PAGE * RING_ROWS + slot % RING_ROWS)
-    null = (bad == 0) & ((slot < 0) | ((slot == null_slot) & (null_slot >= 0)))
+    null = (bad == 0) & ((slot < 0) | ((slot >= null_first) & (slot < null_end)))
     bad = bad | (slot >= slots)
     status = tl.where(bad, STATUS_RANGE, tl.where(null, STATUS_NULL, STATUS_OK))
     return slot, status
@@ -85,7 +89,7 @@ def resolve(
 
 @triton.jit
 def lookup(
-    p_table, row_first, position, width, extent, p_map, map_length, slots, null_slot, m,
+    p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`reference.plan.lookup`: slot and status of int64 positions, of the table row that begins at element
@@ -100,7 +104,7 @@ def lookup(
     present = (page < width) & (element >= 0) & (element < extent)
     entry = tl.load(p_table + element, mask=m & present, other=-1).to(tl.int64)
     number = tl.where(entry >= 0, entry * PAGE_SIZE + column % PAGE_SIZE, entry)
-    slot, status = resolve(number, p_map, map_length, slots, null_slot, m & present, POOL, GROUP)
+    slot, status = resolve(number, p_map, map_length, slots, null_first, null_end, m & present, POOL, GROUP)
     slot = tl.where(present, slot, -1)
     status = tl.where(present, status, STATUS_RANGE)
     return slot, status
@@ -126,7 +130,7 @@ def load_head(p_records, slot, m):
 
 @triton.jit
 def split_head(first):
-    """Token and position word (``position * 8 + state``) of a record's first 8 bytes, as int64."""
+    """Token and position word (``position * 16 + state``) of a record's first 8 bytes, as int64."""
     return first.to(tl.int32).to(tl.int64), first >> 32
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import (
-    STATE_VALUES,
+    STATE_UNPARKED,
     STATUS_OK,
     WRITTEN,
     lookup,
@@ -60,7 +60,7 @@ def verify(state: RegionState, slots: Tensor) -> None:
 @jit(*VARYING)
 def read_check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_slot,
+    slots, null_first, null_end,
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
     p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
@@ -92,12 +92,12 @@ def read_check_kernel(
     # A tile's slots are looked up while the bytes of the one before are read: one wait a tile, not two.
     slot, m, position, i_row = place(
         i, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width, table_stride,
-        extent, map_length, slots, null_slot, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
+        extent, map_length, slots, null_first, null_end, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
     )  # fmt: skip
     while i < tiles:
         next_slot, next_m, next_position, next_row = place(
             i + step, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width,
-            table_stride, extent, map_length, slots, null_slot, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
+            table_stride, extent, map_length, slots, null_first, null_end, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
         )  # fmt: skip
         if ABREAST[0] > 0:
             o_place = tl.arange(0, SLOTS)
@@ -125,7 +125,7 @@ def read_check_kernel(
 @triton.jit
 def place(
     i, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width, table_stride, extent,
-    map_length, slots, null_slot,
+    map_length, slots, null_first, null_end,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +141,8 @@ def place(
     position = first + i_inside.to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     m = (position < prefix) & (i < tiles)
     slot, status = lookup(
-        p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_slot, m, PAGE_SIZE,
-        RING, POOL, GROUP,
+        p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
+        PAGE_SIZE, RING, POOL, GROUP,
     )  # fmt: skip
     return slot, m & (status == STATUS_OK), position, i_row
 
@@ -150,7 +150,7 @@ def place(
 @triton.jit
 def scrub_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_slot,
+    slots, null_first, null_end,
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def scrub_kernel(
 @jit("count")
 def verify_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_slot,
+    slots, null_first, null_end,
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
     p_slots, count,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
@@ -278,4 +278,4 @@ def compare(
 @triton.jit
 def is_written(first):
     """Whether the record that begins with ``first`` says that its slot holds something that was written."""
-    return (first >> 32 & (STATE_VALUES - 1)) == WRITTEN
+    return (first >> 32 & STATE_UNPARKED) == WRITTEN

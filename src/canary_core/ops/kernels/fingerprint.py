@@ -53,7 +53,7 @@ def baseline(state: RegionState) -> None:
 @jit("tokens")
 def fingerprint_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_slot,
+    slots, null_first, null_end,
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
     p_tokens, p_writers, tokens,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
@@ -143,7 +143,7 @@ def record_tile(
 @triton.jit
 def baseline_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_slot,
+    slots, null_first, null_end,
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip

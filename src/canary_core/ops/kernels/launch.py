@@ -139,12 +139,12 @@ def compile_together(launches: Callable[[], None]) -> None:
 
 def region_arguments(state: RegionState) -> Arguments:
     """``p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows,
-    region, slots, null_slot``: what every kernel takes first."""
-    shared, scratch, null = state.shared, state.scratch, state.region.null_slot
+    region, slots, null_first, null_end``: what every kernel takes first."""
+    shared, scratch, null = state.shared, state.scratch, state.region.null_range
     return arguments(
         state.records.view(torch.int64), state.records, scratch.claims, scratch.plan, scratch.heads, state.chains,
         state.cursors, shared.counters, shared.clock, shared.ring, shared.ring.shape[0], state.index,
-        state.region.slots, -1 if null is None else null,
+        state.region.slots, null.start, null.stop,
     )  # fmt: skip
 
 

@@ -1,46 +1,69 @@
-"""lifetime: the kernels of `canary_core.ops.reference.lifetime`. One launch an event; atomics show duplicates."""
+"""lifetime: the kernel of `canary_core.ops.reference.lifetime`. One launch an event; atomics show duplicates."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from canary_core.ops.kernels.common import ALLOCATED, FREED, STATE_VALUES, UNWRITTEN, report, split_head
+from canary_core.ops.kernels.common import (
+    ALLOCATED,
+    CONTENT_BITS,
+    FREED,
+    NOT_PARKED,
+    PARKED,
+    WRITTEN,
+    report,
+    split_head,
+)
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, region_arguments
 from canary_core.ops.state import RegionState
-from canary_core.records import FREED_BY, POSITION, RECORD_WORDS, STEP_FREED, Clock, Kind, Phase
+from canary_core.records import POSITION, RECORD_WORDS, Clock, Kind, Phase
 
 TILE = 256
 WARPS = 4
 
 WORDS = tl.constexpr(RECORD_WORDS)
 WORD_POSITION = tl.constexpr(POSITION)
-WORD_STEP_FREED = tl.constexpr(STEP_FREED)
-WORD_FREED_BY = tl.constexpr(FREED_BY)
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
+KIND_FREED = tl.constexpr(int(Kind.FREED))
 KIND_DOUBLE_FREE = tl.constexpr(int(Kind.DOUBLE_FREE))
 KIND_DOUBLE_ALLOC = tl.constexpr(int(Kind.DOUBLE_ALLOC))
+KIND_EVICTED_IN_USE = tl.constexpr(int(Kind.EVICTED_IN_USE))
 KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
 KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
 PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
 
 
-def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """As `canary_core.ops.reference.lifetime.free`. One launch."""
-    _launch(state, slots, writer, page_slots, freeing=True)
-
-
 def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """As `canary_core.ops.reference.lifetime.alloc`. One launch."""
-    _launch(state, slots, writer, page_slots, freeing=False)
+    _launch("alloc", state, slots, writer, page_slots)
 
 
-def _launch(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int, freeing: bool) -> None:
-    key = ("free" if freeing else "alloc", None)
-    launcher = state.launches.by_op.get(key)
+def park(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """As `canary_core.ops.reference.lifetime.park`. One launch."""
+    _launch("park", state, slots, writer, page_slots)
+
+
+def share(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """As `canary_core.ops.reference.lifetime.share`. One launch."""
+    _launch("share", state, slots, writer, page_slots)
+
+
+def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """As `canary_core.ops.reference.lifetime.evict`. One launch."""
+    _launch("evict", state, slots, writer, page_slots)
+
+
+def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """As `canary_core.ops.reference.lifetime.free`. One launch."""
+    _launch("free", state, slots, writer, page_slots)
+
+
+def _launch(event: str, state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int) -> None:
+    launcher = state.launches.by_op.get((event, None))
     if launcher is None:
-        constants = {"FREEING": int(freeing), "TILE": TILE}
+        constants = {"EVENT": event, "TILE": TILE}
         launcher = Launcher(lifetime_kernel, state, (region_arguments(state),), constants, num_warps=WARPS)
-        state.launches.by_op[key] = launcher
+        state.launches.by_op[event, None] = launcher
     count = slots.shape[0]
     each, writer = (writer, -1) if isinstance(writer, Tensor) else (None, writer)
     launcher((max(triton.cdiv(count, TILE), 1), 1), arguments(slots, count, each, writer, page_slots))
@@ -49,48 +72,76 @@ def _launch(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots:
 @jit("count", "writer", "page_slots")
 def lifetime_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_slot,
+    slots, null_first, null_end,
     p_slots, count, p_writers, writer, page_slots,
-    FREEING: tl.constexpr, TILE: tl.constexpr,
+    EVENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each `TILE` slots, or pages of ``page_slots`` slots, of the event."""
+    """Grid: one program for each `TILE` slots, or pages of ``page_slots`` slots, of the event.
+
+    An atomic changes the word of each page's first slot and gives what it was; where the event does not apply to that,
+    a second one takes the change back. ``moved`` are those to which it applies, one of several with the same slot: all
+    else of the page is theirs alone."""
     o_slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m = o_slot < count
     slot = tl.load(p_slots + o_slot, mask=m, other=0).to(tl.int64) * page_slots
     if p_writers is not None:
         writer = tl.load(p_writers + o_slot, mask=m, other=-1).to(tl.int32)
-    null = m & ((slot < 0) | ((slot == null_slot) & (null_slot >= 0)))
+    null = m & ((slot < 0) | ((slot >= null_first) & (slot < null_end)))
     beyond = m & (slot >= slots)
     usable = m & (null == 0) & (beyond == 0)
     step = tl.load(p_clock + CLOCK_NEXT)
     p_word = p_words + slot * WORDS + WORD_POSITION
-    if FREEING:
-        old = tl.atomic_or(p_word, tl.full((TILE,), FREED, tl.int32), mask=usable)
-        bad = usable & ((old & FREED) != 0)
-        fresh = usable & (bad == 0)
-        kind = tl.full((TILE,), KIND_DOUBLE_FREE, tl.int64)
-        freed = tl.load(p_records + slot * 4 + 3, mask=usable, other=0)
-        tl.store(p_words + slot * WORDS + WORD_STEP_FREED, step.to(tl.int32), mask=fresh)
-        tl.store(p_words + slot * WORDS + WORD_FREED_BY, writer, mask=fresh)
-        # Nothing but this program changes the other slots of a page that was in use until now.
-        for i in range(1, page_slots):
-            p_other = p_words + (slot + i) * WORDS
-            m_other = fresh & (slot + i < slots)
-            word = tl.load(p_other + WORD_POSITION, mask=m_other, other=0)
-            tl.store(p_other + WORD_POSITION, word | FREED, mask=m_other)
-            tl.store(p_other + WORD_STEP_FREED, step.to(tl.int32), mask=m_other)
-            tl.store(p_other + WORD_FREED_BY, writer, mask=m_other)
-    else:
+    freed_bit = tl.full((TILE,), FREED, tl.int32)
+    parked_bit = tl.full((TILE,), PARKED, tl.int32)
+    not_parked = tl.full((TILE,), NOT_PARKED, tl.int32)
+    kind = tl.full((TILE,), KIND_DOUBLE_FREE, tl.int64)
+    # When the slot was freed or parked, and by whom; 0 where it is neither.
+    released = tl.zeros_like(slot) + ((step & 0xFFFFFFFF) | (writer.to(tl.int64) << 32))
+    if EVENT == "alloc":
         old = tl.atomic_xchg(p_word, tl.full((TILE,), ALLOCATED, tl.int32), mask=usable)
-        bad = usable & ((old & FREED) == 0) & ((old & (STATE_VALUES - 1)) != UNWRITTEN)
+        moved = usable
+        bad = usable & ((old & FREED) == 0) & (((old & PARKED) != 0) | held(old))
         kind = tl.full((TILE,), KIND_DOUBLE_ALLOC, tl.int64)
-        freed = tl.load(p_records + slot * 4 + 3, mask=usable, other=0)
-        tl.store(p_records + slot * 4 + 3, tl.zeros_like(slot), mask=usable)
-        for i in range(1, page_slots):
-            m_other = usable & (slot + i < slots)
+        released = tl.zeros_like(slot)
+    elif EVENT == "park":
+        old = tl.atomic_or(p_word, parked_bit, mask=usable)
+        tl.atomic_and(p_word, not_parked, mask=usable & ((old & FREED) != 0) & ((old & PARKED) == 0))
+        bad = usable & ((old & (FREED | PARKED)) != 0)
+        moved = usable & (bad == 0)
+    elif EVENT == "share":
+        old = tl.atomic_and(p_word, not_parked, mask=usable)
+        tl.atomic_or(p_word, parked_bit, mask=usable & ((old & FREED) != 0) & ((old & PARKED) != 0))
+        bad = usable & ((old & FREED) != 0)
+        moved = usable & (bad == 0)
+        kind = tl.full((TILE,), KIND_FREED, tl.int64)
+        released = tl.zeros_like(slot)
+    else:
+        old = tl.atomic_or(p_word, freed_bit, mask=usable)
+        moved = usable & ((old & FREED) == 0)
+        tl.atomic_and(p_word, not_parked, mask=moved & ((old & PARKED) != 0))
+        if EVENT == "evict":
+            in_use = moved & ((old & PARKED) == 0) & held(old)
+            bad = in_use | (usable & (moved == 0))
+            kind = tl.where(in_use, KIND_EVICTED_IN_USE, KIND_DOUBLE_FREE).to(tl.int64)
+        else:
+            bad = usable & ((old & (FREED | PARKED)) != 0)
+    freed = tl.load(p_records + slot * 4 + 3, mask=usable, other=0)
+    tl.store(p_records + slot * 4 + 3, released, mask=moved)
+    for i in range(1, page_slots):
+        p_other = p_words + (slot + i) * WORDS + WORD_POSITION
+        m_other = moved & (slot + i < slots)
+        if EVENT == "alloc":
             word = tl.full((TILE,), ALLOCATED, tl.int32)
-            tl.store(p_words + (slot + i) * WORDS + WORD_POSITION, word, mask=m_other)
-            tl.store(p_records + (slot + i) * 4 + 3, tl.zeros_like(slot), mask=m_other)
+        else:
+            word = tl.load(p_other, mask=m_other, other=0)
+            if EVENT == "park":
+                word = word | PARKED
+            else:
+                word = word & NOT_PARKED
+                if EVENT != "share":
+                    word = word | FREED
+        tl.store(p_other, word, mask=m_other)
+        tl.store(p_records + (slot + i) * 4 + 3, released, mask=m_other)
     kind = tl.where(null, KIND_NULL_SLOT, tl.where(beyond, KIND_SLOT_RANGE, kind))
     if tl.sum((bad | null | beyond).to(tl.int32), 0) > 0:
         token, _ = split_head(tl.load(p_records + slot * 4, mask=usable, other=-1))
@@ -101,3 +152,9 @@ def lifetime_kernel(
             tl.where(usable, old.to(tl.int64), -1), hash, -1, writer, stored_writer, step_written,
             tl.where(usable, freed, -1), step * 8 + PHASE_EVENT,
         )  # fmt: skip
+
+
+@triton.jit
+def held(word):
+    """Which slots hold something of a request, by their position words."""
+    return ((word & CONTENT_BITS) == WRITTEN) | ((word & CONTENT_BITS) == ALLOCATED)

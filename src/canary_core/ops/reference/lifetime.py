@@ -1,4 +1,4 @@
-"""lifetime: what the allocator does with slots. O(changed slots), no read-back needed."""
+"""lifetime: what the allocator and the prefix cache do with slots. O(changed slots), no read-back needed."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,21 @@ from torch import Tensor
 from canary_core.ops.mapping import see
 from canary_core.ops.reference.ring import report
 from canary_core.ops.state import RegionState
-from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, Clock, Kind, Phase, Row, State, Status
+from canary_core.records import (
+    CONTENT,
+    FREED_BY,
+    POSITION,
+    STEP_FREED,
+    Clock,
+    Kind,
+    Phase,
+    Row,
+    State,
+    Status,
+)
+
+_RELEASED = int(State.FREED | State.PARKED)
+"""The bits of a slot that no request has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +49,24 @@ class _Event:
         """Position words of the records, of slot 0 where not ``usable``."""
         return self.state.records[self.slots * usable, POSITION]
 
+    def freed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For what makes slots free: which are live slots, reporting the others; their words, for one that is listed
+        twice as the first left it; and which of them were not free before."""
+        usable = self.usable()
+        word = self.words(usable)
+        fresh = usable & (word & State.FREED == 0)
+        left = (word & ~int(State.PARKED)) | int(State.FREED)
+        return usable, torch.where(fresh & _repeated(self.slots), left, word), fresh
+
+    def move(self, mask: Tensor, keep: int, add: int, released: bool) -> None:
+        """All slots of the pages in ``mask``: of their position words the bits ``keep`` stay, ``add`` come. Words of a
+        slot that is ``released`` say when, and by whom; else they say that nobody did."""
+        every, by = self.every(mask)
+        state = self.state
+        state.records[every, POSITION] = (state.records[every, POSITION] & keep) | add
+        state.records[every, STEP_FREED] = state.shared.clock[Clock.NEXT].int() if released else 0
+        state.records[every, FREED_BY] = by if released else 0
+
     def every(self, mask: Tensor) -> tuple[Tensor, int | Tensor]:
         """All slots of the pages in ``mask``, and the writer of each; the region's last page may be cut short."""
         first = self.slots[mask]
@@ -59,34 +91,68 @@ class _Event:
         report(self.state.shared, kind, slots, {**fields, **about})
 
 
-def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """The allocator got ``slots`` (integer ``[n]``) back, from writer id ``writer`` (-1: unknown; int32 ``[n]`` for one
-    each). Reports DOUBLE_FREE, also for a slot that is listed twice, and SLOT_RANGE or NULL_SLOT.
+def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """The allocator handed ``slots`` (integer ``[n]``) out to writer id ``writer`` (-1: unknown; int32 ``[n]`` for one
+    each). Reports DOUBLE_ALLOC for a slot that is in use, parked or listed twice, and SLOT_RANGE or NULL_SLOT.
 
     With ``page_slots`` above 1 ``slots`` are numbers of pages of so many slots, which share one fate: a page is judged
     by its first slot, and reported as that one.
     """
     event = _Event.of(state, slots, writer, page_slots)
     usable = event.usable()
-    again = _repeated(event.slots) | (event.words(usable) & State.FREED != 0)
-    event.report(Kind.DOUBLE_FREE, usable & again)
-    every, by = event.every(usable & ~again)
-    state.records[every, POSITION] |= int(State.FREED)
-    state.records[every, STEP_FREED] = state.shared.clock[Clock.NEXT].int()
-    state.records[every, FREED_BY] = by
+    word = torch.where(_repeated(event.slots), int(State.ALLOCATED), event.words(usable))
+    event.report(
+        Kind.DOUBLE_ALLOC, usable & (word & State.FREED == 0) & (_held(word) | (word & State.PARKED != 0)), word
+    )
+    event.move(usable, keep=0, add=int(State.ALLOCATED), released=False)
 
 
-def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """The allocator handed ``slots`` out to ``writer``; see `free`. Reports DOUBLE_ALLOC for a slot that is in use or
-    listed twice, and SLOT_RANGE or NULL_SLOT."""
+def park(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. Reports
+    DOUBLE_FREE for a slot that is parked, free, or listed twice. A free slot stays free."""
     event = _Event.of(state, slots, writer, page_slots)
     usable = event.usable()
-    word = torch.where(_repeated(event.slots), int(State.ALLOCATED), event.words(usable))
-    event.report(Kind.DOUBLE_ALLOC, usable & (word & State.FREED == 0) & (word & (STATES - 1) != State.UNWRITTEN), word)
-    every, _ = event.every(usable)
-    state.records[every, POSITION] = int(State.ALLOCATED)
-    for field in (STEP_FREED, FREED_BY):
-        state.records[every, field] = 0
+    word = event.words(usable)
+    fresh = usable & (word & _RELEASED == 0)
+    word = torch.where(fresh & _repeated(event.slots), word | int(State.PARKED), word)
+    event.report(Kind.DOUBLE_FREE, usable & (word & _RELEASED != 0), word)
+    event.move(fresh, keep=-1, add=int(State.PARKED), released=True)
+
+
+def share(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """Request ``writer`` takes ``slots`` that the prefix cache has, parked or not; see `alloc`. Reports FREED for a
+    slot that is free, which it stays."""
+    event = _Event.of(state, slots, writer, page_slots)
+    usable = event.usable()
+    word = event.words(usable)
+    event.report(Kind.FREED, usable & (word & State.FREED != 0))
+    event.move(usable & (word & State.FREED == 0), keep=~int(State.PARKED), add=0, released=False)
+
+
+def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """The prefix cache gave ``slots`` up: they are free; see `alloc`. Reports EVICTED_IN_USE for a slot that was handed
+    out or written and is not parked, DOUBLE_FREE for one that is free or listed twice."""
+    event = _Event.of(state, slots, writer, page_slots)
+    usable, word, fresh = event.freed()
+    event.report(Kind.DOUBLE_FREE, usable & (word & State.FREED != 0), word)
+    event.report(Kind.EVICTED_IN_USE, usable & (word & _RELEASED == 0) & _held(word), word)
+    event.move(fresh, keep=~int(State.PARKED), add=int(State.FREED), released=True)
+
+
+def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
+    """The allocator got ``slots`` back, from ``writer``; see `alloc`. Reports DOUBLE_FREE for a slot that is free,
+    parked, or listed twice; it is free then."""
+    event = _Event.of(state, slots, writer, page_slots)
+    usable, word, fresh = event.freed()
+    event.report(Kind.DOUBLE_FREE, usable & (word & _RELEASED != 0), word)
+    event.move(fresh, keep=~int(State.PARKED), add=int(State.FREED), released=True)
+
+
+def _held(word: Tensor) -> Tensor:
+    """Which slots hold something of a request, by their position words. Of the others no event has told, or not since
+    their bytes arrived without records."""
+    content = word & CONTENT
+    return (content == State.WRITTEN) | (content == State.ALLOCATED)
 
 
 def _repeated(slots: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ In both a block belongs to one index space at a time, so index spaces share memo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -28,16 +28,21 @@ class KVGroup:
 
     index: place of the group in the engine's lists of read and write indices and block tables. block_slots: tokens of
     a block. pool_page: as in `SlotTable`, how the engine numbers slots in its tables. window_tokens: None if all of the
-    past is read. null_slot: the slot of padding (full), or of the sentinel that stands for new tokens (window).
+    past is read. null_slot: the slots that no request ever has: padding is read from one and written to another one,
+    and in a window one stands for new tokens.
     """
 
     name: str
     index: int
     layers: tuple[LayerTensors, ...]
     block_slots: int
-    null_slot: int
+    null_slot: range
     pool_page: tuple[int, int] | None = None
     window_tokens: int | None = None
+
+
+Ownership = Literal["alloc", "park", "share", "evict", "free"]
+"""What happens to who has a block: a method of `SlotEvents`."""
 
 
 class BlockEvents(Protocol):
@@ -50,8 +55,11 @@ class BlockEvents(Protocol):
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
         """Blocks hold something that no forward wrote: it came from host memory, or was never cleared."""
 
-    def dropped(self, group: int | None, blocks: Sequence[int] | None) -> None:
-        """Blocks (None: all of them) hold nothing of value any more."""
+    def changed_hands(self, event: Ownership, group: int, blocks: Sequence[int], request: str | None = None) -> None:
+        """Blocks were handed out, shared, parked, evicted or freed; ``request``: by which one, if that is known."""
+
+    def emptied(self) -> None:
+        """No block of any group holds anything of value any more."""
 
 
 def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
@@ -89,17 +97,13 @@ def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
         return
     for allocator in cache.cache_allocators.values():
         _watch_copies(allocator, events, patches)
-
-    # A block is dropped when it goes back to the pool: complete blocks that stay cached for prefix sharing do not.
-    patches.follow(cache.pool, "free_blocks", lambda result, index, block_ids: events.dropped(index, block_ids))
-    patches.follow(cache.pool, "reset", lambda result: events.dropped(None, None))
+    _watch_ownership(cache, events, patches)
 
 
 def _allocator_group(name: str, allocator: Any) -> KVGroup:
     stride = allocator.block_physical_stride
     slots = allocator.tokens_per_page
     window = getattr(allocator, "sliding_window", None)
-    unused = allocator.read_trash_index if window is None else allocator.sentinel_index
     return KVGroup(
         name,
         allocator.index,
@@ -108,7 +112,8 @@ def _allocator_group(name: str, allocator: Any) -> KVGroup:
             for layer, (k, v) in ((layer, allocator._kv_token_views[layer]) for layer in allocator.layer_indices)
         ),
         block_slots=slots,
-        null_slot=unused // stride * slots + unused % stride,
+        # The first two sectors are trash: one that padding is read from, one that it is written to.
+        null_slot=range(2 * allocator.blocks_per_sector * slots),
         pool_page=(stride, slots),
         window_tokens=window,
     )
@@ -126,11 +131,20 @@ def _layer_groups_5_17(cache: Any) -> tuple[KVGroup, ...]:
             index,
             tuple(LayerTensors(layer, {"k": cache.key_cache[p], "v": cache.value_cache[p]}) for layer, p in layers),
             block_slots=cache.block_size,
-            null_slot=cache.read_trash_index if windows[index] is None else cache.sentinel_index,
+            null_slot=_null_slots_5_17(
+                cache, cache.read_trash_index if windows[index] is None else cache.sentinel_index
+            ),
             window_tokens=windows[index],
         )
         for index, layers in enumerate(members)
     )
+
+
+def _null_slots_5_17(cache: Any, own: int) -> range:
+    """Those of all indices that no block has, where they are next to each other; else ``own`` alone."""
+    known = {getattr(cache, name, own) for name in ("read_trash_index", "write_trash_index", "sentinel_index")}
+    together = range(min(known), max(known) + 1)
+    return together if len(known) == len(together) else range(own, own + 1)
 
 
 def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:
@@ -138,6 +152,54 @@ def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None
         events.copied(allocator.index, source_block_ids, dest_block_ids)
 
     patches.follow(allocator, "copy_blocks", copied)
+
+
+def _watch_ownership(cache: Any, events: BlockEvents, patches: Patches) -> None:
+    """Blocks come from the pool and go back to it. In between each allocator's ledger counts the requests that have a
+    block, and keeps complete ones that none has, for prefix sharing, until it evicts all of them."""
+    releasing: list[str] = []
+    evicted: dict[int, set[int]] = {}
+
+    def handed_out(blocks: list[int], index: int, num_blocks: int) -> None:
+        events.changed_hands("alloc", index, blocks)
+
+    def back_in_pool(result: None, index: int, block_ids: list[int]) -> None:
+        gone = evicted.pop(index, set())
+        freed = [block for block in block_ids if block not in gone]
+        events.changed_hands("evict", index, [block for block in block_ids if block in gone])
+        events.changed_hands("free", index, freed, releasing[-1] if releasing else None)
+
+    def follow_ledger(index: int, ledger: Any) -> None:
+        def acquired(result: None, block_id: int) -> None:
+            events.changed_hands("share", index, [block_id])
+
+        def released(to_pool: bool, block_id: int, *args: Any, **kwargs: Any) -> None:
+            if not to_pool and block_id in ledger.cached_blocks:
+                events.changed_hands("park", index, [block_id], releasing[-1] if releasing else None)
+
+        def gave_up(blocks: list[int]) -> None:
+            evicted.setdefault(index, set()).update(blocks)
+
+        patches.follow(ledger, "acquire", acquired)
+        patches.follow(ledger, "release", released)
+        patches.follow(ledger, "evict_cached_blocks", gave_up)
+
+    def of_request(original: Any) -> Any:
+        def free_blocks(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            releasing.append(request_id)
+            try:
+                return original(request_id, *args, **kwargs)
+            finally:
+                releasing.pop()
+
+        return free_blocks
+
+    for allocator in cache.cache_allocators.values():
+        follow_ledger(allocator.index, allocator.ledger)
+        patches.wrap(allocator, "free_blocks", of_request)
+    patches.follow(cache.pool, "get_free_blocks", handed_out)
+    patches.follow(cache.pool, "free_blocks", back_in_pool)
+    patches.follow(cache.pool, "reset", lambda result: events.emptied())
 
 
 def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patches) -> None:
