@@ -11,7 +11,7 @@ def paged_cache_pool(groups: Sequence[KVGroup]) -> PoolAdapter:
     """A `PagedAttentionCache`, all layers, K and V. Region names are the engine's attention types.
 
     Slots are compact: ``block * block_slots + offset``, whatever lies between a layer's pages. The blocks of the trash
-    sectors are slots too, never written as far as Canary is told, so that a live token read from one is a finding.
+    sectors are slots too: padding, which no live token may be in.
     Groups take turns on the same memory.
     """
     return JoinedPools([_pool(group) for group in groups], sharing=[frozenset(group.name for group in groups)])
