@@ -70,7 +70,7 @@ def test_plugins_show_engine_and_version(distribution):
     [
         ("2.4", "tested", {}, "toy-engine 2.4 (tested)"),
         ("3.1", "newer", {}, "toy-engine 3.1 is newer than tested (>=2,<3): guarded if"),
-        ("3.1", "newer", {"CANARY_UNTESTED": "refuse"}, "3.1 is newer than tested (>=2,<3): refused, since CANARY_UNTESTED"),
+        ("3.1", "newer", {"CANARY_UNTESTED": "refuse"}, "(>=2,<3): refused, since CANARY_UNTESTED=refuse"),
         ("1.9", "too_old", {}, "toy-engine 1.9 is not supported; needs >=2,<3"),
         ("2.5", "known_bad", {}, "toy-engine 2.5 is known to be bad and refused: it frees blocks twice"),
         (None, "not_installed", {}, "toy-engine is not installed; needs >=2,<3"),

@@ -340,8 +340,8 @@ def test_a_plugins_own_way_in_is_checked_alike(hooking, logs):
     [
         ("", 1, None),
         ("CANARY_PROTOCOL = 1", 1, None),
-        ("CANARY_PROTOCOL = 2", 1, "speaks protocol 2 of Canary, and this canary-core speaks 1; install a newer canary-core"),
-        ("CANARY_PROTOCOL = 1", 2, "speaks protocol 1 of Canary, and this canary-core speaks 2; install a newer release"),
+        ("CANARY_PROTOCOL = 2", 1, "and this canary-core speaks 1; install a newer canary-core, or a release"),
+        ("CANARY_PROTOCOL = 1", 2, "protocol 1 of Canary, and this canary-core speaks 2; install a newer release"),
         ("", 2, "speaks protocol 1 of Canary (it has no CANARY_PROTOCOL, which counts as 1)"),
         ("CANARY_PROTOCOL = '1'", 1, "CANARY_PROTOCOL = '1', which must be an integer"),
         ("CANARY_PROTOCOL = True", 1, "CANARY_PROTOCOL = True, which must be an integer"),
@@ -393,17 +393,21 @@ def test_a_plugin_takes_as_few_arguments_as_it_likes(hook, distribution):
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("def canary_dismiss(finding)", "canary_dismiss takes 'finding', which that hook does not give; its arguments are violation"),
-        ("def canary_attached(canary, pool, *, rank)", "canary_attached takes 'pool', 'rank', which that hook does not give; its arguments are canary"),
-        ("def canary_engine(config)", "canary_engine takes 'config', which that hook does not give; it has no arguments"),
+        ("canary_dismiss(finding)", ["'finding'", "its arguments are violation"]),
+        ("canary_attached(canary, pool, *, rank)", ["'pool', 'rank'", "its arguments are canary"]),
+        ("canary_configure(settings)", ["'settings'", "its arguments are config, manager"]),
+        ("canary_engine(config)", ["'config'", "it has no arguments"]),
     ],
 )  # fmt: skip
 def test_an_argument_that_a_hook_does_not_have(source, told, distribution):
     """The sentence names the hook, the argument, and the arguments that there are."""
-    code = f"from canary_core import hookimpl\n@hookimpl\n{source}: ..."
+    code = f"from canary_core import hookimpl\n@hookimpl\ndef {source}: ..."
     distribution("canary-odd", {"canary_odd": code}, {"odd": "canary_odd"})
     (plugin,) = Plugins().load(config("odd"))
-    assert plugin.error == f"plugin 'odd' does not fit Canary's hooks: {told}"
+    taken, there = told
+    hook = source.partition("(")[0]
+    sentence = f"{hook} takes {taken}, which that hook does not give; {there}"
+    assert plugin.error == f"plugin 'odd' does not fit Canary's hooks: {sentence}"
 
 
 @pytest.mark.parametrize(

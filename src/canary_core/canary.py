@@ -1,7 +1,11 @@
 """`Canary`: guards the pools of one engine."""
 
+import atexit
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from weakref import WeakSet
 
 import pluggy
 import torch
@@ -23,8 +27,12 @@ from canary_core.reporting.findings import Findings
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
 from canary_core.slots import SlotEvents
 from canary_core.step import Step
+from canary_core.summary import Summary
 from canary_core.violation import Violation
 from canary_core.writers import Writers
+
+_open: "WeakSet[Canary]" = WeakSet()
+"""Those that have not told their summary."""
 
 
 class Canary:
@@ -79,7 +87,9 @@ class Canary:
         """What happens around a forward."""
         self.audit.forget = self.slots.forget
         self._attached = on
+        self._process = os.getpid()
         if on:
+            _open.add(self)
             self._tell_attached()
             hooks.hook.canary_attached(canary=self)
 
@@ -146,12 +156,14 @@ class Canary:
         self._findings.raise_first()
 
     def close(self) -> None:
-        """Drains, closes the step's listeners, and stops for good: later calls do nothing."""
+        """Drains, closes the step's listeners, tells the ``summary`` event, and stops for good: later calls do
+        nothing."""
         try:
             self.audit.tell()
             self.drain()
         finally:
             self.step.close()
+            self._tell_summary()
             if self._attached:
                 self._attached = False
                 self.step.watchdog.feed()
@@ -217,6 +229,41 @@ class Canary:
         """A context for work of an adapter within the engine: its exceptions go to `fail`, findings pass through."""
         return self._switch.guard(where)
 
+    def _at_exit(self) -> None:
+        """The process ends and nobody has closed this Canary. Never waits for a device that may be lost."""
+        if os.getpid() != self._process:
+            return
+        with contextlib.suppress(Exception):
+            if self.enabled:
+                if self.device.type == "cpu":
+                    self._workspace.queue.settle()
+                self._findings.read_last(self.forwards)
+        self._tell_summary()
+
+    def _tell_summary(self) -> None:
+        """Tells the ``summary`` event, once."""
+        if self not in _open:
+            return
+        _open.discard(self)
+        found = self._findings
+        summary = Summary(
+            config=self.config,
+            regions=self.regions,
+            forwards=self.forwards,
+            unchecked=self.step.unchecked,
+            ends=self.step.ends,
+            counters=found.counters,
+            events=self.slots.counts,
+            findings={kind.name.lower(): number for kind, number in found.delivered.items() if number},
+            withheld=sum(found.memory.withheld.values()),
+            repeated=found.repeated,
+            dismissed=found.dismissed,
+            misuses=self._switch.misuses,
+            went_on=self.enabled,
+            coverage_ratio=self.coverage.ratio,
+        )
+        self.tell(summary.event())
+
     def _padding(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> Iterator[BatchView]:
         for rows in row_counts(self._workspace.backend.row_steps, most_rows):
             for batch in batches(rows):
@@ -251,3 +298,9 @@ def _require_together(regions: Sequence[Region]) -> None:
                 f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
                 f"{regions[0].device}; make one Canary a device"
             )
+
+
+@atexit.register
+def _tell_open() -> None:
+    for canary in tuple(_open):
+        canary._at_exit()

@@ -168,12 +168,6 @@ class CanaryConfig(BaseSettings):
         "freed or handed out twice.",
     )
     non_finite: bool = Field(default=True, description="Report NaN and infinity in float KV that was just written.")
-    audit: Annotated[int, Field(ge=0)] = Field(
-        default=0,
-        description="Forwards from the first on that are audited: the engine's own tensors are compared with what the "
-        "plugin's views claim; 0: none.",
-        json_schema_extra=_unit("forwards"),
-    )
     read_interval: Annotated[int, Field(ge=1)] = Field(
         default=4,
         description="Forwards between two reads of the counters by the host, on a GPU in log mode: how late a finding "

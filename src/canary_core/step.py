@@ -130,6 +130,10 @@ class Step:
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self.forwards = 0
         """How many began."""
+        self.unchecked = 0
+        """How many could not be checked: they had no view."""
+        self.ends = 0
+        """How often `end` was called."""
         self._listeners: list[StepListener] = []
         self._inside = False
         self._view: BatchView | None = None
@@ -138,7 +142,6 @@ class Step:
         self._read_interval = config.read_interval
         if workspace.device.type == "cpu" or config.mode == "raise":
             self._read_interval = 1
-        self._ends = 0
         self._ended_forwards = 0
         self._idle_read = 0.0
 
@@ -301,14 +304,14 @@ class Step:
             if self._captured:
                 # No host code of ours runs before a replay.
                 workspace.queue.settle()
-            self._ends += 1
+            self.ends += 1
             # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
-            idle = self._ends > 1 and self.forwards == self._ended_forwards and not self._captured
+            idle = self.ends > 1 and self.forwards == self._ended_forwards and not self._captured
             self._ended_forwards = self.forwards
             if workspace.side is not None:
                 workspace.side.unmark()
             self.scrub.step(idle)
-            if idle or self._ends % self._read_interval == 0:
+            if idle or self.ends % self._read_interval == 0:
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
@@ -319,7 +322,7 @@ class Step:
             if idle:
                 self._findings.settle(at_last=True)
             interval = self._config.stats_interval
-            if interval and not idle and self._ends % interval == 0:
+            if interval and not idle and self.ends % interval == 0:
                 self._canary.tell_stats()
         except Exception as error:
             self._switch.fail("end_step", error)
@@ -384,6 +387,7 @@ class Step:
                 seen = listener.before(batch, seen)
         if seen is None:
             self._audit.begin(None)
+            self.unchecked += 1
         else:
             self.before(seen, overlap)
         return seen

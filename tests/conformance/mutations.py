@@ -10,7 +10,7 @@ import pytest
 import torch
 from canary_toy import hooks
 from canary_toy.batch import ToyBatch
-from canary_toy.hooks import ToyHooks, ToySession
+from canary_toy.hooks import ToyGuard, ToyHooks
 from canary_toy.pool import REGION, ToyPool
 from canary_toy.toy_engine import PAGE
 
@@ -132,11 +132,11 @@ def _padding_is_live(view: BatchView, batch: Any) -> BatchView:
     return dataclasses.replace(view, new_lens=view.new_lens + padded, writers=view.writers.clamp(min=0))
 
 
-def _guarded(make: Callable[[ToySession, Callable[..., Any]], Callable[[Any], Any]]) -> Break:
+def _guarded(make: Callable[[ToyGuard, Callable[..., Any]], Callable[[Any], Any]]) -> Break:
     """The wrapper around a forward."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(ToySession, "_guarded", make)
+        patch.setattr(ToyGuard, "_guarded", make)
 
     return apply
 
@@ -144,7 +144,7 @@ def _guarded(make: Callable[[ToySession, Callable[..., Any]], Callable[[Any], An
 def _bracket(before: bool, check: str, after: bool, end: bool) -> Break:
     """A bracket by hand. ``check``: "first", "last" (after the forward), "both" (check and record before it)."""
 
-    def make(session: ToySession, forward: Callable[..., Any]) -> Callable[[Any], Any]:
+    def make(session: ToyGuard, forward: Callable[..., Any]) -> Callable[[Any], Any]:
         def guarded(batch: Any) -> Any:
             step = session.canary.step
             output = forward(batch) if check == "last" else None
@@ -165,7 +165,7 @@ def _bracket(before: bool, check: str, after: bool, end: bool) -> Break:
     return _guarded(make)
 
 
-def _only_first_forward(session: ToySession, forward: Callable[..., Any]) -> Callable[[Any], Any]:
+def _only_first_forward(session: ToyGuard, forward: Callable[..., Any]) -> Callable[[Any], Any]:
     done: list[int] = []
 
     def guarded(batch: Any) -> Any:
@@ -177,7 +177,7 @@ def _only_first_forward(session: ToySession, forward: Callable[..., Any]) -> Cal
     return guarded
 
 
-def _twice(session: ToySession, forward: Callable[..., Any]) -> Callable[[Any], Any]:
+def _twice(session: ToyGuard, forward: Callable[..., Any]) -> Callable[[Any], Any]:
     """The forward runs twice."""
 
     def guarded(batch: Any) -> Any:
@@ -187,7 +187,7 @@ def _twice(session: ToySession, forward: Callable[..., Any]) -> Callable[[Any], 
     return guarded
 
 
-def _changes_output(session: ToySession, forward: Callable[..., Any]) -> Callable[[Any], Any]:
+def _changes_output(session: ToyGuard, forward: Callable[..., Any]) -> Callable[[Any], Any]:
     def guarded(batch: Any) -> Any:
         output = session.canary.step.run(lambda: forward(batch), lambda: session._batch.view(batch))
         return (output + 1) % 100
@@ -195,7 +195,7 @@ def _changes_output(session: ToySession, forward: Callable[..., Any]) -> Callabl
     return guarded
 
 
-def _swallows(session: ToySession, forward: Callable[..., Any]) -> Callable[[Any], Any]:
+def _swallows(session: ToyGuard, forward: Callable[..., Any]) -> Callable[[Any], Any]:
     """Every exception of Canary's is dropped."""
 
     def guarded(batch: Any) -> Any:
@@ -213,18 +213,18 @@ def _fills_padding(view: BatchView, batch: Any) -> BatchView:
     return view
 
 
-def _events(change: Callable[[ToySession, str], str | None]) -> Break:
+def _events(change: Callable[[ToyGuard, str], str | None]) -> Break:
     """Which event is told instead of each: its name, None for none."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        right = ToySession._tell
+        right = ToyGuard._tell
 
-        def tell(self: ToySession, event: Any, pages: Any) -> None:
+        def tell(self: ToyGuard, event: Any, pages: Any) -> None:
             name = change(self, event.__name__)
             if name is not None:
                 right(self, getattr(self.canary.slots, name), pages)
 
-        patch.setattr(ToySession, "_tell", tell)
+        patch.setattr(ToyGuard, "_tell", tell)
 
     return apply
 
@@ -241,28 +241,28 @@ def _region_name(patch: pytest.MonkeyPatch) -> None:
 def _no_pages(patch: pytest.MonkeyPatch) -> None:
     """Numbers of pages are told as numbers of slots."""
 
-    def tell(self: ToySession, event: Any, pages: Any) -> None:
+    def tell(self: ToyGuard, event: Any, pages: Any) -> None:
         event(REGION, torch.tensor(pages, dtype=torch.int64, device=self._device))
 
-    patch.setattr(ToySession, "_tell", tell)
+    patch.setattr(ToyGuard, "_tell", tell)
 
 
 def _copies(change: Callable[[int, int], tuple[int, int] | None]) -> Break:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        right = ToySession._copied
+        right = ToyGuard._copied
 
-        def copied(self: ToySession, _: None, source: int, destination: int) -> None:
+        def copied(self: ToyGuard, _: None, source: int, destination: int) -> None:
             told = change(source, destination)
             if told is not None:
                 right(self, None, *told)
 
-        patch.setattr(ToySession, "_copied", copied)
+        patch.setattr(ToyGuard, "_copied", copied)
 
     return apply
 
 
-def _before_each(act: Callable[[ToySession], None]) -> Break:
-    def make(session: ToySession, forward: Callable[..., Any]) -> Callable[[Any], Any]:
+def _before_each(act: Callable[[ToyGuard], None]) -> Break:
+    def make(session: ToyGuard, forward: Callable[..., Any]) -> Callable[[Any], Any]:
         def guarded(batch: Any) -> Any:
             act(session)
             return session.canary.step.run(lambda: forward(batch), lambda: session._batch.view(batch))
@@ -276,13 +276,13 @@ def _doubled(name: str) -> Break:
     """One event is told twice."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        right = ToySession._tell
+        right = ToyGuard._tell
 
-        def tell(self: ToySession, event: Any, pages: Any) -> None:
+        def tell(self: ToyGuard, event: Any, pages: Any) -> None:
             for _ in range(1 + (event.__name__ == name)):
                 right(self, event, pages)
 
-        patch.setattr(ToySession, "_tell", tell)
+        patch.setattr(ToyGuard, "_tell", tell)
 
     return apply
 
@@ -302,16 +302,16 @@ def _installs_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _first_engine_only(patch: pytest.MonkeyPatch) -> None:
-    right = ToySession.__init__
+    right = ToyGuard.__init__
     seen: list[int] = []
 
-    def init(self: ToySession, engine: Any, config: Any) -> None:
+    def init(self: ToyGuard, engine: Any, config: Any) -> None:
         seen.append(1)
         if len(seen) > 1:
             raise RuntimeError("there is a session already")
         right(self, engine, config)
 
-    patch.setattr(ToySession, "__init__", init)
+    patch.setattr(ToyGuard, "__init__", init)
 
 
 def _never_closes(patch: pytest.MonkeyPatch) -> None:
@@ -320,16 +320,16 @@ def _never_closes(patch: pytest.MonkeyPatch) -> None:
 
 def _never_restores(patch: pytest.MonkeyPatch) -> None:
     def uninstall(self: ToyHooks) -> None:
-        while self.sessions:
-            self.sessions.pop().close()
+        while self.guards:
+            self.guards.pop().close()
 
     patch.setattr(ToyHooks, "uninstall", uninstall)
 
 
 def _settings_ignored(patch: pytest.MonkeyPatch) -> None:
-    right = ToySession.__init__
+    right = ToyGuard.__init__
     patch.setattr(
-        ToySession,
+        ToyGuard,
         "__init__",
         lambda self, engine, config: right(self, engine, config.model_copy(update={"mode": "off"})),
     )

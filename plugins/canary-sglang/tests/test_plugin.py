@@ -30,12 +30,13 @@ def test_start_does_nothing_unless_it_is_named(monkeypatch):
 
 @pytest.mark.without_engine
 @pytest.mark.parametrize(
-    ("installed", "supported"), [("0.5.13", False), ("0.5.14", True), ("0.5.23", True), ("0.5.24", False)]
+    ("installed", "status"),
+    [("0.5.13", "too_old"), ("0.5.14", "tested"), ("0.5.23", "tested"), ("0.5.24", "newer"), ("0.6.0rc1", "newer")],
 )
-def test_the_version_is_checked(monkeypatch, installed, supported):
+def test_the_version_is_checked(monkeypatch, installed, status):
     """The declared range is what is checked before anything is hooked."""
     monkeypatch.setattr(metadata, "version", lambda name: installed)
-    assert version.engine().supported is supported
+    assert version.engine().status == status
 
 
 @pytest.mark.without_engine
@@ -44,7 +45,7 @@ def test_another_release_is_refused_before_anything_is_hooked(monkeypatch, insta
     """The error says what is supported and what was found; none of our hooks is registered."""
     monkeypatch.setattr(metadata, "version", lambda name: installed)
     monkeypatch.setattr(Hooks, "start", lambda hooks, config: pytest.fail("hooked"))
-    config = CanaryConfig(plugins=["sglang"])
+    config = CanaryConfig(plugins=["sglang"], untested="refuse")
     process = plugins.Plugins()
     process.load(config)
     (plugin,) = process.install(config)

@@ -20,7 +20,7 @@ from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
 from canary_core.config import CanaryConfig, settings
 from canary_core.errors import CanaryError, ConfigError, ViolationError
-from canary_core.testing import demo, tests_of
+from canary_core.testing import demo, suite_tests
 
 EXIT_CODES = {
     0: "It worked.",
@@ -227,7 +227,7 @@ def check(
     left as it was? Exit code 1 if a test failed, 2 if there is nothing to run. Works whatever CANARY_PLUGINS says."""
     try:
         suite = check_plugin.suite_of(name)
-        tests = check_plugin.chosen(tests_of(suite), only or [])
+        tests = check_plugin.chosen(suite_tests(suite), only or [])
     except CanaryError as error:
         raise _refusal(error) from error
     console = Console(stderr=as_json)

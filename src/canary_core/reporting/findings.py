@@ -1,5 +1,6 @@
 """`Findings`: reads the violation ring late, turns its rows into `Violation`s and hands each to the hooks once."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -18,6 +19,9 @@ REMEMBERED = 65536
 
 STALLED_READS = 100
 """Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
+
+LAST_READS, LAST_READ_S = 3, 0.5
+"""How many reads the end of a process waits for, and how long: a device that hangs must not keep it from ending."""
 
 
 class Findings:
@@ -49,6 +53,18 @@ class Findings:
     def collect_now(self) -> Snapshot:
         """Everything up to now; waits for the device."""
         return self._read_back.collect_now()
+
+    def read_last(self, forwards: int) -> None:
+        """Reports what can still be read, and waits for a moment only. ``forwards``: see `open`."""
+        deadline, reads = time.monotonic() + LAST_READ_S, 0
+        while reads < LAST_READS and time.monotonic() < deadline:
+            snapshot = self.collect()
+            if snapshot is None:
+                time.sleep(LAST_READ_S / 100)
+                continue
+            reads += 1
+            self.open(snapshot, forwards)
+        self.settle(at_last=True)
 
     def open(self, snapshot: Snapshot, forwards: int) -> None:
         """Reports what a read brought. ``forwards``: how many began on the host so far."""

@@ -2,6 +2,9 @@
 
 import logging
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
 
 import pluggy
 import structlog
@@ -39,6 +42,8 @@ class Reporting:
         self._log(event)
 
     def _log(self, event: Event) -> None:
+        if event.name == "summary" and self._format == "console" and not structlog.is_configured():
+            event = replace(event, name=_page(event), fields={})
         bound = self._logger().bind(**{**event.fields, "logger": "canary"})
         getattr(bound, event.level)(event.name)
 
@@ -57,3 +62,15 @@ class Reporting:
             ],
             wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, self._level.upper())),
         )
+
+
+def _page(event: Event) -> str:
+    """A ``summary`` event for people: a line for each region and for each warning."""
+    fields = cast(Mapping[str, Any], event.fields)
+    name = "summary" if "model" not in fields else f"summary of {fields['model']}"
+    lines = [f"{name}: {fields['summary']}"]
+    for region, kinds in fields["events"].items():
+        told = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
+        lines.append(f"  events of {region}: {told or 'none'}")
+    lines += [f"  warning: {sentence}" for sentence in fields["warnings"]]
+    return "\n".join(lines)

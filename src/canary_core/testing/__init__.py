@@ -13,7 +13,7 @@ from canary_core.testing.conformance import (
     Outcome,
     PluginConformance,
     run_suite,
-    tests_of,
+    suite_tests,
 )
 from canary_core.testing.engines import NEW_TOKENS, PROMPT_TOKENS, TOKENS, DemoEngine, Job, Served
 from canary_core.testing.findings import Findings
@@ -37,6 +37,6 @@ __all__ = [
     "Served",
     "read_bytes",
     "run_suite",
-    "tests_of",
+    "suite_tests",
     "write_bytes",
 ]

@@ -1,6 +1,6 @@
 """The conformance suite: what a plugin of an engine must pass, proven from outside of its adapter."""
 
-from canary_core.testing.conformance.outcome import Outcome, run_suite, tests_of
+from canary_core.testing.conformance.outcome import Outcome, run_suite, suite_tests
 from canary_core.testing.conformance.problems import Nonconforming
 from canary_core.testing.conformance.session import ABILITIES, Ability, EngineSession
 from canary_core.testing.conformance.suite import PluginConformance
@@ -13,5 +13,5 @@ __all__ = [
     "Outcome",
     "PluginConformance",
     "run_suite",
-    "tests_of",
+    "suite_tests",
 ]

@@ -41,7 +41,7 @@ class Outcome:
         }
 
 
-def tests_of(suite: type[PluginConformance]) -> tuple[str, ...]:
+def suite_tests(suite: type[PluginConformance]) -> tuple[str, ...]:
     """Names of the suite's tests, in the order in which they are written; those of a subclass come last."""
     names: dict[str, None] = {}
     for base in reversed(suite.__mro__):
@@ -54,7 +54,7 @@ def run_suite(
 ) -> Iterator[Outcome]:
     """Runs ``tests`` of ``suite``, all of them by default, one after the other. ``started`` is told what each one is
     about. Never raises for a test's sake."""
-    for name in tests or tests_of(suite):
+    for name in tests or suite_tests(suite):
         test = getattr(suite, name)
         what = (inspect.getdoc(test) or name).split("\n\n")[0].replace("\n", " ")
         started(what)
