@@ -11,4 +11,4 @@ class TestWindows(ContinuousConformance):
     """Sliding windows beside full attention: two regions take turns on one memory, and nothing is shared."""
 
     model = "gemma3"
-    abilities = ContinuousConformance.abilities - {"prefix_cache", "evict"}
+    abilities = ContinuousConformance.abilities - {"prefix_cache", "park", "evict"}

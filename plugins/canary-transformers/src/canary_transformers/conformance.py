@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -177,7 +176,20 @@ class ContinuousConformance(PluginConformance):
 
     plugin = plugin
     layers, halves = LAYERS, HALVES
-    abilities = frozenset({"slot_mapping", "padding", "prefix_cache", "evict", "preempt", "fork", "raise", "uninstall"})
+    abilities = frozenset(
+        {
+            "slot_mapping",
+            "lifetime",
+            "padding",
+            "prefix_cache",
+            "park",
+            "evict",
+            "preempt",
+            "fork",
+            "raise",
+            "uninstall",
+        }
+    )
     vocabulary, longest_prompt = VOCABULARY, LONGEST_PROMPT
     engine_package = "transformers"
     model: ModelName = "llama"

@@ -16,8 +16,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from torch import Tensor
-
 from canary_adapters import LayerTensors
 from canary_core import AttachError, HookTarget, Patches, tensors_of
 
