@@ -102,9 +102,9 @@ class PluginConformance:
                 f"after canary_uninstall these are not the engine's own: {', '.join(changed)}; put back what "
                 "canary_install replaced (canary_core.Patches does)",
             )
-        session, forwards = self.session(), stage.witness.forwards
-        self._serve(Drive(session), self._apart(1))
-        session.close()
+        forwards = stage.witness.forwards
+        with contextlib.closing(self.session()) as session:
+            self._serve(Drive(session), self._apart(1))
         if stage.witness.forwards != forwards or any(canary.enabled for canary in stage.witness.canaries):
             raise Nonconforming("hooks", "a Canary goes on after canary_uninstall: call close of each one there")
 
@@ -404,11 +404,10 @@ class PluginConformance:
         """What ``act`` does gives the same answers with and without the plugin, raises nothing, is described byte by
         byte and told truly. ``reuse``: requests may begin with slots that others wrote. ``part``: what is to blame for
         findings, where it is known."""
-        session = self.session()
-        bare = Drive(session)
-        act(bare)
-        expected = bare.answers()
-        session.close()
+        with contextlib.closing(self.session()) as session:
+            bare = Drive(session)
+            act(bare)
+            expected = bare.answers()
         with self._stage() as stage:
             with Footprints(stage, strict=False) as footprints:
                 act(stage)
