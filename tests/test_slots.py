@@ -138,7 +138,7 @@ def after(event: str, state: int) -> tuple[int, Kind | None]:
     """What ``event`` makes of a slot in ``state``, and what is found: the table of docs/how-it-works.md, by hand."""
     content, free, parked = state % 4, bool(state & F), bool(state & P)
     if event == "alloc":
-        return State.ALLOCATED, None if free or state == State.UNWRITTEN else Kind.DOUBLE_ALLOC
+        return State.ALLOCATED, Kind.DOUBLE_ALLOC if not free and (parked or content in HELD) else None
     if event == "share":
         return (state, Kind.FREED) if free else (content, None)
     if event == "park":

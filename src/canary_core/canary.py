@@ -13,6 +13,7 @@ from torch import Tensor
 
 from canary_core import plugins
 from canary_core.audit.footprint import FootprintAudit
+from canary_core.audit.memory import EngineMemory
 from canary_core.audit.running import RunningAudit
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
@@ -63,7 +64,11 @@ class Canary:
         _require_together(regions)
         self.config = config or CanaryConfig.load()
         self.writers = writers or Writers()
-        self.coverage = Coverage(tuple(regions), tuple(uncovered))
+        tensors = pool_tensors() if pool_tensors is not None else {}
+        left_out = tuple(uncovered)
+        self.coverage = Coverage(tuple(regions), left_out)
+        if tensors:
+            self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
         self.regions = {r.name: r for r in regions}
         """The guarded regions by name."""
         self._counts: dict[str, int] = {}
@@ -76,8 +81,8 @@ class Canary:
             self._workspace = Workspace.off(self.config, regions[0].device)
         self._switch = Switch(self._workspace, hooks)
         footprint = None
-        if on and pool_tensors is not None and pool_tensors():
-            footprint = FootprintAudit(pool_tensors, regions, uncovered=self.coverage.uncovered)
+        if on and pool_tensors is not None and tensors:
+            footprint = FootprintAudit(pool_tensors, regions, uncovered=left_out)
         self.audit = RunningAudit(self._switch, footprint, self.config.audit)
         """What audited forwards came to, see ``CANARY_AUDIT``."""
         self._findings = Findings(self._workspace, self._switch, self.writers, self.audit)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from canary_toy import hooks
 from canary_toy.batch import ToyBatch
-from canary_toy.hooks import ToyHooks, ToyGuard
+from canary_toy.hooks import ToyGuard, ToyHooks
 from canary_toy.pool import REGION, ToyPool
 from canary_toy.toy_engine import PAGE
 

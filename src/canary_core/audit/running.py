@@ -14,7 +14,7 @@ from canary_core.region import KVSource
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch
 
-LOOK_S = 1.0
+LOOK_S = 10.0
 """Least time between two looks at where the engine's tensors are, where nothing asks for one."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from canary_core.audit.footprint import FootprintAudit
+from canary_core.audit.memory import EngineMemory
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
 from canary_core.coverage import Coverage
@@ -99,11 +100,12 @@ class Footprints:
         """``outside``: no forward runs; what follows from a problem there."""
         if self._audit is None:
             return
-        for problem in self._audit.end().problems:
-            if outside is not None:
-                self._problems.append(("hooks", f"{outside}: {problem}"))
+        found = self._audit.end()
+        for suspect, problem in zip(found.suspects, found.problems, strict=True):
+            if outside is None or suspect == "PoolAdapter":
+                self._problems.append((suspect, problem))
             else:
-                self._problems.append(("BatchAdapter" if "the view" in problem else "PoolAdapter", problem))
+                self._problems.append(("hooks", f"{outside}: {problem}"))
 
 
 def require_coverage(stage: Stage) -> None:
@@ -111,7 +113,7 @@ def require_coverage(stage: Stage) -> None:
     memory. Raises `Nonconforming`."""
     regions = [region for canary in stage.canaries for region in canary.regions.values()]
     told = [item for canary in stage.canaries for item in canary.uncovered]
-    coverage = Coverage(regions, told, stage.session.pool_tensors)
+    coverage = Coverage.of_engine(regions, told, EngineMemory(stage.session.pool_tensors()))
     missing = [item for item in coverage.uncovered if item not in told]
     if missing:
         names = ", ".join(f"{item.size_bytes} bytes of {item.name!r}" for item in missing)

@@ -11,10 +11,13 @@ In both a block belongs to one index space at a time, so index spaces share memo
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from canary_adapters import LayerTensors
-from canary_core import AttachError, HookTarget, Patches
+from canary_core import AttachError, HookTarget, Patches, tensors_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -37,6 +40,10 @@ class KVGroup:
     window_tokens: int | None = None
 
 
+Ownership = Literal["alloc", "park", "share", "evict", "free"]
+"""What happens to who has a block: a method of `SlotEvents`."""
+
+
 class BlockEvents(Protocol):
     """What a cache does with blocks outside of forwards. Called in the order in which the engine issues things, on the
     engine's thread; ``group`` is `KVGroup.index`, None for all groups."""
@@ -47,8 +54,11 @@ class BlockEvents(Protocol):
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
         """Blocks hold something that no forward wrote: it came from host memory, or was never cleared."""
 
-    def dropped(self, group: int | None, blocks: Sequence[int] | None) -> None:
-        """Blocks (None: all of them) hold nothing of value any more."""
+    def changed_hands(self, event: Ownership, group: int, blocks: Sequence[int], request: str | None = None) -> None:
+        """Blocks were handed out, shared, parked, evicted or freed; ``request``: by which one, if that is known."""
+
+    def emptied(self) -> None:
+        """No block of any group holds anything of value any more."""
 
 
 def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
@@ -61,6 +71,12 @@ def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
 def cleared(cache: Any) -> bool:
     """Whether a new cache starts as zeros."""
     return hasattr(cache, "cache_allocators")
+
+
+def pool_tensors(cache: Any) -> dict[str, Tensor]:
+    """Every tensor of a `PagedAttentionCache`, by its own names. Whole numbers are indices, not KV."""
+    found = tensors_of(cache, lambda name, held: isinstance(held, Tensor) and held.dtype in (torch.int32, torch.int64))
+    return {name: found[name] for name in sorted(found, key=lambda name: found[name].nbytes, reverse=True)}
 
 
 def requests(inputs_and_outputs: Any) -> Sequence[Any]:
@@ -106,13 +122,7 @@ def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
         return
     for allocator in cache.cache_allocators.values():
         _watch_copies(allocator, events, patches)
-
-    # A block is dropped when it goes back to the pool: complete blocks that stay cached for prefix sharing do not.
-    def freed(result: None, index: int, block_ids: list[int], *more: Any, **named: Any) -> None:
-        events.dropped(index, block_ids)
-
-    patches.follow(cache.pool, "free_blocks", freed)
-    patches.follow(cache.pool, "reset", lambda *given, **named: events.dropped(None, None))
+    _watch_ownership(cache, events, patches)
 
 
 def _allocator_group(name: str, allocator: Any) -> KVGroup:
@@ -158,6 +168,54 @@ def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None
         events.copied(allocator.index, source_block_ids, dest_block_ids)
 
     patches.follow(allocator, "copy_blocks", copied)
+
+
+def _watch_ownership(cache: Any, events: BlockEvents, patches: Patches) -> None:
+    """Blocks come from the pool and go back to it. In between each allocator's ledger counts the requests that have a
+    block, and keeps complete ones that none has, for prefix sharing, until it evicts all of them."""
+    releasing: list[str] = []
+    evicted: dict[int, set[int]] = {}
+
+    def handed_out(blocks: list[int], index: int, num_blocks: int) -> None:
+        events.changed_hands("alloc", index, blocks)
+
+    def back_in_pool(result: None, index: int, block_ids: list[int]) -> None:
+        gone = evicted.pop(index, set())
+        freed = [block for block in block_ids if block not in gone]
+        events.changed_hands("evict", index, [block for block in block_ids if block in gone])
+        events.changed_hands("free", index, freed, releasing[-1] if releasing else None)
+
+    def follow_ledger(index: int, ledger: Any) -> None:
+        def acquired(result: None, block_id: int) -> None:
+            events.changed_hands("share", index, [block_id])
+
+        def released(to_pool: bool, block_id: int, *args: Any, **kwargs: Any) -> None:
+            if not to_pool and block_id in ledger.cached_blocks:
+                events.changed_hands("park", index, [block_id], releasing[-1] if releasing else None)
+
+        def gave_up(blocks: list[int]) -> None:
+            evicted.setdefault(index, set()).update(blocks)
+
+        patches.follow(ledger, "acquire", acquired)
+        patches.follow(ledger, "release", released)
+        patches.follow(ledger, "evict_cached_blocks", gave_up)
+
+    def of_request(original: Any) -> Any:
+        def free_blocks(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            releasing.append(request_id)
+            try:
+                return original(request_id, *args, **kwargs)
+            finally:
+                releasing.pop()
+
+        return free_blocks
+
+    for allocator in cache.cache_allocators.values():
+        follow_ledger(allocator.index, allocator.ledger)
+        patches.wrap(allocator, "free_blocks", of_request)
+    patches.follow(cache.pool, "get_free_blocks", handed_out)
+    patches.follow(cache.pool, "free_blocks", back_in_pool)
+    patches.follow(cache.pool, "reset", lambda result: events.emptied())
 
 
 def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patches) -> None:
