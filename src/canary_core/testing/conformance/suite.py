@@ -104,7 +104,12 @@ class PluginConformance:
                 "canary_install replaced (canary_core.Patches does)",
             )
         forwards = stage.witness.forwards
+<<<<<<< HEAD
         self._serve_bare()
+=======
+        with contextlib.closing(self.session()) as session:
+            self._serve(Drive(session), self._apart(1))
+>>>>>>> conf-sglang
         if stage.witness.forwards != forwards or any(canary.enabled for canary in stage.witness.canaries):
             raise Nonconforming("hooks", "a Canary goes on after canary_uninstall: call close of each one there")
 
@@ -410,11 +415,10 @@ class PluginConformance:
         """What ``act`` does gives the same answers with and without the plugin, raises nothing, is described byte by
         byte and told truly. ``reuse``: requests may begin with slots that others wrote. ``part``: what is to blame for
         findings, where it is known."""
-        session = self.session()
-        bare = Drive(session)
-        act(bare)
-        expected = bare.answers()
-        session.close()
+        with contextlib.closing(self.session()) as session:
+            bare = Drive(session)
+            act(bare)
+            expected = bare.answers()
         with self._stage() as stage:
             with Footprints(stage, strict=False) as footprints:
                 act(stage)
