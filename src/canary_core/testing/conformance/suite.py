@@ -104,12 +104,7 @@ class PluginConformance:
                 "canary_install replaced (canary_core.Patches does)",
             )
         forwards = stage.witness.forwards
-<<<<<<< HEAD
         self._serve_bare()
-=======
-        with contextlib.closing(self.session()) as session:
-            self._serve(Drive(session), self._apart(1))
->>>>>>> conf-sglang
         if stage.witness.forwards != forwards or any(canary.enabled for canary in stage.witness.canaries):
             raise Nonconforming("hooks", "a Canary goes on after canary_uninstall: call close of each one there")
 
