@@ -16,6 +16,7 @@ from canary_adapters import (
     row_source,
     stacked_layers,
 )
+from canary_core import AttachError
 from canary_core.region import Region, RegionKind, Role, Uncovered
 
 ROWS = RowPool("swa", kv_layers([torch.zeros(9, 4)], [torch.zeros(9, 4)]))
@@ -52,6 +53,18 @@ class TestRowPool:
         assert (region.slots, region.null_slot, region.kind) == (9, 0, RegionKind.FULL)
         for source in region.sources:
             oracle.agrees(source, dict(enumerate(source.tensor)))
+
+    def test_a_null_block(self):
+        """The padding slots may be a range; a step in it is refused."""
+        layers = kv_layers(_tensors(9, 4), _tensors(9, 4))
+        (region,) = RowPool("kv", layers, null_slot=range(2, 6)).regions()
+        assert (region.null_slot, region.null_slots) == (2, 4)
+        (window,) = WindowPool(RowPool("kv", layers, null_slot=range(2, 6)), 3).regions()
+        assert (window.null_slot, window.null_slots) == (2, 4)
+        (window,) = WindowPool(RowPool("kv", layers, null_slot=range(2, 6)), 3, null_slot=0).regions()
+        assert (window.null_slot, window.null_slots) == (0, 1)
+        with pytest.raises(AttachError, match="one after another"):
+            RowPool("kv", layers, null_slot=range(2, 6, 2)).regions()
 
     def test_spare_rows_are_told(self):
         """Rows beyond the slots are uncovered memory with their size."""
