@@ -57,15 +57,15 @@ class SlotEvents:
         from any stream; ``slots`` must stay as they are until then. Once slots of a region are freed by events, they
         must be handed out by `alloc` too, until `end_lifetime`.
         """
-        state = self._state(region, "free")
-        if state is not None:
+        state = self._owned(("free", region, page_slots), slots, writer)
+        if state is not None and len(slots):
             op = partial(self.workspace.backend.free, state)
             self._put_owned(op, slots, writer, ("free", region, page_slots), ready)
 
     def alloc(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
         """The engine's allocator handed ``slots`` out to ``writer``; see `free`."""
-        state = self._state(region, "alloc")
-        if state is not None:
+        state = self._owned(("alloc", region, page_slots), slots, writer)
+        if state is not None and len(slots):
             op = partial(self.workspace.backend.alloc, state)
             self._put_owned(op, slots, writer, ("alloc", region, page_slots), ())
 
@@ -238,7 +238,7 @@ class SlotEvents:
                 self.workspace.join()
                 self._queue.settle()
 
-    def _state(self, region: str, event: str = "event") -> RegionState | None:
+    def _state(self, region: str, event: str) -> RegionState | None:
         """None where nothing is to be done: Canary is off, or the region, which ``event`` names, is not guarded."""
         return self._named(event, region) if self._switch.enabled else None
 
@@ -247,6 +247,28 @@ class SlotEvents:
         can't be slots."""
         state = self._state(region, event)
         if state is None or not self._fits(event, region, **slots):
+            return None
+        self._count(event, region)
+        return state
+
+    def _owned(self, about: tuple[str, str, int], slots: Tensor, writer: Owner) -> RegionState | None:
+        """As `_told`, for an event of the allocator: of which kind, of which region, and how many slots a page has."""
+        event, region, page_slots = about
+        state = self._state(region, event)
+        if state is None or not self._fits(event, region, slots=slots):
+            return None
+        if not isinstance(page_slots, Integral) or page_slots < 1:
+            self._refuse(
+                (event, region, "page_slots"),
+                f"page_slots must be an integer of at least 1, got {page_slots!r}; give how many slots a page has",
+            )
+            return None
+        if not callable(writer) and not isinstance(writer, Integral):
+            self._refuse(
+                (event, region, "writer"),
+                f"writer must be a number of canary.writers.id(name), or a function that gives it, got a "
+                f"{type(writer).__name__}; -1 is for nobody",
+            )
             return None
         self._count(event, region)
         return state
@@ -317,32 +339,14 @@ class SlotEvents:
         about: tuple[str, str, int],
         ready: Sequence[torch.cuda.Event],
     ) -> None:
-        event, region, page_slots = about
-        if not self._fits(event, region, slots=slots):
-            return
-        if not isinstance(page_slots, Integral) or page_slots < 1:
-            self._refuse(
-                (event, region, "page_slots"),
-                f"page_slots must be an integer of at least 1, got {page_slots!r}; give how many slots a page has",
-            )
-            return
-        if not callable(writer) and not isinstance(writer, Integral):
-            self._refuse(
-                (event, region, "writer"),
-                f"writer must be a number of canary.writers.id(name), or a function that gives it, got a "
-                f"{type(writer).__name__}; -1 is for nobody",
-            )
-            return
-        self._count(event, region)
-        if not len(slots):
-            return
+        page_slots = about[2]
 
         def apply(tensors: list[Tensor]) -> None:
             every = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             op(every, writer() if callable(writer) else writer, page_slots)
 
         key = None if callable(writer) else (*about, writer)
-        with self._switch.guard(event):
+        with self._switch.guard(about[0]):
             self._queue.put(QueuedEvent(apply, [slots], list(ready), key=key))
 
     def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
