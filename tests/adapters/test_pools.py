@@ -248,3 +248,19 @@ def test_joined_pools(refusal):
     assert [r.name for r in joined.regions()] == ["full", "window"]
     spare = RowPool("rows", [LayerTensors(2, {"kv": torch.zeros(4, 2)})], slots=3)
     assert [u.size_bytes for u in JoinedPools([full, spare]).uncovered()] == [8]
+
+
+def test_pools_of_pools_name_the_engines_tensors_as_their_parts_do():
+    """A window's pool, and several pools together; ready-made pools alone can't know the engine's names."""
+
+    class Named(RowPool):
+        def __init__(self, name):
+            self.tensors = {f"{name}_buffer": torch.zeros(9, 4)}
+            super().__init__(name, [LayerTensors(0, {"k": self.tensors[f"{name}_buffer"]})])
+
+        def pool_tensors(self):
+            return self.tensors
+
+    joined = JoinedPools([Named("full"), WindowPool(Named("swa"), 4), ROWS])
+    assert joined.pool_tensors().keys() == {"full_buffer", "swa_buffer"}
+    assert ROWS.pool_tensors() == {}
