@@ -3,8 +3,19 @@
 import pytest
 import torch
 
+from canary_adapters import ragged_table
 from canary_core import AttachError, BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable, StateCheckpoints
 from canary_core.records import PREFIX_HASH
+
+GOOD = {
+    "prefix_lens": torch.tensor([0, 2]),
+    "new_lens": torch.tensor([2, 1]),
+    "token_ids": torch.tensor([5, 6, 7]),
+    "writers": torch.tensor([0, 1]),
+}
+"""Two requests of a batch, without a table."""
+
+ENTRIES = torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]])
 
 
 def forward(canary: Canary, entries: torch.Tensor, row: int, lens: tuple[int, int], anchors: bool) -> None:
@@ -58,3 +69,46 @@ def test_checkpoints_that_do_not_fit_together_are_refused(slots, positions):
     """Types and shapes, where it is made."""
     with pytest.raises(AttachError, match="checkpoints"):
         StateCheckpoints(slots, positions)
+
+
+@pytest.mark.parametrize("field", [*GOOD, "positions", "expected_tokens", "anchors"])
+def test_a_list_is_no_tensor(field):
+    """Each field by its name, with what was got and who is to mend it: never an AttributeError."""
+    with pytest.raises(AttachError, match=f"batch: {field} must be a tensor, got a list; .* in the adapter"):
+        BatchView(**{**GOOD, "tables": {"full": SlotTable(ENTRIES)}, field: [0, 2]})
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: SlotTable([[1, 2]]), "slot table: entries must be a tensor, got a list"),
+        (lambda: SlotTable(ENTRIES, rows=[0, 1]), "slot table: rows must be a tensor, got a list"),
+        (lambda: SlotTable(ENTRIES, write_slots=[0]), "slot table: write_slots must be a tensor, got a list"),
+        (lambda: StateCheckpoints([1], [2]), "checkpoints: slots must be a tensor, got a list"),
+        (lambda: ragged_table([1, 2], torch.tensor([0])), "ragged table: flat must be a tensor, got a list"),
+        (
+            lambda: BatchView(**GOOD, tables=[ENTRIES]),
+            "batch: tables must map names of regions .* got a list",
+        ),
+        (
+            lambda: BatchView(**GOOD, tables={"full": ENTRIES}),
+            "'full' must be a SlotTable, got a Tensor",
+        ),
+    ],
+)
+def test_a_table_is_made_of_tensors(make, says):
+    """What was got is said where it is made."""
+    with pytest.raises(AttachError, match=says):
+        make()
+
+
+def test_each_token_needs_a_place_to_be_written_to():
+    """A list of write slots that is shorter than the tokens, or of rows that is shorter than the requests, describes
+    another forward. A static buffer may be longer."""
+    short = {"full": SlotTable(ENTRIES, write_slots=torch.tensor([1, 2]))}
+    with pytest.raises(AttachError, match="region 'full' has 2 write_slots for 3 token_ids; give one for each token"):
+        BatchView(**GOOD, tables=short)
+    with pytest.raises(AttachError, match="table of region 'full' has 1 rows, the batch 2; give one for each request"):
+        BatchView(**GOOD, tables={"full": SlotTable(ENTRIES, rows=torch.tensor([1]))})
+    longer = {"full": SlotTable(ENTRIES, rows=torch.arange(4), write_slots=torch.arange(9))}
+    assert BatchView(**GOOD, tables=longer).tokens == 3

@@ -43,6 +43,7 @@ def test_plugins_as_json(distribution):
     assert eye.pop("error").endswith("ZeroDivisionError: division by zero")
     assert eye == {
         "name": "eye", "version": "0.7", "distribution": "canary-eye", "allowed": True, "hooks": [], "engine": None,
+        "protocol": None, "warnings": [],
     }  # fmt: skip
 
 
@@ -55,10 +56,56 @@ def test_plugins_show_engine_and_version(distribution):
     distribution("toy-engine", {}, version="1.9")
     distribution("canary-toy", {"canary_toy": source}, {"toy": "canary_toy"})
     (toy,) = (p for p in json.loads(run("plugins", "--json").output) if p["name"] == "toy")
-    assert toy["engine"] == {"name": "toy-engine", "version": "1.9", "supported_range": ">=2", "supported": False}
+    assert toy["engine"] == {
+        "name": "toy-engine", "version": "1.9", "supported_range": ">=2", "supported": False, "status": "too_old",
+        "reason": "",
+    }  # fmt: skip
     table = run("plugins").output
     assert "toy-engine 1.9" in table
     assert "needs >=2" in table
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "environment", "shown"),
+    [
+        ("2.4", "tested", {}, "toy-engine 2.4 (tested)"),
+        ("3.1", "newer", {}, "toy-engine 3.1 is newer than tested (>=2,<3): guarded if"),
+        ("3.1", "newer", {"CANARY_UNTESTED": "refuse"}, "(>=2,<3): refused, since CANARY_UNTESTED=refuse"),
+        ("1.9", "too_old", {}, "toy-engine 1.9 is not supported; needs >=2,<3"),
+        ("2.5", "known_bad", {}, "toy-engine 2.5 is known to be bad and refused: it frees blocks twice"),
+        (None, "not_installed", {}, "toy-engine is not installed; needs >=2,<3"),
+    ],
+)  # fmt: skip
+def test_plugins_show_what_becomes_of_the_engine(version, status, environment, shown, distribution):
+    """Each of the sorts of versions has its line, and its word in the JSON."""
+    source = (
+        "from canary_core import EngineInfo, hookimpl\nCANARY_PROTOCOL = 1\n@hookimpl\n"
+        "def canary_engine(): return EngineInfo.of('toy-engine', '>=2,<3', {'==2.5': 'it frees blocks twice'})\n"
+    )
+    if version:
+        distribution("toy-engine", {}, version=version)
+    distribution("canary-toy", {"canary_toy": source}, {"toy": "canary_toy"})
+    (toy,) = (p for p in json.loads(run("plugins", "--json").output) if p["name"] == "toy")
+    reason = "it frees blocks twice" if status == "known_bad" else ""
+    assert (toy["engine"]["status"], toy["engine"]["reason"], toy["protocol"]) == (status, reason, 1)
+    assert shown in " ".join(run("plugins", **environment).output.split())
+
+
+def test_plugins_show_protocol_and_what_is_missing(distribution):
+    """A plugin without a number is taken as 1, and half a plugin has a warning; one for another protocol an error."""
+    half = "from canary_core import hookimpl\n@hookimpl\ndef canary_install(config): ...\n"
+    distribution("canary-half", {"canary_half": half}, {"half": "canary_half"})
+    distribution("canary-later", {"canary_later": half + "CANARY_PROTOCOL = 3"}, {"later": "canary_later"})
+    found = {p["name"]: p for p in json.loads(run("plugins", "--json").output)}
+    assert (found["half"]["protocol"], found["later"]["protocol"], found["reporting"]["protocol"]) == (None, 3, 1)
+    assert [w.partition(":")[0] for w in found["half"]["warnings"]] == [
+        "plugin 'half' has canary_install without canary_engine",
+        "plugin 'half' has canary_install without canary_uninstall",
+    ]
+    assert "speaks protocol 3" in found["later"]["error"]
+    table = run("plugins").output
+    for part in ("none declared, taken as 1", "canary_install without canary_uninstall", "speaks protocol 3"):
+        assert part in table
 
 
 def test_plugins_fit_80_columns(distribution):

@@ -61,6 +61,25 @@ def test_settings_survive_json():
     assert CanaryConfig.model_validate_json(written) == config
 
 
+@pytest.mark.parametrize(("audit", "audited"), [(0, 4), (3, 4), (20, 20)])
+def test_an_untested_engine_is_a_mark_on_the_settings(audit, audited):
+    """At least 4 forwards are audited; copies keep the mark, the settings it was made of have none."""
+    config = CanaryConfig.load(audit=audit, mode="raise")
+    marked = config.for_untested_engine()
+    assert (config.untested_engine, config.audit) == (False, audit)
+    assert (marked.untested_engine, marked.audit, marked.mode) == (True, audited, "raise")
+    assert marked.model_copy(update={"rank": 3}).untested_engine
+
+
+def test_the_mark_is_no_setting(monkeypatch):
+    """Whoever starts an engine can't claim that it is tested, or not."""
+    monkeypatch.setenv("CANARY_UNTESTED_ENGINE", "true")
+    assert not CanaryConfig.load().untested_engine
+    assert "CANARY_UNTESTED_ENGINE" in unknown_variables()
+    with pytest.raises(ConfigError, match="CANARY_UNTESTED_ENGINE"):
+        CanaryConfig.load(untested_engine=True)
+
+
 def test_unknown_argument_is_refused():
     """A misspelt argument is an error, not ignored."""
     with pytest.raises(ConfigError, match="CANARY_MODES"):

@@ -8,7 +8,8 @@ import structlog
 import torch
 from typer.testing import CliRunner
 
-from canary_adapters import JoinedPools, RowPool, addresses, kv_layers
+from canary_adapters import JoinedPools, LayerTensors, PackedPage, PackedPool, RowPool, addresses, kv_layers
+from canary_core.audit.memory import EngineMemory
 from canary_core.canary import Canary
 from canary_core.cli import app
 from canary_core.config import CanaryConfig
@@ -152,3 +153,94 @@ def test_the_command_reads_what_was_logged(monkeypatch, tmp_path):
         assert cell in table.stdout
     log.write_text("nothing of ours\n")
     assert CliRunner().invoke(app.app, ["coverage", str(log)]).exit_code == 1
+
+
+def _engine(layers=2):
+    """A pool by the engine's names, and its layers."""
+    names = {f"{half}_buffer[{i}]": torch.zeros(9, 2, 4) for i in range(layers) for half in "kv"}
+    return names, [LayerTensors(i, {h: names[f"{h}_buffer[{i}]"] for h in "kv"}) for i in range(layers)]
+
+
+def _of_engine(tensors, *pools):
+    regions = [region for pool in pools for region in pool.regions()]
+    return Coverage.of_engine(regions, [item for pool in pools for item in pool.uncovered()], EngineMemory(tensors))
+
+
+def test_the_engines_own_tensors_are_the_denominator():
+    """What no region describes is left out, under the engine's name for it."""
+    tensors, layers = _engine()
+    event = _of_engine(tensors, RowPool("full", layers)).event()
+    assert (event.level, event.fields["denominator"], event.fields["coverage_ratio"]) == ("info", "engine", 1)
+    event = _of_engine(tensors, RowPool("full", layers[:1])).event()
+    assert (event.level, event.fields["coverage_ratio"]) == ("warning", 0.5)
+    assert event.fields["uncovered"] == [
+        {"name": f"{half}_buffer[1]", "bytes": 9 * 32, "reason": "nobody describes them"} for half in "kv"
+    ]
+    assert "left out: k_buffer[1] 288 bytes (nobody describes them), v_buffer[1] 288 bytes" in event.fields["summary"]
+
+
+def test_names_that_differ_in_a_number_are_told_together():
+    """Thirty layers fill no screen."""
+    tensors, layers = _engine(30)
+    summary = _of_engine(tensors, RowPool("full", layers[:2])).summary
+    assert summary.endswith(
+        "left out: k_buffer[*] 8.1 kB (nobody describes them), v_buffer[*] 8.1 kB (nobody describes them)"
+    )
+
+
+def test_without_the_engines_tensors_the_adapter_says_what_there_is():
+    """The event says so."""
+    assert Coverage(_pool().regions(), ()).event().fields["denominator"] == "adapter"
+
+
+def test_bytes_that_several_regions_share_count_once():
+    """Groups that take turns on the same memory."""
+    tensors, layers = _engine()
+    coverage = _of_engine(tensors, RowPool("a", layers), RowPool("b", layers))
+    assert (coverage.guarded_bytes, coverage.ratio) == (4 * 288, 1)
+
+
+def test_half_of_the_heads_is_half_of_the_bytes():
+    """Gaps within a tensor."""
+    tensors, layers = _engine()
+    layers[1] = LayerTensors(1, {"k": tensors["k_buffer[1]"][:, :1], "v": tensors["v_buffer[1]"]})
+    coverage = _of_engine(tensors, RowPool("full", layers))
+    assert [(u.name, u.size_bytes) for u in coverage.uncovered] == [("k_buffer[1]", 144)]
+
+
+def test_what_the_adapter_leaves_out_is_not_told_twice():
+    """With an address or by its size alone; only the rest is nobody's."""
+    tensors, layers = _engine()
+    spare = RowPool("full", layers, slots=8)
+    coverage = _of_engine(tensors, spare)
+    assert {u.reason for u in coverage.uncovered} == {"1 rows beyond the pool's slots"}
+    assert coverage.ratio == 8 / 9
+    tensors["extra"], tensors["more"] = torch.zeros(25), torch.zeros(5)
+    coverage = Coverage.of_engine(RowPool("full", layers).regions(), [Uncovered("x", 100, "x")], EngineMemory(tensors))
+    assert [(u.name, u.size_bytes) for u in coverage.uncovered] == [("x", 100), ("more", 20)]
+
+
+def test_padding_of_packed_pages_has_an_address():
+    """So the engine's bytes come out even."""
+    pages = torch.zeros(4, 70, dtype=torch.uint8)
+    pool = PackedPool("kv", [LayerTensors(0, {"kv": pages})], PackedPage(4, 12, 4))
+    coverage = _of_engine({"pages": pages}, pool)
+    assert [(u.name, u.size_bytes) for u in coverage.uncovered] == [("kv/kv.0", 24)]
+    assert coverage.ratio == 256 / 280
+
+
+def test_several_tensors_in_one_storage_are_told_apart():
+    """And bytes beside them."""
+    whole = torch.zeros(4, 10)
+    tensors = {"a": whole[0], "b": whole[1], "c": whole[2]}
+    coverage = _of_engine(tensors, RowPool("full", kv_layers([whole[:1]], [whole[2:3]])))
+    assert [(u.name, u.size_bytes) for u in coverage.uncovered] == [("b", 40), ("beside 'a', 'b', 'c'", 40)]
+    assert coverage.guarded_bytes == 80
+
+
+def test_a_copy_of_the_pool_guards_nothing_of_the_engine():
+    """Regions that describe other memory."""
+    tensors, _ = _engine(1)
+    copies = kv_layers([tensors["k_buffer[0]"].clone()], [tensors["v_buffer[0]"]])
+    coverage = _of_engine(tensors, RowPool("full", copies))
+    assert (coverage.ratio, coverage.uncovered[0].name) == (0.5, "k_buffer[0]")

@@ -98,3 +98,38 @@ def test_a_host_that_configured_structlog_gets_the_events(capsys):
         structlog.reset_defaults()
     assert seen == [{"event": "stats", "slots": 3, "logger": "canary"}]
     assert stderr_of(capsys) == ""
+
+
+SUMMARY = Event(
+    "summary",
+    "warning",
+    {
+        "summary": "2 forwards, 9 slots and 1.2 kB checked, no finding",
+        "forwards": 2,
+        "events": {"full": {"alloc": 3, "free": 2}, "window": {}},
+        "warnings": ["step.end was never called, so nothing was told before the end; call it after each step"],
+    },
+)
+
+
+@pytest.mark.usefixtures("own_logger")
+def test_a_summary_is_a_page_for_people(capsys):
+    """A line for each region and for each warning; no dictionaries."""
+    Plugins().emit(SUMMARY)
+    first, full, window, warning = stderr_of(capsys).splitlines()
+    assert "canary summary: 2 forwards, 9 slots and 1.2 kB checked, no finding" in first
+    assert "warning" in first
+    assert (full.strip(), window.strip()) == ("events of full: alloc 3, free 2", "events of window: none")
+    assert warning.strip().startswith("warning: step.end was never called")
+
+
+@pytest.mark.usefixtures("own_logger")
+def test_a_summary_keeps_its_fields_for_programs(capsys):
+    """One line of JSON, as any event."""
+    found = Plugins()
+    found.load(CanaryConfig.load(log_format="json"))
+    found.emit(SUMMARY)
+    (line,) = stderr_of(capsys).splitlines()
+    told = json.loads(line)
+    assert (told["event"], told["level"]) == ("summary", "warning")
+    assert {name: told[name] for name in SUMMARY.fields} == SUMMARY.fields

@@ -6,7 +6,18 @@ from importlib import metadata
 import pytest
 from support.toy import ToyEngine
 
-from canary_core import Canary, CanaryConfig, ConfigError, Event, PluginError, hookimpl, plugins
+from canary_core import (
+    PROTOCOL,
+    Canary,
+    CanaryConfig,
+    ConfigError,
+    Event,
+    PluginError,
+    hookimpl,
+    hookspecs,
+    plugins,
+    require_engine,
+)
 from canary_core.plugins import EngineInfo, Plugins
 from canary_core.plugins.discovery import GROUP
 
@@ -27,6 +38,39 @@ def canary_install(config):
 def canary_uninstall():
     calls.append(("uninstall",))
 """
+
+ENGINE = """
+class Runner:
+    def forward(self, batch): ...
+    def idle(self): ...
+"""
+
+HOOKING = """
+from canary_core import EngineInfo, HookTarget, hookimpl
+
+CANARY_PROTOCOL = 1
+configs = []
+
+@hookimpl
+def canary_engine():
+    return EngineInfo.of("toy-engine", ">=2,<3", {"==2.4.1": "its cache frees blocks twice"})
+
+@hookimpl
+def canary_targets():
+    return [HookTarget("toy_engine.Runner.forward", ("batch",)), "toy_engine.Runner.idle"]
+
+@hookimpl
+def canary_install(config):
+    import toy_engine
+    configs.append(config)
+    original = toy_engine.Runner.forward
+    toy_engine.Runner.forward = lambda runner, batch: original(runner, batch)
+
+@hookimpl
+def canary_uninstall(): ...
+"""
+
+HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("canary_")}
 
 OBSERVER = """
 from canary_core import hookimpl
@@ -154,7 +198,7 @@ def test_mode_off_installs_nothing(toy):
     assert plugin.target.calls == []
 
 
-@pytest.mark.parametrize(("version", "got"), [("3.0", "got toy-engine 3.0"), (None, "which is not installed")])
+@pytest.mark.parametrize(("version", "got"), [("1.9", "got toy-engine 1.9"), (None, "which is not installed")])
 def test_unsupported_engine_is_refused(version, got, distribution, logs):
     """An engine that is out of range or missing is never hooked; record and event say version and range."""
     if version:
@@ -168,6 +212,228 @@ def test_unsupported_engine_is_refused(version, got, distribution, logs):
     assert before.target.calls == []
     assert not found.manager.has_plugin("toy")
     assert (logs[-1]["log_level"], logs[-1]["failed"]) == ("error", {"toy": after.error})
+
+
+@pytest.fixture
+def hooking(distribution):
+    """Makes a plugin ``toy`` with targets, for an engine of the version and the source that are given."""
+
+    def make(version, engine=ENGINE, plugin=HOOKING):
+        distribution("toy-engine", {"toy_engine": engine}, version=version)
+        distribution("canary-toy", {"canary_toy": plugin}, {"toy": "canary_toy"})
+
+    return make
+
+
+def installed(**knobs):
+    """The plugin ``toy``, loaded and installed."""
+    found = Plugins()
+    found.load(config("toy", **knobs))
+    (plugin,) = found.install(config("toy", **knobs))
+    return plugin
+
+
+@pytest.mark.parametrize("version", ["2.4", "2.9rc1"])
+def test_a_tested_engine_is_guarded_with_the_settings_as_they_are(version, hooking, logs):
+    """No event but that it is installed, and no audit that nobody asked for."""
+    hooking(version)
+    plugin = installed()
+    (given,) = plugin.target.configs
+    assert (plugin.error, given.untested_engine, given.audit) == (None, False, 0)
+    assert [e["event"] for e in logs] == ["plugins_loaded", "plugins_installed"]
+
+
+@pytest.mark.parametrize(("audit", "audited"), [(0, 4), (9, 9)])
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_a_newer_engine_is_guarded_with_an_audit_and_a_loud_event(mode, audit, audited, hooking, logs):
+    """The event names the engine, its version, what was tested, what happens now, and how to refuse it."""
+    hooking("3.1")
+    plugin = installed(mode=mode, audit=audit)
+    (given,) = plugin.target.configs
+    assert (plugin.error, given.untested_engine, given.audit, given.mode) == (None, True, audited, mode)
+    (event,) = (e for e in logs if e["event"] == "untested_engine")
+    assert event["log_level"] == "warning"
+    assert [event[f] for f in ("plugin", "engine", "version", "tested")] == ["toy", "toy-engine", "3.1", ">=2,<3"]
+    assert event["audited_forwards"] == audited
+    assert "newer" in event["reason"]
+    assert "CANARY_UNTESTED=refuse" in event["hint"]
+
+
+def test_a_newer_engine_can_be_refused(hooking, logs):
+    """``CANARY_UNTESTED=refuse``: the sentence says so, and nothing of the engine is imported."""
+    hooking("3.1", engine="raise SystemError('imported')")
+    plugin = installed(untested="refuse")
+    assert "got toy-engine 3.1, which is newer than tested (CANARY_UNTESTED=refuse)" in plugin.error
+    assert plugin.target.configs == []
+    assert [e["event"] for e in logs] == ["plugins_loaded", "plugins_installed"]
+
+
+def test_a_known_bad_engine_is_refused_with_the_reason(hooking, logs):
+    """Although it is in the range."""
+    hooking("2.4.1", engine="raise SystemError('imported')")
+    plugin = installed()
+    assert "refuses toy-engine 2.4.1: its cache frees blocks twice; install toy-engine>=2,<3" in plugin.error
+    assert plugin.target.configs == []
+    assert logs[-1]["failed"] == {"toy": plugin.error}
+
+
+@pytest.mark.parametrize("version", ["2.4", "3.1"])
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        (ENGINE.replace("def forward", "def run"), ["toy_engine.Runner.forward is not there"]),
+        (ENGINE.replace("batch", "plan"), ["toy_engine.Runner.forward has no parameter 'batch'; it takes (plan)"]),
+        ("class Runner: ...", ["toy_engine.Runner.forward is not there", "toy_engine.Runner.idle is not there"]),
+        ("raise OSError('no driver')", ["toy_engine.Runner.idle is not there (OSError: no driver)"]),
+    ],
+    ids=["moved", "renamed", "both", "import"],
+)
+def test_an_engine_without_what_is_hooked_is_left_alone(version, engine, told, hooking, logs):
+    """Tested or newer: each function that is missing or has other parameters is named, and nothing is patched."""
+    hooking(version, engine=engine)
+    plugin = installed()
+    for part in [f"plugin 'toy' can't hook toy-engine {version}, which is left as it is", *told]:
+        assert part in plugin.error
+    assert "Install toy-engine>=2,<3 or a release of canary-toy that supports it" in plugin.error
+    assert plugin.target.configs == []
+    assert [e["event"] for e in logs] == ["plugins_loaded", "plugins_installed"]
+    assert logs[-1]["failed"] == {"toy": plugin.error}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("1/0", "canary_targets of plugin 'toy' raised ZeroDivisionError"),
+        ("return [3]", "a hook target must be a HookTarget or a dotted name, got 3"),
+        ("return None", None),
+    ],
+)
+def test_what_a_plugin_names_as_targets(body, expected, hooking):
+    """What it raises, or gives instead of targets, is its error; None is nothing to check."""
+    named = 'return [HookTarget("toy_engine.Runner.forward", ("batch",)), "toy_engine.Runner.idle"]'
+    hooking("2.4", plugin=HOOKING.replace(named, body))
+    plugin = installed()
+    assert plugin.error == expected if expected is None else expected in plugin.error
+    assert len(plugin.target.configs) == (expected is None)
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_a_plugins_own_way_in_is_checked_alike(hooking, logs):
+    """`require_engine` gives the settings that `canary_install` would get, tells of a newer engine once, and raises
+    what else would be the plugin's error."""
+    hooking("3.1")
+    engine = EngineInfo.of("toy-engine", ">=2,<3")
+    for _ in range(2):
+        given = require_engine("canary-toy", engine, ["toy_engine.Runner.forward"], CanaryConfig.load())
+        assert (given.untested_engine, given.audit) == (True, 4)
+    assert [e["event"] for e in logs] == ["untested_engine"]
+    with pytest.raises(PluginError, match=r"'canary-toy' can't hook toy-engine 3\.1.*Runner\.gone is not there"):
+        require_engine("canary-toy", engine, ["toy_engine.Runner.gone"], CanaryConfig.load())
+    with pytest.raises(PluginError, match="CANARY_UNTESTED=refuse"):
+        require_engine("canary-toy", engine, [], CanaryConfig.load(untested="refuse"))
+    off = CanaryConfig.load(mode="off")
+    assert require_engine("canary-toy", engine, ["toy_engine.Runner.gone"], off) is off
+
+
+@pytest.mark.parametrize(
+    ("declared", "ours", "expected"),
+    [
+        ("", 1, None),
+        ("CANARY_PROTOCOL = 1", 1, None),
+        ("CANARY_PROTOCOL = 2", 1, "and this canary-core speaks 1; install a newer canary-core, or a release"),
+        ("CANARY_PROTOCOL = 1", 2, "protocol 1 of Canary, and this canary-core speaks 2; install a newer release"),
+        ("", 2, "speaks protocol 1 of Canary (it has no CANARY_PROTOCOL, which counts as 1)"),
+        ("CANARY_PROTOCOL = '1'", 1, "CANARY_PROTOCOL = '1', which must be an integer"),
+        ("CANARY_PROTOCOL = True", 1, "CANARY_PROTOCOL = True, which must be an integer"),
+    ],
+)  # fmt: skip
+def test_a_plugin_for_another_protocol_is_refused(declared, ours, expected, distribution, monkeypatch):
+    """With a sentence: the plugin, its number, ours, and what to install. None counts as 1. Built-in plugins speak
+    ours."""
+    monkeypatch.setattr(hookspecs, "PROTOCOL", ours)
+    distribution("canary-eye", {"canary_eye": declared + OBSERVER}, {"eye": "canary_eye"}, version="0.7")
+    (plugin,) = Plugins().load(config("eye"))
+    if expected is None:
+        assert (plugin.error, plugin.protocol) == (None, 1 if declared else None)
+    else:
+        assert plugin.error.startswith("plugin 'eye' of canary-eye 0.7 ")
+        assert expected in plugin.error
+    assert {p.protocol for p in plugins.installed() if p.built_in} == {ours}
+
+
+def test_a_plugin_for_another_protocol_may_have_other_hooks(distribution):
+    """The number is looked at first: that hooks don't fit follows from it."""
+    source = "from canary_core import hookimpl\nCANARY_PROTOCOL = 7\n@hookimpl\ndef canary_from_the_future(): ..."
+    distribution("canary-eye", {"canary_eye": source}, {"eye": "canary_eye"})
+    (plugin,) = Plugins().load(config("eye"))
+    assert "speaks protocol 7" in plugin.error
+    assert "canary_from_the_future" not in plugin.error
+
+
+def test_the_protocol_is_public():
+    """A plugin can compare with it."""
+    assert PROTOCOL == hookspecs.PROTOCOL == 1
+
+
+@pytest.mark.parametrize("hook", sorted(n for n, h in HOOKS.items() if h.__code__.co_argcount))
+def test_a_plugin_takes_as_few_arguments_as_it_likes(hook, distribution):
+    """So a hook may gain arguments and no plugin breaks: one that takes none of them is loaded and called."""
+    source = f"from canary_core import hookimpl\ncalls = []\n@hookimpl\ndef {hook}(): calls.append(1)"
+    distribution("canary-few", {"canary_few": source}, {"few": "canary_few"})
+    found = Plugins()
+    (plugin,) = found.load(config("few"))
+    assert plugin.error is None
+    plugin.target.calls.clear()
+    others = [p for p in found.manager.get_plugins() if p is not plugin.target]
+    given = dict.fromkeys(HOOKS[hook].__code__.co_varnames[: HOOKS[hook].__code__.co_argcount])
+    found.manager.subset_hook_caller(hook, others)(**given)
+    assert plugin.target.calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("canary_dismiss(finding)", ["'finding'", "its arguments are violation"]),
+        ("canary_attached(canary, pool, *, rank)", ["'pool', 'rank'", "its arguments are canary"]),
+        ("canary_configure(settings)", ["'settings'", "its arguments are config, manager"]),
+        ("canary_engine(config)", ["'config'", "it has no arguments"]),
+    ],
+)  # fmt: skip
+def test_an_argument_that_a_hook_does_not_have(source, told, distribution):
+    """The sentence names the hook, the argument, and the arguments that there are."""
+    code = f"from canary_core import hookimpl\n@hookimpl\ndef {source}: ..."
+    distribution("canary-odd", {"canary_odd": code}, {"odd": "canary_odd"})
+    (plugin,) = Plugins().load(config("odd"))
+    taken, there = told
+    hook = source.partition("(")[0]
+    sentence = f"{hook} takes {taken}, which that hook does not give; {there}"
+    assert plugin.error == f"plugin 'odd' does not fit Canary's hooks: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "halves"),
+    [
+        ("engine install uninstall", []),
+        ("engine targets install uninstall", []),
+        ("install uninstall", ["canary_install without canary_engine"]),
+        ("engine install", ["canary_install without canary_uninstall"]),
+        ("engine", ["canary_engine without canary_install"]),
+        ("uninstall", ["canary_uninstall without canary_install"]),
+        ("targets", ["canary_targets without canary_install"]),
+        ("install", ["canary_install without canary_engine", "canary_install without canary_uninstall"]),
+    ],
+)
+def test_half_a_plugin_is_told(hooks, halves, distribution, logs):
+    """It is loaded all the same, since what is there works; each missing half is a warning with what it means."""
+    bodies = {"engine": "return EngineInfo.of('toy-engine', '>=2')", "targets": "return []"}
+    parts = [f"@hookimpl\ndef canary_{name}(): {bodies.get(name, '...')}\n" for name in hooks.split()]
+    source = "from canary_core import EngineInfo, hookimpl\n" + "".join(parts)
+    distribution("canary-half", {"canary_half": source}, {"half": "canary_half"})
+    (plugin,) = Plugins().load(config("half"))
+    assert plugin.error is None
+    told = [(e["log_level"], e["plugin"], e["reason"]) for e in logs if e["event"] == "plugin_incomplete"]
+    assert told == [("warning", "half", warning) for warning in plugin.warnings]
+    assert [w.removeprefix("plugin 'half' has ").partition(":")[0] for w in plugin.warnings] == halves
 
 
 def test_release_candidate_inside_the_range_is_supported(distribution):

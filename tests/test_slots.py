@@ -6,7 +6,7 @@ import torch
 from support.guarded import Guarded
 from support.toy import Request, ToyEngine
 
-from canary_core import Kind, State
+from canary_core import Kind, MisuseError, State
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_WRITTEN, Phase
 
 
@@ -138,7 +138,7 @@ def after(event: str, state: int) -> tuple[int, Kind | None]:
     """What ``event`` makes of a slot in ``state``, and what is found: the table of docs/how-it-works.md, by hand."""
     content, free, parked = state % 4, bool(state & F), bool(state & P)
     if event == "alloc":
-        return State.ALLOCATED, None if free or state == State.UNWRITTEN else Kind.DOUBLE_ALLOC
+        return State.ALLOCATED, Kind.DOUBLE_ALLOC if not free and (parked or content in HELD) else None
     if event == "share":
         return (state, Kind.FREED) if free else (content, None)
     if event == "park":
@@ -493,8 +493,132 @@ def test_a_canary_carries_over_what_another_one_knew():
     assert records(new)[[101, 1], STEP_WRITTEN].tolist() == [1, 2]
 
 
+EVENTS = {
+    "free": lambda slots, region, some: slots.free(region, some),
+    "alloc": lambda slots, region, some: slots.alloc(region, some),
+    "copy": lambda slots, region, some: slots.copy(region, some, some),
+    "clear": lambda slots, region, some: slots.clear(region, some),
+    "forget": lambda slots, region, some: slots.forget(region, some),
+    "forget_bytes": lambda slots, region, some: slots.forget_bytes(region, some),
+    "expect_zeros": lambda slots, region, some: slots.expect_zeros(region, some),
+    "expect": lambda slots, region, some: slots.expect(region, some),
+    "check": lambda slots, region, some: slots.check(region, some),
+    "expect_prefix": lambda slots, region, some: slots.expect_prefix(region, "full", some, some, some),
+    "export_records": lambda slots, region, some: slots.export_records(region, some),
+    "import_records": lambda slots, region, some: slots.import_records(
+        region, some, torch.zeros(2, 9, dtype=torch.int64)
+    ),
+    "carry_over": lambda slots, region, some: slots.carry_over(slots, region, some, some),
+}
+"""Each event about slots, with the same ones wherever it takes any."""
+
+NO_SLOTS = {
+    "a list": [1, 2],
+    "a NoneType": None,
+    "a int": 3,
+    "torch.float32": torch.tensor([1.0, 2.0]),
+    "torch.bool": torch.tensor([True, False]),
+    "2 dimensions": torch.tensor([[1, 2]]),
+    "0 dimensions": torch.tensor(1),
+    "one on meta": torch.tensor([1, 2], device="meta"),
+}
+"""What can't be slots, by what a sentence says of it."""
+
+
+def refused(guarded: Guarded) -> list[str]:
+    """The sentences of what was refused, while Canary stays on and nothing has changed."""
+    guarded.canary.drain()
+    assert guarded.canary.enabled
+    assert guarded.findings.told("disabled") == []
+    assert guarded.violations == []
+    assert not records(guarded).any()
+    assert not guarded.canary.slots.counts["full"]
+    assert {event.level for event in guarded.findings.told("misuse")} <= {"error"}
+    return [str(event.fields["reason"]) for event in guarded.findings.told("misuse")]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_of_an_unknown_region_is_told_once(guarded, event):
+    """With the regions that there are; it changes nothing, and another name is told anew."""
+    for region in ("mamba", "mamba", "Full"):
+        EVENTS[event](guarded.canary.slots, region, torch.tensor([1, 2]))
+    told = refused(guarded)
+    assert [("'mamba'" in text, "'Full'" in text) for text in told] == [(True, False), (False, True)]
+    assert all(text.startswith(f"slots.{event}: no region") and "there are full" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("event", "got"), [(e, g) for e in EVENTS for g in NO_SLOTS if (e, g) != ("clear", "a NoneType")]
+)
+def test_what_can_not_be_slots_is_refused(guarded, event, got):
+    """In log mode nothing is raised into the engine, and each sort is told once, with what was got."""
+    if (event, got) == ("forget", "a NoneType"):
+        pytest.skip("None is all of the region")
+    for _ in range(2):
+        EVENTS[event](guarded.canary.slots, "full", NO_SLOTS[got])
+    (text,) = refused(guarded)
+    assert text.startswith(f"slots.{event}: ")
+    assert f"must be an integer tensor [n] on cpu, got {got}; " in text
+
+
+PAIRS = {
+    "copy": lambda slots, one, two: slots.copy("full", one, two),
+    "carry_over": lambda slots, one, two: slots.carry_over(slots, "full", one, two),
+    "expect_prefix": lambda slots, one, two: slots.expect_prefix("full", "full", one, two, two),
+    "import_records": lambda slots, one, two: slots.import_records("full", one, two[:, None]),
+}
+
+
+@pytest.mark.parametrize("event", PAIRS)
+def test_what_belongs_together_has_one_length(guarded, event):
+    """Slots that are copied and where to, slots and their rows, whatever number there is."""
+    for count in (3, 4):
+        PAIRS[event](guarded.canary.slots, torch.tensor([1, 2]), torch.arange(count))
+    (text,) = refused(guarded)
+    assert text.startswith(f"slots.{event}: ")
+    assert "3" in text
+
+
+@pytest.mark.parametrize("event", ["free", "alloc"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"page_slots": 0}, "page_slots must be an integer of at least 1, got 0"),
+        ({"page_slots": 2.0}, "page_slots must be an integer of at least 1, got 2.0"),
+        ({"writer": "request-1"}, "writer must be a number of canary.writers.id(name)"),
+        ({"writer": torch.tensor([1, 2])}, "got a Tensor; -1 is for nobody"),
+    ],
+)
+def test_an_owner_and_a_page_must_be_numbers(guarded, event, wrong, says):
+    """A request's name is no writer."""
+    getattr(guarded.canary.slots, event)("full", torch.tensor([1, 2]), **wrong)
+    (text,) = refused(guarded)
+    assert text.startswith(f"slots.{event}: ")
+    assert says in text
+
+
+def test_a_misused_event_is_an_error_in_raise_mode():
+    """With the sentence of log mode."""
+    slots = Guarded(mode="raise").canary.slots
+    with pytest.raises(MisuseError, match=r"slots\.free: no region 'mamba' is guarded; there are full"):
+        slots.free("mamba", torch.tensor([1]))
+    with pytest.raises(MisuseError, match=r"slots\.alloc: slots must be .* got a list"):
+        slots.alloc("full", [1])
+
+
+def test_events_are_counted_by_region_and_kind():
+    """Each call is one, also of no slots, so that what was never told shows."""
+    slots = Guarded(ToyEngine(window=4)).canary.slots
+    for _ in range(3):
+        slots.alloc("full", torch.tensor([1]))
+    slots.free("full", torch.tensor([], dtype=torch.int64))
+    slots.clear("window", None)
+    slots.end_lifetime("window")
+    assert slots.counts == {"full": {"alloc": 3, "free": 1}, "window": {"clear": 1, "end_lifetime": 1}}
+
+
 def test_what_is_told_of_no_region_of_ours_does_nothing(guarded):
-    """Each event of a region that is not guarded, and each of a Canary that is off."""
+    """Each event of a region that is not guarded, and each of a Canary that is off, which tells nothing more."""
     slots, some = guarded.canary.slots, torch.tensor([1, 2])
 
     def tell_all(region: str) -> None:
@@ -516,7 +640,10 @@ def test_what_is_told_of_no_region_of_ours_does_nothing(guarded):
     assert slots.export_records("mamba", some).shape == (2, 0)
     assert slots.payload_layout("mamba") is None
     guarded.canary.close()
+    told = len(guarded.findings.events)
     tell_all("full")
+    tell_all("mamba")
+    assert len(guarded.findings.events) == told
     slots.defer(lambda: pytest.fail("told although Canary is off"))
     assert not records(guarded).any()
     assert torch.equal(guarded.canary.states["full"].fingerprints, fingerprints)

@@ -378,6 +378,31 @@ def test_misuse_is_an_error_in_raise_mode(misuse):
     assert str(raised.value).startswith(MISUSE[misuse])
 
 
+@pytest.mark.parametrize("how", ["run", "before"])
+def test_what_is_no_view_points_at_the_adapter(how, served):
+    """Canary is off, the engine goes on, and the sentence says what was got and who is to mend it."""
+    if how == "run":
+        assert served.step.run(lambda: "output", lambda: {"prefix_lens": [0]}, batch=BATCH) == "output"
+    else:
+        served.step.before({"prefix_lens": [0]})
+        served.step.after()
+        served.step.end()
+    assert not served.canary.enabled
+    (event,) = served.findings.told("disabled")
+    assert "the adapter described what can't be" in event.fields["reason"]
+    assert "must be a BatchView, got a dict; correct the adapter" in event.fields["reason"]
+
+
+def test_a_view_that_can_not_be_made_points_at_the_adapter(served):
+    """A view function whose `AttachError` is about the adapter's own tensors."""
+    request = served.engine.batch(chunk=2)
+    output = served.step.run(lambda: "output", lambda: replace(request, new_lens=[2]), batch=BATCH)
+    assert output == "output"
+    (event,) = served.findings.told("disabled")
+    assert event.fields["where"] == "batch"
+    assert event.fields["reason"].startswith("the adapter described what can't be, in batch: batch: new_lens must be")
+
+
 def test_steps_that_end_are_no_misuse(served, few_forwards):
     """However many forwards there are, and where a failed one was abandoned."""
     for _ in range(8):

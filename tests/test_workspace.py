@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.toy import ToyEngine
 
-from canary_core import CanaryConfig, Event, Kind, MisuseError, Phase, Violation, ViolationError
+from canary_core import AttachError, CanaryConfig, Event, Kind, MisuseError, Phase, Violation, ViolationError
 from canary_core.plugins import private_hooks
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.testing import Findings
@@ -20,7 +20,9 @@ class Told:
 
     def __init__(self, **settings: object) -> None:
         self.findings = Findings()
+        untested = settings.pop("untested_engine", False)
         config = CanaryConfig.load(**{"mode": "log", **settings})
+        config = config.for_untested_engine() if untested else config
         self.switch = Switch(Workspace.off(config, CPU), private_hooks(self.findings))
 
     @property
@@ -96,6 +98,48 @@ def test_misuse_is_an_error_in_raise_mode():
     for _ in range(2):
         with pytest.raises(MisuseError, match=r"^call step\.end$"):
             told.switch.misuse("call step.end")
+    assert told.events == []
+
+
+PROBLEMS = ("no slot claims bytes of v.1", "k.0 is claimed twice")
+
+
+def test_a_failed_audit_switches_off_what_guards_a_newer_engine():
+    """Once, with all problems and what to do; the engine goes on."""
+    told = Told(untested_engine=True)
+    for _ in range(2):
+        told.switch.audit_failed(PROBLEMS)
+    (event,) = told.events
+    assert (event.name, event.level, event.fields["where"]) == ("disabled", "error", "audit")
+    for part in ("newer than its plugin was tested with", *PROBLEMS, "install a tested release"):
+        assert part in event.fields["error"]
+    assert not told.switch.enabled
+
+
+def test_a_failed_audit_of_a_tested_engine_is_told_by_the_audit_alone(told):
+    """An author audits to read about it; Canary goes on."""
+    told.switch.audit_failed(PROBLEMS)
+    assert told.events == []
+    assert told.switch.enabled
+
+
+@pytest.mark.parametrize("untested", [False, True])
+def test_a_failed_audit_is_an_error_in_raise_mode(untested):
+    """Whatever the engine."""
+    told = Told(mode="raise", untested_engine=untested)
+    with pytest.raises(AttachError, match=r"audit .* failed: no slot claims bytes of v\.1; k\.0 is claimed twice"):
+        told.switch.audit_failed(PROBLEMS)
+    assert told.events == []
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_an_audit_without_problems_changes_nothing(mode):
+    """Neither does one after Canary was switched off."""
+    told = Told(mode=mode, untested_engine=True)
+    told.switch.audit_failed(())
+    assert told.switch.enabled
+    told.switch.enabled = False
+    told.switch.audit_failed(PROBLEMS)
     assert told.events == []
 
 

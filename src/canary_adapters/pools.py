@@ -12,6 +12,7 @@ from canary_adapters.sources import (
     PackedPage,
     Part,
     growing_source,
+    packed_page_padding,
     packed_page_source,
     paged_source,
     require_pool_page,
@@ -153,7 +154,12 @@ class RowPool(_LayerPool):
         if self._slots is None or self._pool_page is not None:
             return ()
         return tuple(
-            Uncovered(f"{self._name}/{part.name}", spare * tensor[0].nbytes, f"{spare} rows beyond the pool's slots")
+            Uncovered(
+                f"{self._name}/{part.name}",
+                spare * tensor[0].nbytes,
+                f"{spare} rows beyond the pool's slots",
+                tensor[self._slots :],
+            )
             for layer in self._layers
             for part, tensor in layer.parts()
             if (spare := tensor.shape[0] - self._slots) > 0
@@ -213,7 +219,12 @@ class PackedPool(_LayerPool):
     def uncovered(self) -> Sequence[Uncovered]:
         """The padding at the end of every page."""
         return tuple(
-            Uncovered(f"{self._name}/{part.name}", tensor.shape[0] * spare, "page padding, holds no KV")
+            Uncovered(
+                f"{self._name}/{part.name}",
+                tensor.shape[0] * spare,
+                "page padding, holds no KV",
+                packed_page_padding(tensor, self._layout),
+            )
             for layer in self._layers
             for part, tensor in layer.parts()
             if (spare := tensor[0].nbytes - self._layout.used_bytes) > 0
@@ -291,6 +302,10 @@ class WindowPool(PoolAdapter):
         """What the pool leaves out."""
         return self._pool.uncovered()
 
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        """Those of the pool."""
+        return self._pool.pool_tensors()
+
 
 class JoinedPools(PoolAdapter):
     """Several pools of one engine. ``sharing``: sets of region names whose regions take turns on the same memory
@@ -315,3 +330,7 @@ class JoinedPools(PoolAdapter):
         not be decided whether they overlap."""
         doubts = (Uncovered(pair, 0, "may share bytes, which took too long to decide") for pair in self._undecided)
         return (*(item for pool in self._pools for item in pool.uncovered()), *doubts)
+
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        """Those of all pools."""
+        return {name: tensor for pool in self._pools for name, tensor in pool.pool_tensors().items()}

@@ -159,6 +159,15 @@ def packed_page_source(pages: Tensor, part: Part, layout: PackedPage) -> tuple[K
     return sources[0], sources[1]
 
 
+def packed_page_padding(pages: Tensor, layout: PackedPage) -> Tensor:
+    """The bytes at the end of each of ``pages`` that `packed_page_source` leaves out: uint8 ``[pages, bytes]``, in
+    place."""
+    size = pages.element_size()
+    first, spare = pages.storage_offset() * size + layout.used_bytes, pages[0].nbytes - layout.used_bytes
+    empty = torch.empty(0, dtype=torch.uint8, device=pages.device)
+    return empty.set_(pages.untyped_storage(), first, (pages.shape[0], spare), (pages.stride(0) * size, 1))
+
+
 def growing_source(cache: Tensor, part: Part, max_tokens: int, batch_dim: int = 0, token_dim: int = 2) -> KVSource:
     """A cache that is reallocated as it grows, ``[batch, heads, tokens so far, dim]`` by default, also with no tokens
     yet. The slot of row ``b`` at position ``p`` is ``b * max_tokens + p`` whatever the tensor's length is, and so are

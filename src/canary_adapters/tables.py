@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canary_core.batch import SlotTable
 from canary_core.errors import AttachError
-from canary_core.region import require_index_tensor
+from canary_core.region import require_index_tensor, require_tensor
 
 
 def slot_table(
@@ -53,6 +53,7 @@ def ragged_table(
     flat: int32 or int64 ``[slots]``, contiguous. starts: int32 or int64 ``[batch rows]``, on the same device; a start
     may be negative where only elements within ``flat`` are read (a row that lists its last tokens only).
     """
+    require_tensor("ragged table: flat", flat)
     require_index_tensor("ragged table: flat", flat, flat.device, dims=1)
     require_index_tensor("ragged table: starts", starts, flat.device, dims=1)
     # One row as wide as the list, with a stride of 1 between rows: element starts[r] + p is then the entry of (r, p).

@@ -9,7 +9,7 @@ from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
 from canary_core.events import Event, Level
-from canary_core.hookspecs import hookimpl
+from canary_core.hookspecs import PROTOCOL, hookimpl
 from canary_core.ops.payload import (
     PayloadCheck,
     PayloadLayout,
@@ -19,7 +19,7 @@ from canary_core.ops.payload import (
 )
 from canary_core.ops.record_buffers import RecordBuffers
 from canary_core.patches import Patches
-from canary_core.plugins import EngineInfo, emit, hook_manager, private_hooks
+from canary_core.plugins import EngineInfo, HookTarget, emit, hook_manager, private_hooks, require_engine
 from canary_core.plugins import start as start_plugins
 from canary_core.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
 from canary_core.records import Kind, Phase, State
@@ -35,6 +35,7 @@ from canary_core.writers import Writers
 __version__ = "0.1.0"
 
 __all__ = [
+    "PROTOCOL",
     "AttachError",
     "BatchAdapter",
     "BatchView",
@@ -48,6 +49,7 @@ __all__ = [
     "Footprint",
     "FootprintAudit",
     "FreeList",
+    "HookTarget",
     "HostCopy",
     "KVSource",
     "Kind",
@@ -88,6 +90,7 @@ __all__ = [
     "hookimpl",
     "private_hooks",
     "report_unguarded",
+    "require_engine",
     "start_plugins",
     "tensors_of",
 ]

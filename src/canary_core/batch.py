@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core.errors import AttachError
-from canary_core.region import Region, require_index_tensor
+from canary_core.region import Region, require_index_tensor, require_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +24,7 @@ class StateCheckpoints:
     positions: Tensor
 
     def __post_init__(self) -> None:
+        require_tensor("checkpoints: slots", self.slots)
         device = self.slots.device
         for name in ("slots", "positions"):
             require_index_tensor(f"checkpoints: {name}", getattr(self, name), device, dims=1)
@@ -48,9 +49,9 @@ class SlotTable:
 
     entries: int32 or int64 ``[table rows, width]``. rows: int32 or int64 ``[batch rows]``, None for row ``r`` = ``r``;
     with a ragged list it may be negative as long as the elements that are read are not.
-    write_slots: int32 or int64 ``[tokens]``, where the forward stores its new tokens, if the engine has that list;
-    None derives it from the table. Where the table has an entry for such a position before the forward, the two are
-    compared.
+    write_slots: int32 or int64 ``[tokens]``, where the forward stores each of ``token_ids``, if the engine has that
+    list (it may be longer, never shorter); None derives it from the table. Where the table has an entry for such a
+    position before the forward, the two are compared.
     stored_tokens: a forward stores at most its last ``stored_tokens`` new tokens of a row (a ring); 0: all of them.
     pool_page: ``(rows, slots)`` where entries and write slots are numbers of a pool's rows, and of each page of
     ``rows`` rows only the first ``slots`` belong to this region (pages of several layers in one tensor): row ``n`` is
@@ -79,6 +80,7 @@ class SlotTable:
             raise AttachError(
                 f"slot table: pool_page must be (rows, slots) with 1 <= slots <= rows, got {self.pool_page}"
             )
+        require_tensor("slot table: entries", self.entries)
         device = self.entries.device
         require_index_tensor("slot table: entries", self.entries, device, dims=2)
         if self.rows is not None:
@@ -140,6 +142,7 @@ class BatchView:
     _device: torch.device = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        require_tensor("batch: prefix_lens", self.prefix_lens)
         device = self.prefix_lens.device
         object.__setattr__(self, "_device", device)
         for name in ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors"):
@@ -154,12 +157,36 @@ class BatchView:
                 raise AttachError(f"batch: {name} has shape {tuple(tensor.shape)}, rows are {self.rows}")
         if self.anchors is not None and self.anchors.dtype != torch.int64:
             raise AttachError(f"batch: anchors must be int64, got {self.anchors.dtype}")
+        if not isinstance(self.tables, Mapping):
+            raise AttachError(
+                f"batch: tables must map names of regions to SlotTables, got a {type(self.tables).__name__}; make it a "
+                "dict in the adapter"
+            )
         for name, table in self.tables.items():
+            self._require_table(name, table)
             if table.checkpoints is not None and table.checkpoints.slots.shape != self.prefix_lens.shape:
                 given = tuple(table.checkpoints.slots.shape)
                 raise AttachError(f"batch: region {name!r} has checkpoints for {given} rows, rows are {self.rows}")
             if table.entries.device != device:
                 raise AttachError(f"batch: the table of region {name!r} is on {table.entries.device}, rows on {device}")
+
+    def _require_table(self, name: str, table: SlotTable) -> None:
+        """Raises `AttachError` unless ``table`` is one, with a row for each row and a write slot for each token."""
+        if not isinstance(table, SlotTable):
+            raise AttachError(
+                f"batch: the table of region {name!r} must be a SlotTable, got a {type(table).__name__}; make it one "
+                "in the adapter"
+            )
+        if table.rows is not None and table.rows.shape[0] < self.rows:
+            raise AttachError(
+                f"batch: the table of region {name!r} has {table.rows.shape[0]} rows, the batch {self.rows}; give one "
+                "for each request"
+            )
+        if table.write_slots is not None and table.write_slots.shape[0] < self.tokens:
+            raise AttachError(
+                f"batch: region {name!r} has {table.write_slots.shape[0]} write_slots for {self.tokens} token_ids; "
+                "give one for each token, or None to derive them from the table"
+            )
 
     @property
     def rows(self) -> int:

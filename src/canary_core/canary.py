@@ -1,7 +1,11 @@
 """`Canary`: guards the pools of one engine."""
 
+import atexit
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from weakref import WeakSet
 
 import pluggy
 import torch
@@ -9,6 +13,7 @@ from torch import Tensor
 
 from canary_core import plugins
 from canary_core.audit.footprint import FootprintAudit
+from canary_core.audit.memory import EngineMemory
 from canary_core.audit.running import RunningAudit
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
@@ -23,8 +28,12 @@ from canary_core.reporting.findings import Findings
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
 from canary_core.slots import SlotEvents
 from canary_core.step import Step
+from canary_core.summary import Summary
 from canary_core.violation import Violation
 from canary_core.writers import Writers
+
+_open: "WeakSet[Canary]" = WeakSet()
+"""Those that have not told their summary."""
 
 
 class Canary:
@@ -55,12 +64,16 @@ class Canary:
         _require_together(regions)
         self.config = config or CanaryConfig.load()
         self.writers = writers or Writers()
-        self.coverage = Coverage(tuple(regions), tuple(uncovered))
+        on = self.config.mode != "off"
+        tensors = pool_tensors() if on and pool_tensors is not None else {}
+        left_out = tuple(uncovered)
+        self.coverage = Coverage(tuple(regions), left_out)
+        if tensors:
+            self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
         self.regions = {r.name: r for r in regions}
         """The guarded regions by name."""
         self._counts: dict[str, int] = {}
         hooks = hooks or plugins.hook_manager()
-        on = self.config.mode != "off"
         if on:
             hooks.hook.canary_configure(config=self.config, manager=hooks)
             self._workspace = Workspace.allocate(regions, self.config)
@@ -68,8 +81,8 @@ class Canary:
             self._workspace = Workspace.off(self.config, regions[0].device)
         self._switch = Switch(self._workspace, hooks)
         footprint = None
-        if on and pool_tensors is not None and pool_tensors():
-            footprint = FootprintAudit(pool_tensors, regions, uncovered=self.coverage.uncovered)
+        if pool_tensors is not None and tensors:
+            footprint = FootprintAudit(pool_tensors, regions, uncovered=left_out)
         self.audit = RunningAudit(self._switch, footprint, self.config.audit)
         """What audited forwards came to, see ``CANARY_AUDIT``."""
         self._findings = Findings(self._workspace, self._switch, self.writers, self.audit)
@@ -79,7 +92,9 @@ class Canary:
         """What happens around a forward."""
         self.audit.forget = self.slots.forget
         self._attached = on
+        self._process = os.getpid()
         if on:
+            _open.add(self)
             self._tell_attached()
             hooks.hook.canary_attached(canary=self)
 
@@ -142,15 +157,18 @@ class Canary:
             # The first read may only learn that there are rows; the second one takes them.
             for _ in range(2):
                 self._findings.open(self._findings.collect_now(), self.forwards)
+            self._findings.settle(at_last=True)
         self._findings.raise_first()
 
     def close(self) -> None:
-        """Drains, closes the step's listeners, and stops for good: later calls do nothing."""
+        """Drains, closes the step's listeners, tells the ``summary`` event, and stops for good: later calls do
+        nothing."""
         try:
             self.audit.tell()
             self.drain()
         finally:
             self.step.close()
+            self._tell_summary()
             if self._attached:
                 self._attached = False
                 self.step.watchdog.feed()
@@ -179,6 +197,9 @@ class Canary:
         named = {c.name.lower(): found.counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
         kinds = {k.name.lower(): n for k, n in found.delivered.items() if n}
         late = {"repeated": found.repeated, "dismissed": found.dismissed}
+        withheld = sum(found.memory.withheld.values())
+        if withheld:
+            late["withheld"] = withheld
         total = sum(found.delivered.values())
         return {
             "violations": total,
@@ -212,6 +233,41 @@ class Canary:
     def guard(self, where: str) -> Failsafe:
         """A context for work of an adapter within the engine: its exceptions go to `fail`, findings pass through."""
         return self._switch.guard(where)
+
+    def _at_exit(self) -> None:
+        """The process ends and nobody has closed this Canary. Never waits for a device that may be lost."""
+        if os.getpid() != self._process:
+            return
+        with contextlib.suppress(Exception):
+            if self.enabled:
+                if self.device.type == "cpu":
+                    self._workspace.queue.settle()
+                self._findings.read_last(self.forwards)
+        self._tell_summary()
+
+    def _tell_summary(self) -> None:
+        """Tells the ``summary`` event, once."""
+        if self not in _open:
+            return
+        _open.discard(self)
+        found = self._findings
+        summary = Summary(
+            config=self.config,
+            regions=self.regions,
+            forwards=self.forwards,
+            unchecked=self.step.unchecked,
+            ends=self.step.ends,
+            counters=found.counters,
+            events=self.slots.counts,
+            findings={kind.name.lower(): number for kind, number in found.delivered.items() if number},
+            withheld=sum(found.memory.withheld.values()),
+            repeated=found.repeated,
+            dismissed=found.dismissed,
+            misuses=self._switch.misuses,
+            went_on=self.enabled,
+            coverage_ratio=self.coverage.ratio,
+        )
+        self.tell(summary.event())
 
     def _padding(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> Iterator[BatchView]:
         for rows in row_counts(self._workspace.backend.row_steps, most_rows):
@@ -247,3 +303,9 @@ def _require_together(regions: Sequence[Region]) -> None:
                 f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
                 f"{regions[0].device}; make one Canary a device"
             )
+
+
+@atexit.register
+def _tell_open() -> None:
+    for canary in tuple(_open):
+        canary._at_exit()

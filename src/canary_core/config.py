@@ -13,6 +13,7 @@ from pydantic import (
     ByteSize,
     Field,
     PlainSerializer,
+    PrivateAttr,
     TypeAdapter,
     ValidationError,
     field_validator,
@@ -26,6 +27,11 @@ Mode = Literal["off", "log", "raise"]
 Bytes = Literal["off", "partial", "all"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Untested = Literal["guard", "refuse"]
+
+AUDITED_FORWARDS = 4
+"""Forwards that are audited where the engine is newer than tested, unless the setting asks for more: a prefill and
+decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,12 @@ class CanaryConfig(BaseSettings):
         default="log",
         description="off: nothing is checked. log: findings are reported, the engine always goes on. raise: the first "
         "finding stops the engine with a ViolationError.",
+    )
+    untested: Untested = Field(
+        default="guard",
+        description="What to do with an engine that is newer than its plugin was tested with. guard: it is guarded if "
+        "every function to hook is found and the audit of the first forwards passes, with an untested_engine event. "
+        "refuse: it is not guarded.",
     )
     bytes: Bytes = Field(
         default="all",
@@ -209,6 +221,22 @@ class CanaryConfig(BaseSettings):
         description="Least level of reports to stderr; findings are errors. Where the host has configured structlog, "
         "its own setup decides.",
     )
+
+    # No setting: what was found out about the engine, which an environment variable must not claim.
+    _untested_engine: bool = PrivateAttr(default=False)
+
+    @property
+    def untested_engine(self) -> bool:
+        """Whether the engine is newer than tested, so that a failed audit switches Canary off. No setting: see
+        `for_untested_engine`."""
+        return self._untested_engine
+
+    def for_untested_engine(self) -> "CanaryConfig":
+        """These settings for an engine that is newer than tested: `untested_engine`, and at least `AUDITED_FORWARDS`
+        forwards audited. Copies that are made of it stay so."""
+        marked = self.model_copy(update={"audit": max(self.audit, AUDITED_FORWARDS)})
+        marked._untested_engine = True
+        return marked
 
     @field_validator("plugins", mode="before")
     @classmethod

@@ -15,6 +15,8 @@ class Event:
     | plugins_loaded      | plugins were loaded: which, and which failed with what error                           |
     | plugins_installed   | plugins hooked their engines: which, and which were refused or failed                  |
     | plugins_uninstalled | plugins let go of their engines: which, and which failed to                            |
+    | plugin_incomplete   | a plugin has one half of two hooks that belong together: which, and what that means    |
+    | untested_engine     | an engine is newer than its plugin was tested with: versions, and what is done now     |
     | start_failed        | Canary was asked to start and can't: a bad setting, a plugin that isn't installed      |
     | unknown_setting     | a variable ``CANARY_*`` is set that is no setting: which, and which one may be meant   |
     | reporting_failed    | a plugin raised while it was told something                                            |
@@ -27,8 +29,10 @@ class Event:
     | warmed_up           | what forwards need is compiled: for how many sorts of batch, in how many seconds       |
     | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
     | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |
-    | disabled            | an exception of ours switched this canary off; the engine goes on                      |
+    | disabled            | an exception of ours, or a failed audit, switched this canary off; the engine goes on  |
     | misuse              | Canary was called out of order or with arguments that can't be right, and what to do   |
+    | wrong_memory        | the first forwards say that an adapter describes other memory than the engine's        |
+    | summary             | once, at close or at the process's exit: what was checked, told and found, and zeros   |
     | findings_lost       | an engine failed, and what was found last can't be read from its device any more       |
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
     | dismissed           | a plugin explained a finding away                                                      |

@@ -2,8 +2,12 @@
 
 None runs inside a CUDA graph capture, except `canary_pre_forward`, `canary_post_forward` and `canary_recorded`,
 which do when the forward they belong to is captured; there they must neither read from the device nor allocate.
+
+A plugin's function takes those of a hook's arguments that it needs, by name. So a hook may gain arguments without
+breaking a plugin, and does so without another `PROTOCOL`.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -13,9 +17,15 @@ if TYPE_CHECKING:
     from canary_core.canary import Canary
     from canary_core.config import CanaryConfig
     from canary_core.events import Event
-    from canary_core.plugins import EngineInfo
+    from canary_core.plugins import EngineInfo, HookTarget
+    from canary_core.testing.conformance import PluginConformance
     from canary_core.testing.engines import DemoEngine
     from canary_core.violation import Violation
+
+PROTOCOL = 1
+"""The number of these hooks and of the interfaces behind them. A plugin says for which it was written in
+``CANARY_PROTOCOL``, an attribute of the object that its entry point names; none counts as 1. It grows when a plugin
+that worked would not any more, and then plugins of another number are refused."""
 
 hookspec = pluggy.HookspecMarker("canary")
 hookimpl = pluggy.HookimplMarker("canary")
@@ -25,6 +35,15 @@ hookimpl = pluggy.HookimplMarker("canary")
 def canary_engine() -> "EngineInfo":
     """Which engine the plugin is for, its installed version and the supported range. Called by ``canary plugins`` and
     before `canary_install`; must not import the engine."""
+
+
+@hookspec
+def canary_targets() -> "Sequence[HookTarget | str]":
+    """The functions of the engine that the plugin hooks in every process, by full dotted name, as `HookTarget` with the
+    parameters that it relies on. Called right before `canary_install`, once the engine's version was found fit, so it
+    may import the engine. Where one is missing or has other parameters, the plugin is refused with a sentence that
+    names each, and `canary_install` is not called. Functions that only some engines use are for the plugin to check
+    when it hooks them: `HookTarget.problem`."""
 
 
 @hookspec
@@ -40,8 +59,10 @@ def canary_configure(config: "CanaryConfig", manager: "pluggy.PluginManager") ->
 
 @hookspec
 def canary_install(config: "CanaryConfig") -> None:
-    """Hook the engine, once per process, after all plugins are loaded and the engine's version was found supported.
-    Twice must be harmless. The plugin builds a `Canary` when the engine's pool exists."""
+    """Hook the engine, once per process, after all plugins are loaded, the engine's version was found fit and all of
+    `canary_targets` were found. Twice must be harmless. The plugin builds a `Canary` when the engine's pool exists,
+    with these settings: with an engine that is newer than tested they ask for an audit
+    (`CanaryConfig.untested_engine`)."""
 
 
 @hookspec
@@ -94,3 +115,9 @@ def canary_event(event: "Event") -> None:
 @hookspec
 def canary_demo() -> "DemoEngine":
     """An engine that ``canary demo`` can run: builds tiny models, serves traffic, injects faults."""
+
+
+@hookspec
+def canary_conformance() -> "type[PluginConformance]":
+    """The conformance suite of the plugin's engine, which ``canary check-plugin`` runs. May import the engine, which
+    is imported in no other way before `canary_install`."""

@@ -348,9 +348,16 @@ class Uncovered:
     tensor: Tensor | None = field(default=None, repr=False, compare=False)
 
 
+def require_tensor(what: str, value: object) -> None:
+    """Raises `AttachError` unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise AttachError(f"{what} must be a tensor, got a {type(value).__name__}; make it one in the adapter")
+
+
 def require_index_tensor(what: str, tensor: Tensor, device: torch.device, dims: int) -> None:
     """Raises `AttachError` unless ``tensor`` is int32 or int64 with ``dims`` dimensions, contiguous in its last, on
     ``device``."""
+    require_tensor(what, tensor)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise AttachError(f"{what} must be int32 or int64, got {tensor.dtype}; convert it where it is made")
     if tensor.device != device:

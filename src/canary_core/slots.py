@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -27,11 +28,14 @@ Event = Literal["alloc", "park", "share", "evict", "free"]
 
 
 class SlotEvents:
-    """What an engine's plugin tells where slots change other than by a forward. Each call names a region and does
-    nothing for one that is not guarded, or once Canary is off. Slots are integer tensors ``[n]`` of the region's slots;
-    numbers that are no slots are left out.
+    """What an engine's plugin tells where slots change other than by a forward. Each call names a region of
+    `Canary.regions`, and does nothing once Canary is off. Slots are integer tensors ``[n]`` on the pool's device, of
+    the region's slots; numbers that are no slots are left out.
 
-    In log mode an exception of ours switches Canary off and goes no further; in raise mode it is raised.
+    A call whose arguments can't be right (an unknown region, a list, floats, another device, ...) is refused: nothing
+    of it takes effect, and a ``misuse`` event says what to do, once for each sort. In raise mode it is a `MisuseError`.
+    Only what the host knows is looked at: the device is never waited for. In log mode an exception of ours switches
+    Canary off and goes no further; in raise mode it is raised.
     """
 
     def __init__(self, workspace: Workspace, switch: Switch, audit: RunningAudit) -> None:
@@ -41,6 +45,8 @@ class SlotEvents:
         self._switch = switch
         self._states = workspace.states
         self._queue = workspace.queue
+        self.counts: dict[str, dict[str, int]] = {region: {} for region in self._states}
+        """How many events of each kind were told of each region; each call is one."""
 
     def alloc(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
         """The engine's allocator handed ``slots`` out to request ``writer``. With ``page_slots`` above 1 they number
@@ -53,21 +59,45 @@ class SlotEvents:
         """
         self._put_owned(("alloc", region, page_slots), slots, writer)
 
-    def park(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+    def park(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. To read them
         is legal; a forward that writes them makes them held again. Slots that are parked or free already are a
-        DOUBLE_FREE finding."""
-        self._put_owned(("park", region, page_slots), slots, writer)
+        DOUBLE_FREE finding.
 
-    def share(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        ``ready``, here and in the others: events after which ``slots`` are there; none for what the current stream has
+        to do."""
+        self._put_owned(("park", region, page_slots), slots, writer, ready)
+
+    def share(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         """Request ``writer`` takes ``slots`` that the prefix cache has, a prefix hit; see `alloc`. They are not parked
         any more; for slots that a request has already it is harmless. Slots that are free are a FREED finding."""
-        self._put_owned(("share", region, page_slots), slots, writer)
+        self._put_owned(("share", region, page_slots), slots, writer, ready)
 
-    def evict(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+    def evict(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         """The prefix cache gave ``slots`` up: they are free; see `alloc`. Slots that were handed out or written since
         they were parked are an EVICTED_IN_USE finding, slots that are free already a DOUBLE_FREE."""
-        self._put_owned(("evict", region, page_slots), slots, writer)
+        self._put_owned(("evict", region, page_slots), slots, writer, ready)
 
     def free(
         self,
@@ -78,8 +108,7 @@ class SlotEvents:
         ready: Sequence[torch.cuda.Event] = (),
     ) -> None:
         """The engine's allocator got ``slots`` back, from request ``writer``, and no prefix cache keeps them; see
-        `alloc`. Slots that are parked or free already are a DOUBLE_FREE finding. ``ready``: events after which
-        ``slots`` are there; none for what the current stream has to do."""
+        `alloc`. Slots that are parked or free already are a DOUBLE_FREE finding."""
         self._put_owned(("free", region, page_slots), slots, writer, ready)
 
     def defer(self, tell: Callable[[], None]) -> None:
@@ -89,9 +118,9 @@ class SlotEvents:
             self._queue.defer(tell)
 
     def end_lifetime(self, region: str) -> None:
-        """The engine's allocator can't be followed any more: no slot of the region counts as freed or
-        parked from now on."""
-        state = self._state(region)
+        """The engine's allocator can't be followed any more: no slot of the region counts as freed or parked from now
+        on."""
+        state = self._told("end_lifetime", region)
         if state is not None:
             with self._switch.guard("end_lifetime"):
                 self.workspace.join()
@@ -100,7 +129,7 @@ class SlotEvents:
     def copy(self, region: str, source: Tensor, destination: Tensor) -> None:
         """The engine copied slots ``source`` to ``destination``: records travel with the bytes. Call it when the copy
         was issued, on the same stream. Overlaps are read first."""
-        state = self._state(region)
+        state = self._told("copy", region, source=source, destination=destination)
         if state is not None:
             self.audit.claim(region, destination)
             with self._switch.guard("copy_slots"):
@@ -119,7 +148,7 @@ class SlotEvents:
     def forget_bytes(self, region: str, slots: Tensor) -> None:
         """What bytes ``slots`` have is not known; what was written there still is. Takes effect on the current stream
         at once, without a wait for the device."""
-        state = self._state(region)
+        state = self._told("forget_bytes", region, slots=slots)
         if state is not None and len(slots):
             self.audit.claim(region, slots)
             _, slot, anything = payload.entries(state, slots.long())
@@ -128,7 +157,7 @@ class SlotEvents:
     def expect_zeros(self, region: str, slots: Tensor) -> None:
         """All bytes of ``slots`` are zero: a write that leaves them so is lost. They must be slots of the region. Takes
         effect on the current stream at once."""
-        state = self._state(region)
+        state = self._told("expect_zeros", region, slots=slots)
         if state is not None:
             self.audit.claim(region, slots)
             # The fingerprint of zero bytes is the salt alone.
@@ -142,7 +171,7 @@ class SlotEvents:
         once, whatever is in flight on others; the transfer must begin after it. `forget` or `import_records` must
         follow, in the order of events.
         """
-        state = self._state(region)
+        state = self._told("expect", region, slots=slots)
         if state is not None:
             self.audit.claim(region, slots, arriving=True)
             with self._switch.guard("expect_slots"):
@@ -152,7 +181,7 @@ class SlotEvents:
     def check(self, region: str, slots: Tensor) -> None:
         """Compares the bytes of ``slots`` with their records, on the current stream: right after they arrived with
         records, where the scrub would come by only later. Never captured."""
-        state = self._state(region)
+        state = self._told("check", region, slots=slots)
         if state is not None and state.sources:
             with self._switch.guard("check_slots"):
                 self.workspace.join()
@@ -164,26 +193,29 @@ class SlotEvents:
         recurrent state): what they read there must be of the sequences whose last tokens region ``source`` has in
         ``slots``, else it is a PREFIX finding. ``lengths``, ``writers``: integer ``[rows]``, prefix length and writer
         of each row. Rows of which ``source`` has no sure record are not judged. Never captured."""
-        state, other = self._state(region), self._state(source)
+        other = self._state(source, "expect_prefix")
+        state = self._told("expect_prefix", region, slots=slots, lengths=lengths, writers=writers)
         if state is not None and other is not None:
             cross_region.expect_sequences(state, other, slots, lengths=lengths, writers=writers)
 
     def payload_layout(self, region: str) -> PayloadLayout | None:
         """What the payloads of `export_records` mean, for `check_payload`; None in off mode."""
-        state = self._states.get(region)
+        state = self._named("payload_layout", region)
         return None if state is None else PayloadLayout.of(state)
 
     def export_records(self, region: str, slots: Tensor, settle: bool = True) -> Tensor:
         """What is known of ``slots``, to travel with their bytes: an int64 payload
-        ``[n, payload_layout(region).words]`` on the pool's device, ``[n, 0]`` in off mode. Call it when the bytes are
-        read, on the same stream. Any place may keep it; its rows may be cut and joined as the slots are.
+        ``[n, payload_layout(region).words]`` on the pool's device, ``[n, 0]`` in off mode and where the call is
+        refused. Call it when the bytes are read, on the same stream. Any place may keep it; its rows may be cut and
+        joined as the slots are.
 
         ``settle``: events that wait and change what slots hold take effect before. Not for a stream other than the
         forwards', and then none of those events may be about ``slots``.
         """
-        state = self._states.get(region)
-        if state is None:
-            return slots.new_empty((slots.shape[0], 0), dtype=torch.int64)
+        state = self._named("export_records", region)
+        if state is None or not self._fits("export_records", region, slots=slots):
+            rows = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else 0
+            return torch.empty((rows, 0), dtype=torch.int64, device=self.workspace.device)
         if self._switch.enabled:
             with self._switch.guard("export_slots"):
                 if settle:
@@ -198,8 +230,9 @@ class SlotEvents:
         judged until they are written again, as with `forget`. Call it when the transfer was issued, on the same stream;
         pinned ``rows`` must stay as they are until that stream has read them. ``writer``: who is named as the writer of
         slots that another Canary exported (-1: nobody)."""
-        state = self._state(region)
-        if state is not None:
+        state = self._state(region, "import_records")
+        if state is not None and self._payload_fits(region, slots, rows):
+            self._count("import_records", region)
             self.audit.claim(region, slots, arriving=False)
             with self._switch.guard("import_slots"):
                 self.workspace.join()
@@ -221,7 +254,8 @@ class SlotEvents:
         """This Canary takes the place of another one, whose events are ``old``: what that knows of the region's slots
         ``source`` is known of ``destination`` now; the number of the step and the requests' sequences go on. On the
         current stream at once."""
-        state, before = self._state(region), old._states.get(region)
+        state = self._told("carry_over", region, source=source, destination=destination)
+        before = old._states.get(region)
         if state is not None and before is not None:
             state.records[destination] = before.records[source]
             state.fingerprints[destination] = before.fingerprints[source]
@@ -231,14 +265,14 @@ class SlotEvents:
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
         addresses. Sources must match the old ones in name, size and page size, else `AttachError`. Never captured."""
-        state = self._state(region)
+        state = self._state(region, "rebind")
         if state is not None:
             state.rebind(sources)
             self.audit.rebind(region, sources)
 
     def still_holds(self, region: str, slot: int, step: int) -> bool:
         """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""
-        state = self._states.get(region)
+        state = self._named("still_holds", region)
         if state is None:
             return False
         self.workspace.join()
@@ -253,9 +287,70 @@ class SlotEvents:
                 self.workspace.join()
                 self._queue.settle()
 
-    def _state(self, region: str) -> RegionState | None:
-        """None where nothing is to be done."""
-        return self._states.get(region) if self._switch.enabled else None
+    def _state(self, region: str, event: str = "event") -> RegionState | None:
+        """None where nothing is to be done: Canary is off, or the region, which ``event`` names, is not guarded."""
+        return self._named(event, region) if self._switch.enabled else None
+
+    def _told(self, event: str, region: str, **slots: Tensor) -> RegionState | None:
+        """As `_state`, for an event about ``slots``, by the names of the arguments; counts it. None, too, where they
+        can't be slots."""
+        state = self._state(region, event)
+        if state is None or not self._fits(event, region, **slots):
+            return None
+        self._count(event, region)
+        return state
+
+    def _named(self, event: str, region: str) -> RegionState | None:
+        """The region's state; None in off mode, and where there is no such region, which is told."""
+        state = self._states.get(region) if isinstance(region, str) else None
+        if state is None and self._states:
+            self._refuse(
+                (event, "region", str(region)),
+                f"no region {region!r} is guarded; there are {', '.join(self._states)}. Correct the name, or ask "
+                "`region in canary.regions` first",
+            )
+        return state
+
+    def _fits(self, event: str, region: str, **slots: Tensor) -> bool:
+        """Whether each of ``slots`` is an integer tensor ``[n]`` on the pool's device, all of one length. Tells the
+        first that is not."""
+        lengths = []
+        for name, tensor in slots.items():
+            got = _misfit(tensor, self.workspace.device)
+            if got:
+                wanted = f"an integer tensor [n] on {self.workspace.device}"
+                self._refuse((event, region, name, got), f"{name} must be {wanted}, got {got}; convert it there")
+                return False
+            lengths.append(tensor.shape[0])
+        if lengths and lengths.count(lengths[0]) != len(lengths):
+            told = ", ".join(f"{name} {length}" for name, length in zip(slots, lengths, strict=True))
+            self._refuse(
+                (event, region, "length"), f"{' and '.join(slots)} must have the same length, got {told}; pair them"
+            )
+            return False
+        return True
+
+    def _payload_fits(self, region: str, slots: Tensor, rows: Tensor) -> bool:
+        """Whether ``rows`` may be a payload of ``slots``, and these are slots. Tells what is not."""
+        if not self._fits("import_records", region, slots=slots):
+            return False
+        if isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 2 and len(rows) == len(slots):
+            return True
+        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+        self._refuse(
+            ("import_records", region, "rows"),
+            f"rows must be an int64 tensor [{len(slots)}, words], one row for each slot, got {got}; give what "
+            "export_records gave, or call forget",
+        )
+        return False
+
+    def _refuse(self, sort: tuple[str, ...], what: str) -> None:
+        """``sort`` begins with the event's name."""
+        self._switch.misuse(f"slots.{sort[0]}: {what}", sort)
+
+    def _count(self, event: str, region: str) -> None:
+        counts = self.counts[region]
+        counts[event] = counts.get(event, 0) + 1
 
     def _require(self, region: str) -> RegionState:
         state = self._states.get(region)
@@ -267,8 +362,24 @@ class SlotEvents:
         self, about: tuple[Event, str, int], slots: Tensor, writer: Owner, ready: Sequence[torch.cuda.Event] = ()
     ) -> None:
         event, region, page_slots = about
-        state = self._state(region)
-        if state is None or not len(slots):
+        state = self._state(region, event)
+        if state is None or not self._fits(event, region, slots=slots):
+            return
+        if not isinstance(page_slots, Integral) or page_slots < 1:
+            self._refuse(
+                (event, region, "page_slots"),
+                f"page_slots must be an integer of at least 1, got {page_slots!r}; give how many slots a page has",
+            )
+            return
+        if not callable(writer) and not isinstance(writer, Integral):
+            self._refuse(
+                (event, region, "writer"),
+                f"writer must be a number of canary.writers.id(name), or a function that gives it, got a "
+                f"{type(writer).__name__}; -1 is for nobody",
+            )
+            return
+        self._count(event, region)
+        if not len(slots):
             return
         op = getattr(self.workspace.backend, event)
 
@@ -281,16 +392,28 @@ class SlotEvents:
             self._queue.put(QueuedEvent(apply, [slots], list(ready), key=key))
 
     def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
-        state = self._state(region)
+        event = "forget" if new is State.UNKNOWN else "clear"
+        state = self._told(event, region, **({} if slots is None else {"slots": slots}))
         if state is None:
             return
         self.audit.claim(region, slots, arriving=False)
-        with self._switch.guard("forget" if new is State.UNKNOWN else "clear"):
+        with self._switch.guard(event):
             self.workspace.join()
             if slots is None:
                 self._queue.put_arrival(partial(_mark_all, state, new))
             else:
                 self._queue.put_arrival(partial(_mark_records, state, slots, new), slots)
+
+
+def _misfit(slots: object, device: torch.device) -> str:
+    """What keeps ``slots`` from being an integer tensor ``[n]`` on ``device``; empty: nothing."""
+    if not isinstance(slots, Tensor):
+        return f"a {type(slots).__name__}"
+    if slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:
+        return str(slots.dtype)
+    if slots.dim() != 1:
+        return f"{slots.dim()} dimensions"
+    return "" if slots.device == device else f"one on {slots.device}"
 
 
 def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> None:

@@ -130,6 +130,10 @@ class Step:
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self.forwards = 0
         """How many began."""
+        self.unchecked = 0
+        """How many could not be checked: they had no view."""
+        self.ends = 0
+        """How often `end` was called."""
         self._listeners: list[StepListener] = []
         self._inside = False
         self._view: BatchView | None = None
@@ -138,7 +142,6 @@ class Step:
         self._read_interval = config.read_interval
         if workspace.device.type == "cpu" or config.mode == "raise":
             self._read_interval = 1
-        self._ends = 0
         self._ended_forwards = 0
         self._idle_read = 0.0
 
@@ -242,6 +245,8 @@ class Step:
                     self._hooks.canary_pre_forward(canary=self._canary, batch=view)
                 for name, table in view.tables.items():
                     self._backend.check(self._states[name], view, table)
+                    if not self._captured:
+                        self._workspace.proof.look(self._states[name], view, table)
                     if name in compared:
                         self._backend.read_check(self._states[name], view, table)
             self._audit.begin(view)
@@ -299,14 +304,14 @@ class Step:
             if self._captured:
                 # No host code of ours runs before a replay.
                 workspace.queue.settle()
-            self._ends += 1
+            self.ends += 1
             # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
-            idle = self._ends > 1 and self.forwards == self._ended_forwards and not self._captured
+            idle = self.ends > 1 and self.forwards == self._ended_forwards and not self._captured
             self._ended_forwards = self.forwards
             if workspace.side is not None:
                 workspace.side.unmark()
             self.scrub.step(idle)
-            if idle or self._ends % self._read_interval == 0:
+            if idle or self.ends % self._read_interval == 0:
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
@@ -314,12 +319,14 @@ class Step:
                 self._audit.look(now_and_then=True)
                 if snapshot is not None:
                     self._findings.open(snapshot, self.forwards)
+            if idle:
+                self._findings.settle(at_last=True)
             interval = self._config.stats_interval
-            if interval and not idle and self._ends % interval == 0:
+            if interval and not idle and self.ends % interval == 0:
                 self._canary.tell_stats()
         except Exception as error:
             self._switch.fail("end_step", error)
-        self._audit.raise_first()
+        self._audit.judge()
         self._findings.raise_first()
 
     def flushed(self) -> None:
@@ -374,12 +381,13 @@ class Step:
     def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
         seen: BatchView | None = None
         with self._switch.guard("batch"):
-            seen = view()
+            seen = _view_or_none(view())
         for listener in self._listeners:
             with self._guard(listener, "before"):
                 seen = listener.before(batch, seen)
         if seen is None:
             self._audit.begin(None)
+            self.unchecked += 1
         else:
             self.before(seen, overlap)
         return seen
@@ -396,7 +404,10 @@ class Step:
             for name, table in view.tables.items():
                 state = self._states[name]
                 if state.sources and self._schedules[name].now:
+                    first = None if self._captured else workspace.proof.writes(state, view)
                     self._backend.fingerprint(state, view, table)
+                    if first is not None:
+                        workspace.proof.compare(state, first)
                 elif state.sources:
                     state.forget_written()
                 self._backend.record(state, view, table)
@@ -430,8 +441,10 @@ class Step:
         return self._switch.guard(f"{type(listener).__name__}.{method}")
 
     def require_place(self, view: BatchView) -> None:
-        """Raises `AttachError` for a view of another device (a kernel would read foreign addresses) or an unknown
-        region."""
+        """Raises `AttachError` for what is no view, a view of another device (a kernel would read foreign addresses)
+        or an unknown region."""
+        if _view_or_none(view) is None:
+            raise AttachError("step.before needs the BatchView of its forward, got None; leave both halves out there")
         device = self._workspace.device
         if view.device != device:
             raise AttachError(f"the batch is on {view.device}, the pool on {device}; build the BatchView there")
@@ -440,3 +453,13 @@ class Step:
         if not view.tables.keys() <= self._states.keys():
             unknown = sorted(view.tables.keys() - self._states.keys())
             raise AttachError(f"the batch has tables of unknown regions {unknown}; there are {sorted(self._states)}")
+
+
+def _view_or_none(view: BatchView | None) -> BatchView | None:
+    """``view``. Raises `AttachError` for what is neither a view nor None."""
+    if view is None or isinstance(view, BatchView):
+        return view
+    raise AttachError(
+        f"a forward's view must be a BatchView, got a {type(view).__name__}; correct the adapter that makes it, or "
+        "give None for a forward that can't be checked"
+    )

@@ -74,6 +74,6 @@ def test_kernels_equal_reference_whatever_is_found():
     """The same over fixed seeds, among which every kind of finding that a device raises is: the fuzz above is not
     vacuous."""
     found: set[int] = set()
-    for seed in range(14):
+    for seed in (*range(14), 23):
         found |= run(seed, "cpu")
     assert {Kind(k) for k in found} == set(Kind) - {Kind.CACHE_STRUCTURE}

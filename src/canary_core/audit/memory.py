@@ -1,6 +1,7 @@
 """The engine's KV memory as the engine itself names it: `EngineMemory`, and `tensors_of`, which finds its tensors."""
 
 import sys
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class EngineMemory:
         self.storages: tuple[Storage, ...] = tuple(
             Storage(storage_bytes(items[0][1]), tuple(items)) for items in _outermost(found)
         )
+        self._places = sorted((str(s.data.device), s.start, s.end, i) for i, s in enumerate(self.storages))
 
     @property
     def size_bytes(self) -> int:
@@ -84,18 +86,18 @@ class EngineMemory:
     @property
     def places(self) -> frozenset[tuple[int, int]]:
         """Where the storages are: two memories with the same places are the same memory."""
-        return frozenset((s.start, s.end) for s in self.storages)
+        return frozenset((start, end) for _, start, end, _ in self._places)
 
     def holding(self, source: KVSource, slots: int) -> int | None:
         """Index of the storage in which all of ``source``'s ``slots`` slots lie, None if that is no memory of the
         engine's."""
-        end = source.tensor.data_ptr() + source.reach_bytes(slots)
-        inside = (
-            i
-            for i, s in enumerate(self.storages)
-            if s.data.device == source.tensor.device and s.start <= source.address and end <= s.end
-        )
-        return next(inside, None)
+        device, start = str(source.tensor.device), source.tensor.data_ptr()
+        at = bisect(self._places, (device, source.address, sys.maxsize)) - 1
+        if at < 0:
+            return None
+        where, first, end, index = self._places[at]
+        inside = where == device and first <= source.address and start + source.reach_bytes(slots) <= end
+        return index if inside else None
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:

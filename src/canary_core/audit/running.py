@@ -8,22 +8,21 @@ from torch import Tensor
 
 from canary_core.audit.footprint import Footprint, FootprintAudit
 from canary_core.batch import BatchView
-from canary_core.errors import AttachError, CanaryError
+from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.region import KVSource
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch
 
-LOOK_S = 1.0
+LOOK_S = 10.0
 """Least time between two looks at where the engine's tensors are, where nothing asks for one."""
 
 
 class RunningAudit:
-    """The audit of one Canary (``CANARY_AUDIT``): of its first ``forwards`` forwards, those whose pool the engine's own
-    tensors describe. ``footprint``: None if nobody said which these are; then nothing is audited, and a pool that moves
-    is not noticed.
+    """The audit of one Canary (``CANARY_AUDIT``): of its first ``forwards`` forwards. ``footprint``: None
+    if nobody said which tensors are the engine's; then nothing is audited, and a pool that moves is not noticed.
 
-    Nothing of it raises into the engine but `raise_first`, in raise mode.
+    Nothing of it raises into the engine but `judge`, in raise mode.
     """
 
     def __init__(self, switch: Switch, footprint: FootprintAudit | None, forwards: int) -> None:
@@ -33,7 +32,7 @@ class RunningAudit:
         self._open = False
         self._began = 0.0
         self._told = False
-        self._failure: str | None = None
+        self._problems: tuple[str, ...] = ()
         self._looked = 0.0
         self._arriving: dict[str, list[Tensor | None]] = {}
         self.results: list[Footprint] = []
@@ -41,7 +40,8 @@ class RunningAudit:
         self.seconds = 0.0
         """How long the audit took, without the forwards."""
         self.snapshot_bytes = 0
-        """Memory of the copy of the engine's KV."""
+        self.snapshot_device = ""
+        """Memory of the copy of the engine's KV, and where it is."""
         self.moved: set[str] = set()
         """Regions that describe memory which the engine has given up."""
         self.forget: Callable[[str, None], None] | None = None
@@ -93,7 +93,8 @@ class RunningAudit:
             result = self._footprint.end()
             self.seconds += time.perf_counter() - began
             snapshot = self._footprint.snapshot
-            self.snapshot_bytes = 0 if snapshot is None else snapshot.size_bytes
+            if snapshot is not None:
+                self.snapshot_bytes, self.snapshot_device = snapshot.size_bytes, str(snapshot.device)
             self.results.append(result)
             self._left -= 1
             if result.problems:
@@ -152,37 +153,34 @@ class RunningAudit:
         if self._told or not self.results:
             return
         self._told = True
-        fields: dict[str, object] = {
-            "forwards": len(self.results),
-            "compared_bytes": sum(r.compared_bytes for r in self.results),
-            "changed_bytes": sum(r.changed_bytes for r in self.results),
-            "claimed_bytes": sum(r.claimed_bytes for r in self.results),
-            "unclaimed_bytes": sum(r.unclaimed_bytes for r in self.results),
-            "written_slots": sum(sum(r.written_slots.values()) for r in self.results),
-            "snapshot_bytes": self.snapshot_bytes,
-            "seconds": round(self.seconds, 3),
-        }
+        fields = self._totals()
         self._switch.tell(Event("audit", fields=fields))
         self._stop()
 
-    def raise_first(self) -> None:
-        """In raise mode: raises `AttachError` with what is wrong, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None and self._switch.raises:
-            raise AttachError(failure)
+    def judge(self) -> None:
+        """Between forwards: what follows from a failed audit, once. Raises `AttachError` in raise mode; in log mode it
+        switches Canary off where the engine is newer than its plugin was tested with."""
+        problems, self._problems = self._problems, ()
+        self._switch.audit_failed(problems)
 
     def _fail(self, result: Footprint) -> None:
-        fields: dict[str, object] = {
-            "problems": list(result.problems),
-            "forward": len(self.results),
-            "changed_bytes": result.changed_bytes,
-            "unclaimed_bytes": result.unclaimed_bytes,
-            "unchanged": result.unchanged,
-        }
+        fields = {"problems": list(result.problems), **self._totals(), "unchanged": result.unchanged}
         self._told = True
-        self._failure = f"the audit of forward {len(self.results)} found: {'; '.join(result.problems)}"
+        self._problems = tuple(f"forward {len(self.results)}: {problem}" for problem in result.problems)
         self._switch.tell(Event("audit_failed", "error", fields))
         self._stop()
+
+    def _totals(self) -> dict[str, object]:
+        """Of all audited forwards."""
+        sums = ("compared_bytes", "changed_bytes", "claimed_bytes", "unclaimed_bytes")
+        return {
+            "forwards": len(self.results),
+            **{name: sum(getattr(r, name) for r in self.results) for name in sums},
+            "written_slots": sum(sum(r.written_slots.values()) for r in self.results),
+            "snapshot_bytes": self.snapshot_bytes,
+            "snapshot_device": self.snapshot_device,
+            "seconds": round(self.seconds, 3),
+        }
 
     def _tell_moved(self, region: str, sources: list[str]) -> None:
         reason = (
@@ -202,6 +200,8 @@ class RunningAudit:
         if self._left:
             fields: dict[str, object] = {"reason": reason, "forwards": len(self.results)}
             self._switch.tell(Event("audit_skipped", "warning", fields))
+            if self._switch.on_probation:
+                self._problems = (f"it could not be done: {reason}",)
         self.abandon()
         self._stop()
 

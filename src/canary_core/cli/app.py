@@ -15,12 +15,12 @@ from rich.table import Column, Table
 
 import canary_core
 from canary_core import plugins, scaffold
-from canary_core.cli import program
+from canary_core.cli import check_plugin, program
 from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
 from canary_core.config import CanaryConfig, settings
 from canary_core.errors import CanaryError, ConfigError, ViolationError
-from canary_core.testing import demo
+from canary_core.testing import demo, suite_tests
 
 EXIT_CODES = {
     0: "It worked.",
@@ -66,24 +66,25 @@ def _options(
 def show_plugins(as_json: AsJson = False) -> None:
     """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load. Exit code
     2 if CANARY_PLUGINS names one that is not installed."""
-    allowed = _config().plugins
+    config = _config()
+    allowed = config.plugins
     found = plugins.installed()
     missing = plugins.not_installed(allowed, (p.name for p in found if not p.built_in))
     if as_json:
         _print_json([_plugin_fields(p, allowed) for p in (*found, *missing)])
     else:
-        _print_plugins(found, allowed)
+        _print_plugins(found, config)
     for p in missing:
         typer.echo(f"canary: {p.error}", err=True)
     if missing:
         raise typer.Exit(2)
 
 
-def _print_plugins(found: Iterable[plugins.Plugin], allowed: tuple[str, ...]) -> None:
+def _print_plugins(found: Iterable[plugins.Plugin], config: CanaryConfig) -> None:
     table = _details_table("name", "version", "allowed")
     for p in found:
-        on = "yes" if _is_allowed(p, allowed) else "no"
-        table.add_row(escape(p.name), escape(p.version or ""), on, _details(p))
+        on = "yes" if _is_allowed(p, config.plugins) else "no"
+        table.add_row(escape(p.name), escape(p.version or ""), on, _details(p, config))
     Console().print(table)
 
 
@@ -214,6 +215,31 @@ def demonstrate(
         raise typer.Exit(1)
 
 
+@app.command("check-plugin")
+def check(
+    name: Annotated[str, typer.Argument(help="The plugin's name, as canary plugins lists it.")],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="TEXT", help="Run only tests with this in their names.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each test.")] = False,
+) -> None:
+    """Run the conformance suite of a plugin: is each byte described, each flip named, each fault found, and the engine
+    left as it was? Exit code 1 if a test failed, 2 if there is nothing to run. Works whatever CANARY_PLUGINS says."""
+    try:
+        suite = check_plugin.suite_of(name)
+        tests = check_plugin.chosen(suite_tests(suite), only or [])
+    except CanaryError as error:
+        raise _refusal(error) from error
+    console = Console(stderr=as_json)
+    outcomes = check_plugin.show(console, suite, tests)
+    if as_json:
+        for outcome in outcomes:
+            typer.echo(json.dumps(outcome.fields()))
+    console.print(f"{name}: {check_plugin.summary(outcomes)}")
+    if any(outcome.result == "failed" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
 @app.command("new-plugin")
 def new_plugin(
     name: Annotated[str, typer.Argument(help="What the plugin is called, after its engine: lower-case, my_engine.")],
@@ -276,7 +302,9 @@ def _plugin_fields(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> dict[str
         "distribution": plugin.distribution,
         "allowed": _is_allowed(plugin, allowed),
         "hooks": list(plugin.hooks),
+        "protocol": plugin.protocol,
         "engine": asdict(plugin.engine) if plugin.engine else None,
+        "warnings": list(plugin.warnings),
         "error": plugin.error,
     }
 
@@ -285,10 +313,18 @@ def _is_allowed(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> bool:
     return plugin.built_in or plugin.name in allowed
 
 
-def _details(plugin: plugins.Plugin) -> Table:
-    """Where a plugin is from, its engine, its hooks and its error."""
-    engine, hooks = _engine(plugin.engine), ", ".join(plugin.hooks)
-    return _lines({"from": plugin.distribution, "engine": engine, "hooks": hooks, "error": plugin.error})
+def _details(plugin: plugins.Plugin, config: CanaryConfig) -> Table:
+    """Where a plugin is from, its protocol, its engine and what becomes of it, its hooks, and what is wrong."""
+    undeclared = "none declared, taken as 1" if plugin.hooks else None
+    details = {
+        "from": plugin.distribution,
+        "protocol": undeclared if plugin.protocol is None else str(plugin.protocol),
+        "engine": plugin.engine.describe(config.untested) if plugin.engine else None,
+        "hooks": ", ".join(plugin.hooks),
+        "warning": "\n".join(plugin.warnings),
+        "error": plugin.error,
+    }
+    return _lines(details)
 
 
 def _details_table(*headers: str) -> Table:
@@ -303,15 +339,6 @@ def _lines(details: Mapping[str, str | None]) -> Table:
         if text:
             _add(lines, name, text)
     return lines
-
-
-def _engine(engine: plugins.EngineInfo | None) -> str:
-    if engine is None:
-        return ""
-    if engine.version is None:
-        return f"{engine.name} is not installed; needs {engine.supported_range}"
-    supported = "" if engine.supported else f" is not supported; needs {engine.supported_range}"
-    return f"{engine.name} {engine.version}{supported}"
 
 
 def _print_json(value: object) -> None:

@@ -5,21 +5,25 @@ where that names a class, each manager makes its own object of it. Canary's own 
 """
 
 from canary_core.plugins.discovery import installed, not_installed
-from canary_core.plugins.plugin import EngineInfo, Plugin, refusal
+from canary_core.plugins.engine import EngineInfo
+from canary_core.plugins.plugin import Plugin, refusal
 from canary_core.plugins.process import (
     emit,
     hook_manager,
     install,
     load,
     private_hooks,
+    require_engine,
     start,
     tell_unknown_settings,
     uninstall,
 )
 from canary_core.plugins.registry import Plugins
+from canary_core.plugins.targets import HookTarget
 
 __all__ = [
     "EngineInfo",
+    "HookTarget",
     "Plugin",
     "Plugins",
     "emit",
@@ -30,6 +34,7 @@ __all__ = [
     "not_installed",
     "private_hooks",
     "refusal",
+    "require_engine",
     "start",
     "tell_unknown_settings",
     "uninstall",

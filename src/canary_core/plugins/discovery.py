@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import metadata
+from inspect import Parameter, signature
 
 import pluggy
 
@@ -101,14 +102,22 @@ def _load(plugin: Plugin, point: metadata.EntryPoint) -> Plugin:
 def _examine(plugin: Plugin) -> Plugin:
     """Fills in hooks and engine of an imported plugin, or the error. It is registered in a manager made for this, so
     that a plugin that doesn't fit leaves no trace in the real one."""
+    declared = hookspecs.PROTOCOL if plugin.built_in else getattr(plugin.target, "CANARY_PROTOCOL", None)
+    plugin = replace(plugin, protocol=declared if type(declared) is int else None)
+    foreign = _foreign_protocol(plugin, declared)
+    if foreign is not None:
+        return replace(plugin, error=foreign)
     trial = new_manager()
+    misfit = _unknown_arguments(plugin.target, trial)
+    if misfit:
+        return replace(plugin, error=f"plugin {plugin.name!r} does not fit Canary's hooks: {misfit}")
     try:
         trial.register(plugin.target, name=plugin.name)
         trial.check_pending()
     except Exception as error:
         return replace(plugin, error=f"plugin {plugin.name!r} does not fit Canary's hooks: {error}{_nearest(trial)}")
     hooks = tuple(sorted(h.name for h in trial.get_hookcallers(plugin.target) or ()))
-    plugin = replace(plugin, hooks=hooks)
+    plugin = replace(plugin, hooks=hooks, warnings=_halves(plugin.name, hooks))
     unmarked = [n for n in _hook_names() if n not in hooks and callable(getattr(plugin.target, n, None))]
     if unmarked:
         return replace(
@@ -127,6 +136,61 @@ def _examine(plugin: Plugin) -> Plugin:
     except Exception as error:
         return replace(plugin, error=f"canary_engine of plugin {plugin.name!r} raised {error_text(error)}")
     return replace(plugin, engine=engines[0]) if engines else plugin
+
+
+def _foreign_protocol(plugin: Plugin, declared: object) -> str | None:
+    """Why the plugin is not for these hooks, by the protocol that it ``declared``; None if it is."""
+    spoken, ours = 1 if declared is None else declared, hookspecs.PROTOCOL
+    head = f"plugin {plugin.name!r} of {plugin.distribution} {plugin.version}"
+    if not isinstance(spoken, int) or isinstance(spoken, bool):
+        return (
+            f"{head} has CANARY_PROTOCOL = {spoken!r}, which must be an integer; write the number of the "
+            f"canary_core.PROTOCOL that it was written for (here {ours})"
+        )
+    if spoken == ours:
+        return None
+    if spoken > ours:
+        fix = f"install a newer canary-core, or a release of {plugin.distribution} for protocol {ours}"
+    else:
+        fix = f"install a newer release of {plugin.distribution}, or a canary-core that speaks protocol {spoken}"
+    said = "" if declared is not None else " (it has no CANARY_PROTOCOL, which counts as 1)"
+    return f"{head} speaks protocol {spoken} of Canary{said}, and this canary-core speaks {ours}; {fix}"
+
+
+def _unknown_arguments(target: object, trial: pluggy.PluginManager) -> str:
+    """Names each argument that a hook of ``target`` takes and Canary does not give; empty if there is none."""
+    unknown = []
+    for name in _hook_names():
+        function = getattr(target, name, None)
+        if not callable(function) or trial.parse_hookimpl_opts(target, name) is None:
+            continue
+        given = list(signature(getattr(hookspecs, name)).parameters)
+        named = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        taken = [p.name for p in signature(function).parameters.values() if p.kind in named and p.default is p.empty]
+        wrong = [repr(argument) for argument in taken if argument not in given]
+        if wrong:
+            there = f"its arguments are {', '.join(given)}" if given else "it has no arguments"
+            unknown.append(f"{name} takes {', '.join(wrong)}, which that hook does not give; {there}")
+    return "; ".join(unknown)
+
+
+def _halves(name: str, hooks: Sequence[str]) -> tuple[str, ...]:
+    """What a plugin with one half of a pair of hooks lacks, and what that means."""
+    return tuple(
+        f"plugin {name!r} has {one} without {other}: {meaning}"
+        for one, other, meaning in PAIRS
+        if one in hooks and other not in hooks
+    )
+
+
+PAIRS = (
+    ("canary_install", "canary_engine", "no version of its engine is ever refused; say which engine it is for"),
+    ("canary_install", "canary_uninstall", "what it hooks stays hooked, also where it fails half-way; undo it there"),
+    ("canary_engine", "canary_install", "it hooks nothing, so naming it in CANARY_PLUGINS guards nothing by itself"),
+    ("canary_uninstall", "canary_install", "there is nothing to undo; hook the engine in canary_install"),
+    ("canary_targets", "canary_install", "nobody asks for them; hook the engine in canary_install"),
+)
+"""Hooks that belong together: one, the other, and what it means if that is missing."""
 
 
 def _hook_names() -> list[str]:

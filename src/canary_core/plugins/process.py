@@ -1,5 +1,6 @@
 """The plugins of this process: what engines' own plugin loaders, the ``canary`` command and plugins call."""
 
+from collections.abc import Iterable
 from threading import RLock
 
 import pluggy
@@ -7,8 +8,10 @@ import pluggy
 from canary_core.config import CanaryConfig
 from canary_core.errors import CanaryError, PluginError
 from canary_core.events import Event
+from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin
 from canary_core.plugins.registry import Plugins, hand_on
+from canary_core.plugins.targets import HookTarget
 
 _process: Plugins | None = None
 _process_lock = RLock()
@@ -76,6 +79,19 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
     except CanaryError as error:
         emit(Event("start_failed", "error", {"error": str(error)}))
         raise
+
+
+def require_engine(
+    plugin: str, engine: EngineInfo, targets: Iterable[HookTarget | str], config: CanaryConfig
+) -> CanaryConfig:
+    """What `install` does before `canary_install`, for a plugin's own ways to guard an engine. Gives the settings to
+    guard it with: ``config``, and for an engine that is newer than tested `CanaryConfig.for_untested_engine` of it,
+    after an ``untested_engine`` event, told once for each version. ``plugin``: name of the plugin's distribution, for
+    sentences. In mode off only the version is looked at; ``targets`` is not read, so it may import the engine as it is.
+
+    Raises `PluginError` if the version is refused, or naming each of ``targets`` that is missing.
+    """
+    return _plugins().require_engine(Plugin(plugin, plugin, engine=engine), targets, config)
 
 
 def tell_unknown_settings(config: CanaryConfig) -> None:

@@ -1,6 +1,6 @@
 """`Plugins`: one pluggy manager and what was loaded into it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import RLock
 
@@ -10,7 +10,9 @@ from canary_core.config import CanaryConfig, unknown_variables
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
 from canary_core.plugins.discovery import REPORTING, built_in, entry_points, inspect, new_manager, not_installed
+from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin, error_text, refusal
+from canary_core.plugins.targets import HookTarget, problems
 
 
 class Plugins:
@@ -27,6 +29,7 @@ class Plugins:
         self._loaded: dict[str, Plugin] = {}
         self._hooked: list[str] = []
         self._unknown: set[str] = set()
+        self._untested: set[tuple[str, str | None]] = set()
         self._built_in = built_in()
         for plugin in self._built_in:
             if plugin.error is not None:
@@ -41,7 +44,8 @@ class Plugins:
     def load(self, config: CanaryConfig) -> tuple[Plugin, ...]:
         """Registers the plugins that ``config.plugins`` names and returns all tried so far. A second call tries only
         new names. Tells all usable ones the settings (`canary_configure`), the built-in ones first. Ends with a
-        ``plugins_loaded`` event if there was anything to try.
+        ``plugin_incomplete`` event for each of `Plugin.warnings` and a ``plugins_loaded`` event if there was anything
+        to try.
 
         Raises `PluginError`, before anything is loaded, if a name isn't installed. A plugin that is installed but
         broken does not raise: its `Plugin.error` says why, and the others are loaded.
@@ -61,15 +65,20 @@ class Plugins:
                 if plugin.error is None:
                     self.manager.register(plugin.target, name=name)
                     self._configure(plugin, config)
+            for name in names:
+                plugin = self._loaded[name]
+                for warning in plugin.warnings if plugin.error is None else ():
+                    self.emit(Event("plugin_incomplete", "warning", {"plugin": name, "reason": warning}))
             self._tell("plugins_loaded", "loaded", [self._loaded[n] for n in names])
             return self.loaded
 
     def install(self, config: CanaryConfig) -> tuple[Plugin, ...]:
-        """Calls `canary_install` of each loaded plugin once, after its engine's version was found supported, and
-        returns all plugins. In mode off nothing is installed. Ends with a ``plugins_installed`` event.
+        """Calls `canary_install` of each loaded plugin once, after its engine's version was found fit and all of its
+        `canary_targets` were found, and returns all plugins. In mode off nothing is installed. An engine that is newer
+        than tested is an ``untested_engine`` event. Ends with a ``plugins_installed`` event.
 
-        A plugin whose engine is missing or out of range is refused, one that raises is undone: both are unregistered
-        and keep the reason in `Plugin.error`. Never raises for a plugin's sake.
+        A plugin whose engine is missing, refused or lacks a target is refused, one that raises is undone: both are
+        unregistered and keep the reason in `Plugin.error`. Never raises for a plugin's sake.
         """
         with self._lock:
             ready = [p for p in self.loaded if p.error is None and p.name not in self._hooked]
@@ -106,6 +115,22 @@ class Plugins:
             if found is not None:
                 raise found
 
+    def require_engine(self, plugin: Plugin, targets: Iterable[HookTarget | str], config: CanaryConfig) -> CanaryConfig:
+        """See `process.require_engine`; with the plugin as it was found."""
+        refused = refusal(plugin, config.untested)
+        if refused is not None:
+            raise PluginError(refused)
+        if config.mode == "off":
+            return config
+        missing = problems(targets)
+        if missing:
+            raise PluginError(_not_as_needed(plugin, missing))
+        if plugin.engine is None or plugin.engine.status != "newer":
+            return config
+        config = config.for_untested_engine()
+        self._tell_untested(plugin.name, plugin.engine, config.audit)
+        return config
+
     def tell_unknown_settings(self) -> None:
         """An ``unknown_setting`` event for each variable ``CANARY_*`` that is no setting; a second call tells only new
         ones. A warning where a setting has a similar name; else it may be somebody else's variable."""
@@ -126,15 +151,42 @@ class Plugins:
             self._drop(plugin, error)
 
     def _install_one(self, plugin: Plugin, config: CanaryConfig) -> str | None:
-        refused = refusal(plugin)
-        if refused is not None:
-            return refused
+        try:
+            config = self.require_engine(plugin, self._targets(plugin), config)
+        except PluginError as refused:
+            return str(refused)
         error = self._attempt(plugin, "canary_install", config=config)
         if error is not None:
             undone = self._attempt(plugin, "canary_uninstall")
             if undone is not None:
                 error = f"{error}; and undoing it failed: {undone}"
         return error
+
+    def _targets(self, plugin: Plugin) -> Iterator[HookTarget | str]:
+        """`canary_targets` of one plugin, asked for when the first is taken: that may import the engine."""
+        others = [p for p in self.manager.get_plugins() if p is not plugin.target]
+        try:
+            yield from (t for some in self.manager.subset_hook_caller("canary_targets", others)() for t in some)
+        except Exception as error:
+            raise PluginError(f"canary_targets of plugin {plugin.name!r} raised {error_text(error)}") from error
+
+    def _tell_untested(self, plugin: str, engine: EngineInfo, audited: int) -> None:
+        with self._lock:
+            if (engine.name, engine.version) in self._untested:
+                return
+            self._untested.add((engine.name, engine.version))
+        fields: dict[str, object] = {
+            "plugin": plugin,
+            "engine": engine.name,
+            "version": engine.version,
+            "tested": engine.supported_range,
+            "audited_forwards": audited,
+            "reason": f"{engine.name} {engine.version} is newer than what the plugin was tested with. The functions "
+            f"that it hooks were found; the first {audited} forwards are audited, and if that fails, Canary is "
+            "switched off",
+            "hint": "CANARY_UNTESTED=refuse leaves an engine that is newer than tested alone",
+        }
+        self.emit(Event("untested_engine", "warning", fields))
 
     def _drop(self, plugin: Plugin, error: str) -> None:
         """A plugin that can't be used: no hook of it is called any more. Raises `PluginError` for a built-in one."""
@@ -158,6 +210,17 @@ class Plugins:
         failed = {p.name: p.error for p in plugins if p.error is not None}
         names = [p.name for p in plugins if p.error is None]
         self.emit(Event(event, "error" if failed else "info", {done: names, "failed": failed}))
+
+
+def _not_as_needed(plugin: Plugin, missing: Sequence[str]) -> str:
+    """The sentence about functions of the engine that are not there, or not as the plugin needs them."""
+    engine = plugin.engine
+    have = "the engine" if engine is None else f"{engine.name} {engine.version}"
+    other = "" if engine is None else f"{engine.name}{engine.supported_range} or "
+    return (
+        f"plugin {plugin.name!r} can't hook {have}, which is left as it is: {'; '.join(missing)}. Install {other}a "
+        f"release of {plugin.distribution} that supports it"
+    )
 
 
 def hand_on(event: Event, manager: pluggy.PluginManager) -> None:

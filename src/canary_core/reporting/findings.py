@@ -1,5 +1,6 @@
 """`Findings`: reads the violation ring late, turns its rows into `Violation`s and hands each to the hooks once."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -8,6 +9,7 @@ from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.records import STATES, Counter, Kind, Phase, Row, State
 from canary_core.reporting.readback import ReadBack, Snapshot
+from canary_core.reporting.wrong_memory import WrongMemory
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.violation import Violation
 from canary_core.writers import Writers
@@ -18,11 +20,14 @@ REMEMBERED = 65536
 STALLED_READS = 100
 """Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
 
+LAST_READS, LAST_READ_S = 3, 0.5
+"""How many reads the end of a process waits for, and how long: a device that hangs must not keep it from ending."""
+
 
 class Findings:
     """Reads, decodes, drops repeats, lets plugins dismiss, and delivers. ``delivered`` counts by kind what was
-    reported; ``repeated`` and ``dismissed`` count what was not; ``counters`` are those of the last read. ``audit``
-    knows of regions whose memory the engine has given up, of which nothing is reported."""
+    reported; ``repeated``, ``dismissed`` and ``memory.withheld`` count what was not; ``counters`` are those of the last
+    read. ``audit`` knows of regions whose memory the engine has given up, of which nothing is reported."""
 
     def __init__(self, workspace: Workspace, switch: Switch, writers: Writers, audit: RunningAudit) -> None:
         self._config = workspace.config
@@ -30,7 +35,8 @@ class Findings:
         self._switch = switch
         self._writers = writers
         self._audit = audit
-        self._read_back = ReadBack(workspace.shared)
+        self._read_back = ReadBack(workspace.shared, workspace.proof.tallies)
+        self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._first: Violation | None = None
         self._read_forwards = 0
@@ -48,6 +54,18 @@ class Findings:
         """Everything up to now; waits for the device."""
         return self._read_back.collect_now()
 
+    def read_last(self, forwards: int) -> None:
+        """Reports what can still be read, and waits for a moment only. ``forwards``: see `open`."""
+        deadline, reads = time.monotonic() + LAST_READ_S, 0
+        while reads < LAST_READS and time.monotonic() < deadline:
+            snapshot = self.collect()
+            if snapshot is None:
+                time.sleep(LAST_READ_S / 100)
+                continue
+            reads += 1
+            self.open(snapshot, forwards)
+        self.settle(at_last=True)
+
     def open(self, snapshot: Snapshot, forwards: int) -> None:
         """Reports what a read brought. ``forwards``: how many began on the host so far."""
         moved = snapshot.counters[Counter.CHECKED_FORWARDS] != self.counters[Counter.CHECKED_FORWARDS]
@@ -58,10 +76,21 @@ class Findings:
             reason = "forwards run but no check does; were they captured without Canary?"
             self._switch.tell(Event("silence", "error", {"reason": reason}))
         self.counters = snapshot.counters
+        self.memory.read(snapshot.tallies)
         self.take([self.decode(row) for row in snapshot.rows])
+        self.settle()
         if snapshot.dropped:
             fields: dict[str, object] = {"rows": snapshot.dropped, "ring_rows": self._config.ring_rows}
             self._switch.tell(Event("rows_dropped", "warning", fields))
+
+    def settle(self, at_last: bool = False) -> None:
+        """Tells of memory that turned out to be the wrong one, and the findings that waited for that and stand.
+        ``at_last``: all that wait."""
+        events, waited = self.memory.decide(at_last)
+        for event in events:
+            self._switch.tell(event)
+        for violation in waited:
+            self._deliver(violation)
 
     def never_called(self) -> None:
         """No forward was checked for as long as the settings allow."""
@@ -76,7 +105,8 @@ class Findings:
             raise ViolationError(first)
 
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
-        """The findings that are new and that nobody dismisses, each after its hooks were called."""
+        """The findings that are new and that nobody dismisses, each after its hooks were called. Those that wait until
+        the region's memory is known to be the engine's (`WrongMemory`) are told later, or not."""
         stand = []
         if violations:
             self._audit.look()
@@ -93,12 +123,17 @@ class Findings:
                 fields = {"reason": reason, **violation.fields()}
                 self._switch.emit(Event("dismissed", "debug", fields))
                 continue
-            self.delivered[violation.kind] += 1
+            if self.memory.takes(violation):
+                continue
             stand.append(violation)
-            self._tell(violation)
-        if stand and self._first is None:
-            self._first = stand[0]
+            self._deliver(violation)
         return stand
+
+    def _deliver(self, violation: Violation) -> None:
+        self.delivered[violation.kind] += 1
+        if self._first is None:
+            self._first = violation
+        self._tell(violation)
 
     def _dismissal(self, violation: Violation) -> str | None:
         """Why a plugin dismisses the finding. A plugin that fails to answer doesn't."""

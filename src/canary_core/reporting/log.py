@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Mapping
+from typing import Any, cast
 
 import pluggy
 import structlog
@@ -39,6 +41,9 @@ class Reporting:
         self._log(event)
 
     def _log(self, event: Event) -> None:
+        if event.name == "summary" and self._format == "console" and not structlog.is_configured():
+            getattr(self._logger(), event.level)(_page(event))
+            return
         bound = self._logger().bind(**{**event.fields, "logger": "canary"})
         getattr(bound, event.level)(event.name)
 
@@ -57,3 +62,15 @@ class Reporting:
             ],
             wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, self._level.upper())),
         )
+
+
+def _page(event: Event) -> str:
+    """A ``summary`` event for people: a line for each region and for each warning."""
+    fields = cast(Mapping[str, Any], event.fields)
+    about = "".join(f", {name} {fields[name]}" for name in ("model", "rank") if name in fields)
+    lines = [f"canary summary{about}: {fields['summary']}"]
+    for region, kinds in fields["events"].items():
+        told = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
+        lines.append(f"  events of {region}: {told or 'none'}")
+    lines += [f"  warning: {sentence}" for sentence in fields["warnings"]]
+    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from canary_core.ops.state import Shared
 from canary_core.records import Counter, Row
@@ -11,21 +12,25 @@ from canary_core.runtime.host_copy import HostCopy
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One host read: all counters, the new violation rows in order, and how many rows were dropped since the last."""
+    """One host read: all counters, the new violation rows in order, how many rows were dropped since the last, and the
+    tallies of the first forwards."""
 
     counters: list[int]
     rows: list[list[int]]
     dropped: int
+    tallies: list[list[int]]
 
 
 class ReadBack:
     """Copies counters to pinned host memory at the end of a step and hands them out at the end of a later one; the
     ring follows only when the counters say that there is something in it. Never waits, except in `collect_now`."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, tallies: Tensor | None = None) -> None:
         self._shared = shared
+        # See `MemoryProof`; none where nobody looks.
+        self._tallies = shared.counters.new_zeros(0, 0) if tallies is None else tallies
         # On a CPU both are read where they are.
-        self._counters, self._ring = HostCopy(shared.counters), HostCopy(shared.ring)
+        self._counters, self._ring = HostCopy(shared.counters, self._tallies), HostCopy(shared.ring)
         self._in_flight = False
         self._with_ring = False
         self._seen = 0
@@ -51,19 +56,20 @@ class ReadBack:
         return self._open()
 
     def _start(self) -> None:
-        self._counters.start(self._shared.counters)
+        self._counters.start(self._shared.counters, self._tallies)
         if self._with_ring:
             self._ring.start(self._shared.ring)
         self._in_flight = True
 
     def _open(self) -> Snapshot:
         self._in_flight = False
-        (host_counters,), (host_ring,) = self._counters.tensors, self._ring.tensors
+        (host_counters, host_tallies), (host_ring,) = self._counters.tensors, self._ring.tensors
         counters: list[int] = host_counters.tolist()
+        tallies: list[list[int]] = host_tallies.tolist()
         total = counters[Counter.ROWS]
         if total == self._seen or not self._with_ring:
             self._with_ring = total > self._seen
-            return Snapshot(counters, [], 0)
+            return Snapshot(counters, [], 0, tallies)
         size = host_ring.shape[0]
         numbers = torch.arange(self._seen, min(total, self._seen + 2 * size))
         candidates = host_ring[numbers % size]
@@ -73,4 +79,4 @@ class ReadBack:
         self._with_ring = False
         # In stream order after the copy, so rows that come in between find their place still taken, not overwritten.
         self._shared.counters[Counter.DRAINED].fill_(total)
-        return Snapshot(counters, rows, dropped)
+        return Snapshot(counters, rows, dropped, tallies)

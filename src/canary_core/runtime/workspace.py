@@ -11,20 +11,25 @@ import torch
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
-from canary_core.errors import MisuseError, ViolationError
+from canary_core.errors import AttachError, MisuseError, ViolationError
 from canary_core.events import Event
 from canary_core.ops import backends
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState, Shared
 from canary_core.region import Region
 from canary_core.runtime.event_queue import EventQueue
+from canary_core.runtime.memory_proof import MemoryProof
 from canary_core.runtime.side_stream import SideStream
+
+MOST_SORTS = 256
+"""Sorts of misuse that are told; more say nothing new."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
     """The settings, the memory of each region by name, what regions share, the ops, the events that wait for the next
-    forward, and the side stream (None on a CPU). Without states in off mode."""
+    forward, the side stream (None on a CPU), and the proof that the memory is the engine's. Without states in off
+    mode."""
 
     config: CanaryConfig
     device: torch.device
@@ -33,6 +38,7 @@ class Workspace:
     backend: Backend
     queue: EventQueue
     side: SideStream | None
+    proof: MemoryProof
 
     @classmethod
     def allocate(cls, regions: Sequence[Region], config: CanaryConfig) -> "Workspace":
@@ -42,14 +48,15 @@ class Workspace:
         shared = Shared.allocate(config, device)
         states = {r.name: RegionState(r, i, shared, config) for i, r in enumerate(regions)}
         side = SideStream(device) if device.type == "cuda" else None
-        return cls(config, device, shared, states, backend, EventQueue(device), side)
+        return cls(config, device, shared, states, backend, EventQueue(device), side, MemoryProof(states, device))
 
     @classmethod
     def off(cls, config: CanaryConfig, device: torch.device) -> "Workspace":
         """Nothing is allocated on ``device``."""
         empty = torch.empty(0, dtype=torch.int64)
         shared = Shared(empty, empty, empty)
-        return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None)
+        proof = MemoryProof({}, torch.device("cpu"))
+        return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None, proof)
 
     def join(self, for_good: bool = False) -> None:
         """The current stream waits for what runs beside the forwards, if anything: before slots, records, or tensors of
@@ -71,10 +78,14 @@ class Switch:
         self.enabled = config.mode != "off"
         self.raises = config.mode == "raise"
         """Whether exceptions and findings reach the engine."""
+        self.on_probation = config.untested_engine
+        """Whether the engine is newer than its plugin was tested with: it is guarded if its audit passes."""
         self._about = {n: v for n, v in (("model", config.model), ("rank", config.rank)) if v}
         self.hooks = hooks
         self._workspace = workspace
-        self._misused: set[str] = set()
+        self._misused: set[object] = set()
+        self.misuses = 0
+        """How often Canary was called in a way that can't be right."""
 
     def tell(self, event: Event) -> None:
         """Hands ``event`` to every plugin, with the model and the rank where the settings name them."""
@@ -90,19 +101,45 @@ class Switch:
         """An exception of ours, which happened in ``where``."""
         if self.raises:
             raise error
+        trace = "".join(traceback.format_exception(error))
+        fields: dict[str, object] = {"where": where, "error": repr(error), "traceback": trace}
+        if isinstance(error, AttachError):
+            fields["reason"] = f"the adapter described what can't be, in {where}: {error}"
+        self._disable(fields)
+
+    def audit_failed(self, problems: Sequence[str]) -> None:
+        """The audit found ``problems``, sentences about the adapter, and has told them; without any, nothing happens.
+        Raises `AttachError` in raise mode. In log mode, where the engine is newer than its plugin was tested with, off
+        for good with a ``disabled`` event: the adapter may describe it wrongly. With a tested engine Canary goes on.
+        Called between forwards, not in a capture."""
+        if not problems or not self.enabled:
+            return
+        found = "; ".join(problems)
+        if self.raises:
+            raise AttachError(f"the audit of the first forwards failed: {found}")
+        if self.on_probation:
+            error = (
+                f"the engine is newer than its plugin was tested with, and the audit of the first forwards failed: "
+                f"{found}; install a tested release of the engine, or a release of the plugin that supports this one"
+            )
+            self._disable({"where": "audit", "error": error})
+
+    def _disable(self, fields: dict[str, object]) -> None:
+        """Off for good, with a ``disabled`` event."""
         self.enabled = False
         # Our tensors may be given up now.
         self._workspace.join(for_good=True)
-        trace = "".join(traceback.format_exception(error))
-        self.tell(Event("disabled", "error", {"where": where, "error": repr(error), "traceback": trace}))
+        self.tell(Event("disabled", "error", fields))
 
-    def misuse(self, what: str) -> None:
-        """Canary was called in a way that can't be right; ``what`` says so in a sentence, told once. Raises
-        `MisuseError` in raise mode."""
+    def misuse(self, what: str, sort: object = None) -> None:
+        """Canary was called in a way that can't be right; ``what`` says so in a sentence, told once for each ``sort``
+        (None: for each sentence), of `MOST_SORTS` sorts. Raises `MisuseError` in raise mode."""
+        self.misuses += 1
         if self.raises:
             raise MisuseError(what)
-        if what not in self._misused:
-            self._misused.add(what)
+        sort = sort or what
+        if sort not in self._misused and len(self._misused) < MOST_SORTS:
+            self._misused.add(sort)
             self.tell(Event("misuse", "error", {"reason": what}))
 
     def guard(self, where: str) -> "Failsafe":

@@ -1,24 +1,42 @@
-"""What authors of plugins test theirs with: faults, a collector of findings, and what ``canary demo`` asks of an
-engine."""
+"""What authors of plugins test theirs with: the conformance suite, faults, a collector of findings, and what ``canary
+demo`` asks of an engine."""
 
 from canary_core.faults.catalogue import FAULTS
 from canary_core.faults.injector import FaultInjector
 from canary_core.faults.scene import read_bytes, write_bytes
 from canary_core.faults.spec import FaultSpec
+from canary_core.testing.conformance import (
+    ABILITIES,
+    Ability,
+    EngineSession,
+    Nonconforming,
+    Outcome,
+    PluginConformance,
+    run_suite,
+    suite_tests,
+)
 from canary_core.testing.engines import NEW_TOKENS, PROMPT_TOKENS, TOKENS, DemoEngine, Job, Served
 from canary_core.testing.findings import Findings
 
 __all__ = [
+    "ABILITIES",
     "FAULTS",
     "NEW_TOKENS",
     "PROMPT_TOKENS",
     "TOKENS",
+    "Ability",
     "DemoEngine",
+    "EngineSession",
     "FaultInjector",
     "FaultSpec",
     "Findings",
     "Job",
+    "Nonconforming",
+    "Outcome",
+    "PluginConformance",
     "Served",
     "read_bytes",
+    "run_suite",
+    "suite_tests",
     "write_bytes",
 ]

@@ -4,14 +4,10 @@ The engine comes from a plugin (`canary_demo`). What is served, what is broken, 
 is decided here, the same for every engine.
 """
 
-import contextlib
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import structlog
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
@@ -22,6 +18,8 @@ from canary_core.faults.scene import Injection
 from canary_core.faults.spec import FaultSpec
 from canary_core.testing.engines import DemoEngine, Job, Served, Traffic
 from canary_core.testing.findings import Findings
+from canary_core.testing.quiet import unheard
+from canary_core.testing.settings import default_config, strict_config
 from canary_core.violation import Violation
 
 FAULT_REQUESTS = 24
@@ -146,7 +144,7 @@ class Demo:
 
     def run(self) -> Report:
         """Clean traffic, then every fault, then what it costs."""
-        with _unheard():
+        with unheard():
             clean, trials = self.clean(), tuple(self.trial(f) for f in FAULTS)
             overhead_pct, late = self.overhead()
         clean = replace(
@@ -160,9 +158,9 @@ class Demo:
     def clean(self) -> Clean:
         """Serves without Canary, then with every byte compared that a forward reads and the whole pool after it."""
         traffic = Traffic.of(self.requests, self.seed)
-        bare = self._serve("serving without Canary", traffic, _config(mode="off"))
+        bare = self._serve("serving without Canary", traffic, default_config(mode="off"))
         heard = Findings()
-        guarded = self._serve("serving under Canary", traffic, _strict(), heard)
+        guarded = self._serve("serving under Canary", traffic, strict_config(), heard)
         return _judged(heard, guarded, bare.outputs == guarded.outputs)
 
     def trial(self, fault: str) -> Trial:
@@ -171,7 +169,7 @@ class Demo:
         injector = FaultInjector([_once(fault, draw.randrange(3, 10))], self.seed)
         heard = Findings()
         traffic = Traffic.of(self._fault_requests, self.seed)
-        self._serve(f"injecting {fault}", traffic, _strict(), heard, injector)
+        self._serve(f"injecting {fault}", traffic, strict_config(), heard, injector)
         return judge(fault, injector.injections, heard)
 
     def overhead(self) -> tuple[float, Clean]:
@@ -183,7 +181,7 @@ class Demo:
         for _ in range(OVERHEAD_ROUNDS):
             for mode, seconds in times.items():
                 listeners = (heard,) if mode == "log" else ()
-                runs.append(self._serve("measuring the overhead", traffic, _config(mode=mode), *listeners))
+                runs.append(self._serve("measuring the overhead", traffic, default_config(mode=mode), *listeners))
                 seconds.append(runs[-1].seconds)
         same = all(r.outputs == runs[0].outputs for r in runs)
         ratio = statistics.median(times["log"]) / statistics.median(times["off"])
@@ -264,29 +262,3 @@ def _judged(heard: Findings, served: Served, outputs_identical: bool) -> Clean:
 def _once(fault: str, warmup: int) -> FaultSpec:
     """The fault, at a forward after so many that is drawn."""
     return FaultSpec.model_validate({"fault": fault, "probability": 0.5, "warmup": warmup})
-
-
-def _config(**overrides: Any) -> CanaryConfig:
-    """The defaults, whatever the environment says."""
-    defaults = {name: f.default for name, f in CanaryConfig.model_fields.items()}
-    return CanaryConfig.load(**{**defaults, "stats_interval": 0, "silence_s": 0.0, **overrides})
-
-
-def _strict() -> CanaryConfig:
-    """All bytes a forward reads are compared before it, and the whole of a small pool after it."""
-    return _config(read_check=-1, scrub_budget="1GiB")
-
-
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """Drops what built-in reporting would log: findings are expected here, and told by us."""
-    configured, before = structlog.is_configured(), structlog.get_config()
-    structlog.configure(processors=[_drop])
-    try:
-        yield
-    finally:
-        structlog.configure(**before) if configured else structlog.reset_defaults()
-
-
-def _drop(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    raise structlog.DropEvent

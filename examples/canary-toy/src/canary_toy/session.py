@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from canary_core.testing import EngineSession, PluginConformance
+from canary_core.testing import ABILITIES, EngineSession, PluginConformance
 from canary_toy import plugin
-from canary_toy.toy_engine import LAYERS, PAGE, Engine
+from canary_toy.toy_engine import LAYERS, PAGE, Batch, Engine, Request
 
 HALVES = ("k", "v")
 
@@ -62,6 +62,24 @@ class ToySession(EngineSession):
         """Drops the last tokens of a running request; the engine computes them again."""
         self.engine.roll_back(self.engine.requests[request], tokens)
 
+    def misplace_write(self, request: str) -> None:
+        """The bug of a wrong slot mapping: the request's last new token goes to the slot before its own."""
+        engine, right = self.engine, self.engine._batch
+
+        def wrong(scheduled: Sequence[tuple[Request, int]]) -> Batch:
+            engine._batch = right  # type: ignore[method-assign]
+            batch = right(scheduled)
+            row = [r.name for r, _ in scheduled].index(request)
+            batch.slot_mapping[batch.new_lens.cumsum(0)[row] - 1] -= 1
+            return batch
+
+        engine._batch = wrong  # type: ignore[method-assign]
+
+    def release_running(self, request: str) -> None:
+        """The bug of a free too many: the pages of a running request go back to the allocator."""
+        running = self.engine.requests[request]
+        self.engine.allocator.free([page for page in running.pages if page not in self.engine.cache.hashes])
+
     def release_again(self, request: str) -> None:
         """The bug of a double release: cached pages of a finished request are let go once more."""
         self.engine.release(self.engine.cache.match(self.engine.requests[request].tokens))
@@ -77,7 +95,8 @@ class ToyConformance(PluginConformance):
 
     plugin = plugin
     layers, halves = LAYERS, HALVES
-    abilities = frozenset({"prefix_cache", "park", "evict", "preempt", "fork", "roll_back", "padding"})
+    abilities = frozenset(ABILITIES)
+    engine_package = "canary_toy.toy_engine"
 
     def session(self) -> EngineSession:
         """A fresh engine."""

@@ -43,7 +43,7 @@ class Hooks:
 
     def start(self, config: CanaryConfig) -> None:
         """Guards the runners that are built from now on. To be called before SGLang applies its hooks: from its plugin
-        loader, or before an engine is made. Raises `PluginError` if a function to hook does not exist."""
+        loader, or before an engine is made, after `targets.hook_targets` were found."""
         hooks: dict[str, Hook] = {
             targets.ALLOCATE: (self._allocated, "AFTER"),
             targets.RESIZE: (self._resized, "AFTER"),

@@ -1,8 +1,24 @@
 """The plugin ``sglang``, which ``CANARY_PLUGINS=sglang`` turns on. Importing this module does not import SGLang."""
 
-from canary_core import CanaryConfig, CanaryError, EngineInfo, Event, emit, hookimpl, start_plugins
+from collections.abc import Sequence
+from typing import NoReturn
+
+from canary_core import (
+    CanaryConfig,
+    CanaryError,
+    EngineInfo,
+    Event,
+    HookTarget,
+    PluginError,
+    emit,
+    hookimpl,
+    start_plugins,
+)
 from canary_sglang import version
+from canary_sglang.compat import targets
 from canary_sglang.hooks import HOOKS
+
+CANARY_PROTOCOL = 1
 
 
 def start() -> None:
@@ -32,6 +48,12 @@ def canary_engine() -> EngineInfo:
 
 
 @hookimpl
+def canary_targets() -> Sequence[HookTarget]:
+    """What is hooked in every engine."""
+    return targets.hook_targets()
+
+
+@hookimpl
 def canary_install(config: CanaryConfig) -> None:
     """Guards the engine that this process builds."""
     HOOKS.start(config)
@@ -41,3 +63,14 @@ def canary_install(config: CanaryConfig) -> None:
 def canary_uninstall() -> None:
     """Undoes `canary_install`: closes all sessions."""
     HOOKS.stop()
+
+
+@hookimpl
+def canary_conformance() -> NoReturn:
+    """Raises `PluginError`: the suite is among the tests, since it wants an SGLang that runs on a CPU."""
+    raise PluginError(
+        "the conformance suite of canary-sglang starts some sixty small engines on a CPU, for which PyPI's SGLang needs "
+        "an environment of its own; so it is among the tests. In a checkout of the repository: make test-sglang "
+        "PYTEST_FLAGS='-k test_conformance' (SGLANG=0.5.17 for that release). To check the plugin against the engine "
+        "that you run, set CANARY_AUDIT=8 there"
+    )

@@ -70,12 +70,21 @@ class Session:
         self.requests = requests or RequestWriters(Writers(), regions[0].device)
         # The first batch may come minutes after this, so the watchdog of `Hooks` starts with it instead.
         rank = config.rank or runners.rank()
-        config = config.model_copy(update={"silence_s": 0.0, "rank": rank, "model": self.model or config.model})
+        # A draft model has the slots of the served one, so only the served one's session follows the allocator.
+        lifetime = config.lifetime and not self.model
+        about = {"rank": rank, "model": self.model or config.model}
+        config = config.model_copy(update={"silence_s": 0.0, "lifetime": lifetime, **about})
         names = [region.name for region in regions]
         self._filter = EmbeddingFilter(
             partial(embeddings.row, runner.model), partial(embeddings.elsewhere, runner.model), names
         )
-        self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
+        self.canary = Canary(
+            regions,
+            config,
+            writers=self.requests.writers,
+            uncovered=uncovered,
+            pool_tensors=pool.pool_tensors,
+        )
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)
@@ -84,8 +93,7 @@ class Session:
             hook_manager().register(self._filter)
             self._listen(state)
             self._warm_up()
-            # A draft model has the slots of the served one, so only the served one's session follows the allocator.
-            self.lifetime = Lifetime(runner, self.canary, self.requests) if config.lifetime and not self.model else None
+            self.lifetime = Lifetime(runner, self.canary, self.requests) if lifetime else None
         except Exception:
             self.close()
             raise

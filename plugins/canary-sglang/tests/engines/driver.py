@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from tools import (
@@ -116,14 +116,14 @@ class Engine:
         """Canary's memory of all regions, a draft model's included."""
         return {name: state for canary in self.canaries for name, state in canary.states.items()}
 
-    def submit(self, prompt: list[int], new_tokens: int) -> None:
-        """One more request, named by its number."""
+    def submit(self, prompt: list[int], new_tokens: int, name: str | None = None) -> Any:
+        """One more request, named by its number unless it has a name; gives SGLang's `Req`."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         sampling.normalize(None)
-        name = f"r{len(self.requests)}"
+        name = name or f"r{len(self.requests)}"
         values = dict(
             rid=name, input_text="", input_ids=array("q", prompt), input_embeds=None, mm_inputs=None,
             token_type_ids=None, sampling_params=sampling, return_logprob=False, logprob_start_len=-1,
@@ -138,6 +138,15 @@ class Engine:
         known = {key: value for key, value in values.items() if key in fields}
         self.scheduler.process_input_requests([TokenizedGenerateReqInput(**known)])
         self.requests.append(next(r for r in self.scheduler.waiting_queue if r.rid == name))
+        return self.requests[-1]
+
+    def close(self) -> None:
+        """Takes down what SGLang has once in a process, so that another engine can be made."""
+        from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        plugins.hook_manager().unregister(self.told)
 
     def abort(self, name: str) -> None:
         """As a client aborts a request."""
@@ -239,25 +248,35 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 """What can be asked of an engine, by name."""
 
 
-def main() -> None:
-    """Serves commands until stdin ends."""
+def begin() -> tuple[dict[str, Any], TextIO]:
+    """The options of this process, and where its answers go; what anything else prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    options = json.loads(sys.argv[1])
-    engine = Engine(Path(options.pop("folder")), options)
-    answers.write(json.dumps({"ready": True}) + "\n")
-    with engine.loop():
-        for line in sys.stdin:
-            command = json.loads(line)
-            try:
-                answer = {"result": COMMANDS[command.pop("do")](engine, **command)}
-            except BaseException as error:
-                import traceback
+    return json.loads(sys.argv[1]), answers
 
-                traceback.print_exc()
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            answers.write(json.dumps(answer, default=str) + "\n")
+
+def converse(answers: TextIO, call: Callable[..., Any]) -> None:
+    """Answers commands until stdin ends, and ends the process: ``call`` is given the name of each, and its keywords."""
+    answers.write(json.dumps({"ready": True}) + "\n")
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"result": call(command.pop("do"), **command)}
+        except BaseException as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer, default=str) + "\n")
     os._exit(0)
+
+
+def main() -> None:
+    """Serves commands until stdin ends."""
+    options, answers = begin()
+    engine = Engine(Path(options.pop("folder")), options)
+    with engine.loop():
+        converse(answers, lambda do, **arguments: COMMANDS[do](engine, **arguments))
 
 
 if __name__ == "__main__":

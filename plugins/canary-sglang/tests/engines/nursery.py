@@ -1,7 +1,7 @@
 """Forks engine drivers off a process that has imported SGLang already: ``python -m engines.nursery SOCKET``.
 
-Reads orders from the socket of that number: ``{"options": ..., "environment": ...}`` of `engines.driver`, with its
-stdin, stdout and stderr. Answers each with the driver's process id. What modules read from the environment when they
+Reads orders from the socket of that number: ``{"options": ..., "environment": ...}`` of a driver, and its stdin, stdout
+and stderr; ``driver`` among the options is the module of this package whose ``main`` runs. Answers each with the driver's process id. What modules read from the environment when they
 are imported is from the nursery's own.
 """
 
@@ -45,10 +45,10 @@ def drive(order: dict[str, dict[str, str]], streams: list[int]) -> None:
     os.environ.update(order["environment"])
     # Engines take ports at random.
     random.seed()
-    sys.argv[1:] = [json.dumps(order["options"])]
-    from engines import driver
-
-    driver.main()
+    options = order["options"]
+    driver = options.pop("driver")
+    sys.argv[1:] = [json.dumps(options)]
+    importlib.import_module(f"engines.{driver}").main()
 
 
 if __name__ == "__main__":

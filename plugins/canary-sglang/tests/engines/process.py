@@ -28,13 +28,14 @@ GUARD = {
 
 
 class EngineProcess:
-    """A process that runs `engines.driver`. Each of its `COMMANDS` can be called here by name, with keywords."""
+    """A process that runs `engines.driver`, or another driver of the setup. Each of its commands can be called here by
+    name, with keywords."""
 
     def __init__(self, setup: Setup, folder: Path, **settings: str) -> None:
         ours = ("CANARY_", "PYTEST_", "TRITON_INTERPRET")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         environment |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **setup.environment}
-        options = {"folder": str(folder / "model"), **setup.options}
+        options = {"folder": str(folder / "model"), "driver": setup.driver, **setup.options}
         self.setup = setup
         self._log = folder / "engine.log"
         # A process that has asked for a GPU can't be forked, and importing SGLang asks for one.
@@ -81,7 +82,7 @@ def start(options: dict[str, Any], environment: dict[str, str], log: Path) -> "s
     """A driver that imports everything itself."""
     with log.open("w") as stderr:
         return subprocess.Popen(
-            command("driver", json.dumps(options)),
+            command(options.pop("driver"), json.dumps(options)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -52,6 +52,8 @@ class Setup:
     """What CI runs in place of `test_engine` with this engine, for which it has no time; empty where it does."""
     older_release: bool = False
     """Whether CI runs `test_engine` with it on an older SGLang, too."""
+    driver: str = "driver"
+    """The module of this package that the engine's process runs."""
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -228,3 +230,8 @@ SETUPS = {
     ),
     "radix_off": Setup({"disable_radix_cache": True}),
 }
+
+
+def conformance(name: str) -> Setup:
+    """A process that runs the conformance suite on engines like one of `SETUPS`."""
+    return Setup({"suite": name}, SETUPS[name].environment, since=SETUPS[name].since, driver="conformance")

@@ -29,11 +29,10 @@ class Guard:
     Usable as a context manager. Every cache that the model makes from now on is guarded from its first forward; one
     that exists already is taken over, its content not judged until it is written again.
 
-    Raises `PluginError` if the installed Transformers is not supported.
+    ``config``: what `version.require_fit` gave, or the settings that `canary_install` was called with.
     """
 
     def __init__(self, model: Any | None, config: CanaryConfig) -> None:
-        version.require_supported()
         self.config = config
         self._model = None if model is None else ref(model)
         self._plugins: list[object] = []
@@ -139,8 +138,8 @@ def guard(model: Any, **config: object) -> Guard:
     A plain call is enough: ``canary_transformers.guard(model)``. As a context manager it ends with the block. In raise
     mode a finding is raised where the caller waits: `generate`, a direct call, `generate_batch`, or the end of
     `continuous_batching_context_manager`. Raises `ConfigError` for a bad setting, `PluginError` if the installed
-    Transformers is not supported.
+    Transformers must not be hooked: too old, or a function that is hooked is missing or has other parameters.
     """
     if model is None:
         raise TypeError("guard() needs a model, got None; to guard every model of the process set CANARY_PLUGINS")
-    return Guard(model, CanaryConfig.load(**config))
+    return Guard(model, version.require_fit(CanaryConfig.load(**config)))

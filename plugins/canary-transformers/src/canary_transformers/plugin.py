@@ -1,9 +1,17 @@
 """The plugin ``transformers``: what ``CANARY_PLUGINS=transformers`` turns on. Importing it imports no engine."""
 
-from canary_core import CanaryConfig, EngineInfo, hookimpl
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from canary_core import CanaryConfig, EngineInfo, HookTarget, hookimpl
 from canary_core.testing import DemoEngine
-from canary_transformers import version
+from canary_transformers import targets, version
 from canary_transformers.guard import Guard
+
+if TYPE_CHECKING:
+    from canary_core.testing import PluginConformance
+
+CANARY_PROTOCOL = 1
 
 _guard: Guard | None = None
 
@@ -12,6 +20,12 @@ _guard: Guard | None = None
 def canary_engine() -> EngineInfo:
     """The installed Transformers, and the releases that are supported."""
     return version.engine()
+
+
+@hookimpl
+def canary_targets() -> Sequence[HookTarget]:
+    """What is hooked for the whole process."""
+    return targets.TARGETS
 
 
 @hookimpl
@@ -37,3 +51,11 @@ def canary_demo() -> DemoEngine:
     from canary_transformers.demo import TransformersDemo
 
     return TransformersDemo()
+
+
+@hookimpl
+def canary_conformance() -> "type[PluginConformance]":
+    """What ``canary check-plugin transformers`` runs: continuous batching."""
+    from canary_transformers.conformance import ContinuousConformance
+
+    return ContinuousConformance

@@ -1,6 +1,7 @@
 """Our version, and which versions of Transformers we know."""
 
-from canary_core import EngineInfo, PluginError
+from canary_core import CanaryConfig, EngineInfo, require_engine
+from canary_transformers import targets
 
 __version__ = "0.1.0"
 
@@ -13,12 +14,7 @@ def engine() -> EngineInfo:
     return EngineInfo.of("transformers", SUPPORTED)
 
 
-def require_supported() -> None:
-    """Raises `PluginError`, naming version and range, unless a supported Transformers is installed."""
-    found = engine()
-    if not found.supported:
-        have = f"found {found.version}" if found.version else "found none"
-        raise PluginError(
-            f"canary-transformers {__version__} supports transformers {SUPPORTED}, {have}; install a release in that "
-            f"range (pip install 'canary-transformers[engine]') or a canary-transformers that supports yours"
-        )
+def require_fit(config: CanaryConfig) -> CanaryConfig:
+    """The settings to guard the installed Transformers with; see `require_engine`. Raises `PluginError`, saying why,
+    where it must not be hooked."""
+    return require_engine("canary-transformers", engine(), targets.TARGETS, config)

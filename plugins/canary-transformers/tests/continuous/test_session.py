@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 from canary_transformers.continuous.batch import ContinuousBatch
+from canary_transformers.continuous.session import Session
 from tiny.batching import HAS_POOL, Traffic, serve
 from tiny.models import batching
 
@@ -76,6 +77,28 @@ def test_the_loads_do_what_they_are_for(guard, monkeypatch):
         serve(batching("llama"), Traffic(seed=3, **SHAPES[shape]))
     assert guarded.violations == []
     assert seen >= {"shared", "preempted", "copied"}
+
+
+def test_blocks_are_parked_shared_and_evicted_by_this_traffic(guard, monkeypatch):
+    """What the engine does with its cache reaches Canary, request by request where one is known: the silence of the
+    other tests is not for want of events."""
+    if not HAS_POOL:
+        pytest.skip("Transformers 5.17 tells when blocks are handed out, not when they are cached")
+    told = {}
+    original = Session.changed_hands
+
+    def changed_hands(self, event, group, blocks, request=None):
+        if blocks:
+            told.setdefault(event, set()).add(request is not None)
+        original(self, event, group, blocks, request)
+
+    monkeypatch.setattr(Session, "changed_hands", changed_hands)
+    guarded = guard(batching("llama"))
+    serve(batching("llama"), Traffic(seed=3, **SHAPES["tight"]))
+    assert guarded.violations == []
+    assert told["park"] == {True}
+    assert told["alloc"] == told["share"] == told["evict"] == {False}
+    assert True in told["free"]
 
 
 def test_every_byte_of_the_cache_is_covered(guard):

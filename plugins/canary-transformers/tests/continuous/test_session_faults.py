@@ -11,7 +11,7 @@ import torch
 from tiny.batching import HAS_POOL, AtStep, Traffic, serve
 from tiny.models import batching
 
-from canary_core import Kind
+from canary_core import Kind, State
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def test_a_flipped_bit_in_an_idle_cached_block_is_found_by_the_scrub(guard):
     ("edit", "kinds"),
     [
         ("swap", {Kind.POSITION}),
-        ("stale", {Kind.UNWRITTEN, Kind.POSITION, Kind.TOKEN}),
+        ("stale", {Kind.UNWRITTEN, Kind.FREED, Kind.POSITION, Kind.TOKEN}),
         ("beyond", {Kind.SLOT_RANGE}),
         ("negative", {Kind.SLOT_RANGE, Kind.NULL_SLOT}),
         ("null", {Kind.NULL_SLOT}),
@@ -259,7 +259,86 @@ def test_a_freed_block_in_use_is_found(kind, guard):
     with in_forward(model, act) as done:
         serve(model, Traffic(new_tokens=14))
     assert done
-    assert guarded.violations[0].kind in (Kind.UNWRITTEN, Kind.FREED, Kind.POSITION, Kind.TOKEN)
+    found = guarded.violations[0]
+    assert found.kind in (Kind.FREED, Kind.UNWRITTEN, Kind.DOUBLE_FREE)
+    assert found.step <= guarded.stats()["forwards"]
+
+
+def idle_blocks(arguments):
+    """The engine's allocator of layer 0, and its cached blocks that no request has, nor will be given by the next
+    call of the pool."""
+    _, allocator = group_of(arguments["cache"], 0)
+    return allocator, list(allocator.ledger.cached_blocks)
+
+
+def parking(guard, act):
+    """Serves traffic that leaves cached blocks behind and calls ``act(allocator, block)`` on one of them, once."""
+    if not HAS_POOL:
+        pytest.skip("Transformers 5.17 tells when blocks are handed out, not when they are cached")
+    model, guarded, hit = batching("llama"), guard(batching("llama")), {}
+
+    def once(arguments):
+        allocator, idle = idle_blocks(arguments)
+        if not idle or guarded.stats()["forwards"] < 6:
+            return False
+        hit.update(block=idle[0], slot=idle[0] * allocator.tokens_per_page)
+        act(allocator, idle[0])
+        return True
+
+    with in_forward(model, once) as done:
+        serve(model, Traffic(new_tokens=12, requests=12, batch_tokens=24))
+    assert done
+    return guarded, hit["slot"]
+
+
+def test_a_double_release_of_a_cached_block_is_found(guard):
+    """The ledger is told once more that a request lets go of a block that no request has."""
+    guarded, slot = parking(guard, lambda allocator, block: allocator.ledger.release(block))
+    found = guarded.violations[0]
+    assert (found.kind, found.slot, found.stored_state) == (Kind.DOUBLE_FREE, slot, State.PARKED)
+    assert found.freed_by is not None
+    assert {v.kind for v in guarded.violations} == {Kind.DOUBLE_FREE}
+
+
+def test_a_cached_block_that_the_pool_hands_out_is_found(guard):
+    """The block is in the pool's list of free blocks although the ledger still has it: whoever gets it is told."""
+
+    def act(allocator, block):
+        allocator.pool._free_blocks[allocator.index].trees = {
+            block // allocator.blocks_per_sector: [block],
+            **allocator.pool._free_blocks[allocator.index].trees,
+        }
+        allocator.pool._free_blocks[allocator.index]._length += 1
+        (taken,) = allocator.pool.get_free_blocks(allocator.index, 1)
+        assert taken == block
+
+    guarded, slot = parking(guard, act)
+    found = guarded.violations[0]
+    assert (found.kind, found.slot, found.stored_state) == (Kind.DOUBLE_ALLOC, slot, State.PARKED)
+    assert found.stored_request is not None
+
+
+def test_an_eviction_of_a_block_in_use_is_found(guard):
+    """The ledger counts a block as held by nobody, although a running request reads it, and evicts it."""
+    if not HAS_POOL:
+        pytest.skip("Transformers 5.17 tells when blocks are handed out, not when they are evicted")
+    model, guarded, hit = batching("llama"), guard(batching("llama")), {}
+
+    def act(arguments):
+        _, allocator = group_of(arguments["cache"], 0)
+        hashed = [b for blocks in allocator.block_table.values() for b in blocks if b in allocator.ledger.block_to_hash]
+        if guarded.stats()["forwards"] < 6 or not hashed:
+            return False
+        allocator.ledger.cached_blocks[hashed[0]] = None
+        hit["slot"] = hashed[0] * allocator.tokens_per_page
+        arguments["cache"].evict_cached_blocks()
+        return True
+
+    with in_forward(model, act) as done:
+        serve(model, Traffic(new_tokens=14))
+    assert done
+    found = guarded.violations[0]
+    assert (found.kind, found.slot) == (Kind.EVICTED_IN_USE, hit["slot"])
 
 
 def test_a_foreign_prefix_is_found(guard):

@@ -10,8 +10,6 @@ from canary_core.ops.kernels.common import (
     FREED,
     NOT_PARKED,
     PARKED,
-    STATE_VALUES,
-    UNWRITTEN,
     WRITTEN,
     report,
     split_head,
@@ -102,7 +100,7 @@ def lifetime_kernel(
     if EVENT == "alloc":
         old = tl.atomic_xchg(p_word, tl.full((TILE,), ALLOCATED, tl.int32), mask=usable)
         moved = usable
-        bad = usable & ((old & FREED) == 0) & ((old & (STATE_VALUES - 1)) != UNWRITTEN)
+        bad = usable & ((old & FREED) == 0) & (((old & PARKED) != 0) | held(old))
         kind = tl.full((TILE,), KIND_DOUBLE_ALLOC, tl.int64)
         released = tl.zeros_like(slot)
     elif EVENT == "park":
@@ -122,8 +120,7 @@ def lifetime_kernel(
         moved = usable & ((old & FREED) == 0)
         tl.atomic_and(p_word, not_parked, mask=moved & ((old & PARKED) != 0))
         if EVENT == "evict":
-            content = old & CONTENT_BITS
-            in_use = moved & ((old & PARKED) == 0) & ((content == WRITTEN) | (content == ALLOCATED))
+            in_use = moved & ((old & PARKED) == 0) & held(old)
             bad = in_use | (usable & (moved == 0))
             kind = tl.where(in_use, KIND_EVICTED_IN_USE, KIND_DOUBLE_FREE).to(tl.int64)
         else:
@@ -155,3 +152,9 @@ def lifetime_kernel(
             tl.where(usable, old.to(tl.int64), -1), hash, -1, writer, stored_writer, step_written,
             tl.where(usable, freed, -1), step * 8 + PHASE_EVENT,
         )  # fmt: skip
+
+
+@triton.jit
+def held(word):
+    """Which slots hold something of a request, by their position words."""
+    return ((word & CONTENT_BITS) == WRITTEN) | ((word & CONTENT_BITS) == ALLOCATED)

@@ -12,7 +12,6 @@ from canary_core.records import (
     CONTENT,
     FREED_BY,
     POSITION,
-    STATES,
     STEP_FREED,
     Clock,
     Kind,
@@ -102,7 +101,9 @@ def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
     event = _Event.of(state, slots, writer, page_slots)
     usable = event.usable()
     word = torch.where(_repeated(event.slots), int(State.ALLOCATED), event.words(usable))
-    event.report(Kind.DOUBLE_ALLOC, usable & (word & State.FREED == 0) & (word & (STATES - 1) != State.UNWRITTEN), word)
+    event.report(
+        Kind.DOUBLE_ALLOC, usable & (word & State.FREED == 0) & (_held(word) | (word & State.PARKED != 0)), word
+    )
     event.move(usable, keep=0, add=int(State.ALLOCATED), released=False)
 
 
@@ -133,10 +134,8 @@ def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
     out or written and is not parked, DOUBLE_FREE for one that is free or listed twice."""
     event = _Event.of(state, slots, writer, page_slots)
     usable, word, fresh = event.freed()
-    content = word & CONTENT
-    held = (content == State.WRITTEN) | (content == State.ALLOCATED)
     event.report(Kind.DOUBLE_FREE, usable & (word & State.FREED != 0), word)
-    event.report(Kind.EVICTED_IN_USE, usable & (word & _RELEASED == 0) & held, word)
+    event.report(Kind.EVICTED_IN_USE, usable & (word & _RELEASED == 0) & _held(word), word)
     event.move(fresh, keep=~int(State.PARKED), add=int(State.FREED), released=True)
 
 
@@ -147,6 +146,13 @@ def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: in
     usable, word, fresh = event.freed()
     event.report(Kind.DOUBLE_FREE, usable & (word & _RELEASED != 0), word)
     event.move(fresh, keep=~int(State.PARKED), add=int(State.FREED), released=True)
+
+
+def _held(word: Tensor) -> Tensor:
+    """Which slots hold something of a request, by their position words. Of the others no event has told, or not since
+    their bytes arrived without records."""
+    content = word & CONTENT
+    return (content == State.WRITTEN) | (content == State.ALLOCATED)
 
 
 def _repeated(slots: Tensor) -> Tensor:

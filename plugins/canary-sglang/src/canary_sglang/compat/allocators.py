@@ -13,12 +13,10 @@ from torch import Tensor
 from canary_core import FreeList
 from canary_sglang.compat.drafts import FOLLOWED_SPECULATION
 from canary_sglang.compat.runners import disaggregation, host_cache
-from canary_sglang.compat.targets import existing
+from canary_sglang.compat.targets import ALLOCATORS, PAGED_ALLOCATOR, TOKEN_ALLOCATOR, existing
 
-ALLOCATORS = "sglang.srt.mem_cache.allocator"
 CLEAR, MERGE, RESTORE = "clear", "merge_and_sort_free", "restore_state"
 FREES = frozenset({"free", "free_page_ids", "free_segment", "free_group_end"})
-TOKEN_ALLOCATOR, PAGED_ALLOCATOR = "TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"
 STATE_ALLOCATOR = "MambaSlotAllocator"
 
 ALLOCATED_REGIONS = {"full": "full", "c4": "full", "c128": "full", "swa": "window"}

@@ -3,7 +3,7 @@
 import pkgutil
 from collections.abc import Iterable, Sequence
 
-from canary_core import PluginError
+from canary_core import HookTarget, PluginError
 
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -21,6 +21,13 @@ LOOP = f"{SCHEDULER}.run_event_loop"
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
 OPTIONAL = (RESIZE, LOOP)
+
+PARAMETERS: dict[str, tuple[str | None, ...]] = {
+    FORWARD: ("forward_batch",),
+    RUN_BATCH: ("batch",),
+    STATE_LOAD: (None, "indices"),
+}
+"""Parameters of `REQUIRED` that are read."""
 
 HICACHE = "sglang.srt.managers.cache_controller.HiCacheController"
 HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
@@ -46,6 +53,9 @@ DRAFT_MODEL_TARGETS = (DRAFT_STEPS, DRAFT_EXTEND, VERIFY)
 NGRAM = "sglang.srt.speculative.ngram_worker.NGRAMWorker.forward_batch_generation"
 NGRAM_MOVES = "sglang.srt.speculative.ngram_worker.move_accept_tokens_to_target_kvcache"
 
+ALLOCATORS = "sglang.srt.mem_cache.allocator"
+TOKEN_ALLOCATOR, PAGED_ALLOCATOR = "TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"
+
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 COMMON = "sglang.srt.mem_cache.common"
 
@@ -53,22 +63,38 @@ DECODES = f"{BATCH}.prepare_for_decode"
 PREPARES = (f"{BATCH}.prepare_for_extend", DECODES)
 """Functions that allocate slots for the requests of a batch."""
 
+RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
+LOCK, UNLOCK, EVICT = f"{RADIX}.inc_lock_ref", f"{RADIX}.dec_lock_ref", f"{RADIX}.evict"
+INSERT, SPLIT = f"{RADIX}._insert_helper", f"{RADIX}._split_node"
+PARKING = (LOCK, UNLOCK, EVICT, INSERT, SPLIT)
+"""Functions of `RadixCache` after which a node is held by others than before, or has other slots."""
+
 RELEASES = (f"{COMMON}.release_kv_cache", f"{COMMON}.maybe_cache_unfinished_req")
 """Functions that free slots of a request, their first argument."""
 
 
-def targets() -> Sequence[str]:
-    """Functions to hook in every engine: `REQUIRED`, and those of `OPTIONAL` that exist. Imports SGLang.
+ALLOCATIONS = {
+    "alloc_extend": (None, "prefix_lens_cpu", None, "seq_lens_cpu"),
+    "alloc_decode": (None, "seq_lens_cpu"),
+}
+"""Functions of the paged allocator that tell how many pages each request gets, and the parameters that say so."""
 
-    Raises `PluginError` with the names of missing ones; SGLang would only log a hook that it can't apply.
-    """
-    missing = [name for name in REQUIRED if not _exists(name)]
-    if missing:
-        raise PluginError(
-            f"this SGLang has no {', '.join(missing)}; install a supported release (see canary plugins) or a "
-            f"canary-sglang that supports yours"
-        )
-    return (*REQUIRED, *(name for name in OPTIONAL if _exists(name)))
+
+def hook_targets() -> Sequence[HookTarget]:
+    """What the core checks before anything is hooked, since SGLang would only log a hook that it can't apply: all of
+    `REQUIRED`, and what else is hooked in every engine where a release has it. Without importing SGLang."""
+    paged = f"{ALLOCATORS}.{PAGED_ALLOCATOR}"
+    return (
+        *(HookTarget(name, PARAMETERS.get(name, ())) for name in REQUIRED),
+        *(HookTarget(name, optional=True) for name in (*OPTIONAL, *PREPARES)),
+        *(HookTarget(name, ("req",), optional=True) for name in RELEASES),
+        *(HookTarget(f"{paged}.{name}", read, optional=True) for name, read in ALLOCATIONS.items()),
+    )
+
+
+def targets() -> Sequence[str]:
+    """Functions to hook in every engine: `REQUIRED`, and those of `OPTIONAL` that exist. Imports SGLang."""
+    return (*REQUIRED, *existing(OPTIONAL))
 
 
 def hicache_targets() -> Sequence[str]:
@@ -87,7 +113,7 @@ def hicache_targets() -> Sequence[str]:
 
 def existing(names: Iterable[str]) -> list[str]:
     """The functions of ``names`` that this SGLang has."""
-    return [name for name in names if _exists(name)]
+    return [name for name in names if HookTarget(name).problem() is None]
 
 
 def _own(name: str) -> bool:
@@ -95,12 +121,5 @@ def _own(name: str) -> bool:
     owner, _, function = name.rpartition(".")
     try:
         return function in vars(pkgutil.resolve_name(owner))
-    except (ImportError, AttributeError):
-        return False
-
-
-def _exists(name: str) -> bool:
-    try:
-        return callable(pkgutil.resolve_name(name))
     except (ImportError, AttributeError):
         return False

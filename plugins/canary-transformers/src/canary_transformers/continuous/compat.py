@@ -8,12 +8,16 @@
 In both a block belongs to one index space at a time, so index spaces share memory and take turns on it.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from canary_adapters import LayerTensors
-from canary_core import Patches
+from canary_core import AttachError, HookTarget, Patches, tensors_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -24,16 +28,21 @@ class KVGroup:
 
     index: place of the group in the engine's lists of read and write indices and block tables. block_slots: tokens of
     a block. pool_page: as in `SlotTable`, how the engine numbers slots in its tables. window_tokens: None if all of the
-    past is read. null_slot: the slot of padding (full), or of the sentinel that stands for new tokens (window).
+    past is read. null_slots: no block of a request. There padding is read from and written to, so are the tokens of a
+    query that are beyond a window, and the sentinel lies there that stands for new tokens of a window.
     """
 
     name: str
     index: int
     layers: tuple[LayerTensors, ...]
     block_slots: int
-    null_slot: int
+    null_slots: range
     pool_page: tuple[int, int] | None = None
     window_tokens: int | None = None
+
+
+Ownership = Literal["alloc", "park", "share", "evict", "free"]
+"""What happens to who has a block: a method of `SlotEvents`."""
 
 
 class BlockEvents(Protocol):
@@ -46,8 +55,11 @@ class BlockEvents(Protocol):
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
         """Blocks hold something that no forward wrote: it came from host memory, or was never cleared."""
 
-    def dropped(self, group: int | None, blocks: Sequence[int] | None) -> None:
-        """Blocks (None: all of them) hold nothing of value any more."""
+    def changed_hands(self, event: Ownership, group: int, blocks: Sequence[int], request: str | None = None) -> None:
+        """Blocks were handed out, shared, parked, evicted or freed; ``request``: by which one, if that is known."""
+
+    def emptied(self) -> None:
+        """No block of any group holds anything of value any more."""
 
 
 def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
@@ -62,12 +74,44 @@ def cleared(cache: Any) -> bool:
     return hasattr(cache, "cache_allocators")
 
 
+def pool_tensors(cache: Any) -> dict[str, Tensor]:
+    """Every tensor of a `PagedAttentionCache`, by its own names. Whole numbers are indices, not KV."""
+    found = tensors_of(cache, lambda name, held: isinstance(held, Tensor) and held.dtype in (torch.int32, torch.int64))
+    return {name: found[name] for name in sorted(found, key=lambda name: found[name].nbytes, reverse=True)}
+
+
 def requests(inputs_and_outputs: Any) -> Sequence[Any]:
     """The `FutureRequestState`s of the batch that is about to run, in batch order."""
     pairs = getattr(inputs_and_outputs, "io_pairs", None)
     io = inputs_and_outputs if pairs is None else pairs[inputs_and_outputs.current_pair].host_io
     found: Sequence[Any] = io.requests_in_batch
     return found
+
+
+def require_methods(processor: Any) -> None:
+    """Raises `AttachError`, naming each method of a `ContinuousBatchProcessor`'s parts that is hooked and is not there,
+    or has other parameters. To be called before anything of it is wrapped."""
+    cache = processor.cache
+    hooked = [
+        (processor.model_runner, "compute_batch", ("model", "batch_data")),
+        (processor.offloading_manager, "restore_scheduled_requests", ("requests_in_batch",)),
+    ]
+    if hasattr(cache, "cache_allocators"):
+        copies = ("source_block_ids", "dest_block_ids")
+        hooked += [(allocator, "copy_blocks", copies) for allocator in cache.cache_allocators.values()]
+        hooked += [(cache.pool, "free_blocks", ("index", "block_ids")), (cache.pool, "reset", ())]
+    else:
+        hooked += [
+            (cache._block_manager, "get_free_blocks", ()),
+            (cache, "copy_cache", ("list_source_blocks", "list_forked_blocks")),
+        ]
+    targets = [(owner, HookTarget(f"{type(owner).__name__}.{name}", names)) for owner, name, names in hooked]
+    missing = [problem for owner, target in targets if (problem := target.problem(owner))]
+    if missing:
+        raise AttachError(
+            f"continuous batching of this Transformers can't be followed: {'; '.join(dict.fromkeys(missing))}; install "
+            f"a release that canary-transformers was tested with (see canary plugins)"
+        )
 
 
 def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
@@ -79,17 +123,14 @@ def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
         return
     for allocator in cache.cache_allocators.values():
         _watch_copies(allocator, events, patches)
-
-    # A block is dropped when it goes back to the pool: complete blocks that stay cached for prefix sharing do not.
-    patches.follow(cache.pool, "free_blocks", lambda result, index, block_ids: events.dropped(index, block_ids))
-    patches.follow(cache.pool, "reset", lambda result: events.dropped(None, None))
+    _watch_ownership(cache, events, patches)
 
 
 def _allocator_group(name: str, allocator: Any) -> KVGroup:
     stride = allocator.block_physical_stride
     slots = allocator.tokens_per_page
-    window = getattr(allocator, "sliding_window", None)
-    unused = allocator.read_trash_index if window is None else allocator.sentinel_index
+    # The trash sectors come first, and that for writes is the last of them.
+    trash_blocks = allocator.write_trash_index // stride + allocator.blocks_per_sector
     return KVGroup(
         name,
         allocator.index,
@@ -98,9 +139,9 @@ def _allocator_group(name: str, allocator: Any) -> KVGroup:
             for layer, (k, v) in ((layer, allocator._kv_token_views[layer]) for layer in allocator.layer_indices)
         ),
         block_slots=slots,
-        null_slot=unused // stride * slots + unused % stride,
+        null_slots=range(trash_blocks * slots),
         pool_page=(stride, slots),
-        window_tokens=window,
+        window_tokens=getattr(allocator, "sliding_window", None),
     )
 
 
@@ -116,27 +157,85 @@ def _layer_groups_5_17(cache: Any) -> tuple[KVGroup, ...]:
             index,
             tuple(LayerTensors(layer, {"k": cache.key_cache[p], "v": cache.value_cache[p]}) for layer, p in layers),
             block_slots=cache.block_size,
-            null_slot=cache.read_trash_index if windows[index] is None else cache.sentinel_index,
+            null_slots=_null_slots_5_17(
+                cache, cache.read_trash_index if windows[index] is None else cache.sentinel_index
+            ),
             window_tokens=windows[index],
         )
         for index, layers in enumerate(members)
     )
 
 
+def _null_slots_5_17(cache: Any, own: int) -> range:
+    """Those of all indices that no block has, where they are next to each other; else ``own`` alone."""
+    known = {getattr(cache, name, own) for name in ("read_trash_index", "write_trash_index", "sentinel_index")}
+    together = range(min(known), max(known) + 1)
+    return together if len(known) == len(together) else range(own, own + 1)
+
+
 def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:
-    def copied(result: None, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+    def copied(result: None, source_block_ids: list[int], dest_block_ids: list[int], *more: Any, **named: Any) -> None:
         events.copied(allocator.index, source_block_ids, dest_block_ids)
 
     patches.follow(allocator, "copy_blocks", copied)
+
+
+def _watch_ownership(cache: Any, events: BlockEvents, patches: Patches) -> None:
+    """Blocks come from the pool and go back to it. In between each allocator's ledger counts the requests that have a
+    block, and keeps complete ones that none has, for prefix sharing, until it evicts all of them."""
+    releasing: list[str] = []
+    evicted: dict[int, set[int]] = {}
+
+    def handed_out(blocks: list[int], index: int, num_blocks: int) -> None:
+        events.changed_hands("alloc", index, blocks)
+
+    def back_in_pool(result: None, index: int, block_ids: list[int]) -> None:
+        gone = evicted.pop(index, set())
+        freed = [block for block in block_ids if block not in gone]
+        events.changed_hands("evict", index, [block for block in block_ids if block in gone])
+        events.changed_hands("free", index, freed, releasing[-1] if releasing else None)
+
+    def follow_ledger(index: int, ledger: Any) -> None:
+        def acquired(result: None, block_id: int) -> None:
+            events.changed_hands("share", index, [block_id])
+
+        def released(to_pool: bool, block_id: int, *args: Any, **kwargs: Any) -> None:
+            if not to_pool and block_id in ledger.cached_blocks:
+                events.changed_hands("park", index, [block_id], releasing[-1] if releasing else None)
+
+        def gave_up(blocks: list[int]) -> None:
+            evicted.setdefault(index, set()).update(blocks)
+
+        patches.follow(ledger, "acquire", acquired)
+        patches.follow(ledger, "release", released)
+        patches.follow(ledger, "evict_cached_blocks", gave_up)
+
+    def of_request(original: Any) -> Any:
+        def free_blocks(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            releasing.append(request_id)
+            try:
+                return original(request_id, *args, **kwargs)
+            finally:
+                releasing.pop()
+
+        return free_blocks
+
+    for allocator in cache.cache_allocators.values():
+        follow_ledger(allocator.index, allocator.ledger)
+        patches.wrap(allocator, "free_blocks", of_request)
+    patches.follow(cache.pool, "get_free_blocks", handed_out)
+    patches.follow(cache.pool, "free_blocks", back_in_pool)
+    patches.follow(cache.pool, "reset", lambda result: events.emptied())
 
 
 def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patches) -> None:
     tables = list(_block_tables(cache))
 
     def make(original: Any) -> Any:
-        def restore_scheduled_requests(requests_in_batch: list[Any]) -> None:
+        @functools.wraps(original)
+        def restore_scheduled_requests(requests_in_batch: list[Any], *args: Any, **kwargs: Any) -> None:
             restored = [f.state.request_id for f in requests_in_batch if f.state.is_cpu_offloaded]
-            original(requests_in_batch)
+            original(requests_in_batch, *args, **kwargs)
             for request in restored:
                 for index, table in enumerate(tables):
                     # More blocks than were restored may be allocated by now; the rest holds nothing yet.
@@ -157,7 +256,9 @@ def _watch_blocks_5_17(cache: Any, events: BlockEvents, patches: Patches) -> Non
     def handed_out(blocks: list[int] | None, *args: Any, **kwargs: Any) -> None:
         events.arrived(None, blocks or ())
 
-    def copied(result: None, list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
+    def copied(
+        result: None, list_source_blocks: list[int], list_forked_blocks: list[int], *more: Any, **named: Any
+    ) -> None:
         events.copied(None, list_source_blocks, list_forked_blocks)
 
     patches.follow(cache._block_manager, "get_free_blocks", handed_out)

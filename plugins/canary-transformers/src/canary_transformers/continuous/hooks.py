@@ -4,6 +4,7 @@ Four methods of two classes are wrapped for the whole process, all else on singl
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -41,9 +42,10 @@ class ContinuousHooks(EngineHooks[SessionOwner]):
         self._patches.wrap(mixin, "continuous_batching_context_manager", self._wrap_context)
 
     def _wrap_create(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def _create_batch_processor(manager: Any) -> Any:
+        @functools.wraps(original)
+        def _create_batch_processor(manager: Any, *args: Any, **kwargs: Any) -> Any:
             before = manager.batch_processor
-            processor = original(manager)
+            processor = original(manager, *args, **kwargs)
             # Here and not in the first step, so that a pool that can't be guarded is told to the caller's own thread.
             self._session(manager.model, processor, fresh=processor is not before)
             return processor
@@ -51,14 +53,15 @@ class ContinuousHooks(EngineHooks[SessionOwner]):
         return _create_batch_processor
 
     def _wrap_step(self, original: Callable[..., None]) -> Callable[..., None]:
-        def _generation_step(manager: Any) -> None:
+        @functools.wraps(original)
+        def _generation_step(manager: Any, *args: Any, **kwargs: Any) -> None:
             processor = manager.batch_processor
             session = None if processor is None else self._session(manager.model, processor, fresh=False)
             if session is None:
-                original(manager)
+                original(manager, *args, **kwargs)
                 return
             try:
-                session.step(lambda: original(manager))
+                session.step(lambda: original(manager, *args, **kwargs))
             except ViolationError as error:
                 self._errors.setdefault(manager, error)
                 raise
@@ -66,6 +69,7 @@ class ContinuousHooks(EngineHooks[SessionOwner]):
         return _generation_step
 
     def _wrap_stop(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
         def stop(manager: Any, *args: Any, **kwargs: Any) -> None:
             processor = manager.batch_processor
             original(manager, *args, **kwargs)
@@ -79,6 +83,7 @@ class ContinuousHooks(EngineHooks[SessionOwner]):
         return stop
 
     def _wrap_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         @contextlib.contextmanager
         def continuous_batching_context_manager(model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
             with original(model, *args, **kwargs) as manager:

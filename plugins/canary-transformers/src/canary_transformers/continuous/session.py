@@ -1,7 +1,10 @@
 """`Session`: one cache of continuous batching under guard, from its first forward to its end."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pluggy
@@ -11,10 +14,20 @@ from torch import Tensor
 from canary_core import BatchView, Canary, CanaryConfig, Patches, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
-from canary_transformers.continuous.pool import paged_cache_pool
+from canary_transformers.continuous.pool import PagedCachePool
 from canary_transformers.continuous.tokens import TokenBook
-from canary_transformers.continuous.upload import upload
+from canary_transformers.continuous.upload import upload, upload_lists
 from canary_transformers.filters import EarlierBytesFilter
+
+
+@dataclass(slots=True)
+class _Change:
+    """Blocks of one group to which one thing happened, and the writer id of the request that did it to each."""
+
+    event: compat.Ownership
+    group: int
+    blocks: list[int] = field(default_factory=list)
+    writers: list[int] = field(default_factory=list)
 
 
 class Session:
@@ -25,25 +38,35 @@ class Session:
     order in which the engine issues its own.
 
     ``fresh``: the cache was just made, so that reading a slot before it is written is a finding.
-    Raises `AttachError` if the cache is not what `compat` expects, `ConfigError` if a setting can't be used.
+    Raises `AttachError` if the processor or its cache is not what `compat` expects, `ConfigError` if a setting can't be
+    used.
     """
 
     def __init__(self, processor: Any, config: CanaryConfig, hooks: pluggy.PluginManager, fresh: bool) -> None:
+        compat.require_methods(processor)
         cache = processor.cache
         self.hooks = hooks
         self._io = processor.inputs_and_outputs
         self._device = torch.device(cache.device)
         self._groups = compat.kv_groups(cache)
-        self._dropped: dict[int, list[int]] = {}
+        self._changes: list[_Change] = []
         self._stepping = False
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
         with self._on_stream():
             writers = Writers()
-            pool = paged_cache_pool(self._groups)
+            pool = PagedCachePool(cache)
             regions = pool.regions()
-            self.canary = Canary(regions, config, hooks=hooks, writers=writers, uncovered=pool.uncovered())
+            self.canary = Canary(
+                regions,
+                config,
+                hooks=hooks,
+                writers=writers,
+                uncovered=pool.uncovered(),
+                pool_tensors=pool.pool_tensors,
+            )
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
+            self._writers = writers
             self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
             if not (fresh and compat.cleared(cache)):
                 hooks.register(EarlierBytesFilter())
@@ -81,39 +104,50 @@ class Session:
     def copied(self, group: int | None, source: Sequence[int], destination: Sequence[int]) -> None:
         """A fork: records go where the bytes went."""
         with self._ours("copy"):
-            self._drop_now()
             for g in self._of(group):
                 self.canary.slots.copy(g.name, self._slots(g, source), self._slots(g, destination))
 
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
         """Content without records: not judged until it is written again."""
         with self._ours("restore"):
-            self._drop_now()
             for g in self._of(group):
                 if blocks:
                     self.canary.slots.forget(g.name, self._slots(g, blocks))
 
-    def dropped(self, group: int | None, blocks: Sequence[int] | None) -> None:
-        """Freed blocks; kept on the host until the next thing that is issued to the device."""
-        with self._ours("free"):
-            for g in self._of(group):
-                if blocks is None:
-                    self._dropped.pop(g.index, None)
-                    self.canary.slots.clear(g.name, None)
-                else:
-                    self._dropped.setdefault(g.index, []).extend(blocks)
+    def changed_hands(
+        self, event: compat.Ownership, group: int, blocks: Sequence[int], request: str | None = None
+    ) -> None:
+        """Kept on the host until the next thing that is issued to the device; changes of one sort in a row are one."""
+        if not blocks or not self.canary.enabled:
+            return
+        with self.canary.guard("canary_transformers: ownership"):
+            if not self._changes:
+                self.canary.slots.defer(self._tell_changes)
+            last = self._changes[-1] if self._changes else None
+            if last is None or (last.event, last.group) != (event, group):
+                self._changes.append(last := _Change(event, group))
+            last.blocks += blocks
+            last.writers += [-1 if request is None else self._writers.id(request)] * len(blocks)
+
+    def emptied(self) -> None:
+        """The pool was reset: who had a block does not matter any more."""
+        with self._ours("reset"):
+            self._changes.clear()
+            for g in self._groups:
+                self.canary.slots.clear(g.name, None)
 
     def _bracket(self, original: Callable[..., None]) -> Callable[..., None]:
-        def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
+        @functools.wraps(original)
+        def compute_batch(model: Any, batch_data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             # The engine warms up through the same function; there it reads slots that nobody has written.
             view = self._view(batch_data) if self._stepping and self.canary.enabled else None
             if view is None:
-                original(model, batch_data)
+                original(model, batch_data, *args, **kwargs)
                 return
             with self._on_stream():
                 self.canary.step.before(view)
             try:
-                original(model, batch_data)
+                original(model, batch_data, *args, **kwargs)
             except BaseException:
                 self.canary.step.abandon()
                 raise
@@ -125,15 +159,16 @@ class Session:
     def _view(self, arguments: dict[str, Any]) -> BatchView | None:
         view = None
         with self._ours("batch"):
-            self._drop_now()
             view = self._batch.view(ContinuousForward(compat.requests(self._io), arguments))
         return view
 
-    def _drop_now(self) -> None:
-        for g in self._groups:
-            blocks = self._dropped.pop(g.index, None)
-            if blocks:
-                self.canary.slots.clear(g.name, self._slots(g, blocks))
+    def _tell_changes(self) -> None:
+        changes, self._changes = self._changes, []
+        names = {g.index: g for g in self._groups}
+        for change in changes:
+            blocks, writers = upload_lists([change.blocks, change.writers], self._device)
+            group, tell = names[change.group], getattr(self.canary.slots, change.event)
+            tell(group.name, blocks, partial(writers.to, torch.int32), group.block_slots)
 
     def _of(self, group: int | None) -> Sequence[compat.KVGroup]:
         return [g for g in self._groups if group is None or g.index == group]

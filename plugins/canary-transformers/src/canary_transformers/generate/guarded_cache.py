@@ -34,7 +34,8 @@ class GuardedCache:
         self.name = name
         self.hooks = hooks
         hooks.register(MovedBytesFilter())
-        self._config = config
+        # A cache has its slots for itself: there is no allocator to follow.
+        self._config = config.model_copy(update={"lifetime": False})
         self._pad = pad
         self._writers = Writers()
         # None until the first forward has ended; others take their place whenever the cache outgrows them.

@@ -1,0 +1,86 @@
+"""The conformance suite on real SGLang, by name of a setup, and a process that runs it.
+
+``python -m engines.conformance OPTIONS`` reads commands and answers them as `engines.driver` does; the only one is
+``conform``, of one test.
+"""
+
+import json
+from typing import Any, ClassVar
+
+from canary_sglang import plugin
+
+from canary_core.testing import EngineSession, PluginConformance
+from canary_core.testing.conformance import run_suite
+from engines.driver import begin, converse
+from engines.session import SGLangSession
+from engines.setups import SETUPS
+
+LAYERS = 2
+
+
+class SGLangConformance(PluginConformance):
+    """LLaMA: K and V of all tokens, slot by slot.
+
+    Not declared: a batch on a CPU is not padded (`padding`), SGLang neither forks nor rolls back without a draft model,
+    and what SGLang's `HookRegistry` has wrapped stays so (`uninstall`).
+    """
+
+    plugin = plugin
+    layers, halves = LAYERS, ("k", "v")
+    abilities = frozenset({"slot_mapping", "lifetime", "prefix_cache", "evict", "preempt", "raise"})
+    setup: ClassVar[str] = "mha"
+    """One of `SETUPS`."""
+    model: ClassVar[dict[str, Any]] = {"num_hidden_layers": LAYERS}
+    """What is different about its model."""
+
+    def session(self) -> EngineSession:
+        """A new engine."""
+        options = SETUPS[self.setup].options
+        return SGLangSession(
+            {"chunked_prefill_size": 24, **options, "json_model_override_args": json.dumps(self.model)}
+        )
+
+
+class Pages(SGLangConformance):
+    """Pages of four slots."""
+
+    setup = "pages"
+
+
+class Fp8(SGLangConformance):
+    """K and V of one byte an element."""
+
+    setup = "fp8"
+
+
+class Latent(SGLangConformance):
+    """MLA: one row for K and V together."""
+
+    setup, halves = "mla", ("kv",)
+
+
+class Window(SGLangConformance):
+    """Layers with a sliding window, whose slots are others than those of the full layers. The window is so long that a
+    flipped bit is in it."""
+
+    setup, layers = "swa", 4
+    model: ClassVar[dict[str, Any]] = {"sliding_window": 96}
+
+
+SUITES = {suite.setup: suite for suite in (SGLangConformance, Pages, Fp8, Latent, Window)}
+
+
+def main() -> None:
+    """Serves commands until stdin ends."""
+    options, answers = begin()
+    suite = SUITES[options["suite"]]
+
+    def conform(test: str) -> dict[str, Any]:
+        (outcome,) = run_suite(suite, [test])
+        return {**outcome.fields(), "error": outcome.error}
+
+    converse(answers, lambda do, **arguments: {"conform": conform}[do](**arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""How many distinct bytes sources and tensors cover, by their addresses alone.
+
+Each is a box: runs of ``length`` bytes at ``start`` plus any combination of strides. Most pools come to one run once
+strides that continue each other are merged, and boxes that lie side by side (the K and V of one page). What is left are
+boxes with gaps, such as half of the heads; these are counted as they are where they can't overlap, else run by run.
+"""
+
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from canary_core.region import KVSource
+
+MOST_RUNS = 1 << 21
+"""Runs that are counted one by one; where there are more, boxes count as distinct, and at most as their span."""
+
+Dim = tuple[int, int]
+"""Stride in bytes, and count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """``length`` bytes at ``start`` plus ``i * stride`` for ``i`` below ``count`` of each of ``dims``, largest stride
+    first."""
+
+    start: int
+    length: int
+    dims: tuple[Dim, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Address after its last byte."""
+        return self.start + sum(stride * (count - 1) for stride, count in self.dims) + self.length
+
+    @property
+    def runs(self) -> int:
+        """How many runs it has."""
+        return prod(count for _, count in self.dims)
+
+    @property
+    def size(self) -> int:
+        """Its bytes, where no two runs share any."""
+        return min(self.runs * self.length, self.end - self.start)
+
+    def merged(self) -> "Box":
+        """The same bytes with as few dimensions as possible."""
+        length = self.length
+        dims: list[Dim] = []
+        for stride, count in sorted(d for d in self.dims if d[1] > 1 and d[0]):
+            if not dims and stride <= length:
+                length += stride * (count - 1)
+            elif dims and stride == dims[-1][0] * dims[-1][1]:
+                dims[-1] = (dims[-1][0], dims[-1][1] * count)
+            else:
+                dims.append((stride, count))
+        return Box(self.start, length, tuple(reversed(dims)))
+
+    def starts(self) -> Tensor:
+        """Where its runs start: int64 ``[runs]``."""
+        found = torch.tensor([self.start])
+        for stride, count in self.dims:
+            found = (found[:, None] + torch.arange(count) * stride).flatten()
+        return found
+
+
+def boxes_of(source: KVSource, slots: int) -> list[Box]:
+    """The bytes of ``source``'s ``slots`` slots."""
+    pages, rest = divmod(slots, source.page_size)
+    chunks = (source.chunk_stride_bytes, source.chunks)
+    parts = [(0, pages, source.present_slots), (pages, 1 if rest else 0, min(rest, source.present_slots))]
+    return [
+        Box(
+            source.address + first * source.page_stride_bytes,
+            source.chunk_bytes,
+            ((source.page_stride_bytes, count), (source.slot_stride_bytes, present), chunks),
+        ).merged()
+        for first, count, present in parts
+        if count and present
+    ]
+
+
+def box_of(tensor: Tensor) -> Box:
+    """The bytes of ``tensor``'s elements."""
+    size = tensor.element_size()
+    dims = tuple((stride * size, count) for stride, count in zip(tensor.stride(), tensor.shape, strict=True))
+    return Box(tensor.data_ptr(), size, dims).merged()
+
+
+def joined(boxes: Iterable[Box]) -> list[Box]:
+    """The same bytes in fewer boxes: those side by side become one, and those within another's only run go away. By
+    address."""
+    found = sorted(set(boxes), key=_order)
+    while True:
+        joint = sorted({box.merged() for box in _side_by_side(found)}, key=_order)
+        if len(joint) == len(found):
+            return joint
+        found = joint
+
+
+def distinct_bytes(boxes: Iterable[Box]) -> int:
+    """Bytes that at least one of ``boxes`` has."""
+    return sum(_count(group) for group in _apart(joined(boxes)))
+
+
+def clipped(boxes: Iterable[Box], start: int, end: int) -> list[Box]:
+    """What of ``boxes`` lies in ``[start, end)``; a box of several runs counts where it starts."""
+    found = []
+    for box in boxes:
+        if box.dims:
+            found += [box] if start <= box.start < end else []
+        elif box.start < end and start < box.end:
+            first = max(box.start, start)
+            found.append(Box(first, min(box.end, end) - first))
+    return found
+
+
+def _order(box: Box) -> tuple[int, int, tuple[Dim, ...]]:
+    return box.start, -box.length, box.dims
+
+
+def _side_by_side(boxes: Sequence[Box]) -> Iterator[Box]:
+    """Boxes of the same dims, in the order of their starts: one that begins within or at the end of the one before goes
+    with it, as long as the next run lies beyond."""
+    alike: dict[tuple[Dim, ...], list[Box]] = defaultdict(list)
+    for box in boxes:
+        alike[box.dims].append(box)
+    whole = _chained(alike.pop((), []))
+    yield from whole
+    starts = [run.start for run in whole]
+    for group in alike.values():
+        for box in _chained(group):
+            at = bisect(starts, box.start) - 1
+            if at < 0 or box.end > whole[at].end:
+                yield box
+
+
+def _chained(boxes: Sequence[Box]) -> list[Box]:
+    """As `_side_by_side`, of one group."""
+    kept = list(boxes[:1])
+    for box in boxes[1:]:
+        last = kept[-1]
+        end = max(last.start + last.length, box.start + box.length)
+        nearest = min((stride for stride, _ in box.dims), default=end - last.start)
+        if box.start <= last.start + last.length and end - last.start <= nearest:
+            kept[-1] = replace(last, length=end - last.start)
+        elif box.dims == last.dims and (box.start - last.start) in (s * n for s, n in box.dims):
+            # It goes on where one of the strides ends, as V does behind K in a page that has both.
+            dims = ((s, n * 2 if s * n == box.start - last.start else n) for s, n in box.dims)
+            kept[-1] = replace(last, dims=tuple(dims))
+        else:
+            kept.append(box)
+    return kept
+
+
+def _apart(boxes: Sequence[Box]) -> Iterator[list[Box]]:
+    """Groups of boxes between which no byte can be shared."""
+    ends = [0, *accumulate((box.end for box in boxes), max)]
+    group: list[Box] = []
+    for box, reached in zip(boxes, ends, strict=False):
+        if group and box.start >= reached:
+            yield group
+            group = []
+        group.append(box)
+    if group:
+        yield group
+
+
+def _count(boxes: Sequence[Box]) -> int:
+    """Distinct bytes of boxes that reach over each other."""
+    most = sum(box.size for box in boxes)
+    span = max(box.end for box in boxes) - boxes[0].start
+    if len(boxes) == 1 or _interleave(boxes) or sum(box.runs for box in boxes) > MOST_RUNS:
+        return min(most, span)
+    starts = torch.cat([box.starts() for box in boxes])
+    ends = starts + torch.cat([torch.full((box.runs,), box.length) for box in boxes])
+    starts, order = starts.sort()
+    ends = ends[order].cummax(0).values
+    before = torch.cat((starts[:1], ends[:-1]))
+    return int((ends - torch.maximum(starts, torch.minimum(before, ends))).sum())
+
+
+def _interleave(boxes: Sequence[Box]) -> bool:
+    """Whether the boxes repeat at the same strides and their first runs are apart: then all are."""
+    first = boxes[0]
+    if any(box.dims != first.dims for box in boxes) or not first.dims:
+        return False
+    nearest = min(stride for stride, _ in first.dims)
+    apart = all(a.start + a.length <= b.start for a, b in pairwise(boxes))
+    return apart and boxes[-1].start + boxes[-1].length - first.start <= nearest and _nested(first)
+
+
+def _nested(box: Box) -> bool:
+    """Whether each stride reaches over all that the smaller ones span, so that no two runs share a byte."""
+    reach = 0
+    for stride, count in reversed(box.dims):
+        if reach and stride < reach:
+            return False
+        reach = stride * count
+    return True

@@ -1,0 +1,79 @@
+"""`HookTarget`: a function of an engine that a plugin hooks, and whether this release of the engine has it."""
+
+import difflib
+import inspect
+import pkgutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+from canary_core.errors import PluginError
+from canary_core.plugins.plugin import error_text
+
+OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class HookTarget:
+    """A function of the engine that a plugin hooks.
+
+    name: full dotted name, e.g. ``engine.runner.ModelRunner.forward``. parameters: names of the parameters that the
+    plugin reads, each at its place from the left, without ``self``; None for one whose name does not matter:
+    ``(None, "indices")``. optional: not every release has the function; where one has it, it must fit.
+    """
+
+    name: str
+    parameters: tuple[str | None, ...] = ()
+    optional: bool = False
+
+    def problem(self, owner: object = None) -> str | None:
+        """Why the function can't be hooked, in a sentence; None if it can. ``owner``: the object that has it, where the
+        plugin hooks single objects; without it the name is imported, and with it its module. Where a function takes
+        anything from some place on (``*args, **kwargs``), as a wrapper does, what is there fits. Never raises; patches
+        nothing."""
+        path, _, function = self.name.rpartition(".")
+        try:
+            owner = pkgutil.resolve_name(path) if owner is None else owner
+            found = getattr(owner, function, None)
+        except Exception as error:  # whatever the engine raises when it is imported
+            return None if self.optional else f"{self.name} is not there ({error_text(error)})"
+        if found is None:
+            close = difflib.get_close_matches(function, dir(owner), n=1)
+            hint = f" (there is {close[0]})" if close else ""
+            return None if self.optional else f"{self.name} is not there{hint}"
+        if not callable(found):
+            return f"{self.name} is no function, got {type(found).__name__}"
+        return self._misfit(owner, function, found) if self.parameters else None
+
+    def _misfit(self, owner: object, function: str, found: Any) -> str | None:
+        try:
+            parameters = list(inspect.signature(found).parameters.values())
+        except (TypeError, ValueError) as error:
+            return f"{self.name} does not tell its parameters ({error_text(error)})"
+        static = inspect.getattr_static(owner, function, None)
+        if isinstance(owner, type) and not isinstance(static, (classmethod, staticmethod)):
+            parameters = parameters[1:] if parameters and parameters[0].kind not in OPEN else parameters
+        names = [p.name for p in parameters if p.kind not in OPEN]
+        # From here on there is room for anything, in ``*args`` or ``**kwargs``.
+        room = len(names) if len(names) < len(parameters) else len(self.parameters)
+        wanted = [(place, name) for place, name in enumerate(self.parameters) if name is not None]
+        missing = [name for place, name in wanted if name not in names and place < room]
+        got = f"it takes ({', '.join(str(p).partition(':')[0].partition('=')[0] for p in parameters)})"
+        if missing:
+            return f"{self.name} has no parameter {', '.join(map(repr, missing))}; {got}"
+        moved = [name for place, name in wanted if name in names and names.index(name) != place]
+        return f"{self.name} has {', '.join(map(repr, moved))} at another place; {got}" if moved else None
+
+
+def problems(targets: Iterable[HookTarget | str]) -> Sequence[str]:
+    """Why each of ``targets`` that does not fit can't be hooked; a name stands for a target without parameters. Raises
+    `PluginError` for what is neither."""
+    found = []
+    for target in targets:
+        if not isinstance(target, (HookTarget, str)):
+            raise PluginError(f"a hook target must be a HookTarget or a dotted name, got {target!r}")
+        problem = (HookTarget(target) if isinstance(target, str) else target).problem()
+        if problem is not None:
+            found.append(problem)
+    return found

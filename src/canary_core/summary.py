@@ -1,0 +1,110 @@
+"""`Summary`: what a Canary came to, told once at its end, with sentences for zeros that should not be zero."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.filesize import decimal
+
+from canary_core.config import CanaryConfig
+from canary_core.events import Event
+from canary_core.records import Counter
+from canary_core.region import Region, RegionKind
+
+FEW_FORWARDS = 16
+"""So many forwards may end before the scrub has come to a slot that holds anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts of one Canary's life. ``forwards`` began on the host, ``unchecked`` had no view, ``ends`` are calls of
+    `Step.end`; ``counters`` are the device's, as of the last read. ``events``: of each region, how many of each kind
+    were told. ``findings``: how many of each kind were told; ``withheld`` were not, see `WrongMemory`. ``went_on``:
+    whether Canary was on until its end."""
+
+    config: CanaryConfig
+    regions: Mapping[str, Region]
+    forwards: int
+    unchecked: int
+    ends: int
+    counters: list[int]
+    events: Mapping[str, Mapping[str, int]]
+    findings: Mapping[str, int]
+    withheld: int
+    repeated: int
+    dismissed: int
+    misuses: int
+    went_on: bool
+    coverage_ratio: float
+    warnings: tuple[str, ...] = field(init=False)
+    """What should not be zero, or should be."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "warnings", (*self._of_forwards(), *self._of_regions(), *self._of_trouble()))
+
+    @property
+    def line(self) -> str:
+        """The whole in one line."""
+        found = sum(self.findings.values())
+        kinds = ", ".join(f"{kind} {number}" for kind, number in self.findings.items())
+        slots, size = self.counters[Counter.CHECKED_SLOTS], self.counters[Counter.CHECKED_BYTES]
+        findings = f"{found} findings ({kinds})" if found else "no finding"
+        return f"{self.forwards} forwards, {slots} slots and {decimal(size)} checked, {findings}"
+
+    def event(self) -> Event:
+        """The ``summary`` event; a warning where there are `warnings`."""
+        counted = (Counter.CHECKED_FORWARDS, Counter.CHECKED_SLOTS, Counter.RECORDED_SLOTS, Counter.CHECKED_BYTES)
+        rare = {name: getattr(self, name) for name in ("repeated", "dismissed", "withheld", "misuses")}
+        fields: dict[str, object] = {
+            "summary": self.line,
+            "forwards": self.forwards,
+            "unchecked_forwards": self.unchecked,
+            **{counter.name.lower(): self.counters[counter] for counter in counted},
+            "events": {region: dict(kinds) for region, kinds in self.events.items()},
+            "findings": dict(self.findings),
+            **{name: number for name, number in rare.items() if number},
+            "coverage_ratio": round(self.coverage_ratio, 6),
+            "warnings": list(self.warnings),
+        }
+        return Event("summary", "warning" if self.warnings else "info", fields)
+
+    def _of_forwards(self) -> list[str]:
+        if not self.forwards:
+            if self.unchecked:
+                return [f"no forward was checked: the view of each of {self.unchecked} was None; look at the adapter"]
+            return ["no forward was checked: neither step.run nor step.before was called; is the hook in place?"]
+        said = []
+        if not self.counters[Counter.CHECKED_FORWARDS]:
+            said.append(f"{self.forwards} forwards began and no check of them ran on the device")
+        elif self.forwards > 1 and not self.counters[Counter.CHECKED_SLOTS]:
+            said.append("no slot was checked: no forward read what an earlier one wrote; are prefix_lens right?")
+        if not self.counters[Counter.RECORDED_SLOTS]:
+            said.append("no slot was recorded: step.after was not called, or no view has new tokens")
+        if not self.ends:
+            said.append("step.end was never called, so nothing was told before the end; call it after each step")
+        budget = self.config.scrub_budget
+        if self.config.bytes != "off" and not self.counters[Counter.CHECKED_BYTES]:
+            if not (budget.share or budget.step_bytes or self.config.read_check):
+                said.append("no byte was compared: CANARY_SCRUB_BUDGET and CANARY_READ_CHECK are both 0")
+            elif self.forwards >= FEW_FORWARDS:
+                said.append("no byte was compared: nothing that a forward wrote was there when the scrub came by")
+        return said
+
+    def _of_regions(self) -> list[str]:
+        if not (self.config.lifetime and self.forwards):
+            return []
+        return [
+            f"nothing was told of the allocator of region {name!r} (slots.alloc, free, ...): use after free and slots "
+            "handed out twice are not found"
+            for name, region in self.regions.items()
+            if region.kind is not RegionKind.RING and not self.events.get(name)
+        ]
+
+    def _of_trouble(self) -> list[str]:
+        said = []
+        if not self.went_on:
+            said.append("Canary was switched off by an error; what came after the disabled event was not checked")
+        if self.withheld:
+            said.append(f"{self.withheld} findings were counted and not told: see wrong_memory")
+        if self.misuses:
+            said.append(f"{self.misuses} calls were refused: see misuse")
+        return said

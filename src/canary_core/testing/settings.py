@@ -1,0 +1,16 @@
+"""Settings for tests and demos: the defaults, whatever the environment says, and stricter ones."""
+
+from typing import Any
+
+from canary_core.config import CanaryConfig
+
+
+def default_config(**overrides: Any) -> CanaryConfig:
+    """The defaults without stats and without the alarm for silence, whatever the environment says."""
+    defaults = {name: f.default for name, f in CanaryConfig.model_fields.items()}
+    return CanaryConfig.load(**{**defaults, "stats_interval": 0, "silence_s": 0.0, **overrides})
+
+
+def strict_config(**overrides: Any) -> CanaryConfig:
+    """All bytes a forward reads are compared before it, and the whole of a small pool after it."""
+    return default_config(**{"read_check": -1, "scrub_budget": "1GiB", **overrides})

@@ -1,0 +1,53 @@
+"""Writes docs/plugin-mutations.md: what the conformance suite says of each wrong plugin.
+
+PYTHONPATH=tests:examples/canary-toy/src python -m conformance.table > docs/plugin-mutations.md
+"""
+
+import sys
+
+import pytest
+from canary_toy.session import ToyConformance
+from conformance.mutations import MUTATIONS, Mutation
+
+from canary_core.testing import Outcome, run_suite
+
+SHOWN = 300
+"""Characters of a message that the table has."""
+
+HEAD = """# What the conformance suite says of wrong plugins
+
+Each row is one bug in the plugin of the [toy engine](../examples/canary-toy), made on purpose
+([mutations.py](../tests/conformance/mutations.py)). The suite must fail for each, and say which part of the plugin is
+wrong. CI holds every row. Written by `PYTHONPATH=tests:examples/canary-toy/src python -m conformance.table`.
+
+| bug | where to look | test | what the suite said, shortened |
+|---|---|---|---|
+"""
+
+
+def first_failure(mutation: Mutation, patch: pytest.MonkeyPatch) -> Outcome | None:
+    """What the suite says first of the toy engine's plugin with this bug; None if it passes."""
+    mutation.apply(patch)
+    return next((outcome for outcome in run_suite(ToyConformance) if outcome.result == "failed"), None)
+
+
+def row_start(mutation: Mutation, outcome: Outcome) -> str:
+    """The part of a table row that is the same on every machine."""
+    return f"| {mutation.name} | {outcome.message.partition(':')[0]} | {outcome.test} |"
+
+
+def main() -> None:
+    """Prints the page."""
+    sys.stdout.write(HEAD)
+    for mutation in MUTATIONS:
+        with pytest.MonkeyPatch.context() as patch:
+            outcome = first_failure(mutation, patch)
+        if outcome is None:
+            raise SystemExit(f"the suite passes a plugin in which {mutation.name}")
+        said = outcome.message.partition(": ")[2].replace("|", "\\|")
+        said = said if len(said) <= SHOWN else said[:SHOWN].rsplit(" ", 1)[0] + " ..."
+        sys.stdout.write(f"{row_start(mutation, outcome)} {said} |\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The conformance suite itself: what it asks of authors, and how it answers bad input."""
+
+import unittest
+from collections.abc import Mapping, Sequence
+
+import pytest
+from canary_toy import plugin
+from canary_toy.session import ToyConformance, ToySession
+from torch import Tensor
+
+from canary_core.errors import PluginError
+from canary_core.plugins import hook_manager
+from canary_core.testing import ABILITIES, EngineSession, Nonconforming, PluginConformance, run_suite, suite_tests
+
+
+class Lazy(EngineSession):
+    """Serves nothing."""
+
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def submit(self, request: str, tokens: Sequence[int], new_tokens: int) -> None:
+        pass
+
+    def step(self) -> bool:
+        return False
+
+    def answer(self, request: str) -> Sequence[int]:
+        return ()
+
+    def poke(self, layer: int, half: str, request: str, position: int) -> None:
+        pass
+
+
+class Undecided(ToyConformance):
+    abilities = frozenset()
+
+
+def test_what_is_not_declared_is_skipped_and_told() -> None:
+    """A suite without abilities runs what every plugin must pass, and says of the rest which ability is missing."""
+    outcomes = list(run_suite(Undecided))
+    assert {o.ability for o in outcomes if o.result == "undeclared"} == set(ABILITIES)
+    assert all(o.result == "passed" for o in outcomes if o.ability is None)
+    assert all("not declared" in o.message for o in outcomes if o.result == "undeclared")
+
+
+def test_an_undeclared_test_is_a_skip_for_pytest() -> None:
+    """So it shows in pytest's own report."""
+    with pytest.raises(unittest.SkipTest, match="'fork' is not declared"):
+        Undecided().test_forks_are_silent()
+
+
+def test_every_ability_has_a_test() -> None:
+    """No ability can be declared and never tried."""
+    tried = {getattr(getattr(ToyConformance, name), "ability", None) for name in suite_tests(ToyConformance)}
+    assert tried == {None, *ABILITIES}
+
+
+def test_an_unknown_ability_is_refused() -> None:
+    """With those that there are."""
+
+    class Wrong(ToyConformance):
+        abilities = frozenset({"time_travel"})  # type: ignore[arg-type]
+
+    with pytest.raises(Nonconforming, match=r"unknown abilities \['time_travel'\]; there are .*fork"):
+        Wrong().test_forks_are_silent()
+
+
+def test_a_session_that_serves_nothing_is_told() -> None:
+    """An author whose session is not finished is not sent to the adapter."""
+
+    class Unfinished(ToyConformance):
+        def session(self) -> EngineSession:
+            return Lazy()
+
+    with pytest.raises(Nonconforming, match=r"^session: request-\d+ was to be answered with 6 tokens, got 0"):
+        Unfinished().test_clean_traffic_is_silent()
+
+
+def test_an_ability_without_its_method_is_told() -> None:
+    """The sentence names the ability and the method."""
+    with pytest.raises(NotImplementedError, match=r"ability 'fork' needs Lazy.fork; write it, or take the ability out"):
+        Lazy().fork("a", "b")
+
+
+def test_a_plugin_that_is_not_installed_is_told() -> None:
+    """With the names of those that are."""
+
+    class Missing(PluginConformance):
+        plugin = "nowhere"
+
+    with pytest.raises(PluginError, match=r"'nowhere', which is not installed; installed plugins: "):
+        Missing().test_a_canary_guards_the_pool()
+
+
+def test_nothing_of_the_suite_stays_behind() -> None:
+    """Plugin and listeners leave the process's manager, the plugin is uninstalled, and its Canaries are closed."""
+    before = set(hook_manager().get_plugins())
+    assert all(outcome.result == "passed" for outcome in run_suite(ToyConformance, ["test_a_canary_guards_the_pool"]))
+    assert set(hook_manager().get_plugins()) == before
+    assert not plugin.HOOKS.guards
+    engine = ToySession().engine
+    assert "forward" not in vars(engine.runner)
