@@ -9,19 +9,19 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from canary_core.testing import EngineSession, PluginConformance
 from canary_transformers import plugin
-from canary_transformers.tiny_models import one_thread, tiny_model
+from canary_transformers.tiny_models import Sizes, one_thread, spare_the_collector, tiny_model
 
-LAYERS, HALVES = 4, ("k", "v")
+LAYERS, HALVES = 3, ("k", "v")
 VOCABULARY = 128
 LONGEST_PROMPT = 40
 POSITIONS = 256
 PAGE_TOKENS = 8
 POOL_TOKENS = 256
 """Few enough that requests wait for each other and cached blocks are evicted."""
-BATCH_TOKENS = 32
+BATCH_TOKENS = 20
 """Fewer than the longest prompt, which is read in parts."""
 WINDOW_TOKENS = 36
-Q_PADDING, KV_PADDING = 16, 64
+Q_PADDING, KV_PADDING = 8, 64
 """To multiples of how many tokens the engine pads."""
 
 ModelName = Literal["llama", "gemma3"]
@@ -37,7 +37,8 @@ class ContinuousSession(EngineSession):
     def __init__(self, model: ModelName = "llama") -> None:
         # It tells about missing extras and, where a fault makes NaNs, about those.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-        self._model = tiny_model(model, 0, VOCABULARY, POSITIONS, WINDOW_TOKENS)
+        self._model = tiny_model(model, 0, Sizes(VOCABULARY, POSITIONS, WINDOW_TOKENS, LAYERS))
+        spare_the_collector()
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
         self._manager = self._model.init_continuous_batching(
             generation_config=GenerationConfig(**options),  # type: ignore[no-untyped-call]  # Transformers has no types
