@@ -39,6 +39,8 @@ class Runner:
 
     def loose(self, batch, *args, **kwargs): ...
 
+    def handed_on(*args): ...
+
 def release(request, cache): ...
 """
 
@@ -60,12 +62,14 @@ def engine(distribution):
         ("Runner.free", ("pages",)),
         ("Runner.make", ("config",)),
         ("Runner.loose", ("batch",)),
+        ("Runner.loose", ("batch", "stream")),
+        ("Runner.handed_on", ("batch", "stream")),
         ("release", ("request", "cache")),
     ],
 )
 @pytest.mark.usefixtures("engine")
 def test_what_fits(name, parameters):
-    """Places are counted without ``self``; a wrapper that takes anything tells nothing and fits."""
+    """Places are counted without ``self``; what a wrapper takes without saying so fits."""
     assert HookTarget(f"toy_engine.{name}", parameters).problem() is None
 
 
@@ -79,7 +83,7 @@ def test_what_fits(name, parameters):
         ("toy_engine.Runner.size", (), ["is no function, got int"]),
         ("toy_engine.Runner.forward", ("plan",), ["has no parameter 'plan'", "it takes (batch, stream)"]),
         ("toy_engine.Runner.forward", ("stream",), ["has 'stream' at another place", "it takes (batch, stream)"]),
-        ("toy_engine.Runner.loose", ("plan",), ["has no parameter 'plan'"]),
+        ("toy_engine.Runner.loose", ("plan",), ["has no parameter 'plan'", "it takes (batch, *args, **kwargs)"]),
         ("toy_engine.release", ("cache", "request"), ["'cache', 'request' at another place"]),
         ("release", (), ["release is not there"]),
     ],

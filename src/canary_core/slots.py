@@ -59,21 +59,45 @@ class SlotEvents:
         """
         self._put_owned(("alloc", region, page_slots), slots, writer)
 
-    def park(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+    def park(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. To read them
         is legal; a forward that writes them makes them held again. Slots that are parked or free already are a
-        DOUBLE_FREE finding."""
-        self._put_owned(("park", region, page_slots), slots, writer)
+        DOUBLE_FREE finding.
 
-    def share(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        ``ready``, here and in the others: events after which ``slots`` are there; none for what the current stream has
+        to do."""
+        self._put_owned(("park", region, page_slots), slots, writer, ready)
+
+    def share(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         """Request ``writer`` takes ``slots`` that the prefix cache has, a prefix hit; see `alloc`. They are not parked
         any more; for slots that a request has already it is harmless. Slots that are free are a FREED finding."""
-        self._put_owned(("share", region, page_slots), slots, writer)
+        self._put_owned(("share", region, page_slots), slots, writer, ready)
 
-    def evict(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+    def evict(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
         """The prefix cache gave ``slots`` up: they are free; see `alloc`. Slots that were handed out or written since
         they were parked are an EVICTED_IN_USE finding, slots that are free already a DOUBLE_FREE."""
-        self._put_owned(("evict", region, page_slots), slots, writer)
+        self._put_owned(("evict", region, page_slots), slots, writer, ready)
 
     def free(
         self,
@@ -84,8 +108,7 @@ class SlotEvents:
         ready: Sequence[torch.cuda.Event] = (),
     ) -> None:
         """The engine's allocator got ``slots`` back, from request ``writer``, and no prefix cache keeps them; see
-        `alloc`. Slots that are parked or free already are a DOUBLE_FREE finding. ``ready``: events after which
-        ``slots`` are there; none for what the current stream has to do."""
+        `alloc`. Slots that are parked or free already are a DOUBLE_FREE finding."""
         self._put_owned(("free", region, page_slots), slots, writer, ready)
 
     def defer(self, tell: Callable[[], None]) -> None:

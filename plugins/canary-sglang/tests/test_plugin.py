@@ -1,5 +1,7 @@
 """The frame around the guard: what happens without the engine, with the wrong one, and when things break."""
 
+import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -158,6 +160,26 @@ def test_raise_mode_never_runs_unguarded():
     assert done.returncode == 1
     assert "went on" not in done.stdout
     assert "supports sglang >=99" in done.stderr
+
+
+def test_a_newer_release_is_hooked_loudly():
+    """One that was not tested is looked at in SGLang's own plugin loader, hooked, and to be audited; the event says
+    so."""
+    code = (
+        "import canary_sglang.version as v; v.SUPPORTED = '>=0.5,<0.5.2'\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "from canary_sglang.hooks import HOOKS\n"
+        "from sglang.srt.managers.scheduler import Scheduler\n"
+        "print([HOOKS._config.untested_engine, HOOKS._config.audit, hasattr(Scheduler.run_batch, '__wrapped__')])"
+    )
+    environment = {**os.environ, "CANARY_PLUGINS": "sglang", "CANARY_LOG_FORMAT": "json"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.splitlines()[-1] == "[True, 4, True]", done.stderr
+    events = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    (event,) = (e for e in events if e.get("event") == "untested_engine")
+    assert (event["engine"], event["version"]) == ("sglang", metadata.version("sglang"))
+    assert [e["installed"] for e in events if e.get("event") == "plugins_installed"] == [["sglang"]]
 
 
 @pytest.mark.without_engine

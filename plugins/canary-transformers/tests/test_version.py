@@ -8,7 +8,7 @@ import canary_transformers
 import pytest
 import torch
 from canary_transformers import version
-from canary_transformers.targets import API, CACHE, MANAGER, TARGETS
+from canary_transformers.targets import API, MANAGER, MIXIN, TARGETS
 from tiny.batching import HAS_POOL, Traffic, serve
 from tiny.models import batching, generating
 
@@ -97,7 +97,7 @@ def moved(monkeypatch):
 
 def renamed(monkeypatch):
     """A parameter is called otherwise now."""
-    monkeypatch.setattr(pkgutil.resolve_name(CACHE), "reorder_cache", lambda cache, beams: None)
+    monkeypatch.setattr(pkgutil.resolve_name(MIXIN), "prepare_inputs_for_generation", lambda model, tokens, **more: {})
 
 
 def gone(monkeypatch):
@@ -107,7 +107,7 @@ def gone(monkeypatch):
 
 BREAKS = [
     (moved, [f"{MANAGER}._generation_step is not there (there is _one_generation_step)"]),
-    (renamed, [f"{CACHE}.reorder_cache has no parameter 'beam_idx'; it takes (beams)"]),
+    (renamed, [f"{MIXIN}.prepare_inputs_for_generation has no parameter 'input_ids'; it takes (tokens, **more)"]),
     (gone, [f"{API}.ContinuousMixin.continuous_batching_context_manager is not there"]),
 ]
 

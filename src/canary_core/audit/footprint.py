@@ -11,7 +11,7 @@ from canary_core.audit.claims import Claims
 from canary_core.audit.memory import EngineMemory, PoolTensors, Storage
 from canary_core.audit.slot_bytes import SlotBytes
 from canary_core.audit.snapshot import Snapshot
-from canary_core.audit.wording import Stray, Writes
+from canary_core.audit.wording import Problem, Stray, Suspect, Writes
 from canary_core.batch import BatchView
 from canary_core.errors import AttachError, MisuseError
 from canary_core.region import KVSource, Region, Role, Uncovered
@@ -27,7 +27,7 @@ class Footprint:
     compared_bytes: of the engine's memory. changed_bytes: of those, what the forward changed. claimed_bytes: what of
     that was claimed. unclaimed_bytes: what nobody claimed. written_slots: by region, how many the view names as
     written. unchanged: by region/source, in how many of its written slots nothing changed, where that are any.
-    problems: a sentence each; none if all is well.
+    problems: a sentence each; none if all is well. suspects: for each problem, which part of the adapter is to blame.
     """
 
     compared_bytes: int
@@ -37,6 +37,7 @@ class Footprint:
     written_slots: dict[str, int] = field(default_factory=dict)
     unchanged: dict[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -147,6 +148,7 @@ class FootprintAudit:
             if count:
                 strays.append(Stray(self._memory.storages[index], count, places, self._described(index, places)))
         unclaimed = sum(stray.count for stray in strays)
+        found = list(self._problems(claims, writes, strays))
         return Footprint(
             compared_bytes=self._memory.size_bytes,
             changed_bytes=claimed + unclaimed,
@@ -154,10 +156,11 @@ class FootprintAudit:
             unclaimed_bytes=unclaimed,
             written_slots={w.region.name: len(w.slots) for w in writes if len(w.slots)},
             unchanged=_unchanged(writes),
-            problems=tuple(self._problems(claims, writes, strays)),
+            problems=tuple(problem.text for problem in found),
+            suspects=tuple(problem.suspect for problem in found),
         )
 
-    def _problems(self, claims: Claims, writes: Sequence[Writes], strays: Sequence[Stray]) -> Iterator[str]:
+    def _problems(self, claims: Claims, writes: Sequence[Writes], strays: Sequence[Stray]) -> Iterator[Problem]:
         for region in self._regions:
             lost = _lost(self._memory, region)
             if lost:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,18 @@ from torch import Tensor
 from canary_core.audit.memory import Storage
 from canary_core.region import KVSource, Region
 
+Suspect = Literal["PoolAdapter", "BatchAdapter", "PoolAdapter or BatchAdapter"]
+"""What of an adapter is to blame: what describes the memory, what describes a forward, or one of the two."""
+
 SHOWN = 6
 """Most numbers or names that a sentence lists."""
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong, in a sentence, and what is to blame."""
+
+    suspect: Suspect
+    text: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,23 +57,25 @@ class Stray:
         return self.places[~known]
 
 
-def elsewhere(region: Region, sources: Sequence[KVSource]) -> str:
+def elsewhere(region: Region, sources: Sequence[KVSource]) -> Problem:
     """Sources point at memory that is not the engine's."""
-    return (
+    return Problem(
+        "PoolAdapter",
         f"{_sources(sources)} of region {region.name!r} {_verb(sources, 'points', 'point')} at memory that is none of "
-        "the engine's tensors: does the adapter describe a copy, or tensors that the engine has replaced since?"
+        "the engine's tensors: does the adapter describe a copy, or tensors that the engine has replaced since?",
     )
 
 
-def out_of_range(region: Region, numbers: Sequence[int]) -> str:
+def out_of_range(region: Region, numbers: Sequence[int]) -> Problem:
     """The view writes where there are no slots."""
-    return (
+    return Problem(
+        "PoolAdapter or BatchAdapter",
         f"the view names {_count(len(numbers), 'written slot')} that region {region.name!r} does not have (it has 0 to "
-        f"{region.slots - 1}): {_numbers(numbers)}; do table, page size or write_slots belong to another region?"
+        f"{region.slots - 1}): {_numbers(numbers)}; do table, page size or write_slots belong to another region?",
     )
 
 
-def unclaimed(strays: Sequence[Stray], writes: Sequence[Writes], any_written: bool) -> Iterator[str]:
+def unclaimed(strays: Sequence[Stray], writes: Sequence[Writes], any_written: bool) -> Iterator[Problem]:
     """Bytes changed that nobody claims."""
     for stray in strays:
         yield from _undescribed(stray, writes)
@@ -75,24 +88,26 @@ def unclaimed(strays: Sequence[Stray], writes: Sequence[Writes], any_written: bo
         found = touched.get(write.region.name)
         if found and not any_written:
             total = sum(len(slots) for _, slots in found)
-            yield (
+            yield Problem(
+                "BatchAdapter",
                 f"the view named no written slot, yet {_count(total, 'byte')} changed in "
                 f"{_slots(write.region, found)}, in {_sources([s for s, _ in found])}: is the view None, or made for "
-                "another forward?"
+                "another forward?",
             )
         elif found:
             yield _unnamed(write, found)
 
 
-def _undescribed(stray: Stray, writes: Sequence[Writes]) -> Iterator[str]:
+def _undescribed(stray: Stray, writes: Sequence[Writes]) -> Iterator[Problem]:
     """Bytes that no source describes, by the engine's tensor."""
     left = stray.undescribed
     while len(left):
         found = stray.storage.tensor_at(int(left[0]))
         if found is None:
-            yield (
+            yield Problem(
+                "PoolAdapter",
                 f"the forward changed {_count(len(left), 'byte')} beside the tensors {stray.storage.names}, in the "
-                "storage that holds them: does pool_tensors() leave a tensor out?"
+                "storage that holds them: does pool_tensors() leave a tensor out?",
             )
             return
         name, tensor = found
@@ -108,11 +123,12 @@ def _undescribed(stray: Stray, writes: Sequence[Writes]) -> Iterator[str]:
             "region describes"
         )
         if len(known):
-            yield f"{about}: {_where(tensor, mine, known)} in PoolAdapter.regions()?"
+            yield Problem("PoolAdapter", f"{about}: {_where(tensor, mine, known)} in PoolAdapter.regions()?")
         else:
-            yield (
+            yield Problem(
+                "PoolAdapter",
                 f"{about}, nor anything else of it: is that layer or half (K, V, a scale) missing in "
-                "PoolAdapter.regions()?"
+                "PoolAdapter.regions()?",
             )
 
 
@@ -149,7 +165,7 @@ def _known(stray: Stray, tensor: Tensor, first: int, writes: Sequence[Writes]) -
     return places[_inside(tensor, places)]
 
 
-def _unnamed(write: Writes, found: Sequence[tuple[KVSource, Tensor]]) -> str:
+def _unnamed(write: Writes, found: Sequence[tuple[KVSource, Tensor]]) -> Problem:
     """Slots changed that the view does not name as written."""
     region, slots = write.region, torch.cat([slots for _, slots in found]).unique()
     page = region.sources[0].page_size
@@ -160,9 +176,10 @@ def _unnamed(write: Writes, found: Sequence[tuple[KVSource, Tensor]]) -> str:
         say = f"null_slot={pages[0] * page}, null_slots={page}" if block else f"null_slot={int(slots[0])}"
         thing = f"slots {_numbers(slots.tolist())}" if len(slots) > 1 else f"slot {int(slots[0])}"
         verb, it = ("were", "are they") if len(slots) > 1 else ("was", "is it")
-        return (
+        return Problem(
+            "PoolAdapter",
             f"{thing} (page {pages[0]}) of region {region.name!r} {verb} written and no request writes there: {it} the "
-            f"null {'block' if block else 'slot'}? Say Region({say})"
+            f"null {'block' if block else 'slot'}? Say Region({say})",
         )
     total = sum(len(s) for _, s in found)
     about = (
@@ -171,8 +188,10 @@ def _unnamed(write: Writes, found: Sequence[tuple[KVSource, Tensor]]) -> str:
     )
     shift = _shift(write, slots)
     if shift:
-        return f"{about}; the slots that it names lie {shift}: is prefix_lens, the table or the page size off by that?"
-    return f"{about}: do new_lens, write_slots and the table say what this forward does?"
+        text = f"{about}; the slots that it names lie {shift}: is prefix_lens, the table or the page size off by that?"
+    else:
+        text = f"{about}: do new_lens, write_slots and the table say what this forward does?"
+    return Problem("PoolAdapter or BatchAdapter", text)
 
 
 def _shift(write: Writes, slots: Tensor) -> str | None:
@@ -184,17 +203,18 @@ def _shift(write: Writes, slots: Tensor) -> str | None:
     return f"{int(distance[0]):+d} slots from there" if len(distance) == 1 else None
 
 
-def unchanged(write: Writes) -> Iterator[str]:
+def unchanged(write: Writes) -> Iterator[Problem]:
     """Slots that should have changed in every source, and did not."""
     region, total = write.region, len(write.slots)
     if not total:
         return
     if not bool((write.changed & write.present).any()):
         if bool(write.present.any()):
-            yield (
+            yield Problem(
+                "BatchAdapter",
                 f"nothing changed in the {_count(total, 'slot')} of region {region.name!r} that the view names as "
                 f"written ({_numbers(write.slots.tolist())}): is the view made for another forward, after this one, or "
-                "with another table?"
+                "with another table?",
             )
         return
     columns = zip(region.sources, write.present.T, write.changed.T, strict=True)
@@ -205,27 +225,30 @@ def unchanged(write: Writes) -> Iterator[str]:
         group = list(items)
         sources = [source for source, _, _ in group]
         if count == of:
-            yield (
+            yield Problem(
+                "PoolAdapter",
                 f"nothing of {_kind(sources)} {_sources(sources)} of region {region.name!r} changed in "
                 f"{_count(of, 'written slot')}, while {_sources(moved)} did: does the source point at a copy, or at "
-                "another layer?"
+                "another layer?",
             )
         else:
-            yield (
+            yield Problem(
+                "PoolAdapter or BatchAdapter",
                 f"{_kind(sources)} {_sources(sources)} of region {region.name!r} stayed the same in {count} of "
                 f"{_count(of, 'written slot')} ({_numbers(write.slots[group[0][1]].tolist())}): does the view name "
-                "slots that this forward does not write?"
+                "slots that this forward does not write?",
             )
 
 
-def never_changed(region: Region, found: Sequence[tuple[KVSource, int]]) -> Iterator[str]:
+def never_changed(region: Region, found: Sequence[tuple[KVSource, int]]) -> Iterator[Problem]:
     """Sources that have not changed in any of so many written slots."""
     for count, items in groupby(found, key=lambda item: item[1]):
         sources = [source for source, _ in items]
-        yield (
+        yield Problem(
+            "PoolAdapter",
             f"nothing of {_kind(sources)} {_sources(sources)} of region {region.name!r} ever changed in "
             f"{_count(count, 'written slot')} in which lower layers did: does the source point at a copy, or at "
-            "another layer?"
+            "another layer?",
         )
 
 

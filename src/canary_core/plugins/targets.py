@@ -11,6 +11,8 @@ from typing import Any
 from canary_core.errors import PluginError
 from canary_core.plugins.plugin import error_text
 
+OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
 
 @dataclass(frozen=True, slots=True)
 class HookTarget:
@@ -27,15 +29,15 @@ class HookTarget:
 
     def problem(self, owner: object = None) -> str | None:
         """Why the function can't be hooked, in a sentence; None if it can. ``owner``: the object that has it, where the
-        plugin hooks single objects; without it the name is imported, and with it its module. A function that takes
-        anything (``*args, **kwargs``), as a wrapper does, fits. Never raises; patches nothing."""
+        plugin hooks single objects; without it the name is imported, and with it its module. Where a function takes
+        anything from some place on (``*args, **kwargs``), as a wrapper does, what is there fits. Never raises; patches
+        nothing."""
         path, _, function = self.name.rpartition(".")
-        if owner is None:
-            try:
-                owner = pkgutil.resolve_name(path)
-            except Exception as error:
-                return None if self.optional else f"{self.name} is not there ({error_text(error)})"
-        found = getattr(owner, function, None)
+        try:
+            owner = pkgutil.resolve_name(path) if owner is None else owner
+            found = getattr(owner, function, None)
+        except Exception as error:  # whatever the engine raises when it is imported
+            return None if self.optional else f"{self.name} is not there ({error_text(error)})"
         if found is None:
             close = difflib.get_close_matches(function, dir(owner), n=1)
             hint = f" (there is {close[0]})" if close else ""
@@ -49,18 +51,18 @@ class HookTarget:
             parameters = list(inspect.signature(found).parameters.values())
         except (TypeError, ValueError) as error:
             return f"{self.name} does not tell its parameters ({error_text(error)})"
-        if {p.kind for p in parameters} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
-            return None
         static = inspect.getattr_static(owner, function, None)
         if isinstance(owner, type) and not isinstance(static, (classmethod, staticmethod)):
-            parameters = parameters[1:]
-        names = [p.name for p in parameters]
+            parameters = parameters[1:] if parameters and parameters[0].kind not in OPEN else parameters
+        names = [p.name for p in parameters if p.kind not in OPEN]
+        # From here on there is room for anything, in ``*args`` or ``**kwargs``.
+        room = len(names) if len(names) < len(parameters) else len(self.parameters)
         wanted = [(place, name) for place, name in enumerate(self.parameters) if name is not None]
-        missing = [name for _, name in wanted if name not in names]
-        got = f"it takes ({', '.join(names)})"
+        missing = [name for place, name in wanted if name not in names and place < room]
+        got = f"it takes ({', '.join(str(p).partition(':')[0].partition('=')[0] for p in parameters)})"
         if missing:
             return f"{self.name} has no parameter {', '.join(map(repr, missing))}; {got}"
-        moved = [name for place, name in wanted if names.index(name) != place]
+        moved = [name for place, name in wanted if name in names and names.index(name) != place]
         return f"{self.name} has {', '.join(map(repr, moved))} at another place; {got}" if moved else None
 
 

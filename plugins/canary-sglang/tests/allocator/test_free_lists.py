@@ -23,6 +23,7 @@ class Told:
     """Stands in for a `Canary`: pages and who was told to own them."""
 
     enabled = True
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.regions = {"full": SimpleNamespace(name="full", slots=SIZE + 8, tokens_per_slot=1, device="cpu")}

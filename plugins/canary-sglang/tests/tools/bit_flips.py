@@ -6,7 +6,16 @@ from typing import Any
 import torch
 
 from canary_core import testing
-from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, POSITION, STATES, STEP_WRITTEN, TOKEN, State
+from canary_core.records import (
+    PAYLOAD_RECORD,
+    PAYLOAD_STAMP,
+    POSITION,
+    STATES,
+    STEP_WRITTEN,
+    TOKEN,
+    UNPARKED,
+    State,
+)
 from canary_core.region import RegionKind
 from tools.inspection import findings
 from tools.traffic import decoding, flush, serve
@@ -15,7 +24,7 @@ from tools.traffic import decoding, flush, serve
 def flip(engine: Any, region: str, source: str, seed: int, among: list[int] | None = None) -> int:
     """Flips one bit of a slot that holds something; gives the slot."""
     state = engine.states[region]
-    written = among or (state.records[:, POSITION] % STATES == State.WRITTEN).nonzero()[:, 0].tolist()
+    written = among or (state.records[:, POSITION] & UNPARKED == State.WRITTEN).nonzero()[:, 0].tolist()
     rng = random.Random(seed)
     slot = rng.choice([s for s in written if s])
     _flip_bit(next(s for s in state.sources if s.name == source), slot, rng)
@@ -43,7 +52,7 @@ def flip_and_scrub(engine: Any, region: str, source: str, seed: int) -> int:
     again by then shows nothing, so another one is taken."""
     records = engine.states[region].records
     engine.session.canary.slots.settle()
-    if not (records[:, POSITION] % STATES == State.WRITTEN).any():
+    if not (records[:, POSITION] & UNPARKED == State.WRITTEN).any():
         # Without a prefix cache only a running request has KV.
         engine.submit(list(range(3, 43)), 30)
         for _ in range(4):
@@ -73,7 +82,7 @@ def flip_running(engine: Any, prompt: list[int], region: str, source: str, seed:
     if about.kind is RegionKind.RING:
         # Its newest row: that of a token close to the end may be another's by now.
         words = state.records[:, POSITION]
-        slot = int(torch.where(words % STATES == State.WRITTEN, words, -1).argmax())
+        slot = int(torch.where(words & UNPARKED == State.WRITTEN, words & ~State.PARKED, -1).argmax())
     _flip_bit(next(s for s in state.sources if s.name == source), slot, random.Random(seed))
     while not request.finished():
         engine.step()
@@ -131,7 +140,9 @@ def _of_prompt(engine: Any, region: str, prompt: list[int]) -> list[int]:
     records = engine.session.canary.states[region].records
     found: list[int] = []
     for position, token in list(enumerate(prompt))[-12:]:
-        here = (records[:, POSITION] == position * STATES + State.WRITTEN) & (records[:, TOKEN] == token)
+        here = (records[:, POSITION] & ~State.PARKED == position * STATES + State.WRITTEN) & (
+            records[:, TOKEN] == token
+        )
         found += here.nonzero()[:, 0].tolist()
     return found
 

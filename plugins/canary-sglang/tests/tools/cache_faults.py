@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from canary_core.records import POSITION, STATES, TOKEN
+from canary_core.records import POSITION, TOKEN, UNPARKED, State
 from canary_core.region import RegionKind
 from tools import builtin_canary
 
@@ -89,7 +89,7 @@ def token(engine: Any, node: Any) -> tuple[dict[str, Any], Callable[[], None]]:
         own = slot // state.region.tokens_per_slot
         if state.region.slot_map is not None:
             own = int(state.region.slot_map[own])
-        written = int(state.records[own, POSITION]) % STATES == 1
+        written = int(state.records[own, POSITION]) & UNPARKED == State.WRITTEN
         if own and written and (state.region.tokens_per_slot == 1 or (slot + 1) % state.region.tokens_per_slot == 0):
             changed.append((name, own))
             state.records[own, TOKEN] += 1

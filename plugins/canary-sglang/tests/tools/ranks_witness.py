@@ -49,7 +49,7 @@ def victims(canary: Any, batch: Any, wanted: str) -> list[int]:
     """Slots to choose from, with the token at position 10: ``cached`` by a request that is over, or written by the last
     one of those that are decoding (``running``), or none."""
     records = canary.states["full"].records
-    written = records[:, POSITION] == 10 * STATES + State.WRITTEN
+    written = records[:, POSITION] & ~State.PARKED == 10 * STATES + State.WRITTEN
     last = records[:, WRITER] == batch.writers[-1]
     if wanted == "cached":
         return [int(s) for s in (written & ~last).nonzero()[:, 0]]

@@ -20,10 +20,10 @@ TARGETS = (
     HookTarget(f"{MODEL}.get_compiled_call"),
     HookTarget(f"{MIXIN}.generate"),
     HookTarget(f"{MIXIN}.prepare_inputs_for_generation", ("input_ids",)),
-    HookTarget(f"{CACHE}.reorder_cache", ("beam_idx",)),
-    HookTarget(f"{CACHE}.batch_select_indices", ("indices",)),
-    HookTarget(f"{CACHE}.batch_repeat_interleave", ("repeats",)),
-    # How its parameter is called differs between releases; it is read by its place.
+    # Their one parameter is read by its place, whatever it is called.
+    HookTarget(f"{CACHE}.reorder_cache"),
+    HookTarget(f"{CACHE}.batch_select_indices"),
+    HookTarget(f"{CACHE}.batch_repeat_interleave"),
     HookTarget(f"{CACHE}.crop"),
     HookTarget(f"{CACHE}.reset"),
 )

@@ -100,11 +100,12 @@ class Footprints:
         """``outside``: no forward runs; what follows from a problem there."""
         if self._audit is None:
             return
-        for problem in self._audit.end().problems:
-            if outside is not None:
-                self._problems.append(("hooks", f"{outside}: {problem}"))
+        found = self._audit.end()
+        for suspect, problem in zip(found.suspects, found.problems, strict=True):
+            if outside is None or suspect == "PoolAdapter":
+                self._problems.append((suspect, problem))
             else:
-                self._problems.append(("BatchAdapter" if "the view" in problem else "PoolAdapter", problem))
+                self._problems.append(("hooks", f"{outside}: {problem}"))
 
 
 def require_coverage(stage: Stage) -> None:

@@ -8,7 +8,7 @@ from canary_core.events import Event
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 
-Part = Literal["PoolAdapter", "BatchAdapter", "slot events", "hooks", "session"]
+Part = Literal["PoolAdapter", "BatchAdapter", "PoolAdapter or BatchAdapter", "slot events", "hooks", "session"]
 """Where to look: the regions; the view of a forward; calls of `canary.slots`; patches of the engine and the order in
 which they call `canary.step`; the author's own `EngineSession`."""
 

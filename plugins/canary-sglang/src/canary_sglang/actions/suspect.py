@@ -30,13 +30,14 @@ class Suspect:
 
     @classmethod
     def of(cls, violation: Violation) -> "Suspect | None":
-        """The suspect of a finding; None where nothing can be done about it, as for a slot that was freed twice."""
+        """The suspect of a finding; None where nothing can be done about it, as for a slot that was freed twice or
+        evicted too early."""
         kind = violation.kind
-        if kind is Kind.DOUBLE_FREE:
+        if kind in (Kind.DOUBLE_FREE, Kind.EVICTED_IN_USE):
             return None
         names = {violation.request}
-        # A slot that was handed out and not written yet has the record of whoever wrote it before.
-        if kind is Kind.DOUBLE_ALLOC and violation.stored_state is not State.ALLOCATED:
+        # A slot that is parked, or handed out and not written yet, has the record of whoever had it before.
+        if kind is Kind.DOUBLE_ALLOC and violation.stored_state not in (State.ALLOCATED, State.PARKED):
             names.add(violation.stored_request)
         spoiled = kind in SPOILED
         written = violation.step if violation.phase is Phase.POST_FORWARD else violation.step_written

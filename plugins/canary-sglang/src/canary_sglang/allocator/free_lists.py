@@ -8,7 +8,7 @@ lengths on the host. The pages themselves are views of the lists, which SGLang r
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from canary_core import Canary, StreamSet
 from canary_sglang.allocator.owners import Owners
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import allocators
+
+Event = Literal["free", "evict", "either"]
+"""Whether requests freed pages, or a prefix cache evicted parked ones. Where a group of frees ends it may be either."""
 
 
 class Follower:
@@ -31,6 +34,7 @@ class Follower:
         # Pages that SGLang frees at the end of a group, by the function that was given them: the writer id of the
         # request that frees them, and how many they are; -1 if that is known only at the end.
         self._waiting: dict[str, list[tuple[int, int]]] = {}
+        self._evicted_waits = False
         self._run: _Run | None = None
         self._usual_place = ("free", self._appends)
         self._pages = allocators.free_pages_reader(allocator)
@@ -63,6 +67,7 @@ class Follower:
 
     def _cleared(self) -> None:
         self._waiting.clear()
+        self._evicted_waits = False
         self._remember()
         for name in self.regions:
             self._canary.slots.clear(name, None)
@@ -95,9 +100,12 @@ class Follower:
             if isinstance(pages, Tensor) and pages.numel():
                 count = allocators.freed_pages(name, self._allocator, pages)
                 self._waiting.setdefault(name, []).append((owners.freer(), count))
+                self._evicted_waits = self._evicted_waits or owners.evicting()
             return True
         count = free.numel() - self._free.numel()
         if run is None or self._waiting or run.place != self._usual_place or count <= 0:
+            return False
+        if run.event != ("evict" if owners.evicting() else "free"):
             return False
         self._free = free
         run.grow(count, ((owners.freer(), count),))
@@ -116,7 +124,11 @@ class Follower:
             back["staged", True] = sum(len(part) for part in staged)
         sound = len(now_released) >= len(released) and min(back.values()) >= 0
         grown = {place: count for place, count in back.items() if count > 0}
-        if not sound or (grown and self._run is not None and list(grown) != [self._run.place]):
+        event: Event = "evict" if owners.evicting() else "free"
+        if self._evicted_waits and grown:
+            event, self._evicted_waits = "either", False
+        run = self._run
+        if not sound or (grown and run is not None and (list(grown), event) != ([run.place], run.event)):
             self._tell_run()
         self._remember()
         if grown:
@@ -127,7 +139,7 @@ class Follower:
             if self._run is None or self._run.place != place:
                 # A run has pages of one place: if both lists grew, each of them is told alone.
                 self._tell_run()
-                self._run = _Run(place, now_free.device)
+                self._run = _Run(place, event, now_free.device)
                 self._canary.slots.defer(self._tell_run)
             self._run.grow(count, _known_shares(shares, count), staged if place[0] == "staged" else ())
         return sound
@@ -140,7 +152,10 @@ class Follower:
         pages = run.pages(self._free, self._released)
         owner = run.owner(self._writers)
         for region, page_slots in self.regions.items():
-            self._canary.slots.free(region, pages, owner, page_slots, run.ready())
+            if run.event == "either":
+                self._canary.slots.share(region, pages, owner, page_slots, run.ready())
+            tell = self._canary.slots.evict if run.event == "evict" else self._canary.slots.free
+            tell(region, pages, owner, page_slots, run.ready())
 
 
 class _Run:
@@ -148,10 +163,12 @@ class _Run:
     ends, each frees its own pages. Canary is told of all of them as one event, with a view of the last list: views of
     the lists before it, which SGLang has replaced, would hold megabytes of memory each.
 
-    ``place``: ``free``, ``released`` or ``staged``; and whether pages are appended there."""
+    ``place``: ``free``, ``released`` or ``staged``; and whether pages are appended there. ``event``: what is told of
+    them."""
 
-    def __init__(self, place: tuple[str, bool], device: torch.device) -> None:
+    def __init__(self, place: tuple[str, bool], event: Event, device: torch.device) -> None:
         self.place = place
+        self.event = event
         self._streams = StreamSet(device)
         self._count = 0
         self._parts: list[Tensor] = []

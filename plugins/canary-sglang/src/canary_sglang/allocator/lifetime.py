@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from canary_core import Canary, Event, Region
 from canary_sglang.allocator.free_lists import Follower
 from canary_sglang.allocator.owners import Owners
+from canary_sglang.allocator.parking import Parking
 from canary_sglang.batches.writers import RequestWriters
-from canary_sglang.compat import allocators, targets
+from canary_sglang.compat import allocators, caches, targets
 from canary_sglang.compat.registrar import Hook
 from canary_sglang.pools import mamba
 
@@ -28,6 +29,7 @@ class Lifetime:
         self._canary = canary
         self.owners = Owners(writers)
         self._followers: dict[int, Follower] = {}
+        self.parking: Parking | None = None
         allocator = runner.token_to_kv_pool_allocator
         refusal = allocators.lifetime_refusal(runner)
         if refusal is not None:
@@ -46,10 +48,24 @@ class Lifetime:
             followed = {name: count for name, count in slots.items() if count}
             if followed:
                 self._followers[id(part)] = Follower(part, canary, followed, writers)
+        # The list that the prefix cache takes its slots from and gives them back to.
+        cached = self._followers.get(id(allocator))
+        pages = allocators.page_tokens(allocator)
+        if cached is not None and set(cached.regions.values()) == {pages} and caches.parking_refusal(runner) is None:
+            self.parking = Parking(canary, tuple(cached.regions), self.owners.freer)
+            self.owners.evicting = lambda: self.parking is not None and self.parking.evicting
         left = wanted.keys() - {name for f in self._followers.values() for name in f.regions}
         if left:
             unknown = states_allocator if left == {mamba.REGION} else allocator
             self._off(left, f"{type(unknown).__name__} is not an allocator that this canary-sglang knows")
+
+    def cache_called(self, target: str, original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of `targets.PARKING` and tells Canary which slots nobody holds after it."""
+        allocator = getattr(cache, "token_to_kv_pool_allocator", None)
+        followed = id(allocator) in self._followers and self._canary.enabled
+        if self.parking is None or not followed or not caches.parks(cache, allocator):
+            return original(cache, *args, **kwargs)
+        return self.parking.call(target, original, cache, *args, **kwargs)
 
     def call(self, name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the function ``name`` of an allocator and tells Canary what it did."""
@@ -64,6 +80,7 @@ class Lifetime:
                 del self._followers[id(allocator)]
                 for region in follower.regions:
                     self._canary.slots.end_lifetime(region)
+                self.parking = None
                 self._off(follower.regions, f"the free list was changed by something else than {name} and its like")
         return result
 
@@ -88,6 +105,12 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
             return original(allocator, *args, **kwargs)
         return guarded.lifetime.call(name, original, allocator, *args, **kwargs)
 
+    def parking(target: str, original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> Any:
+        guarded = session()
+        if guarded is None or guarded.lifetime is None:
+            return original(cache, *args, **kwargs)
+        return guarded.lifetime.cache_called(target, original, cache, *args, **kwargs)
+
     def lifetime() -> Lifetime | None:
         guarded = session()
         return guarded.lifetime if guarded is not None and guarded.canary.enabled else None
@@ -105,11 +128,14 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
     functions: dict[str, Callable[..., Any]] = {
         target: partial(changing, target.rpartition(".")[2]) for target in allocators.allocator_functions()
     }
+    parks: dict[str, Callable[..., Any]] = {
+        target: partial(parking, target) for target in targets.existing(targets.PARKING)
+    }
     prepares: dict[str, Callable[..., Any]] = {
         t: partial(preparing, t == targets.DECODES) for t in targets.existing(targets.PREPARES)
     }
     releases = dict.fromkeys(targets.existing(targets.RELEASES), releasing)
-    return {target: (hook, "AROUND") for target, hook in {**functions, **prepares, **releases}.items()}
+    return {target: (hook, "AROUND") for target, hook in {**functions, **parks, **prepares, **releases}.items()}
 
 
 def _page_slots(allocator: Any, region: Region) -> int:

@@ -19,6 +19,8 @@ class Owners:
         self._batch: Any = None
         self._request: Any = None
         self._drafted: _DraftedSlots | None = None
+        self.evicting: Callable[[], bool] = lambda: False
+        """Whether a prefix cache whose slots are parked frees them now."""
 
     @contextmanager
     def preparing(self, batch: Any, decode: bool = False) -> Iterator[None]:

@@ -6,11 +6,54 @@ from typing import Any
 
 import torch
 
+from canary_sglang.compat.runners import disaggregation, host_cache
+
 
 def keeps_host_copies(scheduler: Any) -> bool:
     """Whether KV that is evicted from the device may come back from host memory."""
     args = scheduler.server_args
     return any(getattr(args, name, False) for name in ("enable_hierarchical_cache", "enable_lmcache"))
+
+
+def parking_refusal(runner: Any) -> str | None:
+    """Why it can't be said which cached slots no request holds, None if it can: of a `RadixCache`, see `parks`."""
+    args = runner.server_args
+    if disaggregation(runner) != "null" or host_cache(runner):
+        return "requests of other engines, and copies to host memory, hold slots without a lock"
+    if getattr(args, "speculative_algorithm", None) or getattr(args, "enable_streaming_session", False):
+        return "speculative decoding and streaming sessions hold slots beside the cache"
+    return None
+
+
+def parks(cache: Any, allocator: Any) -> bool:
+    """Whether nodes of this cache that nobody has locked are held by no request: a plain `RadixCache` of ``allocator``,
+    recognised by its exact class."""
+    return (
+        type(cache).__name__ == "RadixCache"
+        and cache.token_to_kv_pool_allocator is allocator
+        and not cache.disable
+        and not getattr(cache, "is_eagle", False)
+    )
+
+
+def nodes_locked(cache: Any, node: Any, times: int) -> list[Any]:
+    """The nodes from ``node`` up to the root of a `RadixCache` that are locked so many times. Locks are never fewer
+    towards the root, so it goes up no further than there."""
+    found = []
+    while node is not None and node is not cache.root_node and node.lock_ref <= times:
+        if node.lock_ref == times:
+            found.append(node)
+        node = node.parent
+    return found
+
+
+def inserted(result: Any, key: Any) -> list[Any] | None:
+    """The node that `RadixCache._insert_helper` has made for the part of ``key`` that the cache did not know, if any:
+    nobody has locked it yet. None in releases in which that function does not say."""
+    if not isinstance(result, tuple):
+        return None
+    known, node = result
+    return [node] if known < len(key) and node.lock_ref == 0 else []
 
 
 def cached_slots(cache: Any) -> torch.Tensor | None:

@@ -63,6 +63,12 @@ DECODES = f"{BATCH}.prepare_for_decode"
 PREPARES = (f"{BATCH}.prepare_for_extend", DECODES)
 """Functions that allocate slots for the requests of a batch."""
 
+RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
+LOCK, UNLOCK, EVICT = f"{RADIX}.inc_lock_ref", f"{RADIX}.dec_lock_ref", f"{RADIX}.evict"
+INSERT, SPLIT = f"{RADIX}._insert_helper", f"{RADIX}._split_node"
+PARKING = (LOCK, UNLOCK, EVICT, INSERT, SPLIT)
+"""Functions of `RadixCache` after which a node is held by others than before, or has other slots."""
+
 RELEASES = (f"{COMMON}.release_kv_cache", f"{COMMON}.maybe_cache_unfinished_req")
 """Functions that free slots of a request, their first argument."""
 
