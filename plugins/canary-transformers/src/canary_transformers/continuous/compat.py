@@ -28,7 +28,7 @@ class KVGroup:
 
     index: place of the group in the engine's lists of read and write indices and block tables. block_slots: tokens of
     a block. pool_page: as in `SlotTable`, how the engine numbers slots in its tables. window_tokens: None if all of the
-    past is read. null_slot: the slots that no request ever has: padding is read from one and written to another one,
+    past is read. null_slots: the slots that no request ever has: padding is read from one and written to another one,
     and in a window one stands for new tokens.
     """
 
@@ -36,7 +36,7 @@ class KVGroup:
     index: int
     layers: tuple[LayerTensors, ...]
     block_slots: int
-    null_slot: range
+    null_slots: range
     pool_page: tuple[int, int] | None = None
     window_tokens: int | None = None
 
@@ -139,7 +139,7 @@ def _allocator_group(name: str, allocator: Any) -> KVGroup:
         ),
         block_slots=slots,
         # The first two sectors are trash: one that padding is read from, one that it is written to.
-        null_slot=range(2 * allocator.blocks_per_sector * slots),
+        null_slots=range(2 * allocator.blocks_per_sector * slots),
         pool_page=(stride, slots),
         window_tokens=window,
     )
@@ -157,20 +157,12 @@ def _layer_groups_5_17(cache: Any) -> tuple[KVGroup, ...]:
             index,
             tuple(LayerTensors(layer, {"k": cache.key_cache[p], "v": cache.value_cache[p]}) for layer, p in layers),
             block_slots=cache.block_size,
-            null_slot=_null_slots_5_17(
-                cache, cache.read_trash_index if windows[index] is None else cache.sentinel_index
-            ),
+            # The last two blocks are trash; the manager of blocks does not know them.
+            null_slots=range(cache.read_trash_index, cache.write_trash_index + cache.block_size),
             window_tokens=windows[index],
         )
         for index, layers in enumerate(members)
     )
-
-
-def _null_slots_5_17(cache: Any, own: int) -> range:
-    """Those of all indices that no block has, where they are next to each other; else ``own`` alone."""
-    known = {getattr(cache, name, own) for name in ("read_trash_index", "write_trash_index", "sentinel_index")}
-    together = range(min(known), max(known) + 1)
-    return together if len(known) == len(together) else range(own, own + 1)
 
 
 def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:

@@ -28,5 +28,5 @@ class PagedCachePool(JoinedPools):
 
 
 def _pool(group: compat.KVGroup) -> PoolAdapter:
-    pool = RowPool(group.name, group.layers, null_slot=group.null_slot, pool_page=group.pool_page)
+    pool = RowPool(group.name, group.layers, null_slot=group.null_slots, pool_page=group.pool_page)
     return pool if group.window_tokens is None else WindowPool(pool, group.window_tokens)
