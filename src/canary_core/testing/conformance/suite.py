@@ -78,6 +78,9 @@ class PluginConformance:
     """Prompts are made of token ids from 1 to this less one."""
     longest_prompt: int = 40
     """Tokens of the longest prompt: enough for several pages."""
+    faults: Sequence[str] = tuple(FAULTS)
+    """Names of the faults that are injected (see `FaultSpec`): all, unless the engine hides one by what it does, and the
+    plugin's documentation says so."""
     engine_package: str = ""
     """Name of the engine's package, whose functions `canary_uninstall` must restore."""
 
@@ -209,7 +212,7 @@ class PluginConformance:
             regions = [region for canary in stage.canaries for region in canary.regions.values()]
         specs = [
             FaultSpec(fault=name, warmup=4, probability=0.5, region=region.name, source=source)  # type: ignore[arg-type]
-            for name in FAULTS
+            for name in self.faults
             for region in regions
             for source in ([s.name for s in region.sources] if name in _OF_BYTES else [None])
         ]
