@@ -117,7 +117,7 @@ def test_a_summary_is_a_page_for_people(capsys):
     """A line for each region and for each warning; no dictionaries."""
     Plugins().emit(SUMMARY)
     first, full, window, warning = stderr_of(capsys).splitlines()
-    assert "summary: 2 forwards, 9 slots and 1.2 kB checked, no finding" in first
+    assert "canary summary: 2 forwards, 9 slots and 1.2 kB checked, no finding" in first
     assert "warning" in first
     assert (full.strip(), window.strip()) == ("events of full: alloc 3, free 2", "events of window: none")
     assert warning.strip().startswith("warning: step.end was never called")

@@ -145,7 +145,7 @@ def test_a_region_of_which_nothing_was_told_is_a_warning():
         serve(guarded)
         warnings = summary(guarded).fields["warnings"]
         assert len(warnings) == expected
-        assert all("nothing was told of region 'window'" in sentence for sentence in warnings)
+        assert all("allocator of region 'window'" in sentence for sentence in warnings)
 
 
 @pytest.mark.parametrize(

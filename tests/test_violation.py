@@ -1,32 +1,120 @@
 """`Violation`: its sentence says what is known, and nothing else."""
 
+import re
 from collections.abc import Callable
-from itertools import product
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.guarded import Guarded
 
 from canary_core import Kind, Phase, State, Violation
 
+NUMBERS = st.sampled_from([None, -1, 0, 1, 7, 4096])
+NAMES = st.sampled_from([None, "", "0", "77", "-1", "chat_3", "None of these"])
 
-@pytest.mark.parametrize("kind", Kind)
-def test_a_sentence_has_no_none_and_no_minus_one(kind):
-    """Whatever of a finding is not known: it is left out, or a word stands for it. What every finding of a kind has
-    (the slot; for a wrong position what is stored) is always known."""
-    value = 12 if kind is Kind.TWO_WRITERS else -1
-    for phase, state, position, token, request, stored, written, freed, freer in product(
-        Phase, State, (None, 5), (None, 7), (None, "r"), (None, "w"), (None, 3), (None, 2), (None, "f")
-    ):
-        found = Violation(
-            kind, "full", phase, step=9, slot=4, page=1, position=position, token=token, stored_state=state,
-            stored_position=6, stored_token=8, stored_value=value, request=request, stored_request=stored,
-            step_written=written, step_freed=freed, freed_by=freer, detail="it is free",
-        )  # fmt: skip
-        assert "None" not in found.explanation
-        assert "-1" not in found.explanation
-        assert found.explanation.endswith(".")
-        assert "  " not in found.explanation
+FINDINGS = st.builds(
+    Violation,
+    kind=st.sampled_from(Kind),
+    region=st.just("full"),
+    phase=st.sampled_from(Phase),
+    step=st.integers(0, 9),
+    **dict.fromkeys(
+        (
+            "slot", "page", "layer", "position", "token", "stored_position", "stored_token", "stored_value",
+            "found_value", "step_written", "step_freed", "node",
+        ),
+        NUMBERS,
+    ),
+    **dict.fromkeys(("request", "stored_request", "freed_by"), NAMES),
+    source=st.sampled_from([None, "k.1"]),
+    half=st.sampled_from([None, "k"]),
+    stored_state=st.sampled_from([None, *State]),
+    rule=st.sampled_from([None, "parent"]),
+    detail=st.sampled_from([None, "", "slot 4 is in the free list"]),
+)  # fmt: skip
+"""Any kind, with any of its fields missing, unknown to the device (-1), or 0."""
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(FINDINGS)
+def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
+    """Whatever of a finding is not known: it is left out, or words stand for it. A name that is only a number says
+    that it is a request's."""
+    for sentence in (found.explanation, str(found)):
+        text = re.sub(r"None of these|request -1\b|request (0|77)\b", "NAME", sentence)
+        assert "None" not in text
+        assert not re.search(r"-\d", text)
+        assert "77" not in text
+        assert not re.search(r"(^|[:,(] ?)\d+ (wrote|reads|writes|will|uses|expects|freed|should|lost)", text)
+        assert not re.search(r"(by|to|since|for|but|although) \d+\b(?! of)", text)
+        assert "{" not in text
+        assert "  " not in text
+        assert not re.search(r" [.,:;]|[.,:;]{2}", text)
+        assert text.endswith(".")
+    assert "step 0" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("given_fields", "says"),
+    [
+        (
+            {"kind": Kind.SLOT_RANGE, "phase": Phase.EVENT, "slot": 999, "step": 0},
+            "engine freed or handed out slot 999",
+        ),
+        ({"kind": Kind.SLOT_RANGE, "slot": -1, "position": 82}, "reads position 82, for which the table has no entry"),
+        (
+            {"kind": Kind.SLOT_RANGE, "phase": Phase.POST_FORWARD, "slot": -1, "position": 82},
+            "writes position 82, for which the batch has no slot: the adapter's write_slots or table are shorter",
+        ),
+        (
+            {"kind": Kind.NULL_SLOT, "slot": -3, "position": 2},
+            "uses a negative slot number for position 2",
+        ),
+        ({"kind": Kind.WRITE_INPUT, "position": 82, "stored_token": 3}, "who is at position 82"),
+        ({"kind": Kind.BYTES, "slot": 4}, "since a request whose name is not known wrote them"),
+        ({"kind": Kind.BYTES, "slot": 4, "stored_request": "0"}, "since request 0 wrote them"),
+        ({"kind": Kind.UNWRITTEN, "slot": 4}, "a request whose name is not known will read a position from slot 4,"),
+        (
+            {"kind": Kind.DOUBLE_FREE, "slot": 4, "step_freed": 0, "freed_by": "a"},
+            "a freed it before the first",
+        ),
+        (
+            {"kind": Kind.CACHE_STRUCTURE, "rule": "parent"},
+            "cache is broken: it contradicts itself (parent).",
+        ),
+    ],
+)
+def test_what_is_not_known_has_words(given_fields, says):
+    """For what a reader asks first: who, where, when."""
+    fields = {"region": "full", "phase": Phase.PRE_FORWARD, "step": 3, **given_fields}
+    assert says in Violation(**fields).explanation
+
+
+def test_an_event_before_the_first_forward_has_no_step_0():
+    """There is no such forward."""
+    found = Violation(Kind.DOUBLE_FREE, "full", Phase.EVENT, step=0, slot=4)
+    assert str(found).startswith("double_free in region full, before the first forward: slot 4 was freed by the engine")
+
+
+@pytest.mark.parametrize("writer", [-1, 5])
+def test_a_writer_that_nobody_named_is_no_number(guarded, writer):
+    """A number that `Writers` never gave, as where an adapter numbers its requests itself."""
+    request = guarded.submit()
+    batch = guarded.engine.batch()
+    batch = replace(batch, writers=torch.full_like(batch.writers, writer))
+    guarded.canary.step.before(batch)
+    guarded.engine.forward(batch)
+    guarded.canary.step.after()
+    guarded.canary.step.end()
+    guarded.engine.k[0][request.slots[0]] += 1
+    guarded.canary.slots.check("full", torch.tensor(request.slots))
+    guarded.canary.drain()
+    (found,) = guarded.violations
+    assert (found.kind, found.stored_request) == (Kind.BYTES, None)
+    assert "since a request whose name is not known wrote them at step 1" in found.explanation
 
 
 def freed_and_handed_out(guarded: Guarded, slot: torch.Tensor) -> None:

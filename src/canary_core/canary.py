@@ -64,7 +64,8 @@ class Canary:
         _require_together(regions)
         self.config = config or CanaryConfig.load()
         self.writers = writers or Writers()
-        tensors = pool_tensors() if pool_tensors is not None else {}
+        on = self.config.mode != "off"
+        tensors = pool_tensors() if on and pool_tensors is not None else {}
         left_out = tuple(uncovered)
         self.coverage = Coverage(tuple(regions), left_out)
         if tensors:
@@ -73,7 +74,6 @@ class Canary:
         """The guarded regions by name."""
         self._counts: dict[str, int] = {}
         hooks = hooks or plugins.hook_manager()
-        on = self.config.mode != "off"
         if on:
             hooks.hook.canary_configure(config=self.config, manager=hooks)
             self._workspace = Workspace.allocate(regions, self.config)
@@ -81,7 +81,7 @@ class Canary:
             self._workspace = Workspace.off(self.config, regions[0].device)
         self._switch = Switch(self._workspace, hooks)
         footprint = None
-        if on and pool_tensors is not None and tensors:
+        if pool_tensors is not None and tensors:
             footprint = FootprintAudit(pool_tensors, regions, uncovered=left_out)
         self.audit = RunningAudit(self._switch, footprint, self.config.audit)
         """What audited forwards came to, see ``CANARY_AUDIT``."""

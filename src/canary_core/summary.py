@@ -93,7 +93,7 @@ class Summary:
         if not (self.config.lifetime and self.forwards):
             return []
         return [
-            f"nothing was told of region {name!r}'s allocator (slots.alloc, free, ...): use after free and slots "
+            f"nothing was told of the allocator of region {name!r} (slots.alloc, free, ...): use after free and slots "
             "handed out twice are not found"
             for name, region in self.regions.items()
             if region.kind is not RegionKind.RING and not self.events.get(name)

@@ -59,64 +59,88 @@ class Violation:
             where=self._where(),
             reader=self._reader(),
             node=self._node(),
-            writer=self.stored_request or "a request whose name is not known",
+            writer=_named(self.stored_request) or NAMELESS,
             written=_at("step", self.step_written),
-            freer=self.freed_by or "the engine",
+            freer=_named(self.freed_by) or "the engine",
             freed=_at("step", self.step_freed) or " before the first forward",
+            slot=_counted("slot", self.slot),
+            null=self._null(),
             position=_counted("position", self.position),
             token=_counted("token", self.token),
+            stored_position=_counted("position", self.stored_position, "another"),
+            stored_token=_counted("token", self.stored_token, "another"),
+            other_token=_counted("token", self.stored_value, "another"),
+            detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
         )
 
     def __str__(self) -> str:
-        return f"{self.kind.name.lower()} in region {self.region}, step {self.step}: {self.explanation}"
+        step = f"step {self.step}" if self.step > 0 else "before the first forward"
+        return f"{self.kind.name.lower()} in region {self.region}, {step}: {self.explanation}"
 
     def _reader(self) -> str:
         if self.phase is Phase.SWEEP:
             return f"a hit on {self._node()}"
-        return self.request or ("the engine" if self.phase is Phase.EVENT else "a request")
+        return _named(self.request) or ("the engine" if self.phase is Phase.EVENT else NAMELESS)
 
     def _node(self) -> str:
-        return "the prefix cache" if self.node is None else f"node {self.node} of the prefix cache"
+        cache = "the prefix cache"
+        return cache if self.node is None or self.node < 0 else f"node {self.node} of {cache}"
+
+    def _null(self) -> str:
+        if self.slot is not None and self.slot < 0:
+            return "a negative slot number"
+        return "the null slot" if self.slot is None else f"the null slot {self.slot}"
 
     def _where(self) -> str:
         source = f" of {self.source}" if self.source else ""
-        page = "" if self.page is None else f" (page {self.page})"
-        return f"slot {self.slot}{page}{source}"
+        page = "" if self.page is None or self.page < 0 else f" (page {self.page})"
+        return f"{_counted('slot', self.slot)}{page}{source}"
+
+
+NAMELESS = "a request whose name is not known"
+"""The subject of a sentence where nobody has given the writer's number a name, or it was forgotten."""
+
+
+def _named(request: str | None) -> str | None:
+    """A request as the subject of a sentence. A name that is only a number says what it is the number of."""
+    name = None if request is None else str(request)
+    return f"request {name}" if name and name.lstrip("-").isdigit() else name
 
 
 def _at(what: str, number: int | None) -> str:
-    return "" if number is None else f" at {what} {number}"
+    return "" if number is None or number < 1 else f" at {what} {number}"
 
 
-def _counted(what: str, number: int | None) -> str:
-    return f"a {what}" if number is None else f"{what} {number}"
+def _counted(what: str, number: int | None, article: str = "a") -> str:
+    """``article``: before what has no number."""
+    return f"{article} {what}" if number is None or number < 0 else f"{what} {number}"
 
 
 _EXPLANATIONS = {
     Kind.SLOT_RANGE: "{reader} reads {position} through table entry {v.slot}, which is no slot of the pool: a table "
     "row was overwritten, is stale, or was never filled.",
-    Kind.NULL_SLOT: "{reader} uses the null slot {v.slot} for {position}: padding leaked into a live row, or a window "
+    Kind.NULL_SLOT: "{reader} uses {null} for {position}: padding leaked into a live row, or a window "
     "entry was evicted while still readable.",
     Kind.UNWRITTEN: "{reader} will read {position} from {where}, which no forward has written: a prefix was published "
     "before it was filled, a write was lost, or the table points elsewhere.",
     Kind.FREED: "{reader} will read {position} from {where}, which was freed by {freer}{freed}: use after free.",
-    Kind.POSITION: "{reader} will read {position} from {where}, but {writer} wrote position {v.stored_position} "
+    Kind.POSITION: "{reader} will read {position} from {where}, but {writer} wrote {stored_position} "
     "there{written}: wrong slot mapping, or the slot was handed out twice.",
-    Kind.TOKEN: "{reader} expects {token} at {position}, {where} holds token {v.stored_token} written by "
+    Kind.TOKEN: "{reader} expects {token} at {position}, {where} holds {stored_token} written by "
     "{writer}{written}: another request's prefix, or a rejected draft left behind.",
     Kind.PREFIX: "{reader} will read {position} from {where}, whose prefix is not the one before it: it belongs to a "
-    "sequence of {writer}, written{written}.",
+    "sequence that {writer} wrote{written}.",
     Kind.BYTES: "the bytes of {where} changed since {writer} wrote them{written}: a stray write, a race, a bad copy, "
     "or a flipped bit.",
     Kind.LOST_WRITE: "{reader} should have written {token} at {position} to {where}, whose bytes are what they were "
     "before: the store went elsewhere or never ran.",
-    Kind.WRITE_INPUT: "the forward computed token {v.stored_token} at position {v.stored_position} for {reader}, whose "
+    Kind.WRITE_INPUT: "the forward computed {stored_token} at {stored_position} for {reader}, whose "
     "own token at {position} is {v.token}: the batch was assembled wrongly.",
     Kind.WRITE_SLOT: "{reader} writes {position} to {where}, but will read it from slot {v.stored_value}: the slot "
     "list and the table disagree.",
-    Kind.TWO_WRITERS: "two tokens of one batch are written to {where}; {reader} ({position}) lost to token "
-    "{v.stored_value} of the batch: the slot was handed out twice.",
+    Kind.TWO_WRITERS: "two tokens of one batch are written to {where}; {reader} ({position}) lost to "
+    "{other_token} of the batch: the slot was handed out twice.",
     Kind.DOUBLE_FREE: "{where} was freed by {reader} although it was free, since {freer} freed it{freed}: freed twice.",
     Kind.DOUBLE_ALLOC: "{where} was handed out to {reader} while {writer}, who wrote it{written}, still has it: "
     "allocated twice, or a free was lost.",
@@ -124,7 +148,7 @@ _EXPLANATIONS = {
     "since: write after free.",
     Kind.EVICTED_IN_USE: "{where} was evicted from the prefix cache while a request has it: it was handed out or "
     "shared and not released since. {writer} wrote it{written}. A lock was lost, or taken back too early.",
-    Kind.CACHE_STRUCTURE: "{node} is broken: {v.detail}.",
+    Kind.CACHE_STRUCTURE: "{node} is broken: {detail}.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
 
@@ -132,25 +156,37 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     (
         Kind.SLOT_RANGE,
         lambda v: v.phase is Phase.EVENT,
-        "{reader} took or gave back slot {v.slot}, which is no slot of the pool: a list of the allocator or of the "
+        "{reader} took or gave back {slot}, which is no slot of the pool: a list of the allocator or of the "
         "prefix cache is broken.",
     ),
     (
         Kind.NULL_SLOT,
         lambda v: v.phase is Phase.EVENT,
-        "{reader} took or gave back the null slot {v.slot}, which is for padding only: a list of the allocator or of "
+        "{reader} took or gave back {null}, which is for padding only: a list of the allocator or of "
         "the prefix cache is broken.",
     ),
     (
         Kind.SLOT_RANGE,
+        lambda v: v.phase is Phase.POST_FORWARD and (v.slot is None or v.slot < 0),
+        "{reader} writes {position}, for which the batch has no slot: the adapter's write_slots or table are shorter "
+        "than the request.",
+    ),
+    (
+        Kind.SLOT_RANGE,
+        lambda v: v.slot is None or v.slot < 0,
+        "{reader} reads {position}, for which the table has no entry: it is narrower than the request is long, or the "
+        "request's length is wrong.",
+    ),
+    (
+        Kind.SLOT_RANGE,
         lambda v: v.phase is Phase.POST_FORWARD,
-        "{reader} writes {position} to slot {v.slot}, which is no slot of the pool: the slot list is stale or was "
+        "{reader} writes {position} to {slot}, which is no slot of the pool: the slot list is stale or was "
         "never filled.",
     ),
     (
         Kind.NULL_SLOT,
         lambda v: v.phase is Phase.POST_FORWARD,
-        "{reader} writes {position} to the null slot {v.slot}, where it is lost: padding leaked into a live row.",
+        "{reader} writes {position} to {null}, where it is lost: padding leaked into a live row.",
     ),
     (
         Kind.FREED,
@@ -184,8 +220,8 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     ),
     (
         Kind.WRITE_INPUT,
-        lambda v: v.token is None,
-        "the forward computed token {v.stored_token} at position {v.stored_position} for {reader}, who is at "
+        lambda v: v.token is None or v.token < 0,
+        "the forward computed {stored_token} at {stored_position} for {reader}, who is at "
         "{position}: the batch was assembled wrongly.",
     ),
     (

@@ -74,7 +74,7 @@ def test_a_wrong_adapter_is_told_once_and_the_engine_goes_on():
     serve(a, 4)
     a.canary.close()
     (event,) = a.findings.told("audit_failed")
-    assert (event.level, event.fields["forward"]) == ("error", 1)
+    assert (event.level, event.fields["forwards"]) == ("error", 1)
     assert event.fields["unclaimed_bytes"] > 0
     (problem,) = event.fields["problems"]
     assert "of 'v.1' (shape [64, 24])" in problem

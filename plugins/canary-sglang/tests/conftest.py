@@ -78,10 +78,10 @@ def _marks(name: str, setup: Setup) -> list[pytest.MarkDecorator]:
 
 @pytest.fixture(scope="session", params=[pytest.param(name, marks=_marks(name, SETUPS[name])) for name in SETUPS])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """One engine of each of `SETUPS`, guarded, shared by all tests that want it."""
+    """One engine of each of `SETUPS`, guarded, its first forwards audited, shared by all tests that want it."""
     setup = SETUPS[request.param]
     setup.skip_before()
-    process = EngineProcess(setup, tmp_path_factory.mktemp(request.param))
+    process = EngineProcess(setup, tmp_path_factory.mktemp(request.param), CANARY_AUDIT="24")
     yield process
     process.close()
 

@@ -35,6 +35,18 @@ def test_clean_traffic_raises_nothing(engine):
     assert tuple(engine.regions()) == setup.regions
 
 
+def test_the_first_forwards_change_nothing_but_what_their_views_name(engine):
+    """Audited by SGLang's own tensors: prefills in chunks, prefix hits and decodes, with their padding."""
+    if "audited_forwards" not in engine.findings()["stats"]:
+        engine.serve(prompts=engine.setup.traffic(0), new_tokens=engine.setup.new_tokens)
+    told = {event["name"]: event for event in engine.events()}
+    assert told.keys().isdisjoint({"audit_failed", "audit_skipped", "pool_moved"}), told.get("audit_failed")
+    stats = engine.findings()["stats"]
+    assert stats["audited_forwards"] >= 8
+    assert stats["audit_unclaimed_bytes"] == 0
+    assert told["coverage"]["denominator"] == "engine"
+
+
 @mamba2_beyond_ci
 def test_coverage_is_told_at_start(engine):
     """The start-up events give what is guarded: of most pools every byte, else what is left out and why."""

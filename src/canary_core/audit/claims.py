@@ -33,7 +33,7 @@ class Claims:
         for name, table in view.tables.items():
             region = self._region(name)
             slot, status = _writes(region, view, table)
-            usable = (status == Status.OK) & ~_is_null(region, slot)
+            usable = status == Status.OK
             self._written.setdefault(name, []).extend((slot[usable], _checkpoints(region, view, table)))
             beyond = slot[status == Status.RANGE].unique()
             if len(beyond):
@@ -54,34 +54,14 @@ class Claims:
 
     def allowed(self, region: Region) -> Tensor:
         """Slots that may change though the forward does not write them, the null slots with them."""
-        every = [*self._allowed.get(region.name, ()), null_slots(region)]
+        null = torch.arange(region.null_range.start, region.null_range.stop, device=region.device)
+        every = [*self._allowed.get(region.name, ()), null]
         return _joined(every, region)
 
     def _region(self, name: str) -> Region:
         if name not in self._regions:
             raise AttachError(f"the audit knows no region {name!r}; there are {sorted(self._regions)}")
         return self._regions[name]
-
-
-def null_slots(region: Region) -> Tensor:
-    """Padding slots of ``region``: int64 ``[n]``."""
-    if region.null_slot is None:
-        return torch.empty(0, dtype=torch.int64, device=region.device)
-    end = min(region.null_slot + null_count(region), region.slots)
-    return torch.arange(region.null_slot, end, device=region.device)
-
-
-def null_count(region: Region) -> int:
-    """How many slots from the null slot on are padding."""
-    count: int = getattr(region, "null_slots", 1)
-    return count
-
-
-def _is_null(region: Region, slot: Tensor) -> Tensor:
-    if region.null_slot is None:
-        return torch.zeros_like(slot, dtype=torch.bool)
-    end = region.null_slot + null_count(region)
-    return (slot >= region.null_slot) & (slot < end)
 
 
 def _writes(region: Region, view: BatchView, table: SlotTable) -> tuple[Tensor, Tensor]:
@@ -96,7 +76,7 @@ def _checkpoints(region: Region, view: BatchView, table: SlotTable) -> Tensor:
     if made is None:
         return torch.empty(0, dtype=torch.int64, device=region.device)
     prefix, new = view.prefix_lens.long().clamp(min=0), view.new_lens.long().clamp(min=0)
-    there = (made.slots >= 0) & (made.slots < region.slots) & ~_is_null(region, made.slots)
+    there = region.status_of(made.slots) == Status.OK
     there &= (made.positions >= prefix) & (made.positions < prefix + new)
     return made.slots[there]
 

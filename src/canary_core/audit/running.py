@@ -19,9 +19,8 @@ LOOK_S = 10.0
 
 
 class RunningAudit:
-    """The audit of one Canary (``CANARY_AUDIT``): of its first ``forwards`` forwards, those whose pool the engine's own
-    tensors describe. ``footprint``: None if nobody said which these are; then nothing is audited, and a pool that moves
-    is not noticed.
+    """The audit of one Canary (``CANARY_AUDIT``): of its first ``forwards`` forwards. ``footprint``: None
+    if nobody said which tensors are the engine's; then nothing is audited, and a pool that moves is not noticed.
 
     Nothing of it raises into the engine but `judge`, in raise mode.
     """
@@ -41,7 +40,8 @@ class RunningAudit:
         self.seconds = 0.0
         """How long the audit took, without the forwards."""
         self.snapshot_bytes = 0
-        """Memory of the copy of the engine's KV."""
+        self.snapshot_device = ""
+        """Memory of the copy of the engine's KV, and where it is."""
         self.moved: set[str] = set()
         """Regions that describe memory which the engine has given up."""
         self.forget: Callable[[str, None], None] | None = None
@@ -93,7 +93,8 @@ class RunningAudit:
             result = self._footprint.end()
             self.seconds += time.perf_counter() - began
             snapshot = self._footprint.snapshot
-            self.snapshot_bytes = 0 if snapshot is None else snapshot.size_bytes
+            if snapshot is not None:
+                self.snapshot_bytes, self.snapshot_device = snapshot.size_bytes, str(snapshot.device)
             self.results.append(result)
             self._left -= 1
             if result.problems:
@@ -152,16 +153,7 @@ class RunningAudit:
         if self._told or not self.results:
             return
         self._told = True
-        fields: dict[str, object] = {
-            "forwards": len(self.results),
-            "compared_bytes": sum(r.compared_bytes for r in self.results),
-            "changed_bytes": sum(r.changed_bytes for r in self.results),
-            "claimed_bytes": sum(r.claimed_bytes for r in self.results),
-            "unclaimed_bytes": sum(r.unclaimed_bytes for r in self.results),
-            "written_slots": sum(sum(r.written_slots.values()) for r in self.results),
-            "snapshot_bytes": self.snapshot_bytes,
-            "seconds": round(self.seconds, 3),
-        }
+        fields = self._totals()
         self._switch.tell(Event("audit", fields=fields))
         self._stop()
 
@@ -172,17 +164,23 @@ class RunningAudit:
         self._switch.audit_failed(problems)
 
     def _fail(self, result: Footprint) -> None:
-        fields: dict[str, object] = {
-            "problems": list(result.problems),
-            "forward": len(self.results),
-            "changed_bytes": result.changed_bytes,
-            "unclaimed_bytes": result.unclaimed_bytes,
-            "unchanged": result.unchanged,
-        }
+        fields = {"problems": list(result.problems), **self._totals(), "unchanged": result.unchanged}
         self._told = True
         self._problems = tuple(f"forward {len(self.results)}: {problem}" for problem in result.problems)
         self._switch.tell(Event("audit_failed", "error", fields))
         self._stop()
+
+    def _totals(self) -> dict[str, object]:
+        """Of all audited forwards."""
+        sums = ("compared_bytes", "changed_bytes", "claimed_bytes", "unclaimed_bytes")
+        return {
+            "forwards": len(self.results),
+            **{name: sum(getattr(r, name) for r in self.results) for name in sums},
+            "written_slots": sum(sum(r.written_slots.values()) for r in self.results),
+            "snapshot_bytes": self.snapshot_bytes,
+            "snapshot_device": self.snapshot_device,
+            "seconds": round(self.seconds, 3),
+        }
 
     def _tell_moved(self, region: str, sources: list[str]) -> None:
         reason = (

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import pluggy
@@ -43,7 +42,8 @@ class Reporting:
 
     def _log(self, event: Event) -> None:
         if event.name == "summary" and self._format == "console" and not structlog.is_configured():
-            event = replace(event, name=_page(event), fields={})
+            getattr(self._logger(), event.level)(_page(event))
+            return
         bound = self._logger().bind(**{**event.fields, "logger": "canary"})
         getattr(bound, event.level)(event.name)
 
@@ -67,8 +67,8 @@ class Reporting:
 def _page(event: Event) -> str:
     """A ``summary`` event for people: a line for each region and for each warning."""
     fields = cast(Mapping[str, Any], event.fields)
-    name = "summary" if "model" not in fields else f"summary of {fields['model']}"
-    lines = [f"{name}: {fields['summary']}"]
+    about = "".join(f", {name} {fields[name]}" for name in ("model", "rank") if name in fields)
+    lines = [f"canary summary{about}: {fields['summary']}"]
     for region, kinds in fields["events"].items():
         told = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
         lines.append(f"  events of {region}: {told or 'none'}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from canary_adapters import PagedPool, stacked_layers
-from canary_core import PoolAdapter, Region
+from canary_core import PoolAdapter, Region, tensors_of
 from canary_toy.toy_engine import PAGE, KVPool
 
 REGION = "kv"
@@ -22,5 +22,6 @@ class ToyPool(PoolAdapter):
         return PagedPool(REGION, stacked_layers(self._pool.layers), null_slot=range(PAGE)).regions()
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """Every tensor in which the engine keeps KV, whether it is guarded or not. An audit compares them."""
-        return {f"layers.{i}": tensor for i, tensor in enumerate(self._pool.layers)}
+        """Every tensor in which the engine keeps KV, found without a look at `regions`: what is missing there must not
+        be missing here. An audit compares these."""
+        return tensors_of(self._pool)

@@ -78,7 +78,13 @@ class Session:
         self._filter = EmbeddingFilter(
             partial(embeddings.row, runner.model), partial(embeddings.elsewhere, runner.model), names
         )
-        self.canary = Canary(regions, config, writers=self.requests.writers, uncovered=uncovered)
+        self.canary = Canary(
+            regions,
+            config,
+            writers=self.requests.writers,
+            uncovered=uncovered,
+            pool_tensors=pool.pool_tensors,
+        )
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)

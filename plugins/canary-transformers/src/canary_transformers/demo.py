@@ -1,10 +1,7 @@
 """``canary demo`` on Transformers: tiny random models, served by continuous batching."""
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,11 +28,13 @@ class TransformersDemo:
 
     def serve(self, job: Job) -> Served:
         """All requests are queued before the engine starts, so that its batches do not depend on timing."""
-        model = _model(job.model, job.seed)
+        from canary_transformers.tiny_models import one_thread, tiny_model
+
+        model = tiny_model(job.model, job.seed, TOKENS, 2 * (PROMPT_TOKENS + NEW_TOKENS), WINDOW_TOKENS)
         guard = Guard(model, version.require_fit(job.config))
         for plugin in job.plugins:
             guard.register(plugin)
-        with guard, torch.no_grad(), _one_thread():
+        with guard, torch.no_grad(), one_thread():
             outputs, seconds = _generate(model, job)
         return Served(outputs, guard.stats() if job.config.mode != "off" else {}, seconds)
 
@@ -82,45 +81,3 @@ def _generate(model: Any, job: Job) -> tuple[tuple[object, ...], float]:
         manager.stop(block=True, timeout=LIMIT_S)
         manager.destroy()
     return tuple(answers[f"request-{i}"] for i in range(len(job.traffic.prompts))), seconds
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, which on a busy machine only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@lru_cache(maxsize=4)
-def _model(name: str, seed: int) -> Any:
-    """A tiny model with random weights, large enough that answers differ."""
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "vocab_size": TOKENS,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2 * (PROMPT_TOKENS + NEW_TOKENS),
-        "initializer_range": 0.5,
-        "pad_token_id": 0,
-    }
-    torch.manual_seed(seed)
-    model_class: Any
-    config: Any
-    if name == "llama":
-        model_class, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)
-    else:
-        layers = ["sliding_attention", "full_attention"] * 2
-        config = transformers.Gemma3TextConfig(**sizes, sliding_window=WINDOW_TOKENS, layer_types=layers)
-        model_class = transformers.Gemma3ForCausalLM
-    model = model_class(config)
-    model.eval().set_attn_implementation("sdpa")
-    return model

@@ -1,11 +1,15 @@
 """The plugin ``transformers``: what ``CANARY_PLUGINS=transformers`` turns on. Importing it imports no engine."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from canary_core import CanaryConfig, EngineInfo, HookTarget, hookimpl
 from canary_core.testing import DemoEngine
 from canary_transformers import targets, version
 from canary_transformers.guard import Guard
+
+if TYPE_CHECKING:
+    from canary_core.testing import PluginConformance
 
 CANARY_PROTOCOL = 1
 
@@ -47,3 +51,11 @@ def canary_demo() -> DemoEngine:
     from canary_transformers.demo import TransformersDemo
 
     return TransformersDemo()
+
+
+@hookimpl
+def canary_conformance() -> "type[PluginConformance]":
+    """What ``canary check-plugin transformers`` runs: continuous batching."""
+    from canary_transformers.conformance import ContinuousConformance
+
+    return ContinuousConformance

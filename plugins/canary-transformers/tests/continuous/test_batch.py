@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 def test_a_block_table_is_read_as_the_flash_kernel_reads_it():
     """The decode path without index lists: entries count pages of K or V rows, rows interleave by layer."""
     layers, page = 3, 4
-    group = KVGroup("full_attention", 0, (), block_slots=page, null_slot=0, pool_page=(2 * layers * page, page))
+    group = KVGroup(
+        "full_attention", 0, (), block_slots=page, null_slots=range(page), pool_page=(2 * layers * page, page)
+    )
     blocks = torch.tensor([[[5, 2, -1], [7, -1, -1], [-1, -1, -1]]], dtype=torch.int32) * 2 * layers
     requests = [
         SimpleNamespace(state=FakeRequestState("a", range(6), position_offset=6), query_length=1),
@@ -41,7 +43,7 @@ def test_a_block_table_is_read_as_the_flash_kernel_reads_it():
 
 def test_padding_of_static_inputs_stays_outside():
     """CUDA graphs pad tokens and lists; rows are the requests, and nothing behind their tokens is theirs."""
-    group = KVGroup("sliding_attention", 0, (), block_slots=4, null_slot=1, window_tokens=4)
+    group = KVGroup("sliding_attention", 0, (), block_slots=4, null_slots=range(4), window_tokens=4)
     requests = [SimpleNamespace(state=FakeRequestState("a", range(9), position_offset=9), query_length=2)]
     arguments = {
         "input_ids": torch.tensor([[7, 8, 0, 0]]),

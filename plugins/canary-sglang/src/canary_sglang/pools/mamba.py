@@ -25,11 +25,10 @@ from canary_core import (
     RegionKind,
     SlotTable,
     StepListener,
-    Uncovered,
 )
 from canary_sglang.compat import batches
 from canary_sglang.compat.state_checkpoints import Checkpoints, tracked_slots
-from canary_sglang.pools.parts import tensor_bytes
+from canary_sglang.pools.parts import left_out
 
 REGION = "mamba"
 
@@ -58,12 +57,13 @@ def state_pool(pool: Any, layers: Sequence[int]) -> RegionPool:
     if not sources:
         raise AttachError("neither a convolution's nor a recurrent state is in it")
     slots = min(source.tensor.shape[0] for source in sources)
-    left_out = (
-        Uncovered(f"{REGION}/{name}", size, "scratch of speculative decoding and rings, not described")
+    rest = (
+        item
         for name, value in vars(state).items()
-        if name not in STATE_FIELDS and (size := tensor_bytes(value))
+        if name not in STATE_FIELDS
+        for item in left_out(f"{REGION}/{name}", value, "scratch of speculative decoding and rings, not described")
     )
-    return RegionPool(Region(REGION, slots, tuple(sources), RegionKind.STATE, null_slot=NULL_STATE), left_out)
+    return RegionPool(Region(REGION, slots, tuple(sources), RegionKind.STATE, null_slot=NULL_STATE), rest)
 
 
 def refusal(requests: Any) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from canary_core import AttachError, PoolAdapter, Region, Uncovered
@@ -14,19 +15,22 @@ NULL_SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class Unguarded(PoolAdapter):
-    """Memory that was found and is not guarded."""
+    """Memory that was found and is not guarded. ``held``: a pool or tensors that it is all of, where there are such."""
 
     name: str
     size_bytes: int
     reason: str
+    held: Any = None
 
     def regions(self) -> Sequence[Region]:
         """None."""
         return ()
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """All of it."""
-        return (Uncovered(self.name, self.size_bytes, self.reason),)
+        """All of it; by its storages where these are known."""
+        if self.held is None:
+            return (Uncovered(self.name, self.size_bytes, self.reason),)
+        return left_out(self.name, self.held, self.reason)
 
 
 def or_unguarded(name: str, pool: Any, build: Callable[[], PoolAdapter], parts: Sequence[Any] = ()) -> PoolAdapter:
@@ -35,8 +39,9 @@ def or_unguarded(name: str, pool: Any, build: Callable[[], PoolAdapter], parts: 
     try:
         return build()
     except AttachError as error:
-        size_bytes = sum(tensor_bytes(part) for part in parts or (pool,))
-        return Unguarded(name, size_bytes, f"{type(pool).__name__} is not as expected: {error}")
+        held = tuple(parts or (pool,))
+        size_bytes = sum(tensor_bytes(part) for part in held)
+        return Unguarded(name, size_bytes, f"{type(pool).__name__} is not as expected: {error}", held)
 
 
 def model_layers(pool: Any, layers: Sequence[int] | None) -> Sequence[int]:
@@ -71,6 +76,14 @@ class WholePool(PoolAdapter):
 def tensor_bytes(thing: Any) -> int:
     """Bytes of all tensors in a pool, a list, or a tensor itself. Each storage counts once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(thing, 0)}.values())
+
+
+def left_out(name: str, thing: Any, reason: str) -> tuple[Uncovered, ...]:
+    """The memory of all tensors in a pool, a list, or a tensor itself: one item for each storage."""
+    storages = {t.untyped_storage().data_ptr(): t for t in _tensors(thing, 0) if t.untyped_storage().nbytes()}
+    empty = (torch.empty(0, dtype=torch.uint8, device=t.device) for t in storages.values())
+    wholes = [e.set_(t.untyped_storage()) for e, t in zip(empty, storages.values(), strict=True)]
+    return tuple(Uncovered(name, whole.nbytes, reason, whole) for whole in wholes)
 
 
 def _tensors(thing: Any, depth: int) -> Iterator[Tensor]:

@@ -1,15 +1,24 @@
 """An SGLang pool as regions. Memory that can't be guarded is named, with the reason."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from canary_adapters import JoinedPools, WindowPool
-from canary_core import AttachError, PoolAdapter, Region, Uncovered
+from canary_core import AttachError, PoolAdapter, Region, Uncovered, tensors_of
 from canary_sglang.compat import runners
 from canary_sglang.pools import compressor_state, mamba
 from canary_sglang.pools.mxfp8_scales import interleaved_scales
 from canary_sglang.pools.parts import NULL_SLOT, Unguarded, or_unguarded, tensor_bytes
 from canary_sglang.pools.pool_kinds import compressed_pool, known_pool
+
+_INDICES = (torch.int32, torch.int64, torch.uint32, torch.uint64, torch.bool)
+"""Of these SGLang makes indices, addresses, lengths and flags; KV is floats, or bytes that stand for them."""
+
+_ELSEWHERE = tuple(f"sglang.srt.{m}" for m in ("managers", "model_executor", "layers", "models", "mem_cache.pool_host"))
+"""Modules whose objects a pool may refer to and which are no part of it."""
 
 
 class SGLangPool(PoolAdapter):
@@ -46,6 +55,19 @@ class SGLangPool(PoolAdapter):
         """Memory that is in no region."""
         return self._joined.uncovered()
 
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        """What SGLang's own objects hold: the runner's pool with all pools in it, and, for the served model, the pool
+        of requests, which has the recurrent states. Not KV are tensors of whole numbers of 32 bits or more and of truth
+        values (`req_to_token`, maps between pools, addresses of buffers, free lists), and what is on another device
+        (copies in host memory). None where SGLang only reserves addresses (post-capture KV): behind the end of the pool
+        there is no memory."""
+        if getattr(self._pool, "post_capture_active", False):
+            return {}
+        held = {"token_to_kv_pool": self._pool}
+        if self._requests is not None and not self._is_draft:
+            held["req_to_token_pool"] = self._requests
+        return {name: t for root, thing in held.items() for name, t in _named_after(root, tensors_of(thing, _no_kv))}
+
     def _parts(self) -> list[PoolAdapter]:
         pool, kind = self._pool, type(self._pool).__name__
         if kind == "SWAKVPool":
@@ -76,7 +98,7 @@ class SGLangPool(PoolAdapter):
         ]
         reason = "a draft model's states" if self._is_draft else mamba.refusal(requests)
         if reason is not None:
-            return [Unguarded(mamba.REGION, tensor_bytes(pool), reason), *siblings]
+            return [Unguarded(mamba.REGION, tensor_bytes(pool), reason, pool), *siblings]
         return [or_unguarded(mamba.REGION, pool, lambda: mamba.state_pool(pool, list(requests.mamba_map))), *siblings]
 
     def _full(self, pool: Any, layers: Sequence[int] | None) -> list[PoolAdapter]:
@@ -90,7 +112,7 @@ class SGLangPool(PoolAdapter):
         slot_map = self._pool.full_to_swa_index_mapping
         if self._window_tokens is None or slot_map is None:
             lacks = "a window length" if self._window_tokens is None else "a map from full slots"
-            return [Unguarded(name, tensor_bytes(pool), f"{type(pool).__name__} without {lacks}")]
+            return [Unguarded(name, tensor_bytes(pool), f"{type(pool).__name__} without {lacks}", pool)]
         window = WindowPool(known_pool(name, pool, layers), self._window_tokens, slot_map, NULL_SLOT)
         return [window, *interleaved_scales(pool, layers, "interleaved scales of a window; not described")]
 
@@ -149,6 +171,19 @@ def _layers_of(mapping: Mapping[int, tuple[int, bool]]) -> tuple[list[int], list
     return full, window
 
 
+def _no_kv(name: str, held: object) -> bool:
+    """Whether it is a tensor that holds no KV, or leads to the engine's other parts."""
+    if isinstance(held, Tensor):
+        return held.dtype in _INDICES
+    return type(held).__module__.startswith(_ELSEWHERE)
+
+
+def _named_after(root: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    devices = [t.device for t in tensors.values()]
+    device = max(set(devices), key=lambda d: (d.type != "cpu", devices.count(d)), default=None)
+    return ((f"{root}.{name}", t) for name, t in tensors.items() if t.device == device)
+
+
 def _left_out(name: str, pool: Any, reason: str) -> list[PoolAdapter]:
     size = tensor_bytes(pool)
-    return [Unguarded(name, size, reason)] if size else []
+    return [Unguarded(name, size, reason, pool)] if size else []

@@ -1,22 +1,33 @@
 """The pool of continuous batching as regions: one per index space of the cache."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
 
 from canary_adapters import JoinedPools, RowPool, WindowPool
 from canary_core import PoolAdapter
-from canary_transformers.continuous.compat import KVGroup
+from canary_transformers.continuous import compat
 
 
-def paged_cache_pool(groups: Sequence[KVGroup]) -> PoolAdapter:
+class PagedCachePool(JoinedPools):
     """A `PagedAttentionCache`, all layers, K and V. Region names are the engine's attention types.
 
     Slots are compact: ``block * block_slots + offset``, whatever lies between a layer's pages. The blocks of the trash
-    sectors are slots too, never written as far as Canary is told, so that a live token read from one is a finding.
-    Groups take turns on the same memory.
+    sectors are slots too, those of padding: a live token read from one is a finding. Groups take turns on the same
+    memory.
     """
-    return JoinedPools([_pool(group) for group in groups], sharing=[frozenset(group.name for group in groups)])
+
+    def __init__(self, cache: Any) -> None:
+        groups = compat.kv_groups(cache)
+        super().__init__([_pool(group) for group in groups], sharing=[frozenset(group.name for group in groups)])
+        self._cache = cache
+
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        """The engine's own tensors. What it keeps in host memory, of requests that wait, is not guarded."""
+        return compat.pool_tensors(self._cache)
 
 
-def _pool(group: KVGroup) -> PoolAdapter:
-    pool = RowPool(group.name, group.layers, null_slot=group.null_slot, pool_page=group.pool_page)
+def _pool(group: compat.KVGroup) -> PoolAdapter:
+    pool = RowPool(group.name, group.layers, null_slot=group.null_slots, pool_page=group.pool_page)
     return pool if group.window_tokens is None else WindowPool(pool, group.window_tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 from canary_core import BatchView, Canary, CanaryConfig, Patches, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
-from canary_transformers.continuous.pool import paged_cache_pool
+from canary_transformers.continuous.pool import PagedCachePool
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload, upload_lists
 from canary_transformers.filters import EarlierBytesFilter
@@ -55,7 +55,7 @@ class Session:
             torch.get_device_module(self._device).synchronize(self._device)
         with self._on_stream():
             writers = Writers()
-            pool = paged_cache_pool(self._groups)
+            pool = PagedCachePool(cache)
             regions = pool.regions()
             self.canary = Canary(
                 regions,
@@ -63,7 +63,7 @@ class Session:
                 hooks=hooks,
                 writers=writers,
                 uncovered=pool.uncovered(),
-                pool_tensors=partial(compat.pool_tensors, cache),
+                pool_tensors=pool.pool_tensors,
             )
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
             self._writers = writers

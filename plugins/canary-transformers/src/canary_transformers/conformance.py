@@ -1,0 +1,199 @@
+"""Continuous batching for the conformance suite: driven step by step, from outside of Canary and of the adapters."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from canary_core.testing import EngineSession, PluginConformance
+from canary_transformers import plugin
+from canary_transformers.tiny_models import one_thread, tiny_model
+
+LAYERS, HALVES = 4, ("k", "v")
+VOCABULARY = 128
+LONGEST_PROMPT = 40
+POSITIONS = 256
+PAGE_TOKENS = 8
+POOL_TOKENS = 256
+"""Few enough that requests wait for each other and cached blocks are evicted."""
+BATCH_TOKENS = 32
+"""Fewer than the longest prompt, which is read in parts."""
+WINDOW_TOKENS = 36
+Q_PADDING, KV_PADDING = 16, 64
+"""To multiples of how many tokens the engine pads."""
+
+ModelName = Literal["llama", "gemma3"]
+
+
+class ContinuousSession(EngineSession):
+    """One manager of continuous batching, whose thread is not started: `step` does what its loop does, once.
+
+    Everything that is done here is done by the engine's own functions, and everything that is looked up is in its own
+    tables. Batches are padded as for CUDA graphs and torch.compile, which the engine itself does on a GPU only.
+    """
+
+    def __init__(self, model: ModelName = "llama") -> None:
+        # It tells about missing extras and, where a fault makes NaNs, about those.
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+        self._model = tiny_model(model, 0, VOCABULARY, POSITIONS, WINDOW_TOKENS)
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        self._manager = self._model.init_continuous_batching(
+            generation_config=GenerationConfig(**options),  # type: ignore[no-untyped-call]  # Transformers has no types
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=PAGE_TOKENS,
+                num_blocks=POOL_TOKENS // PAGE_TOKENS,
+                max_batch_tokens=BATCH_TOKENS,
+                # While a long prompt is read in parts all others wait, with content that a forward does not read.
+                scheduler_type="prefill_first",
+                auto_switch_to_flash=False,
+                use_async_batching=False,
+                q_padding_interval_size=Q_PADDING,
+                kv_padding_interval_size=KV_PADDING,
+            ),
+        )
+        self._processor = self._manager._create_batch_processor()
+        self._manager.batch_processor = self._processor
+        self._processor.model_runner.pad_inputs = True
+        self._cache = self._processor.cache
+        self._prompts: dict[str, Sequence[int]] = {}
+        self._answers: dict[str, Sequence[int]] = {}
+
+    def pool_tensors(self) -> Mapping[str, Tensor]:
+        """One flat tensor, which all layers share."""
+        return {"cache_tensor": self._cache.cache_tensor}
+
+    def submit(self, request: str, tokens: Sequence[int], new_tokens: int) -> None:
+        """Queues a request. Its answer is streamed, so that it is known token by token."""
+        self._prompts[request], self._answers[request] = tuple(tokens), ()
+        self._manager.add_request(list(tokens), request_id=request, max_new_tokens=new_tokens, streaming=True)
+
+    def step(self) -> bool:
+        """One round of the engine's loop; False if there was nothing to run."""
+        with one_thread():
+            if not self._processor.prepare_next_batch():
+                return False
+            self._manager._generation_step()
+            self._processor.update_batch()
+        while (output := self._manager.get_result(timeout=0)) is not None:
+            self._answers[output.request_id] = tuple(output.generated_tokens)
+        return True
+
+    def answer(self, request: str) -> Sequence[int]:
+        """What was streamed so far."""
+        return self._answers[request]
+
+    def poke(self, layer: int, half: str, request: str, position: int) -> None:
+        """Flips a bit, found through the request's block table. A block has a page for each layer of its attention
+        type, a page all K and then all V; a window is a ring of the last tokens."""
+        allocator = self._cache.layer_to_allocator[layer]
+        place = position % getattr(allocator, "sliding_window", POSITIONS)
+        block = allocator.block_table[request][place // PAGE_TOKENS]
+        shape = (
+            -1,
+            len(allocator.layer_indices),
+            len(HALVES),
+            PAGE_TOKENS,
+            allocator.bytes_per_page // 2 // PAGE_TOKENS,
+        )
+        page = self._cache.cache_tensor.view(shape)[block, allocator.layer_indices.index(layer), HALVES.index(half)]
+        page[place % PAGE_TOKENS, 2] ^= 16
+
+    def close(self) -> None:
+        """The model is as it was, for the next session."""
+        self._manager.batch_processor = None
+        self._model.set_attn_implementation("sdpa")
+
+    def evict(self) -> None:
+        """What the engine does when memory is short, before it takes a request's blocks."""
+        self._cache.evict_cached_blocks()
+
+    def preempt(self, request: str) -> None:
+        """The engine's own preemption, as if it had no block left for ``request``."""
+        scheduler, fits = self._processor.scheduler, self._cache.count_storable_requests
+        scheduler.starved_requests = [(scheduler.active_requests[request], 1)]
+        self._cache.count_storable_requests = lambda needed: -1
+        try:
+            self._processor.offloading_manager.offload_requests()
+        finally:
+            self._cache.count_storable_requests = fits
+
+    def fork(self, request: str, child: str) -> None:
+        """What the engine does for ``num_return_sequences``: full blocks are shared, the last one is copied."""
+        state = self._processor.scheduler.active_requests[request]
+        copies: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._cache.cache_allocators}
+        if self._cache.prepare_fork_request(state, [child], copies) != [child]:
+            raise RuntimeError(f"no room to fork {request}")
+        self._processor.scheduler.active_requests[child] = state.fork(child)
+        self._cache.perform_cache_copy(copies)
+        self._prompts[child], self._answers[child] = self._prompts[request], self._answers[request]
+
+    def misplace_write(self, request: str) -> None:
+        """The bug of a wrong write index: the last new token goes to the slot of the request's first one."""
+        outputs, prepare = self._processor.inputs_and_outputs, self._processor.inputs_and_outputs.prepare_batch_tensors
+
+        def wrong(*args: Any, **kwargs: Any) -> None:
+            del outputs.prepare_batch_tensors
+            prepare(*args, **kwargs)
+            names = [scheduled.state.request_id for scheduled in outputs.requests_in_batch]
+            end = outputs.cumulative_seqlens_q[names.index(request) + 1]
+            for allocator in self._cache.cache_allocators.values():
+                first = allocator.block_table[request][0] * allocator.block_physical_stride
+                outputs.write_index_storage[allocator.index, end - 1] = first
+
+        outputs.prepare_batch_tensors = wrong
+
+    def release_running(self, request: str) -> None:
+        """The bug of a free too many: the last block of a running request goes back to the pool."""
+        for allocator in self._cache.cache_allocators.values():
+            self._cache.pool.free_blocks(allocator.index, allocator.block_table[request][-1:])
+
+    def release_again(self, request: str) -> None:
+        """The bug of a double release: blocks that only the ledger keeps are let go of once more."""
+        for allocator, blocks in self._cached(request):
+            for block in blocks:
+                allocator.ledger.release(block)
+
+    def hand_out_cached(self) -> None:
+        """The bug of a lost eviction: a block that the ledger keeps is among the free ones, and so is handed out."""
+        request = next(name for name in self._prompts if any(blocks for _, blocks in self._cached(name)))
+        for allocator, (block, *_) in self._cached(request):
+            free = self._cache.pool._free_blocks[allocator.index]
+            others = free.pop_leaves(len(free))
+            free.add_leaves([block])
+            self._cache.pool.get_free_blocks(allocator.index, 1)
+            free.add_leaves(others)
+
+    def _cached(self, request: str) -> list[tuple[Any, list[int]]]:
+        """By allocator, the blocks that the ledger keeps of a finished request."""
+        tokens = [*self._prompts[request], *self._answers[request]]
+        return [(a, a.match_prefix_blocks(tokens)) for a in self._cache.cache_allocators.values()]
+
+
+class ContinuousConformance(PluginConformance):
+    """Continuous batching of a model with full attention; ``canary check-plugin transformers`` runs it."""
+
+    plugin = plugin
+    layers, halves = LAYERS, HALVES
+    abilities = frozenset(
+        {
+            "slot_mapping",
+            "lifetime",
+            "padding",
+            "prefix_cache",
+            "park",
+            "evict",
+            "preempt",
+            "fork",
+            "raise",
+            "uninstall",
+        }
+    )
+    vocabulary, longest_prompt = VOCABULARY, LONGEST_PROMPT
+    engine_package = "transformers"
+    model: ModelName = "llama"
+
+    def session(self) -> EngineSession:
+        """A fresh manager with an empty cache."""
+        return ContinuousSession(self.model)
