@@ -120,4 +120,5 @@ def canary_demo() -> "DemoEngine":
 @hookspec
 def canary_conformance() -> "type[PluginConformance]":
     """The conformance suite of the plugin's engine, which ``canary check-plugin`` runs. May import the engine, which
-    is imported in no other way before `canary_install`."""
+    is imported in no other way before `canary_install`. Raises `PluginError`, saying how to run the suite, where it
+    can't run wherever the engine is installed."""

@@ -1,5 +1,5 @@
-"""The conformance suite that every plugin must pass, on real SGLang on a CPU: each test starts engines of its own, in one
-process for each kind of pool."""
+"""The conformance suite that every plugin must pass, on real SGLang on a CPU: each test makes engines of its own, in
+one process for each kind of pool."""
 
 from collections.abc import Iterator
 
@@ -11,21 +11,16 @@ from canary_core.testing.conformance import PluginConformance, suite_tests
 
 pytestmark = pytest.mark.timeout(900)
 
-COVERED_BY = "the suite on slots of one token; each kind of pool is in test_engine"
+COVERED_BY = "the suite with slots of one token; test_engine with every kind of pool"
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    chosen = pytest.mark.older_release if name == "mha" else pytest.mark.beyond_ci(COVERED_BY)
+    return [pytest.mark.xdist_group(f"conformance_{name}"), chosen]
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.xdist_group(f"conformance_{name}"),
-                *([] if name == "mha" else [pytest.mark.beyond_ci(COVERED_BY)]),
-            ],
-        )
-        for name in ("mha", "pages", "fp8", "mla", "swa")
-    ],
+    scope="module", params=[pytest.param(name, marks=_marks(name)) for name in ("mha", "pages", "fp8", "mla", "swa")]
 )
 def conforming(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """A process that runs tests of the suite on engines like one of `SETUPS`."""

@@ -5,17 +5,19 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_sglang import session, version
+from canary_sglang import plugin, session, version
 from canary_sglang.compat import runners
 from canary_sglang.hooks import Hooks
 from canary_sglang.plugin import start
 
 from canary_core import plugins
 from canary_core.config import CanaryConfig
+from canary_core.errors import PluginError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -197,3 +199,12 @@ def test_a_device_that_cannot_be_read_any_more_is_told(monkeypatch):
     session.Session.last_words(SimpleNamespace(canary=canary))
     assert [(event.name, event.level) for event in told] == [("findings_lost", "warning")]
     assert "device-side assert" in told[0].fields["reason"]
+
+
+@pytest.mark.without_engine
+def test_the_suite_is_run_from_a_checkout():
+    """``canary check-plugin sglang`` can't start engines on a CPU wherever SGLang is installed; it says what to do."""
+    tests = Path(__file__).with_name("test_conformance.py")
+    with pytest.raises(PluginError, match=f"-k {tests.stem}"):
+        plugin.canary_conformance()
+    assert tests.exists()

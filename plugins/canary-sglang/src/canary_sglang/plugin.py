@@ -69,8 +69,8 @@ def canary_uninstall() -> None:
 def canary_conformance() -> NoReturn:
     """Raises `PluginError`: the suite is among the tests, since it wants an SGLang that runs on a CPU."""
     raise PluginError(
-        "the conformance suite of canary-sglang starts some sixty small engines on a CPU, for which PyPI's SGLang needs "
-        "an environment of its own; so it is among the tests. In a checkout of the repository: make test-sglang "
-        "PYTEST_FLAGS='-k test_conformance' (SGLANG=0.5.17 for that release). To check the plugin against the engine "
-        "that you run, set CANARY_AUDIT=8 there"
+        "the conformance suite of canary-sglang starts many small engines on a CPU, for which SGLang needs an "
+        "environment of its own, so it is among the tests. In a checkout of the repository run: make test-sglang "
+        "PYTEST_FLAGS='-k test_conformance' (with SGLANG=0.5.17 for that release). To check the plugin against the "
+        "engine that you run, set CANARY_AUDIT=8 there"
     )

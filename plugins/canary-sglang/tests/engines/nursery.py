@@ -1,8 +1,8 @@
 """Forks engine drivers off a process that has imported SGLang already: ``python -m engines.nursery SOCKET``.
 
 Reads orders from the socket of that number: ``{"options": ..., "environment": ...}`` of a driver, and its stdin, stdout
-and stderr; ``driver`` among the options is the module of this package whose ``main`` runs. Answers each with the driver's process id. What modules read from the environment when they
-are imported is from the nursery's own.
+and stderr; ``driver`` among the options is the module of this package whose ``main`` runs. Answers each with the
+driver's process id. What modules read from the environment when they are imported is from the nursery's own.
 """
 
 import contextlib

@@ -11,8 +11,9 @@ from torch import Tensor
 from canary_core.testing import EngineSession
 from engines.driver import Engine
 
-IDLE_TURNS = 3
-"""Most turns one after another in which a scheduler that has requests runs none of them."""
+TURNS = 4
+"""A scheduler that has requests runs some of them in one of so many turns; in others it clears up behind those that
+ended."""
 
 
 class SGLangSession(EngineSession):
@@ -49,9 +50,8 @@ class SGLangSession(EngineSession):
         self._requests[request] = self._engine.submit(list(tokens), new_tokens, request)
 
     def step(self) -> bool:
-        """Turns of the scheduler's loop until one runs a batch; in some it only clears up behind requests that ended."""
-        waiting = (True for request in self._requests.values() if not request.finished())
-        ran = self._engine.step() or (next(waiting, False) and any(self._engine.step() for _ in range(IDLE_TURNS)))
+        """Turns of the scheduler's loop until one of them runs a batch."""
+        ran = any(self._engine.step() for _ in range(TURNS))
         for name, request in self._requests.items():
             row = self._row(request)
             if row is not None:

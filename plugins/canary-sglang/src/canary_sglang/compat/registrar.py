@@ -20,12 +20,15 @@ class Registrar:
 
     def register(self, hooks: Mapping[str, Hook]) -> None:
         """Registers ``hooks``, given by the full names of functions. SGLang's plugin loader applies them once all
-        plugins are loaded."""
+        plugins are loaded; it does so once in a process, so where that is over they are applied now."""
         registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-        for target, (function, kind) in hooks.items():
-            if target not in self._registered:
-                self._registered.add(target)
-                registry.HookRegistry.register(target, function, registry.HookType[kind])
+        new = [target for target in hooks if target not in self._registered]
+        for target in new:
+            self._registered.add(target)
+            function, kind = hooks[target]
+            registry.HookRegistry.register(target, function, registry.HookType[kind])
+        if new and _loader_is_done(registry):
+            registry.HookRegistry.apply_hooks()
 
     def apply(self, hooks: Mapping[str, Hook]) -> None:
         """Registers and applies them now: for functions that only some engines use. Raises `PluginError` for a function
@@ -38,6 +41,13 @@ class Registrar:
             if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
                 self._registered.discard(target)
                 raise PluginError(f"{target} could not be hooked; see SGLang's log")
+
+
+def _loader_is_done(registry: Any) -> bool:
+    """Whether SGLang's plugin loader has run in this process; not while it runs. False in releases that don't say."""
+    source = getattr(registry, "_current_plugin_source", None)
+    loader = importlib.import_module("sglang.srt.plugins")
+    return source is not None and source.get() is None and bool(getattr(loader, "_plugins_loaded", False))
 
 
 REGISTRAR = Registrar()
