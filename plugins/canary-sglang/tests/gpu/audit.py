@@ -49,7 +49,9 @@ def audited(name: str, setup: Setup, forwards: int) -> dict[str, Any]:
             settings = {"CANARY_AUDIT": str(forwards), "CANARY_READ_CHECK": "0", "CANARY_SCRUB_BUDGET": "64MiB"}
             process = EngineProcess(setup, Path(folder), **settings)
             served = process.serve(prompts=setup.traffic(0), new_tokens=setup.new_tokens)
-            found = process.findings()["violations"]
+            answer = process.findings()
+            found, stats = answer["violations"], answer["stats"]
+            row |= {"forwards": stats.get("audited_forwards", 0), "unclaimed": stats.get("audit_unclaimed_bytes", "-")}
             row |= told(process.events())
             row |= {"graphs": served.get("graphed", "-"), "findings": len(found)}
             row["passed"] = row["passed"] and not found
@@ -75,7 +77,7 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
     event = by_name.get("audit_failed") or by_name.get("audit")
     if event is None:
         skipped = by_name.get("audit_skipped", {}).get("reason")
-        return {"problems": skipped or f"no audit; events: {sorted(by_name)}"}
+        return {"problems": skipped or f"the audit did not come to its end; events: {sorted(by_name)}"}
     problems = event.get("problems", [])
     return {
         "passed": event["name"] == "audit",
