@@ -130,6 +130,13 @@ class SGLangSession(EngineSession):
             return sorted(range(len(requests)), key=lambda i: requests[i].rid == request)
 
         batch.check_decode_mem, batch._get_decode_retraction_order = full_at_first, order
+        before = self._retractions(request)
+        self.step()
+        if self._retractions(request) == before:
+            raise RuntimeError(f"SGLang has not retracted {request}")
+
+    def _retractions(self, request: str) -> int:
+        return int(self._requests[request].retraction_count)
 
     @property
     def _page(self) -> int:

@@ -402,9 +402,8 @@ class PluginConformance:
 
     def _serve_bare(self) -> None:
         """One request on an engine of its own, without the plugin."""
-        session = self.session()
-        self._serve(Drive(session), self._apart(1))
-        session.close()
+        with contextlib.closing(self.session()) as session:
+            self._serve(Drive(session), self._apart(1))
 
     def _silent(self, act: Act, doing: str, reuse: bool = True, part: Part | None = None) -> None:
         """What ``act`` does gives the same answers with and without the plugin, raises nothing, is described byte by
