@@ -1,16 +1,22 @@
 """``canary new-plugin``: what is written, what is refused, and that it works as written."""
 
+import ast
+import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 from support import pytest_runs
+from support.distributions import installed
 from typer.testing import CliRunner
 
 from canary_core import scaffold
@@ -19,6 +25,7 @@ from canary_core.errors import PluginError
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "canary-toy"
+GUIDE = ROOT / "docs" / "plugin-author.md"
 LITTER = {"__pycache__", ".pytest_cache", ".ruff_cache", "canary_toy.egg-info"}
 
 
@@ -65,6 +72,58 @@ def test_only_the_engine_is_still_called_toy(tmp_path, name):
     assert {name: found for name, text in files.items() if (found := left.findall(text))} == {}
     assert f'{name} = "{names.package}.plugin"' in files["pyproject.toml"]
     assert f"class {names.title}Pool(PoolAdapter)" in files[f"src/{names.package}/pool.py"]
+
+
+def test_the_toy_plugin_takes_120_lines():
+    """A paged engine with a prefix cache, forks and roll backs is guarded by 120 lines of code, without blank lines,
+    comments and docstrings."""
+    files = [EXAMPLE / "src" / "canary_toy" / f"{name}.py" for name in ("pool", "batch", "hooks", "plugin")]
+    assert sum(len(code_lines(file.read_text())) for file in files) <= 120
+
+
+def code_lines(source: str) -> set[int]:
+    """Numbers of the lines with code on them."""
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = {line for t in tokens if t.type not in layout for line in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return code
+
+
+def test_the_guide_shows_what_is_printed(tmp_path, monkeypatch):
+    """docs/plugin-author.md has the command's own output."""
+    monkeypatch.chdir(tmp_path)
+    assert f"```text\n{new_plugin('myengine').stdout}```" in GUIDE.read_text()
+
+
+def test_what_the_guide_runs_prints_what_it_shows(tmp_path):
+    """The script of step 3 finds its stray write, as shown; without it the audit of step 9 is silent, as shown."""
+    scaffold.write(scaffold.Names("myengine"), tmp_path)
+    path = installed(tmp_path / "canary-myengine", tmp_path / "site")
+    (script,) = re.findall(r"^```python\n(from canary_myengine.*?)^```", GUIDE.read_text(), re.M | re.S)
+    stray = run_guarded(path, tmp_path / "serve.py", script, CANARY_READ_CHECK="-1")
+    (finding,) = (e for e in stray if e["event"] == "violation")
+    shown = {"half": "k", "layer": 1, "page": 3, "position": 9, "request": "alice", "slot": 13, "step": 5}
+    assert {name: finding[name] for name in shown} == shown
+    clean = "".join(line for line in script.splitlines(True) if "stray write" not in line)
+    (audit,) = (e for e in run_guarded(path, tmp_path / "clean.py", clean, CANARY_AUDIT="100") if e["event"] == "audit")
+    numbers = {name: audit[name] for name in ("changed_bytes", "forwards", "unclaimed_bytes", "written_slots")}
+    assert [
+        f"{name}={number}" for name, number in numbers.items() if f" {name}={number}" not in GUIDE.read_text()
+    ] == []
+
+
+def run_guarded(path: str, file: Path, script: str, **settings: str) -> list[dict[str, Any]]:
+    """The events of ``canary run`` on ``script``, guarded by the plugin ``myengine``."""
+    file.write_text(script)
+    fixed = {"PYTHONPATH": path, "CANARY_PLUGINS": "myengine", "CANARY_LOG_FORMAT": "json", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "canary_core", "run", str(file)]
+    env = {**os.environ, **fixed, **settings}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stderr.splitlines()]
 
 
 def test_it_prints_what_it_wrote_and_what_comes_next(tmp_path):

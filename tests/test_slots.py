@@ -23,6 +23,13 @@ def served(**settings: object) -> Guarded:
     return guarded
 
 
+def padded_with_a_block() -> ToyEngine:
+    """An engine whose first four slots are padding."""
+    engine = ToyEngine()
+    engine.null_slots, engine.free = 4, list(range(4, 64))
+    return engine
+
+
 def compute_again(guarded: Guarded, request: Request) -> None:
     """The next forward writes the request's slots once more."""
     guarded.engine.free[:0] = request.slots
@@ -323,6 +330,32 @@ def test_pages_are_parked_shared_and_evicted_whole(guarded):
     slots.evict("full", torch.tensor([2]), page_slots=size)
     guarded.canary.drain()
     assert [(v.kind, v.slot) for v in guarded.violations] == [(Kind.DOUBLE_FREE, 10)]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_null_block_is_nobodys(event, backend):
+    """Whatever is told of a slot or a page of it is a finding, and changes nothing."""
+    guarded = Guarded(padded_with_a_block(), backend=backend)
+    getattr(guarded.canary.slots, event)("full", torch.tensor([0, 3, 4]))
+    getattr(guarded.canary.slots, event)("full", torch.tensor([1, 3]), page_slots=2)
+    guarded.canary.drain()
+    assert [(v.kind, v.slot) for v in guarded.violations] == [(Kind.NULL_SLOT, slot) for slot in (0, 3, 2)]
+    assert not records(guarded)[:4].any()
+
+
+def test_a_token_in_a_null_block_is_found():
+    """Written to one of its slots, and read there."""
+    guarded = Guarded(padded_with_a_block())
+    request = guarded.submit("a")
+    guarded.decode()
+    guarded.engine.free.insert(0, 3)
+    guarded.decode()
+    assert [(v.kind, v.slot, v.phase) for v in guarded.violations] == [(Kind.NULL_SLOT, 3, Phase.POST_FORWARD)]
+    guarded.decode()
+    # The same place and kind again, so it is counted and not told twice.
+    assert request.slots.count(3) == 1
+    assert guarded.canary.stats()["repeated"] == 1
 
 
 def test_records_that_arrive_leave_a_parked_slot_parked(guarded):

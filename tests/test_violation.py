@@ -62,7 +62,7 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
     [
         (
             {"kind": Kind.SLOT_RANGE, "phase": Phase.EVENT, "slot": 999, "step": 0},
-            "engine freed or handed out slot 999",
+            "engine took or gave back slot 999",
         ),
         ({"kind": Kind.SLOT_RANGE, "slot": -1, "position": 82}, "reads position 82, for which the table has no entry"),
         (

@@ -79,7 +79,7 @@ def _with_null_slots(region: Region, null: NullSlots) -> Region:
     if null is None:
         return region
     if isinstance(null, int):
-        return replace(region, null_slot=null)
+        return replace(region, null_slot=null, null_slots=1)
     if null.step != 1:
         raise AttachError(f"region {region.name!r}: the null slots must be one after another, got {null}")
     return replace(region, null_slot=null.start, null_slots=len(null))

@@ -287,7 +287,7 @@ class SlotEvents:
                 self.workspace.join()
                 self._queue.settle()
 
-    def _state(self, region: str, event: str = "event") -> RegionState | None:
+    def _state(self, region: str, event: str) -> RegionState | None:
         """None where nothing is to be done: Canary is off, or the region, which ``event`` names, is not guarded."""
         return self._named(event, region) if self._switch.enabled else None
 
@@ -296,6 +296,28 @@ class SlotEvents:
         can't be slots."""
         state = self._state(region, event)
         if state is None or not self._fits(event, region, **slots):
+            return None
+        self._count(event, region)
+        return state
+
+    def _owned(self, about: tuple[str, str, int], slots: Tensor, writer: Owner) -> RegionState | None:
+        """As `_told`, for an event of the allocator: of which kind, of which region, and how many slots a page has."""
+        event, region, page_slots = about
+        state = self._state(region, event)
+        if state is None or not self._fits(event, region, slots=slots):
+            return None
+        if not isinstance(page_slots, Integral) or page_slots < 1:
+            self._refuse(
+                (event, region, "page_slots"),
+                f"page_slots must be an integer of at least 1, got {page_slots!r}; give how many slots a page has",
+            )
+            return None
+        if not callable(writer) and not isinstance(writer, Integral):
+            self._refuse(
+                (event, region, "writer"),
+                f"writer must be a number of canary.writers.id(name), or a function that gives it, got a "
+                f"{type(writer).__name__}; -1 is for nobody",
+            )
             return None
         self._count(event, region)
         return state
@@ -361,25 +383,9 @@ class SlotEvents:
     def _put_owned(
         self, about: tuple[Event, str, int], slots: Tensor, writer: Owner, ready: Sequence[torch.cuda.Event] = ()
     ) -> None:
-        event, region, page_slots = about
-        state = self._state(region, event)
-        if state is None or not self._fits(event, region, slots=slots):
-            return
-        if not isinstance(page_slots, Integral) or page_slots < 1:
-            self._refuse(
-                (event, region, "page_slots"),
-                f"page_slots must be an integer of at least 1, got {page_slots!r}; give how many slots a page has",
-            )
-            return
-        if not callable(writer) and not isinstance(writer, Integral):
-            self._refuse(
-                (event, region, "writer"),
-                f"writer must be a number of canary.writers.id(name), or a function that gives it, got a "
-                f"{type(writer).__name__}; -1 is for nobody",
-            )
-            return
-        self._count(event, region)
-        if not len(slots):
+        event, _, page_slots = about
+        state = self._owned(about, slots, writer)
+        if state is None or not len(slots):
             return
         op = getattr(self.workspace.backend, event)
 

@@ -16,6 +16,7 @@ from canary_adapters import (
     row_source,
     stacked_layers,
 )
+from canary_core import AttachError
 from canary_core.region import Region, RegionKind, Role, Uncovered
 
 ROWS = RowPool("swa", kv_layers([torch.zeros(9, 4)], [torch.zeros(9, 4)]))
@@ -52,6 +53,18 @@ class TestRowPool:
         assert (region.slots, region.null_slot, region.kind) == (9, 0, RegionKind.FULL)
         for source in region.sources:
             oracle.agrees(source, dict(enumerate(source.tensor)))
+
+    def test_a_null_block(self):
+        """The padding slots may be a range; a step in it is refused."""
+        layers = kv_layers(_tensors(9, 4), _tensors(9, 4))
+        (region,) = RowPool("kv", layers, null_slot=range(2, 6)).regions()
+        assert (region.null_slot, region.null_slots) == (2, 4)
+        (window,) = WindowPool(RowPool("kv", layers, null_slot=range(2, 6)), 3).regions()
+        assert (window.null_slot, window.null_slots) == (2, 4)
+        (window,) = WindowPool(RowPool("kv", layers, null_slot=range(2, 6)), 3, null_slot=0).regions()
+        assert (window.null_slot, window.null_slots) == (0, 1)
+        with pytest.raises(AttachError, match="one after another"):
+            RowPool("kv", layers, null_slot=range(2, 6, 2)).regions()
 
     def test_spare_rows_are_told(self):
         """Rows beyond the slots are uncovered memory with their size."""
@@ -235,3 +248,19 @@ def test_joined_pools(refusal):
     assert [r.name for r in joined.regions()] == ["full", "window"]
     spare = RowPool("rows", [LayerTensors(2, {"kv": torch.zeros(4, 2)})], slots=3)
     assert [u.size_bytes for u in JoinedPools([full, spare]).uncovered()] == [8]
+
+
+def test_pools_of_pools_name_the_engines_tensors_as_their_parts_do():
+    """A window's pool, and several pools together; ready-made pools alone can't know the engine's names."""
+
+    class Named(RowPool):
+        def __init__(self, name):
+            self.tensors = {f"{name}_buffer": torch.zeros(9, 4)}
+            super().__init__(name, [LayerTensors(0, {"k": self.tensors[f"{name}_buffer"]})])
+
+        def pool_tensors(self):
+            return self.tensors
+
+    joined = JoinedPools([Named("full"), WindowPool(Named("swa"), 4), ROWS])
+    assert joined.pool_tensors().keys() == {"full_buffer", "swa_buffer"}
+    assert ROWS.pool_tensors() == {}

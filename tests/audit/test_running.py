@@ -6,7 +6,7 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core import AttachError, Overlap, StepListener
-from canary_core.audit import snapshot
+from canary_core.audit import running, snapshot
 
 
 class Engine(ToyEngine):
@@ -164,6 +164,16 @@ def test_no_room_for_a_copy_is_told(monkeypatch):
     assert "only a fourth of free memory" in event.fields["reason"]
     assert not a.findings.told("disabled")
     assert a.canary.stats()["forwards"] == 3
+
+
+def test_a_forward_that_is_captured_ends_the_audit(monkeypatch):
+    """Nothing may be read there; one event says so."""
+    monkeypatch.setattr(running, "capturing", lambda device: True)
+    a = guarded()
+    serve(a, 2)
+    (event,) = a.findings.told("audit_skipped")
+    assert "a CUDA graph is captured that holds Canary's own work" in event.fields["reason"]
+    assert a.canary.audit.results == []
 
 
 def test_without_the_setting_nothing_is_audited():

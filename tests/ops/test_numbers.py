@@ -1,8 +1,9 @@
 """How a number in an engine's table becomes a slot of a region."""
 
+import pytest
 import torch
 
-from canary_core import KVSource, Region, RegionKind
+from canary_core import AttachError, KVSource, Region, RegionKind
 from canary_core.records import Status
 
 
@@ -16,6 +17,34 @@ def test_numbers_are_slots_where_nothing_else_is_said():
     numbers = torch.tensor([3, -1, 0, 15, 16, -7, 1 << 40], dtype=torch.int64)
     assert region(null_slot=0).slots_of(numbers).tolist() == [3, -1, -1, 15, -1, -1, -1]
     assert region().slots_of(torch.tensor([0, 5], dtype=torch.int32)).tolist() == [0, 5]
+
+
+def test_a_null_block_is_several_slots():
+    """Engines that pad with a whole block: none of its slots is a live token's, those beside it are."""
+    padded = region(null_slot=4, null_slots=4)
+    assert padded.slots_of(torch.tensor([3, 4, 5, 7, 8, 16])).tolist() == [3, -1, -1, -1, 8, -1]
+    status = padded.status_of(torch.tensor([3, 4, 7, 8, 16, -2]))
+    assert status.tolist() == [Status.OK, Status.NULL, Status.NULL, Status.OK, Status.RANGE, Status.NULL]
+    assert list(padded.null_range) == [4, 5, 6, 7]
+    assert list(region(null_slot=2).null_range) == [2]
+    assert list(region().null_range) == []
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"null_slot": 16}, "null_slot 16 is not one of its 16 slots"),
+        ({"null_slot": -1}, "null_slot -1 is not one of its 16 slots"),
+        ({"null_slot": 14, "null_slots": 4}, "null_slot 14 to 17 is not one of its 16 slots"),
+        ({"null_slot": 0, "null_slots": 0}, "is at least 1, got null_slot=0 and null_slots=0"),
+        ({"null_slots": 4}, "got null_slot=None and null_slots=4"),
+    ],
+)
+def test_null_slots_that_are_no_slots_are_refused(about, says):
+    """With the region's name, what was given, and what a region has."""
+    with pytest.raises(AttachError, match="'r'") as refused:
+        region(**about)
+    assert says in str(refused.value)
 
 
 def test_a_map_turns_numbers_into_slots():

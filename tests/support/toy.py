@@ -42,6 +42,7 @@ class ToyEngine:
         self.window_kv = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in "kv"]
         self.slot_map = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.free_window = list(range(1, slots))
+        self.null_slots = 1
         self.free = list(range(1, slots))
         self.requests: list[Request] = []
         self.writers = Writers()
@@ -54,7 +55,7 @@ class ToyEngine:
                 sources.append(
                     KVSource(tensor, half, layer, chunk_bytes=row, slot_stride_bytes=row, dtype=tensor.dtype)
                 )
-        return Region(name, self.k[0].shape[0], tuple(sources), null_slot=0)
+        return Region(name, self.k[0].shape[0], tuple(sources), null_slot=0, null_slots=self.null_slots)
 
     def window_region(self) -> Region:
         sources = []

@@ -1,14 +1,17 @@
 """The conformance suite on continuous batching; ``canary check-plugin transformers`` runs the first of these."""
 
-from canary_transformers.conformance import ContinuousConformance
+from canary_transformers import plugin
+from canary_transformers.conformance import ContinuousConformance, WindowConformance
 
 
 class TestContinuousBatching(ContinuousConformance):
     """Every test is inherited."""
 
 
-class TestWindows(ContinuousConformance):
-    """Sliding windows beside full attention: two regions take turns on one memory, and nothing is shared."""
+class TestWindows(WindowConformance):
+    """Every test is inherited."""
 
-    model = "gemma3"
-    abilities = ContinuousConformance.abilities - {"prefix_cache", "park", "evict"}
+
+def test_the_plugin_offers_it():
+    """``canary check-plugin`` finds the suite through the plugin's hook."""
+    assert plugin.canary_conformance() is ContinuousConformance

@@ -84,6 +84,11 @@ class FootprintAudit:
         self._memory = self._look()
 
     @property
+    def device(self) -> torch.device:
+        """Where the audited bytes are."""
+        return self._regions[0].device
+
+    @property
     def snapshot(self) -> Snapshot | None:
         """The copy of the last `begin`, None before the first one."""
         return self._snapshot

@@ -66,7 +66,7 @@ class RunningAudit:
         """Right before the forward of ``view``. Never in a graph: then the audit ends, with a word why."""
         if not self._left or self._footprint is None:
             return
-        if view is not None and capturing(view.device):
+        if capturing(self._footprint.device):
             self._skip("a CUDA graph is captured that holds Canary's own work; let the audit run without graphs")
             return
         try:
@@ -113,7 +113,7 @@ class RunningAudit:
     def claim(self, region: str, slots: Tensor | None, *, arriving: bool | None = None) -> None:
         """Slots change by something else than a forward. ``arriving``: True, from now on and until it is said that they
         arrived, which is False; None: now."""
-        if not self._left or self._footprint is None or (slots is not None and capturing(slots.device)):
+        if not self._left or self._footprint is None or capturing(self._footprint.device):
             return
         try:
             # Whoever tells an event may go on to use the tensor for something else.

@@ -242,6 +242,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         cached_states.reuse_wrong_state,
         allocator_misuse.ownership,
         allocator_misuse.misuse,
+        allocator_misuse.misuse_cached,
         allocator_misuse.misuse_states,
         allocator_misuse.misuse_idle,
         allocator_misuse.misuse_and_fail,

@@ -9,7 +9,7 @@ from canary_sglang.pools.compressor_state import RequestCompressorStates
 from canary_sglang.pools.pool import SGLangPool
 from tools.made_pools import COMMON, describe
 
-from canary_core import BatchView
+from canary_core import BatchView, Canary, CanaryConfig, tensors_of
 from canary_core.ops.reference import plan
 from canary_core.records import Status
 from canary_core.region import RegionKind
@@ -20,6 +20,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.xdist_group("pools"),
 ]
+
+
+def test_tensors_are_named_by_sglangs_own_attributes(pools):
+    """Whatever a pool holds, but for indices; the pool of requests has none but those. Its bytes are all covered."""
+    pool = pools.MHATokenToKVPool(
+        size=16, page_size=4, dtype=torch.bfloat16, head_num=2, head_dim=8, layer_num=2, **COMMON
+    )
+    assert any(t.dtype in (torch.int64, torch.uint64) for t in tensors_of(pool).values())
+    requests = SimpleNamespace(req_to_token=torch.zeros(4, 8, dtype=torch.int32))
+    runner = SimpleNamespace(token_to_kv_pool=pool, sliding_window_size=None, req_to_token_pool=requests)
+    adapter = SGLangPool(runner)
+    names = {f"token_to_kv_pool.{half}_buffer[{layer}]" for half in "kv" for layer in range(2)}
+    assert adapter.pool_tensors().keys() == names
+    canary = Canary(
+        adapter.regions(), CanaryConfig.load(), uncovered=adapter.uncovered(), pool_tensors=adapter.pool_tensors
+    )
+    assert (canary.coverage.ratio, canary.uncovered) == (1, ())
+    canary.close()
+
+
+def test_reserved_addresses_are_not_named(pools):
+    """Behind the end of such a pool there is no memory to compare."""
+    pool = SimpleNamespace(post_capture_active=True, layer_num=0, k_buffer=[torch.zeros(4)])
+    assert SGLangPool(SimpleNamespace(token_to_kv_pool=pool, sliding_window_size=None)).pool_tensors() == {}
 
 
 def test_mha_in_fp8_with_pages(pools):

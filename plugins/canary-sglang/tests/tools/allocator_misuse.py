@@ -43,6 +43,36 @@ def misuse(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
     }
 
 
+def misuse_cached(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """Misuse of the engine's own prefix cache: after the prompts were served, ``free`` gives a page of a node that
+    nobody holds to the allocator; while they are decoding, ``evict`` makes the cache evict a node that a request holds.
+    Gives the class of the cache, and, for one that parks, the node's slots and the findings. The engine is of no use
+    afterwards."""
+    cache, allocator = engine.scheduler.tree_cache, engine.runner.token_to_kv_pool_allocator
+    if type(cache).__name__ != "RadixCache":
+        return {"cache": type(cache).__name__}
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    if what == "free":
+        serve(engine, prompts, 2)
+    else:
+        served = decoding(engine, prompts, 400)
+    engine.session.canary.drain()
+    engine.told.violations = []
+    if what == "free":
+        node = next(node for node in cache.evictable_leaves if len(node.value))
+        allocator.free(node.value[: allocator.page_size].clone())
+    else:
+        node = next(r.last_node for r in served if not r.last_node.children)
+        assert node.lock_ref > 0
+        cache.evictable_leaves.add(node)
+        cache.evict(EvictParams(num_tokens=cache.evictable_size() + len(node.value)))
+    slots = node.value.tolist()
+    engine.session.canary.drain()
+    found = [v.fields() for v in engine.told.violations]
+    return {"cache": "RadixCache", "slots": slots, "violations": found}
+
+
 def misuse_states(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
     """As `misuse`, of the allocator of recurrent states and the last request's own."""
     served = decoding(engine, prompts, 400)

@@ -28,9 +28,9 @@ class TransformersDemo:
 
     def serve(self, job: Job) -> Served:
         """All requests are queued before the engine starts, so that its batches do not depend on timing."""
-        from canary_transformers.tiny_models import one_thread, tiny_model
+        from canary_transformers.tiny_models import Sizes, one_thread, tiny_model
 
-        model = tiny_model(job.model, job.seed, TOKENS, 2 * (PROMPT_TOKENS + NEW_TOKENS), WINDOW_TOKENS)
+        model = tiny_model(job.model, job.seed, Sizes(TOKENS, 2 * (PROMPT_TOKENS + NEW_TOKENS), WINDOW_TOKENS))
         guard = Guard(model, version.require_fit(job.config))
         for plugin in job.plugins:
             guard.register(plugin)

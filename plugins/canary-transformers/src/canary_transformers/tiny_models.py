@@ -1,29 +1,39 @@
 """Tiny models with random weights, on which the demo and the conformance suite run. Imports the engine."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import transformers
 
-MODELS = ("llama", "gemma3")
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a tiny model. positions: its longest sequence, in tokens."""
+
+    vocabulary: int
+    positions: int
+    window_tokens: int
+    layers: int = 4
 
 
 @lru_cache(maxsize=4)
-def tiny_model(name: str, seed: int, vocabulary: int, positions: int, window_tokens: int) -> Any:
-    """``llama`` with full attention everywhere, or ``gemma3`` with a sliding window on every second layer: 4 layers,
-    ready for continuous batching, and large enough that answers differ."""
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
+def tiny_model(name: str, seed: int, sizes: Sizes) -> Any:
+    """``llama`` with full attention everywhere, or ``gemma3`` with a sliding window on every other layer from the first
+    on: ready for continuous batching, and large enough that answers differ. The same arguments give the same model."""
+    options: dict[str, Any] = {
+        "vocab_size": sizes.vocabulary,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": sizes.layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": sizes.positions,
         "initializer_range": 0.5,
         "pad_token_id": 0,
     }
@@ -31,10 +41,10 @@ def tiny_model(name: str, seed: int, vocabulary: int, positions: int, window_tok
     model_class: Any
     config: Any
     if name == "llama":
-        model_class, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)
+        model_class, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**options)
     else:
-        layers = ["sliding_attention", "full_attention"] * 2
-        config = transformers.Gemma3TextConfig(**sizes, sliding_window=window_tokens, layer_types=layers)
+        layers = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes.layers)]
+        config = transformers.Gemma3TextConfig(**options, sliding_window=sizes.window_tokens, layer_types=layers)
         model_class = transformers.Gemma3ForCausalLM
     model = model_class(config)
     model.eval().set_attn_implementation("sdpa")
@@ -50,3 +60,11 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@lru_cache(maxsize=1)
+def spare_the_collector() -> None:
+    """What is imported by now is no garbage. Each manager of continuous batching collects garbage when it goes, which
+    takes longer than all that a tiny model does; it looks at what is new from here on only."""
+    gc.collect()
+    gc.freeze()

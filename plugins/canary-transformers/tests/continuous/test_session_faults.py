@@ -125,7 +125,7 @@ def test_a_flipped_bit_in_an_idle_cached_block_is_found_by_the_scrub(guard):
     ("edit", "kinds"),
     [
         ("swap", {Kind.POSITION}),
-        ("stale", {Kind.UNWRITTEN, Kind.FREED, Kind.POSITION, Kind.TOKEN}),
+        ("stale", {Kind.NULL_SLOT, Kind.UNWRITTEN, Kind.FREED, Kind.POSITION, Kind.TOKEN}),
         ("beyond", {Kind.SLOT_RANGE}),
         ("negative", {Kind.SLOT_RANGE, Kind.NULL_SLOT}),
         ("null", {Kind.NULL_SLOT}),

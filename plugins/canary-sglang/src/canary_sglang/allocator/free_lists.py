@@ -61,6 +61,16 @@ class Follower:
             return self._handed_out(owners, allocators.page_shares(name, self._allocator, args, kwargs))
         return True
 
+    def listed(self) -> int:
+        """How many pages are in the list, sorted in or not."""
+        released = allocators.released_pages(self._allocator)
+        return len(self._pages(self._allocator)) + sum(len(part) for part in released)
+
+    def evicted_waits(self) -> None:
+        """The prefix cache has evicted pages that will come into the list only at the end of a group of frees, with
+        those of requests."""
+        self._evicted_waits = True
+
     def _remember(self) -> None:
         self._free = self._pages(self._allocator)
         self._released = tuple(allocators.released_pages(self._allocator))
@@ -100,7 +110,6 @@ class Follower:
             if isinstance(pages, Tensor) and pages.numel():
                 count = allocators.freed_pages(name, self._allocator, pages)
                 self._waiting.setdefault(name, []).append((owners.freer(), count))
-                self._evicted_waits = self._evicted_waits or owners.evicting()
             return True
         count = free.numel() - self._free.numel()
         if run is None or self._waiting or run.place != self._usual_place or count <= 0:
@@ -126,7 +135,7 @@ class Follower:
         grown = {place: count for place, count in back.items() if count > 0}
         event: Event = "evict" if owners.evicting() else "free"
         if self._evicted_waits and grown:
-            event, self._evicted_waits = "either", False
+            event = "either"
         run = self._run
         if not sound or (grown and run is not None and (list(grown), event) != ([run.place], run.event)):
             self._tell_run()
@@ -135,6 +144,8 @@ class Follower:
             # A group may end in a function that was given no pages itself, such as ``free_group_end``.
             given_to = name if name in self._waiting else next(iter(self._waiting), name)
             shares = self._waiting.pop(given_to, None) or [(owners.freer(), -1)]
+            # A group may come back in parts.
+            self._evicted_waits = self._evicted_waits and bool(self._waiting)
         for place, count in grown.items():
             if self._run is None or self._run.place != place:
                 # A run has pages of one place: if both lists grew, each of them is told alone.

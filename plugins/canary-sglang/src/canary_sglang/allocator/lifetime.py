@@ -50,8 +50,8 @@ class Lifetime:
                 self._followers[id(part)] = Follower(part, canary, followed, writers)
         # The list that the prefix cache takes its slots from and gives them back to.
         cached = self._followers.get(id(allocator))
-        pages = allocators.page_tokens(allocator)
-        if cached is not None and set(cached.regions.values()) == {pages} and caches.parking_refusal(runner) is None:
+        whole = cached is not None and set(cached.regions.values()) == {allocators.page_tokens(allocator)}
+        if cached is not None and whole and caches.parking_refusal(runner) is None:
             self.parking = Parking(canary, tuple(cached.regions), self.owners.freer)
             self.owners.evicting = lambda: self.parking is not None and self.parking.evicting
         left = wanted.keys() - {name for f in self._followers.values() for name in f.regions}
@@ -62,10 +62,16 @@ class Lifetime:
     def cache_called(self, target: str, original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a function of `targets.PARKING` and tells Canary which slots nobody holds after it."""
         allocator = getattr(cache, "token_to_kv_pool_allocator", None)
-        followed = id(allocator) in self._followers and self._canary.enabled
-        if self.parking is None or not followed or not caches.parks(cache, allocator):
+        follower = self._followers.get(id(allocator)) if self._canary.enabled else None
+        if self.parking is None or follower is None or not caches.parks(cache, allocator):
             return original(cache, *args, **kwargs)
-        return self.parking.call(target, original, cache, *args, **kwargs)
+        if target != targets.EVICT:
+            return self.parking.call(target, original, cache, *args, **kwargs)
+        before = follower.listed()
+        result = self.parking.call(target, original, cache, *args, **kwargs)
+        if caches.evicted(result) and follower.listed() == before:
+            follower.evicted_waits()
+        return result
 
     def call(self, name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the function ``name`` of an allocator and tells Canary what it did."""

@@ -47,6 +47,11 @@ def nodes_locked(cache: Any, node: Any, times: int) -> list[Any]:
     return found
 
 
+def evicted(result: Any) -> int:
+    """How many tokens a cache's ``evict`` has given up, by its result."""
+    return int(result.num_tokens_evicted)
+
+
 def inserted(result: Any, key: Any) -> list[Any] | None:
     """The node that `RadixCache._insert_helper` has made for the part of ``key`` that the cache did not know, if any:
     nobody has locked it yet. None in releases in which that function does not say."""

@@ -37,7 +37,7 @@ from canary_core import (
     Uncovered,
 )
 from canary_sglang.compat import batches
-from canary_sglang.pools.parts import tensor_bytes
+from canary_sglang.pools.parts import storage_bytes
 
 C4, C128 = "c4_state", "c128_state"
 
@@ -66,9 +66,22 @@ def compressor_state_pool(name: str, pool: Any) -> RegionPool:
     if describe is None:
         raise AttachError("a compressor that is not described")
     region = describe(pool)
-    rest = tensor_bytes([source.tensor for source in region.sources]) - region.pool_bytes
-    left_out = [Uncovered(f"{name}/rest", rest, "rows that no page and no request has")] if rest > 0 else []
-    return RegionPool(region, left_out)
+    return RegionPool(region, _rows_beyond(region))
+
+
+def _rows_beyond(region: Region) -> list[Uncovered]:
+    """Memory behind the last slot of ``region``, by storage."""
+    ends: dict[int, int] = {}
+    tensors = {}
+    for source in region.sources:
+        start = source.tensor.untyped_storage().data_ptr()
+        end = source.tensor.data_ptr() - start + source.reach_bytes(region.slots)
+        ends[start] = max(ends.get(start, 0), end)
+        tensors[start] = source.tensor
+    wholes = {start: storage_bytes(tensor) for start, tensor in tensors.items()}
+    rests = (wholes[start][end:] for start, end in ends.items())
+    reason = "rows that no page and no request has"
+    return [Uncovered(f"{region.name}/rest", rest.nbytes, reason, rest) for rest in rests if rest.nbytes]
 
 
 class RequestCompressorStates(StepListener):

@@ -81,9 +81,13 @@ def tensor_bytes(thing: Any) -> int:
 def left_out(name: str, thing: Any, reason: str) -> tuple[Uncovered, ...]:
     """The memory of all tensors in a pool, a list, or a tensor itself: one item for each storage."""
     storages = {t.untyped_storage().data_ptr(): t for t in _tensors(thing, 0) if t.untyped_storage().nbytes()}
-    empty = (torch.empty(0, dtype=torch.uint8, device=t.device) for t in storages.values())
-    wholes = [e.set_(t.untyped_storage()) for e, t in zip(empty, storages.values(), strict=True)]
+    wholes = [storage_bytes(t) for t in storages.values()]
     return tuple(Uncovered(name, whole.nbytes, reason, whole) for whole in wholes)
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """All bytes of the storage of ``tensor``, in place: uint8 ``[n]``."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _tensors(thing: Any, depth: int) -> Iterator[Tensor]:

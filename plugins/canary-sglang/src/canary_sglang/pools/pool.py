@@ -17,6 +17,9 @@ from canary_sglang.pools.pool_kinds import compressed_pool, known_pool
 _INDICES = (torch.int32, torch.int64, torch.uint32, torch.uint64, torch.bool)
 """Of these SGLang makes indices, addresses, lengths and flags; KV is floats, or bytes that stand for them."""
 
+_WORKSPACES = ("dq_k_buffer", "dq_v_buffer")
+"""Attributes of pools into which a forward unpacks quantized KV for itself."""
+
 _ELSEWHERE = tuple(f"sglang.srt.{m}" for m in ("managers", "model_executor", "layers", "models", "mem_cache.pool_host"))
 """Modules whose objects a pool may refer to and which are no part of it."""
 
@@ -174,7 +177,7 @@ def _layers_of(mapping: Mapping[int, tuple[int, bool]]) -> tuple[list[int], list
 def _no_kv(name: str, held: object) -> bool:
     """Whether it is a tensor that holds no KV, or leads to the engine's other parts."""
     if isinstance(held, Tensor):
-        return held.dtype in _INDICES
+        return held.dtype in _INDICES or name.rpartition(".")[2].partition("[")[0] in _WORKSPACES
     return type(held).__module__.startswith(_ELSEWHERE)
 
 

@@ -15,6 +15,7 @@ from canary_adapters import (
     Part,
     RegionPool,
     RowPool,
+    packed_page_padding,
     packed_page_source,
     row_source,
 )
@@ -43,7 +44,22 @@ def compressed_pool(name: str, pool: Any, indexer: Any, layers: Sequence[int], r
     has another size than expected."""
     sources = tuple(_compressed_sources(pool, indexer, layers))
     slots = min(source.tensor.shape[0] * source.page_size for source in sources)
-    return RegionPool(Region(name, slots, sources, RegionKind.COMPRESSED, null_slot=NULL_SLOT, tokens_per_slot=ratio))
+    region = Region(name, slots, sources, RegionKind.COMPRESSED, null_slot=NULL_SLOT, tokens_per_slot=ratio)
+    pages = [(pool.kv_buffer[i], PackedPage(int(pool.page_size), *DSV4_PAGE)) for i, _ in enumerate(layers)]
+    if indexer is not None:
+        index_page = PackedPage(int(indexer.page_size), *DSA_INDEX)
+        pages += [(indexer.index_k_with_scale_buffer[i], index_page) for i, _ in enumerate(layers)]
+    return RegionPool(region, [item for buffer, page in pages for item in _beside(name, buffer, page, slots)])
+
+
+def _beside(name: str, buffer: Tensor, page: PackedPage, slots: int) -> list[Uncovered]:
+    """What of a compressed pool's pages holds no slot."""
+    used = -(-slots // page.page_size)
+    found = {
+        "page padding, holds no KV": packed_page_padding(buffer[:used], page),
+        "pages beyond the pool's slots": buffer[used:],
+    }
+    return [Uncovered(f"{name}/rest", rest.nbytes, reason, rest) for reason, rest in found.items() if rest.nbytes]
 
 
 def _compressed_sources(pool: Any, indexer: Any, layers: Sequence[int]) -> list[KVSource]:

@@ -89,7 +89,8 @@ def _count(region: Region, table: Tensor, prefix: Tensor, new: Tensor) -> Tensor
     slot_map = table.new_zeros(1) if region.slot_map is None else region.slot_map
     number = table.long()
     mapped = slot_map[number.clamp(0, slot_map.shape[0] - 1)].long()
-    gone = (mapped < 0) | (mapped == (-1 if region.null_slot is None else region.null_slot))
+    null = region.null_range
+    gone = (mapped < 0) | ((mapped >= null.start) & (mapped < null.stop))
     position = torch.arange(table.shape[1], device=table.device)
     live = position < (prefix + new)[:, None]
     read = (position < prefix[:, None]) & (position >= (prefix - (region.attention_window - 1))[:, None])

@@ -28,8 +28,8 @@ class KVGroup:
 
     index: place of the group in the engine's lists of read and write indices and block tables. block_slots: tokens of
     a block. pool_page: as in `SlotTable`, how the engine numbers slots in its tables. window_tokens: None if all of the
-    past is read. null_slots: no block of a request. There padding is read from and written to, so are the tokens of a
-    query that are beyond a window, and the sentinel lies there that stands for new tokens of a window.
+    past is read. null_slots: the slots that no request ever has: padding is read from one and written to another one,
+    and in a window one stands for new tokens.
     """
 
     name: str
@@ -129,8 +129,7 @@ def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
 def _allocator_group(name: str, allocator: Any) -> KVGroup:
     stride = allocator.block_physical_stride
     slots = allocator.tokens_per_page
-    # The trash sectors come first, and that for writes is the last of them.
-    trash_blocks = allocator.write_trash_index // stride + allocator.blocks_per_sector
+    window = getattr(allocator, "sliding_window", None)
     return KVGroup(
         name,
         allocator.index,
@@ -139,9 +138,10 @@ def _allocator_group(name: str, allocator: Any) -> KVGroup:
             for layer, (k, v) in ((layer, allocator._kv_token_views[layer]) for layer in allocator.layer_indices)
         ),
         block_slots=slots,
-        null_slots=range(trash_blocks * slots),
+        # The first two sectors are trash: one that padding is read from, one that it is written to.
+        null_slots=range(2 * allocator.blocks_per_sector * slots),
         pool_page=(stride, slots),
-        window_tokens=getattr(allocator, "sliding_window", None),
+        window_tokens=window,
     )
 
 
@@ -157,20 +157,12 @@ def _layer_groups_5_17(cache: Any) -> tuple[KVGroup, ...]:
             index,
             tuple(LayerTensors(layer, {"k": cache.key_cache[p], "v": cache.value_cache[p]}) for layer, p in layers),
             block_slots=cache.block_size,
-            null_slots=_null_slots_5_17(
-                cache, cache.read_trash_index if windows[index] is None else cache.sentinel_index
-            ),
+            # The last two blocks are trash; the manager of blocks does not know them.
+            null_slots=range(cache.read_trash_index, cache.write_trash_index + cache.block_size),
             window_tokens=windows[index],
         )
         for index, layers in enumerate(members)
     )
-
-
-def _null_slots_5_17(cache: Any, own: int) -> range:
-    """Those of all indices that no block has, where they are next to each other; else ``own`` alone."""
-    known = {getattr(cache, name, own) for name in ("read_trash_index", "write_trash_index", "sentinel_index")}
-    together = range(min(known), max(known) + 1)
-    return together if len(known) == len(together) else range(own, own + 1)
 
 
 def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:

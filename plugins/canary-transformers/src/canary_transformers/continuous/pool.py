@@ -14,8 +14,7 @@ class PagedCachePool(JoinedPools):
     """A `PagedAttentionCache`, all layers, K and V. Region names are the engine's attention types.
 
     Slots are compact: ``block * block_slots + offset``, whatever lies between a layer's pages. The blocks of the trash
-    sectors are slots too, those of padding: a live token read from one is a finding. Groups take turns on the same
-    memory.
+    sectors are slots too: padding, which no live token may be in. Groups take turns on the same memory.
     """
 
     def __init__(self, cache: Any) -> None:

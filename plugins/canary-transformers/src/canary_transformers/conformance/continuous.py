@@ -1,4 +1,4 @@
-"""Continuous batching for the conformance suite: driven step by step, from outside of Canary and of the adapters."""
+"""`ContinuousSession`: continuous batching for the conformance suite, from outside of Canary and of the adapters."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -7,21 +7,20 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from canary_core.testing import EngineSession, PluginConformance
-from canary_transformers import plugin
-from canary_transformers.tiny_models import one_thread, tiny_model
+from canary_core.testing import EngineSession
+from canary_transformers.tiny_models import Sizes, one_thread, spare_the_collector, tiny_model
 
-LAYERS, HALVES = 4, ("k", "v")
+LAYERS, HALVES = 3, ("k", "v")
 VOCABULARY = 128
 LONGEST_PROMPT = 40
 POSITIONS = 256
 PAGE_TOKENS = 8
 POOL_TOKENS = 256
 """Few enough that requests wait for each other and cached blocks are evicted."""
-BATCH_TOKENS = 32
+BATCH_TOKENS = 20
 """Fewer than the longest prompt, which is read in parts."""
 WINDOW_TOKENS = 36
-Q_PADDING, KV_PADDING = 16, 64
+Q_PADDING, KV_PADDING = 8, 64
 """To multiples of how many tokens the engine pads."""
 
 ModelName = Literal["llama", "gemma3"]
@@ -37,17 +36,16 @@ class ContinuousSession(EngineSession):
     def __init__(self, model: ModelName = "llama") -> None:
         # It tells about missing extras and, where a fault makes NaNs, about those.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-        self._model = tiny_model(model, 0, VOCABULARY, POSITIONS, WINDOW_TOKENS)
+        self._model = tiny_model(model, 0, Sizes(VOCABULARY, POSITIONS, WINDOW_TOKENS, LAYERS))
+        spare_the_collector()
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
         self._manager = self._model.init_continuous_batching(
             generation_config=GenerationConfig(**options),  # type: ignore[no-untyped-call]  # Transformers has no types
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=PAGE_TOKENS,
-                num_blocks=POOL_TOKENS // PAGE_TOKENS,
+                **self._engine_options(model),
                 max_batch_tokens=BATCH_TOKENS,
                 # While a long prompt is read in parts all others wait, with content that a forward does not read.
                 scheduler_type="prefill_first",
-                auto_switch_to_flash=False,
                 use_async_batching=False,
                 q_padding_interval_size=Q_PADDING,
                 kv_padding_interval_size=KV_PADDING,
@@ -59,6 +57,9 @@ class ContinuousSession(EngineSession):
         self._cache = self._processor.cache
         self._prompts: dict[str, Sequence[int]] = {}
         self._answers: dict[str, Sequence[int]] = {}
+
+    def _engine_options(self, model: ModelName) -> dict[str, Any]:
+        return {"page_size": PAGE_TOKENS, "num_blocks": POOL_TOKENS // PAGE_TOKENS, "auto_switch_to_flash": False}
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
         """One flat tensor, which all layers share."""
@@ -110,24 +111,23 @@ class ContinuousSession(EngineSession):
         self._cache.evict_cached_blocks()
 
     def preempt(self, request: str) -> None:
-        """The engine's own preemption, as if it had no block left for ``request``."""
-        scheduler, fits = self._processor.scheduler, self._cache.count_storable_requests
-        scheduler.starved_requests = [(scheduler.active_requests[request], 1)]
-        self._cache.count_storable_requests = lambda needed: -1
-        try:
-            self._processor.offloading_manager.offload_requests()
-        finally:
-            self._cache.count_storable_requests = fits
+        """The engine's own preemption, as if ``request`` needed more than there is."""
+        scheduler = self._processor.scheduler
+        scheduler.starved_requests = [(scheduler.active_requests[request], 100 * POOL_TOKENS)]
+        self._processor.offloading_manager.offload_requests()
 
     def fork(self, request: str, child: str) -> None:
         """What the engine does for ``num_return_sequences``: full blocks are shared, the last one is copied."""
         state = self._processor.scheduler.active_requests[request]
+        self._fork_blocks(state, child)
+        self._processor.scheduler.active_requests[child] = state.fork(child)
+        self._prompts[child], self._answers[child] = self._prompts[request], self._answers[request]
+
+    def _fork_blocks(self, state: Any, child: str) -> None:
         copies: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._cache.cache_allocators}
         if self._cache.prepare_fork_request(state, [child], copies) != [child]:
-            raise RuntimeError(f"no room to fork {request}")
-        self._processor.scheduler.active_requests[child] = state.fork(child)
+            raise RuntimeError(f"no room to fork {state.request_id}")
         self._cache.perform_cache_copy(copies)
-        self._prompts[child], self._answers[child] = self._prompts[request], self._answers[request]
 
     def misplace_write(self, request: str) -> None:
         """The bug of a wrong write index: the last new token goes to the slot of the request's first one."""
@@ -138,11 +138,15 @@ class ContinuousSession(EngineSession):
             prepare(*args, **kwargs)
             names = [scheduled.state.request_id for scheduled in outputs.requests_in_batch]
             end = outputs.cumulative_seqlens_q[names.index(request) + 1]
-            for allocator in self._cache.cache_allocators.values():
-                first = allocator.block_table[request][0] * allocator.block_physical_stride
-                outputs.write_index_storage[allocator.index, end - 1] = first
+            for group, first in enumerate(self._first_slots(request)):
+                outputs.write_index_storage[group, end - 1] = first
 
         outputs.prepare_batch_tensors = wrong
+
+    def _first_slots(self, request: str) -> list[int]:
+        """As the engine numbers them in its lists, of each attention type."""
+        allocators = self._cache.cache_allocators.values()
+        return [a.block_table[request][0] * a.block_physical_stride for a in allocators]
 
     def release_running(self, request: str) -> None:
         """The bug of a free too many: the last block of a running request goes back to the pool."""
@@ -169,31 +173,3 @@ class ContinuousSession(EngineSession):
         """By allocator, the blocks that the ledger keeps of a finished request."""
         tokens = [*self._prompts[request], *self._answers[request]]
         return [(a, a.match_prefix_blocks(tokens)) for a in self._cache.cache_allocators.values()]
-
-
-class ContinuousConformance(PluginConformance):
-    """Continuous batching of a model with full attention; ``canary check-plugin transformers`` runs it."""
-
-    plugin = plugin
-    layers, halves = LAYERS, HALVES
-    abilities = frozenset(
-        {
-            "slot_mapping",
-            "lifetime",
-            "padding",
-            "prefix_cache",
-            "park",
-            "evict",
-            "preempt",
-            "fork",
-            "raise",
-            "uninstall",
-        }
-    )
-    vocabulary, longest_prompt = VOCABULARY, LONGEST_PROMPT
-    engine_package = "transformers"
-    model: ModelName = "llama"
-
-    def session(self) -> EngineSession:
-        """A fresh manager with an empty cache."""
-        return ContinuousSession(self.model)
