@@ -140,14 +140,6 @@ class Engine:
         self.requests.append(next(r for r in self.scheduler.waiting_queue if r.rid == name))
         return self.requests[-1]
 
-    def close(self) -> None:
-        """Takes down what SGLang has once in a process, so that another engine can be made."""
-        from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
-
-        destroy_model_parallel()
-        destroy_distributed_environment()
-        plugins.hook_manager().unregister(self.told)
-
     def abort(self, name: str) -> None:
         """As a client aborts a request."""
         from sglang.srt.managers.io_struct import AbortReq
@@ -175,6 +167,19 @@ class Engine:
             s.on_idle()
         s.last_batch = batch
         return bool(batch)
+
+
+def take_down() -> None:
+    """Takes down what SGLang has once in a process, so that another engine can be made in it."""
+    from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
+    from sglang.srt.runtime_context import reset_context
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    reset_context()
+    told = [p for p in plugins.hook_manager().get_plugins() if isinstance(p, inspection.Findings)]
+    for findings in told:
+        plugins.hook_manager().unregister(findings)
 
 
 def _publish(args: Any) -> None:

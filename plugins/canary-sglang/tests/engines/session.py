@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from canary_core.testing import EngineSession
-from engines.driver import Engine
+from engines.driver import Engine, take_down
 
 TURNS = 4
 """A scheduler that has requests runs some of them in one of so many turns; in others it clears up behind those that
@@ -21,7 +21,12 @@ class SGLangSession(EngineSession):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._engine = Engine(Path(self._folder.name), dict(options))
+        try:
+            self._engine = Engine(Path(self._folder.name), dict(options))
+        except BaseException:
+            # Else the next one would fail for another reason.
+            take_down()
+            raise
         self._requests: dict[str, Any] = {}
         self._rows: dict[str, Tensor] = {}
         # Everything that happens to an engine happens in its loop.
@@ -75,7 +80,7 @@ class SGLangSession(EngineSession):
     def close(self) -> None:
         """Ends the engine."""
         self._loop.__exit__(None, None, None)
-        self._engine.close()
+        take_down()
         self._folder.cleanup()
 
     def misplace_write(self, request: str) -> None:
@@ -130,6 +135,13 @@ class SGLangSession(EngineSession):
             return sorted(range(len(requests)), key=lambda i: requests[i].rid == request)
 
         batch.check_decode_mem, batch._get_decode_retraction_order = full_at_first, order
+        before = self._retractions(request)
+        self.step()
+        if self._retractions(request) == before:
+            raise RuntimeError(f"SGLang has not retracted {request}")
+
+    def _retractions(self, request: str) -> int:
+        return int(self._requests[request].retraction_count)
 
     @property
     def _page(self) -> int:

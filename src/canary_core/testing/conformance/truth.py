@@ -27,12 +27,6 @@ def require_truth(stage: Stage, reuses: bool) -> None:
                 )
         known += sum(token >= 0 for token in row.expected[row.prefix : end])
         computed[name].update(range(row.prefix, end))
-    if not known:
-        raise Nonconforming(
-            "BatchAdapter",
-            "expected_tokens is None or unknown for every new token: without the requests' own tokens a token that the "
-            "batch got wrong is not found",
-        )
     for name, positions in computed.items():
         # Nothing computes the KV of the last token.
         last = len(own[name]) - 1
@@ -44,6 +38,12 @@ def require_truth(stage: Stage, reuses: bool) -> None:
                 f"no view told that positions {_ranges(missing)} of {name} are computed: is the view None for some "
                 "forwards, or are new_lens too short?",
             )
+    if not known:
+        raise Nonconforming(
+            "BatchAdapter",
+            "expected_tokens is None or unknown for every new token: without the requests' own tokens a token that the "
+            "batch got wrong is not found",
+        )
 
 
 def _name(row: Row, own: dict[str, tuple[int, ...]]) -> str:
