@@ -1,15 +1,8 @@
-"""The plugin ``toy``: what ``CANARY_PLUGINS=toy`` turns on.
-
-An engine that is a distribution of its own is imported inside functions only, and named here::
-
-    @hookimpl
-    def canary_engine() -> EngineInfo:
-        return EngineInfo.of("the-engine", ">=1.2,<1.5")
-"""
+"""The plugin ``toy``: what ``CANARY_PLUGINS=toy`` turns on."""
 
 from typing import TYPE_CHECKING
 
-from canary_core import CanaryConfig, hookimpl
+from canary_core import CanaryConfig, EngineInfo, hookimpl
 from canary_toy.hooks import ToyHooks
 
 if TYPE_CHECKING:
@@ -19,6 +12,12 @@ CANARY_PROTOCOL = 1
 """The version of Canary's hooks that this plugin was written for."""
 
 HOOKS = ToyHooks()
+
+
+@hookimpl
+def canary_engine() -> EngineInfo:
+    """The releases that this plugin was tested with. The toy engine is part of this very distribution; name yours."""
+    return EngineInfo.of("canary-toy", ">=0.1,<0.2")
 
 
 @hookimpl
