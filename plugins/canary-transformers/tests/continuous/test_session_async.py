@@ -6,11 +6,11 @@ before batch N is known, tokens are carried over on the device, and buffers take
 """
 
 import importlib
-from typing import Any
 
 import pytest
 import torch
 from tiny.batching import AtStep, Traffic, serve
+from tiny.instant import run_asynchronous_batches_on_cpu
 from tiny.models import batching
 
 from canary_core import hookimpl
@@ -18,29 +18,10 @@ from canary_core import hookimpl
 MODULES = "transformers.generation.continuous_batching"
 
 
-class Instant:
-    """A stream or event on which everything has happened."""
-
-    def record_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
 @pytest.fixture
 def engine_on_cpu(monkeypatch):
     """Makes asynchronous batching run without a GPU."""
-    outputs = importlib.import_module(f"{MODULES}.input_outputs")
-    if not hasattr(outputs, "create_device_stream"):
-        pytest.skip("this release makes CUDA streams by name")
-    monkeypatch.setattr(outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
-    monkeypatch.setattr(torch.cpu, "is_available", lambda: True, raising=False)
-    monkeypatch.setattr(outputs, "create_device_stream", lambda device: Instant())
-    monkeypatch.setattr(torch, "Event", lambda *args, **kwargs: Instant())
+    run_asynchronous_batches_on_cpu(monkeypatch)
 
 
 @pytest.fixture

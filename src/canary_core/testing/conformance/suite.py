@@ -79,8 +79,8 @@ class PluginConformance:
     longest_prompt: int = 40
     """Tokens of the longest prompt: enough for several pages."""
     faults: Sequence[str] = tuple(FAULTS)
-    """Names of the faults that are injected (see `FaultSpec`): all, unless the engine hides one by what it does, and
-    the plugin's documentation says so."""
+    """Names of the faults that are injected (see `FaultSpec`): all, unless the engine hides one and the plugin's
+    documentation says so."""
     engine_package: str = ""
     """Name of the engine's package, whose functions `canary_uninstall` must restore."""
 

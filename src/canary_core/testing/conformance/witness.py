@@ -1,7 +1,7 @@
 """`Witness`: a plugin that keeps what the views of an adapter say."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from canary_core.batch import BatchView
 from canary_core.canary import Canary
@@ -40,6 +40,8 @@ class Witness:
     """Forwards of which what they wrote is recorded."""
     error: Exception | None = None
     """What ``before`` or ``after`` raised first; they are called no more."""
+    open_rows: dict[int, range] = field(default_factory=dict)
+    """By id of a Canary: which of ``rows`` its last checked forward has."""
 
     @hookimpl
     def canary_attached(self, canary: Canary) -> None:
@@ -56,6 +58,7 @@ class Witness:
         lengths = zip(
             batch.prefix_lens.tolist(), batch.new_lens.tolist(), batch.writers.tolist(), expected, strict=True
         )
+        begin = len(self.rows)
         first = 0
         for prefix, new, writer, own in lengths:
             if new > 0:
@@ -64,12 +67,20 @@ class Witness:
                 )
                 self.rows.append(row)
                 first += new
+        self.open_rows[id(canary)] = range(begin, len(self.rows))
         self._call(self.before, canary, batch)
 
     @hookimpl(tryfirst=True)
     def canary_post_forward(self, canary: Canary, batch: BatchView) -> None:
-        """Counts it."""
+        """Counts it. The tokens are those that the forward has used: it may have filled them in itself, from what an
+        earlier one left on the device."""
         self.stored += 1
+        tokens: list[int] = batch.token_ids.tolist()
+        first = 0
+        for place in self.open_rows.pop(id(canary), range(0)):
+            end = first + len(self.rows[place].tokens)
+            self.rows[place] = replace(self.rows[place], tokens=tuple(tokens[first:end]))
+            first = end
         self._call(self.after, canary, batch)
 
     def _call(self, watch: Watch | None, canary: Canary, batch: BatchView) -> None:

@@ -31,9 +31,10 @@ class ContinuousSession(EngineSession):
 
     Everything that is done here is done by the engine's own functions, and everything that is looked up is in its own
     tables. Batches are padded as for CUDA graphs and torch.compile, which the engine itself does on a GPU only.
+    ``asynchronous``: a batch is prepared while the one before it runs.
     """
 
-    def __init__(self, model: ModelName = "llama") -> None:
+    def __init__(self, model: ModelName = "llama", asynchronous: bool = False) -> None:
         # It tells about missing extras and, where a fault makes NaNs, about those.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         self._model = tiny_model(model, 0, Sizes(VOCABULARY, POSITIONS, WINDOW_TOKENS, LAYERS))
@@ -46,7 +47,7 @@ class ContinuousSession(EngineSession):
                 max_batch_tokens=BATCH_TOKENS,
                 # While a long prompt is read in parts all others wait, with content that a forward does not read.
                 scheduler_type="prefill_first",
-                use_async_batching=False,
+                use_async_batching=asynchronous,
                 q_padding_interval_size=Q_PADDING,
                 kv_padding_interval_size=KV_PADDING,
             ),
@@ -55,6 +56,8 @@ class ContinuousSession(EngineSession):
         self._manager.batch_processor = self._processor
         self._processor.model_runner.pad_inputs = True
         self._cache = self._processor.cache
+        self._behind = asynchronous
+        """Whether the first batch is still to come, which is updated only after the second one."""
         self._prompts: dict[str, Sequence[int]] = {}
         self._answers: dict[str, Sequence[int]] = {}
 
@@ -76,7 +79,9 @@ class ContinuousSession(EngineSession):
             if not self._processor.prepare_next_batch():
                 return False
             self._manager._generation_step()
-            self._processor.update_batch()
+            if not self._behind:
+                self._processor.update_batch()
+            self._behind = False
         while (output := self._manager.get_result(timeout=0)) is not None:
             self._answers[output.request_id] = tuple(output.generated_tokens)
         return True
