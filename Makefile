@@ -28,7 +28,7 @@ demo: $(STAMP)
 
 # One torch thread a worker: two workers fill two cores, and more threads than cores only wait for each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests examples/*/tests)
 
 # Each engine that the tests share is a group, so that it starts once; they are in an order that ends with small ones.
 # PYTEST_FLAGS="-m 'not gpu and not beyond_ci'" is what CI runs of it.

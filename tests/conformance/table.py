@@ -6,7 +6,10 @@ PYTHONPATH=tests:examples/canary-toy/src python -m conformance.table > docs/plug
 import sys
 
 import pytest
+from canary_toy import plugin
+from canary_toy.hooks import ToyHooks
 from canary_toy.session import ToyConformance
+from canary_toy.toy_engine import Engine
 from conformance.mutations import MUTATIONS, Mutation
 
 from canary_core.testing import Outcome, run_suite
@@ -26,7 +29,10 @@ wrong. CI holds every row. Written by `PYTHONPATH=tests:examples/canary-toy/src 
 
 
 def first_failure(mutation: Mutation, patch: pytest.MonkeyPatch) -> Outcome | None:
-    """What the suite says first of the toy engine's plugin with this bug; None if it passes."""
+    """What the suite says first of the toy engine's plugin with this bug; None if it passes. Undoing ``patch`` takes
+    back what a wrong plugin leaves behind, too."""
+    patch.setattr(Engine, "__init__", Engine.__init__)
+    patch.setattr(plugin, "HOOKS", ToyHooks())
     mutation.apply(patch)
     return next((outcome for outcome in run_suite(ToyConformance) if outcome.result == "failed"), None)
 
