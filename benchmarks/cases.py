@@ -8,6 +8,8 @@ STEP = ("check", "read_check", "fingerprint", "record", "scrub")
 """Ops in the order of a step."""
 EVENTS = ("free", "alloc")
 """Ops of the allocator's events: on the slots that a batch reads."""
+CACHE_EVENTS = ("park", "share", "park", "evict", "alloc")
+"""Ops of the prefix cache's events, in an order that is clean on slots in use, and leaves them so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,10 @@ CASES: dict[str, Case] = {
         Case(
             "lifetime/8192", "the allocator gets 8192 slots back and hands them out again: two events", EVENTS,
             Shape(2, 4096, sets=16),
+        ),
+        Case(
+            "lifetime/cached-8192", "the prefix cache keeps 8192 slots, shares, keeps and evicts them: five events",
+            CACHE_EVENTS, Shape(2, 4096, sets=16),
         ),
         Case(
             "baseline/llama", "baseline: fingerprint a pool of 32 layers × K+V × 2048 B at attach", ("baseline",),

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.cases import EVENTS, Case
+from benchmarks.cases import CACHE_EVENTS, EVENTS, Case
 from benchmarks.layouts import LAYOUTS
 from canary_core import BatchView, CanaryConfig, Region, SlotTable
 from canary_core.ops.backends import Backend, torch_backend
@@ -39,7 +39,7 @@ class Forward:
 
     def on(self, state: RegionState, backend: Backend, op: str) -> None:
         """The same on another state, e.g. a copy."""
-        if op in EVENTS:
+        if op in (*EVENTS, *CACHE_EVENTS):
             getattr(backend, op)(state, self.read_slots, self.rows.start)
         elif op == "verify":
             backend.verify(state, self.read_slots)
@@ -156,8 +156,7 @@ class Setting:
                 "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES),
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),
-                "free": reads * (8 + 2 * SECTOR_BYTES),
-                "alloc": reads * (8 + 2 * SECTOR_BYTES),
+                **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES)),
                 "baseline": state.region.slots * (prints + state.sources.slot_bytes),
             }[op]
         )

@@ -54,7 +54,7 @@ def test_plugins_show_engine_and_version(distribution):
         "@hookimpl\ndef canary_engine():\n    return EngineInfo.of('toy-engine', '>=2')\n"
     )
     distribution("toy-engine", {}, version="1.9")
-    distribution("canary-toy", {"canary_toy": source}, {"toy": "canary_toy"})
+    distribution("canary-toy", {"canary_sample": source}, {"toy": "canary_sample"})
     (toy,) = (p for p in json.loads(run("plugins", "--json").output) if p["name"] == "toy")
     assert toy["engine"] == {
         "name": "toy-engine", "version": "1.9", "supported_range": ">=2", "supported": False, "status": "too_old",
@@ -84,7 +84,7 @@ def test_plugins_show_what_becomes_of_the_engine(version, status, environment, s
     )
     if version:
         distribution("toy-engine", {}, version=version)
-    distribution("canary-toy", {"canary_toy": source}, {"toy": "canary_toy"})
+    distribution("canary-toy", {"canary_sample": source}, {"toy": "canary_sample"})
     (toy,) = (p for p in json.loads(run("plugins", "--json").output) if p["name"] == "toy")
     reason = "it frees blocks twice" if status == "known_bad" else ""
     assert (toy["engine"]["status"], toy["engine"]["reason"], toy["protocol"]) == (status, reason, 1)
@@ -116,7 +116,9 @@ def test_plugins_fit_80_columns(distribution):
         "@hookimpl\ndef canary_uninstall(): ...\n"
     )
     distribution("toy-engine", {}, version="2.10.4")
-    distribution("canary-toy-transformers", {"canary_toy": source}, {"toytransformers": "canary_toy"}, version="0.10.0")
+    distribution(
+        "canary-toy-transformers", {"canary_sample": source}, {"toytransformers": "canary_sample"}, version="0.10.0"
+    )
     distribution("canary-gone", {"canary_gone": source.replace("toy-engine", "absent-engine")}, {"gone": "canary_gone"})
     distribution("canary-odd", {"canary_odd": "raise ValueError('no such thing ' * 40)"}, {"odd": "canary_odd"})
     table = run("plugins", COLUMNS="80").output
@@ -269,11 +271,11 @@ def canary_uninstall():
 
 def run_toy(tmp_path: Path, *arguments: str, plugin: str = GUARDED, **environment: str):
     """``canary run`` in a process of its own, beside a distribution with the plugin ``toy``."""
-    info = tmp_path / "canary_toy-1.dist-info"
+    info = tmp_path / "canary_sample-1.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: canary-toy\nVersion: 1\n")
-    info.joinpath("entry_points.txt").write_text("[canary]\ntoy = canary_toy\n")
-    tmp_path.joinpath("canary_toy.py").write_text(plugin.replace("FINDING", "pass"))
+    info.joinpath("entry_points.txt").write_text("[canary]\ntoy = canary_sample\n")
+    tmp_path.joinpath("canary_sample.py").write_text(plugin.replace("FINDING", "pass"))
     tmp_path.joinpath("beside.py").write_text("word = 'beside'\n")
     tmp_path.joinpath("serve.py").write_text(
         "import sys, beside\n"

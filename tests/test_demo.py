@@ -207,5 +207,5 @@ def test_settings_of_the_environment_do_not_reach_the_demo(monkeypatch):
     monkeypatch.setenv("CANARY_MODE", "raise")
     monkeypatch.setenv("CANARY_FAULTS", "lost_write")
     monkeypatch.setenv("CANARY_BYTES", "off")
-    config: CanaryConfig = demo._config()
+    config: CanaryConfig = demo.default_config()
     assert (config.mode, config.faults, config.bytes) == ("log", "", "all")

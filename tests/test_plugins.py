@@ -92,7 +92,7 @@ def config(*names: str, **knobs: object) -> CanaryConfig:
 def toy(distribution):
     """A working plugin ``toy`` for an engine that is installed in a supported version."""
     distribution("toy-engine", {}, version="2.4")
-    distribution("canary-toy", {"canary_toy": WORKING}, {"toy": "canary_toy"}, version="0.3")
+    distribution("canary-toy", {"canary_sample": WORKING}, {"toy": "canary_sample"}, version="0.3")
 
 
 def test_only_allowed_plugins_are_loaded(toy, distribution):
@@ -154,7 +154,7 @@ def test_one_broken_plugin_does_not_stop_the_others(source, expected, toy, distr
 
 def test_two_distributions_with_one_plugin_name(toy, distribution):
     """Where two distributions declare the same plugin name, neither is guessed: the error names both."""
-    distribution("canary-toy-fork", {"canary_toy_fork": WORKING}, {"toy": "canary_toy_fork"})
+    distribution("canary-toy-fork", {"canary_sample_fork": WORKING}, {"toy": "canary_sample_fork"})
     (plugin,) = Plugins().load(config("toy"))
     assert "canary-toy, canary-toy-fork" in plugin.error
 
@@ -203,7 +203,7 @@ def test_unsupported_engine_is_refused(version, got, distribution, logs):
     """An engine that is out of range or missing is never hooked; record and event say version and range."""
     if version:
         distribution("toy-engine", {}, version=version)
-    distribution("canary-toy", {"canary_toy": WORKING}, {"toy": "canary_toy"})
+    distribution("canary-toy", {"canary_sample": WORKING}, {"toy": "canary_sample"})
     found = Plugins()
     (before,) = found.load(config("toy"))
     (after,) = found.install(config("toy"))
@@ -220,7 +220,7 @@ def hooking(distribution):
 
     def make(version, engine=ENGINE, plugin=HOOKING):
         distribution("toy-engine", {"toy_engine": engine}, version=version)
-        distribution("canary-toy", {"canary_toy": plugin}, {"toy": "canary_toy"})
+        distribution("canary-toy", {"canary_sample": plugin}, {"toy": "canary_sample"})
 
     return make
 

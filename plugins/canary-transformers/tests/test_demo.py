@@ -15,7 +15,7 @@ ENGINE = TransformersDemo()
 @pytest.fixture(autouse=True)
 def quiet():
     """As in the command: findings are expected, and not logged."""
-    with demo._unheard():
+    with demo.unheard():
         yield
 
 
@@ -53,6 +53,6 @@ def test_a_job_repeats_itself():
 
     first, second = Batches(), Batches()
     for batches in (first, second):
-        ENGINE.serve(Job("llama", 1, Traffic.of(12, 1), demo._config(), (batches,)))
+        ENGINE.serve(Job("llama", 1, Traffic.of(12, 1), demo.default_config(), (batches,)))
     assert len(first.seen) > 10
     assert first.seen == second.seen

@@ -200,8 +200,6 @@ class RunningAudit:
         if self._left:
             fields: dict[str, object] = {"reason": reason, "forwards": len(self.results)}
             self._switch.tell(Event("audit_skipped", "warning", fields))
-            if self._switch.on_probation:
-                self._problems = (f"it could not be done: {reason}",)
         self.abandon()
         self._stop()
 

@@ -76,7 +76,10 @@ class Findings:
             reason = "forwards run but no check does; were they captured without Canary?"
             self._switch.tell(Event("silence", "error", {"reason": reason}))
         self.counters = snapshot.counters
-        self.memory.read(snapshot.tallies)
+        if snapshot.tallies is not None:
+            self.memory.read(snapshot.tallies)
+            # From then on a read costs what it did before there were tallies.
+            self._read_back.proving = not self.memory.settled
         self.take([self.decode(row) for row in snapshot.rows])
         self.settle()
         if snapshot.dropped:

@@ -13,12 +13,12 @@ from canary_core.runtime.host_copy import HostCopy
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """One host read: all counters, the new violation rows in order, how many rows were dropped since the last, and the
-    tallies of the first forwards."""
+    tallies of the first forwards, None where they were not read."""
 
     counters: list[int]
     rows: list[list[int]]
     dropped: int
-    tallies: list[list[int]]
+    tallies: list[list[int]] | None
 
 
 class ReadBack:
@@ -27,10 +27,13 @@ class ReadBack:
 
     def __init__(self, shared: Shared, tallies: Tensor | None = None) -> None:
         self._shared = shared
-        # See `MemoryProof`; none where nobody looks.
-        self._tallies = shared.counters.new_zeros(0, 0) if tallies is None else tallies
-        # On a CPU both are read where they are.
-        self._counters, self._ring = HostCopy(shared.counters, self._tallies), HostCopy(shared.ring)
+        # On a CPU they are read where they are.
+        self._counters, self._ring = HostCopy(shared.counters), HostCopy(shared.ring)
+        self._tallies = tallies
+        self._proof = None if tallies is None else HostCopy(tallies)
+        self.proving = tallies is not None
+        """Whether the tallies of the first forwards (see `MemoryProof`) are read as well."""
+        self._with_tallies = False
         self._in_flight = False
         self._with_ring = False
         self._seen = 0
@@ -41,7 +44,7 @@ class ReadBack:
             return self.collect_now()
         snapshot = None
         if self._in_flight:
-            if not (self._counters.arrived() and self._ring.arrived()):
+            if not (self._counters.arrived() and self._ring.arrived() and self._proof_arrived()):
                 return None
             snapshot = self._open()
         self._start()
@@ -53,19 +56,26 @@ class ReadBack:
         self._start()
         self._counters.wait()
         self._ring.wait()
+        if self._proof is not None:
+            self._proof.wait()
         return self._open()
 
     def _start(self) -> None:
-        self._counters.start(self._shared.counters, self._tallies)
+        self._counters.start(self._shared.counters)
+        self._with_tallies = self.proving
+        if self._with_tallies and self._proof is not None and self._tallies is not None:
+            self._proof.start(self._tallies)
         if self._with_ring:
             self._ring.start(self._shared.ring)
         self._in_flight = True
 
     def _open(self) -> Snapshot:
         self._in_flight = False
-        (host_counters, host_tallies), (host_ring,) = self._counters.tensors, self._ring.tensors
+        (host_counters,), (host_ring,) = self._counters.tensors, self._ring.tensors
         counters: list[int] = host_counters.tolist()
-        tallies: list[list[int]] = host_tallies.tolist()
+        tallies: list[list[int]] | None = None
+        if self._with_tallies and self._proof is not None:
+            tallies = self._proof.tensors[0].tolist()
         total = counters[Counter.ROWS]
         if total == self._seen or not self._with_ring:
             self._with_ring = total > self._seen
@@ -80,3 +90,6 @@ class ReadBack:
         # In stream order after the copy, so rows that come in between find their place still taken, not overwritten.
         self._shared.counters[Counter.DRAINED].fill_(total)
         return Snapshot(counters, rows, dropped, tallies)
+
+    def _proof_arrived(self) -> bool:
+        return self._proof is None or self._proof.arrived()

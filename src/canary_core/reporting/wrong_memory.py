@@ -14,6 +14,9 @@ FIRST_TOLD = 8
 MOST_HELD = 4096
 """Findings that wait until that is decided; more are told at once."""
 
+MOST_READS = 1024
+"""Reads of the tallies, after which they count as settled where no forward was looked at: all are in CUDA graphs."""
+
 Doubt = tuple[str, str | None]
 """What may be the wrong memory: a region's source, or, with None, the region's slots."""
 
@@ -38,11 +41,16 @@ class WrongMemory:
         self._wrong: set[Doubt] = set()
         self._held: list[Violation] = []
         self._over: dict[str, bool] = {}
+        self._reads = 0
+        self.settled = False
+        """Whether nothing more is to be read: the first forwards of all regions are over."""
         self.withheld: dict[Kind, int] = {}
         """How many findings were not told, by kind."""
 
     def read(self, tallies: Sequence[Sequence[int]]) -> None:
         """Takes what a read brought, before its findings."""
+        self._reads += 1
+        self.settled = all(self._over.get(region, False) for region in self._proof.rows) or self._reads >= MOST_READS
         for region, rows in self._proof.rows.items():
             own = tallies[rows]
             # The copy that is read now was begun at the read before, or later.
@@ -76,6 +84,8 @@ class WrongMemory:
     def decide(self, at_last: bool = False) -> tuple[list[Event], list[Violation]]:
         """After the findings of a read: the events to tell, and the findings that waited and are told now. ``at_last``:
         none waits any longer."""
+        if not self._held and (self.settled and Proof.WRONG not in self._proofs.values()):
+            return [], []
         new = {d for d, p in self._proofs.items() if p is Proof.WRONG and d not in self._wrong}
         doubted = {region for region, _ in new if any(self._seen.get(d) for d in new if d[0] == region)}
         new = {doubt for doubt in new if doubt[0] in doubted}

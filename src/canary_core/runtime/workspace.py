@@ -78,8 +78,7 @@ class Switch:
         self.enabled = config.mode != "off"
         self.raises = config.mode == "raise"
         """Whether exceptions and findings reach the engine."""
-        self.on_probation = config.untested_engine
-        """Whether the engine is newer than its plugin was tested with: it is guarded if its audit passes."""
+        self._on_probation = config.untested_engine
         self._about = {n: v for n, v in (("model", config.model), ("rank", config.rank)) if v}
         self.hooks = hooks
         self._workspace = workspace
@@ -117,7 +116,7 @@ class Switch:
         found = "; ".join(problems)
         if self.raises:
             raise AttachError(f"the audit of the first forwards failed: {found}")
-        if self.on_probation:
+        if self._on_probation:
             error = (
                 f"the engine is newer than its plugin was tested with, and the audit of the first forwards failed: "
                 f"{found}; install a tested release of the engine, or a release of the plugin that supports this one"
