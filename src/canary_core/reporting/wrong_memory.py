@@ -39,6 +39,8 @@ class WrongMemory:
         self._seen: dict[Doubt, int] = {}
         self._told: dict[str, int] = {}
         self._wrong: set[Doubt] = set()
+        # Wrong, but nothing was found there so far.
+        self._untold: set[Doubt] = set()
         self._held: list[Violation] = []
         self._over: dict[str, bool] = {}
         self._reads = 0
@@ -61,6 +63,8 @@ class WrongMemory:
                 self._tallies[doubt] = row
                 if self._proofs.get(doubt, Proof.NONE) < Proof.RIGHT:
                     self._proofs[doubt] = proof
+                    if proof is Proof.WRONG:
+                        self._untold.add(doubt)
 
     def takes(self, violation: Violation) -> bool:
         """Whether ``violation`` is not to be told now: it waits, or is counted only. Never in raise mode."""
@@ -84,11 +88,11 @@ class WrongMemory:
     def decide(self, at_last: bool = False) -> tuple[list[Event], list[Violation]]:
         """After the findings of a read: the events to tell, and the findings that waited and are told now. ``at_last``:
         none waits any longer."""
-        if not self._held and (self.settled and Proof.WRONG not in self._proofs.values()):
+        if not self._held and not self._untold:
             return [], []
-        new = {d for d, p in self._proofs.items() if p is Proof.WRONG and d not in self._wrong}
-        doubted = {region for region, _ in new if any(self._seen.get(d) for d in new if d[0] == region)}
-        new = {doubt for doubt in new if doubt[0] in doubted}
+        doubted = {region for region, source in self._untold if self._seen.get((region, source))}
+        new = {doubt for doubt in self._untold if doubt[0] in doubted}
+        self._untold -= new
         self._wrong |= new
         held, self._held = self._held, []
         tell = []
