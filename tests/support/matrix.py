@@ -3,6 +3,7 @@
 Each engine's suite runs where that engine is installed; then the page is made of what they said::
 
     python -m support.matrix run "toy engine" canary_toy.session:ToyConformance > toy.json
+    python -m engines.conformance_results "SGLang 0.5.21 (MHA)" sglang.json  # of canary-sglang's tests
     python -m support.matrix page toy.json transformers.json sglang.json > docs/support-matrix.md
 """
 
