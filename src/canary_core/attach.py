@@ -8,6 +8,7 @@ import pluggy
 
 from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage
+from canary_core.errors import AttachError
 from canary_core.events import Event
 from canary_core.plugins import emit
 from canary_core.region import Uncovered
@@ -27,7 +28,10 @@ def attach(
     except Exception as error:
         if config.mode == "raise":
             raise
-        emit(Event("disabled", "error", {"where": where, "error": str(error)}), hooks)
+        fields: dict[str, object] = {"where": where, "error": str(error)}
+        if isinstance(error, AttachError):
+            fields["reason"] = f"the adapter described what can't be: {error}"
+        emit(Event("disabled", "error", fields), hooks)
         return None
 
 

@@ -162,7 +162,7 @@ def test_an_unknown_null_block_is_asked_for():
     )
     assert the_problem(one) == (
         "slot 0 (page 0) of region 'full' was written and no request writes there: is it the null slot? "
-        "Say Region(null_slot=0)"
+        "Say Region(null_slot=0), or null_slots=4 from 0 on if all of the page is padding"
     )
     page = audited(
         engine, engine.region(0), engine.view(), lambda: engine.forward(torch.cat((engine.slots(), torch.arange(4))))

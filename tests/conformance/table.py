@@ -6,8 +6,7 @@ PYTHONPATH=tests:examples/canary-toy/src python -m conformance.table > docs/plug
 import sys
 
 import pytest
-from canary_toy import plugin
-from canary_toy.hooks import ToyHooks
+from canary_toy import hooks
 from canary_toy.session import ToyConformance
 from canary_toy.toy_engine import Engine
 from conformance.mutations import MUTATIONS, Mutation
@@ -32,7 +31,7 @@ def first_failure(mutation: Mutation, patch: pytest.MonkeyPatch) -> Outcome | No
     """What the suite says first of the toy engine's plugin with this bug; None if it passes. Undoing ``patch`` takes
     back what a wrong plugin leaves behind, too."""
     patch.setattr(Engine, "__init__", Engine.__init__)
-    patch.setattr(plugin, "HOOKS", ToyHooks())
+    patch.setattr(hooks, "HOOKS", hooks.ToyHooks())
     mutation.apply(patch)
     return next((outcome for outcome in run_suite(ToyConformance) if outcome.result == "failed"), None)
 

@@ -4,7 +4,7 @@ import unittest
 from collections.abc import Mapping, Sequence
 
 import pytest
-from canary_toy import plugin
+from canary_toy import hooks
 from canary_toy.session import ToyConformance, ToySession
 from torch import Tensor
 
@@ -98,6 +98,6 @@ def test_nothing_of_the_suite_stays_behind() -> None:
     before = set(hook_manager().get_plugins())
     assert all(outcome.result == "passed" for outcome in run_suite(ToyConformance, ["test_a_canary_guards_the_pool"]))
     assert set(hook_manager().get_plugins()) == before
-    assert not plugin.HOOKS.guards
+    assert not hooks.HOOKS.guards
     engine = ToySession().engine
     assert "forward" not in vars(engine.runner)

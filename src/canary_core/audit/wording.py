@@ -179,7 +179,12 @@ def _unnamed(write: Writes, found: Sequence[tuple[KVSource, Tensor]]) -> Problem
         return Problem(
             "PoolAdapter",
             f"{thing} (page {pages[0]}) of region {region.name!r} {verb} written and no request writes there: {it} the "
-            f"null {'block' if block else 'slot'}? Say Region({say})",
+            f"null {'block' if block else 'slot'}? Say Region({say})"
+            + (
+                ""
+                if block or page == 1
+                else f", or null_slots={page} from {pages[0] * page} on if all of the page is padding"
+            ),
         )
     total = sum(len(s) for _, s in found)
     about = (

@@ -1,9 +1,10 @@
-"""`unheard`: keeps what built-in reporting would log from the terminal."""
+"""What tests and demos of small engines run within: `unheard`, `one_thread`."""
 
 import contextlib
 from collections.abc import Iterator
 
 import structlog
+import torch
 
 
 @contextlib.contextmanager
@@ -19,3 +20,14 @@ def unheard() -> Iterator[None]:
 
 def _drop(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     raise structlog.DropEvent
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors of tiny engines gain nothing from threads of torch, which on a busy machine only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

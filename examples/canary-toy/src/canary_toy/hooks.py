@@ -91,3 +91,7 @@ class ToyHooks:
         self._patches.undo()
         while self.guards:
             self.guards.pop().close()
+
+
+HOOKS = ToyHooks()
+"""Those of this process."""

@@ -1,17 +1,14 @@
-"""The plugin ``toy``: what ``CANARY_PLUGINS=toy`` turns on."""
+"""The plugin ``toy``: what ``CANARY_PLUGINS=toy`` turns on. Importing it imports no engine."""
 
 from typing import TYPE_CHECKING
 
 from canary_core import CanaryConfig, EngineInfo, hookimpl
-from canary_toy.hooks import ToyHooks
 
 if TYPE_CHECKING:
     from canary_core.testing import PluginConformance
 
 CANARY_PROTOCOL = 1
 """The version of Canary's hooks that this plugin was written for."""
-
-HOOKS = ToyHooks()
 
 
 @hookimpl
@@ -23,12 +20,16 @@ def canary_engine() -> EngineInfo:
 @hookimpl
 def canary_install(config: CanaryConfig) -> None:
     """Guards every engine of this process that is made from now on."""
+    from canary_toy.hooks import HOOKS
+
     HOOKS.install(config)
 
 
 @hookimpl
 def canary_uninstall() -> None:
     """Ends what `canary_install` began."""
+    from canary_toy.hooks import HOOKS
+
     HOOKS.uninstall()
 
 

@@ -56,7 +56,9 @@ class Footprints:
                 vars(canary.slots).pop(name, None)
 
     def require_whole(self) -> None:
-        """Raises `Nonconforming` for what was not described."""
+        """Raises `Nonconforming` for what was not described, and where no forward was audited."""
+        if not self._forwards:
+            raise Nonconforming("hooks", f"no forward was checked, so none could be audited{self._stage.troubles()}")
         if self._problems:
             part, _ = self._problems[0]
             shown = "; ".join(problem for _, problem in self._problems[:SHOWN])

@@ -11,6 +11,7 @@ from typing import Literal
 from canary_core.testing.conformance.problems import Nonconforming
 from canary_core.testing.conformance.session import Ability
 from canary_core.testing.conformance.suite import PluginConformance
+from canary_core.testing.quiet import one_thread
 
 Result = Literal["passed", "failed", "undeclared"]
 
@@ -66,7 +67,8 @@ def run_suite(
 
 def _run(suite: type[PluginConformance], name: str) -> tuple[Result, str, str | None]:
     try:
-        getattr(suite(), name)()
+        with one_thread():
+            getattr(suite(), name)()
     except unittest.SkipTest as skipped:
         return "undeclared", str(skipped), None
     except Nonconforming as found:

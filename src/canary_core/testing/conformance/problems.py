@@ -41,12 +41,18 @@ _SUSPECTS: dict[Kind, tuple[Part, str]] = {
         "bytes change that no view said are written: strides, page_size, layers that share memory, or copies of the "
         "engine that are not told",
     ),
-    Kind.LOST_WRITE: ("PoolAdapter", "written slots did not change: the sources point elsewhere, or write_slots do"),
+    Kind.LOST_WRITE: (
+        "PoolAdapter",
+        "written slots did not change: the sources point elsewhere (slot dimension, page, copy), or write_slots do",
+    ),
     Kind.WRITE_INPUT: ("BatchAdapter", "token_ids or positions contradict expected_tokens"),
     Kind.WRITE_SLOT: ("BatchAdapter", "write_slots contradict the table"),
     Kind.TWO_WRITERS: ("BatchAdapter", "two tokens of a batch have one slot: write_slots, table or padded rows"),
     Kind.NON_FINITE: ("PoolAdapter", "written values are no finite numbers: dtype or strides of a source"),
-    Kind.DOUBLE_FREE: ("slot events", "free, park or evict is told twice of a slot, or free where park is meant"),
+    Kind.DOUBLE_FREE: (
+        "slot events",
+        "free, park or evict is told twice of a slot, free where park is meant, or share not at a prefix hit",
+    ),
     Kind.DOUBLE_ALLOC: ("slot events", "alloc is told of slots in use, or their free or evict is not told"),
     Kind.WRITE_AFTER_FREE: ("slot events", "alloc is not told, or free is told too early"),
     Kind.EVICTED_IN_USE: ("slot events", "evict is told of slots that were never parked: tell park before, or free"),

@@ -88,14 +88,25 @@ class Stage(Drive):
     @property
     def canaries(self) -> Sequence[Canary]:
         """Those that guard the engine's pools. Raises `Nonconforming` where there are none."""
-        if not self.witness.canaries:
-            told = ", ".join(f"{e.name} {e.fields.get('error', '')}".strip() for e in self.findings.events)
-            raise Nonconforming(
-                "hooks",
-                "no Canary was built: canary_install must hook the place where the engine makes its pool, and build "
-                f"one there; told were: {told or 'no events'}",
-            )
-        return self.witness.canaries
+        if self.witness.canaries:
+            return self.witness.canaries
+        reasons = [str(e.fields["reason"]) for e in self.findings.told("disabled") if "reason" in e.fields]
+        if reasons:
+            raise Nonconforming("PoolAdapter", f"no Canary could be built: {reasons[0]}")
+        raise Nonconforming(
+            "hooks",
+            "no Canary was built: canary_install must hook the place where the engine makes its pool, and build one "
+            f"there{self.troubles()}",
+        )
+
+    def troubles(self) -> str:
+        """What was told as an error, for the end of a sentence; empty if nothing was."""
+        errors = [
+            f"{e.name} {e.fields.get('reason') or e.fields.get('error')}"
+            for e in self.findings.events
+            if e.level == "error"
+        ]
+        return f"; told was: {'; '.join(errors[:2])}" if errors else ""
 
     @property
     def violations(self) -> list[Violation]:

@@ -7,7 +7,7 @@ import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from canary_core.errors import ViolationError
+from canary_core.errors import CanaryError, ViolationError
 from canary_core.faults.catalogue import FAULTS
 from canary_core.faults.injector import FaultInjector
 from canary_core.faults.spec import FaultSpec
@@ -20,7 +20,7 @@ from canary_core.testing.conformance.stage import MOST_STEPS, Ask, Drive, Stage,
 from canary_core.testing.conformance.truth import require_truth
 from canary_core.testing.conformance.witness import Witness
 from canary_core.testing.findings import Findings
-from canary_core.testing.quiet import unheard
+from canary_core.testing.quiet import one_thread, unheard
 from canary_core.testing.settings import strict_config
 from canary_core.violation import Violation
 
@@ -229,6 +229,7 @@ class PluginConformance:
             (ask,) = self._apart(1, new_tokens=12)
             stage.submit(ask)
             stage.step_until(ask.name, ANSWERED)
+            _ = stage.canaries  # in raise mode a plugin that can't attach may be silent
             stage.session.poke(0, self.halves[0], ask.name, 0)
             try:
                 for _ in range(4):
@@ -389,10 +390,14 @@ class PluginConformance:
         witness, findings = Witness(), Findings()
         config = strict_config(**settings)
         target = target_of(self.plugin)
-        with unheard(), contextlib.ExitStack() as stack:
+        with unheard(), one_thread(), contextlib.ExitStack() as stack:
             for _ in range(installs):
                 stack.enter_context(installed(target, config, *(() if _ else (witness, findings, *plugins))))
-            session = self.session()
+            try:
+                session = self.session()
+            except CanaryError as error:
+                what = f"in {config.mode} mode the engine did not start, {type(error).__name__}: {error}"
+                raise Nonconforming("PoolAdapter", what) from error
             stack.callback(session.close)
             yield Stage(session, witness, findings)
 
@@ -547,7 +552,7 @@ class PluginConformance:
         raise Nonconforming(
             "BatchAdapter" if not forwards else "hooks",
             "the engine served requests and no forward was checked: the view of each forward is None, or nothing calls "
-            "canary.step.run or canary.step.before" + _told(stage),
+            "canary.step.run or canary.step.before" + stage.troubles(),
         )
 
     def _apart(self, count: int, new_tokens: int = 6) -> tuple[Ask, ...]:
@@ -570,11 +575,6 @@ def _explained(injector: FaultInjector, stage: Stage) -> bool:
 def _but(stage: Stage) -> str:
     kinds = sorted({v.kind.name.lower() for v in stage.violations})
     return f" (but {', '.join(kinds)})" if kinds else ""
-
-
-def _told(stage: Stage) -> str:
-    errors = [event for event in stage.findings.events if event.level == "error"]
-    return "; told was: " + "; ".join(f"{e.name} {e.fields}" for e in errors[:2]) if errors else ""
 
 
 def _functions(package: str) -> dict[str, object]:
