@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("transformers", reason="canary-transformers' tests run the real engine: pip install transformers")
 
 import canary_transformers
-import torch
 import transformers
+
+from canary_core import testing
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,7 +41,5 @@ def guard() -> Iterator[Callable[..., canary_transformers.Guard]]:
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny models lose more by threads than they gain."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with testing.one_thread():
+        yield

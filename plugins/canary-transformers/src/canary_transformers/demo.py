@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from canary_core import PluginError
-from canary_core.testing import NEW_TOKENS, PROMPT_TOKENS, TOKENS, Job, Served
+from canary_core.testing import NEW_TOKENS, PROMPT_TOKENS, TOKENS, Job, Served, one_thread
 from canary_transformers import version
 from canary_transformers.guard import Guard
 
@@ -28,7 +28,7 @@ class TransformersDemo:
 
     def serve(self, job: Job) -> Served:
         """All requests are queued before the engine starts, so that its batches do not depend on timing."""
-        from canary_transformers.tiny_models import Sizes, one_thread, tiny_model
+        from canary_transformers.tiny_models import Sizes, tiny_model
 
         model = tiny_model(job.model, job.seed, Sizes(TOKENS, 2 * (PROMPT_TOKENS + NEW_TOKENS), WINDOW_TOKENS))
         guard = Guard(model, version.require_fit(job.config))

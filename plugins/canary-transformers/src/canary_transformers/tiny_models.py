@@ -1,8 +1,6 @@
 """Tiny models with random weights, on which the demo and the conformance suite run. Imports the engine."""
 
-import contextlib
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -49,17 +47,6 @@ def tiny_model(name: str, seed: int, sizes: Sizes) -> Any:
     model = model_class(config)
     model.eval().set_attn_implementation("sdpa")
     return model
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, which on a busy machine only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @lru_cache(maxsize=1)

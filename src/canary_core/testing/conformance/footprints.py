@@ -13,10 +13,8 @@ from canary_core.coverage import Coverage
 from canary_core.testing.conformance.problems import SHOWN, Nonconforming, Part
 from canary_core.testing.conformance.stage import Stage
 
-_TOLD = ("copy", "forget", "expect", "import_records")
-"""Events that say that bytes change without a forward; the slots are the argument at `_SLOTS`."""
-_SLOTS = {"copy": 2, "forget": 1, "expect": 1, "import_records": 1}
-
+_TOLD = {"copy": 2, "forget": 1, "expect": 1, "import_records": 1}
+"""Events that say that bytes change without a forward, and which of their arguments has the slots."""
 
 _EARLY = (
     "memory changed since the record of the last forward and before the check of this one; is step.before called when "
@@ -70,8 +68,8 @@ class Footprints:
         pool = self._stage.session.pool_tensors
         self._audit = FootprintAudit(pool, regions, uncovered=told, strict=self._strict)
         for canary in self._stage.canaries:
-            for name in _TOLD:
-                setattr(canary.slots, name, self._listening(getattr(canary.slots, name), _SLOTS[name]))
+            for name, place in _TOLD.items():
+                setattr(canary.slots, name, self._listening(getattr(canary.slots, name), place))
         self._audit.begin()
 
     def _listening(self, tell: Callable[..., Any], place: int) -> Callable[..., Any]:

@@ -226,9 +226,7 @@ class PluginConformance:
     def test_raise_mode_stops_the_engine(self) -> None:
         """In raise mode a finding reaches whoever runs the engine, as `ViolationError`."""
         with self._stage(mode="raise") as stage:
-            (ask,) = self._apart(1, new_tokens=12)
-            stage.submit(ask)
-            stage.step_until(ask.name, ANSWERED)
+            ask = self._running(stage, new_tokens=12)
             _ = stage.canaries  # in raise mode a plugin that can't attach may be silent
             stage.session.poke(0, self.halves[0], ask.name, 0)
             try:
@@ -258,9 +256,7 @@ class PluginConformance:
     def test_a_misplaced_write_is_named(self) -> None:
         """A token that goes to another slot than the table says is told, with its request's name."""
         with self._stage() as stage:
-            (ask,) = self._apart(1, new_tokens=12)
-            stage.submit(ask)
-            stage.step_until(ask.name, ANSWERED)
+            ask = self._running(stage, new_tokens=12)
             stage.session.misplace_write(ask.name)
             found = self._await(stage, lambda v: v.kind is Kind.WRITE_SLOT)
             if found is None:
@@ -275,9 +271,7 @@ class PluginConformance:
     def test_slots_given_back_too_early_are_found(self) -> None:
         """Slots that the allocator gets back while their request goes on are told, with the request's name."""
         with self._stage() as stage:
-            (ask,) = self._apart(1, new_tokens=12)
-            stage.submit(ask)
-            stage.step_until(ask.name, ANSWERED)
+            ask = self._running(stage, new_tokens=12)
             stage.session.release_running(ask.name)
             found = self._await(stage, lambda v: v.kind in (Kind.FREED, Kind.WRITE_AFTER_FREE))
             if found is None:
@@ -391,8 +385,8 @@ class PluginConformance:
         config = strict_config(**settings)
         target = target_of(self.plugin)
         with unheard(), one_thread(), contextlib.ExitStack() as stack:
-            for _ in range(installs):
-                stack.enter_context(installed(target, config, *(() if _ else (witness, findings, *plugins))))
+            for listeners in [(witness, findings, *plugins), *[()] * (installs - 1)]:
+                stack.enter_context(installed(target, config, *listeners))
             try:
                 session = self.session()
             except CanaryError as error:
@@ -505,10 +499,15 @@ class PluginConformance:
             if self._await(stage, lambda v: v.kind in kinds) is None:
                 raise Nonconforming("slot events", f"{what}, and nothing was found{_but(stage)}: {advice}")
 
-    def _fork(self, drive: Drive) -> str:
-        (ask,) = self._apart(1, new_tokens=10)
+    def _running(self, drive: Drive, new_tokens: int) -> Ask:
+        """A request alone, which has `ANSWERED` tokens and goes on."""
+        (ask,) = self._apart(1, new_tokens)
         drive.submit(ask)
         drive.step_until(ask.name, ANSWERED)
+        return ask
+
+    def _fork(self, drive: Drive) -> str:
+        ask = self._running(drive, new_tokens=10)
         drive.fork(ask.name, "child")
         return "child"
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from canary_core.testing import EngineSession
-from canary_transformers.tiny_models import Sizes, one_thread, spare_the_collector, tiny_model
+from canary_core.testing import EngineSession, one_thread
+from canary_transformers.tiny_models import Sizes, spare_the_collector, tiny_model
 
 LAYERS, HALVES = 3, ("k", "v")
 VOCABULARY = 128
