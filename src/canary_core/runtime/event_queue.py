@@ -57,7 +57,8 @@ class EventQueue:
         last = self._waiting[-1] if self._waiting else None
         if last is not None and event.key is not None and last.key == event.key:
             last.tensors += event.tensors
-            last.ready += event.ready
+            # Events that are told together often wait for the same.
+            last.ready += [ready for ready in event.ready if ready not in last.ready]
         else:
             self._waiting.append(event)
 
