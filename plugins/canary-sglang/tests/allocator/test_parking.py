@@ -5,22 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 from canary_sglang.compat import caches
-from canary_sglang.compat.cache_locks import RadixLocks, UnifiedLocks, keeps_nothing, locks_of
-from tools.prefix_caches import CACHES, Cached, has_core
+from canary_sglang.compat.cache_locks import keeps_nothing
+from tools.prefix_caches import CACHES, CORES, SORTS, Cached, make
 
 from canary_core import Kind
 from canary_core.records import State
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
-SORTS = {"token": (1, False), "token_sort": (1, True), "page": (4, False), "page_sort": (4, True)}
-CORES = {"unified": "python", "rust": "rust"}
-
-
-def make(kind: str, sort: str = "token") -> Cached:
-    """One of `CACHES`; skips where this release has none."""
-    if kind in CORES and not has_core(CORES[kind]):
-        pytest.skip(f"this release has no UnifiedRadixCache that says enough with a core in {CORES[kind]}")
-    return CACHES[kind](*SORTS[sort])
 
 
 @pytest.fixture(params=CACHES)
@@ -204,34 +195,6 @@ def test_insertions_that_do_not_say_what_they_made_end_the_parking():
     (event,) = [event for event in own.findings.events if event.name == "parking_off"]
     assert "insertions do not say" in str(event.fields["reason"])
     assert own.findings.violations == []
-
-
-def test_only_known_caches_say_what_is_parked(kind):
-    """Not one of another class, or of another allocator, or of bigrams."""
-    own = make(kind)
-    locks = locks_of(own.cache, own.allocator)
-    assert isinstance(locks, RadixLocks if kind == "radix" else UnifiedLocks)
-    assert "allocator" in locks_of(own.cache, object())
-    assert "SimpleNamespace" in locks_of(SimpleNamespace(token_to_kv_pool_allocator=own.allocator), own.allocator)
-    (own.cache if kind == "radix" else own.cache.tree_core).is_eagle = True
-    assert "bigrams" in locks_of(own.cache, own.allocator)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("cache_controller", object()), ("linker", object()), ("enable_session_radix_cache", True)]
-)
-def test_a_unified_cache_that_holds_slots_in_other_ways_is_not_followed(name, value):
-    """Host memory, another store, sessions: their slots may have no lock."""
-    own = make("unified")
-    setattr(own.cache, name, value)
-    assert name in locks_of(own.cache, own.allocator)
-
-
-def test_a_cache_with_a_window_is_not_followed():
-    """A `UnifiedRadixCache` of two components: what the window lets go of has locks of its own."""
-    own = make("unified")
-    own.cache.tree_components = (*own.cache.tree_components, SimpleNamespace(name="SWA"))
-    assert "FULL, SWA" in locks_of(own.cache, own.allocator)
 
 
 def test_a_cache_that_is_not_followed_is_told_once(kind):

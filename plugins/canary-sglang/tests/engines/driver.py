@@ -116,9 +116,7 @@ class Engine:
         """Canary's memory of all regions, a draft model's included."""
         return {name: state for canary in self.canaries for name, state in canary.states.items()}
 
-    def submit(
-        self, prompt: list[int], new_tokens: int, name: str | None = None, namespace: str | None = None
-    ) -> Any:
+    def submit(self, prompt: list[int], new_tokens: int, name: str | None = None, namespace: str | None = None) -> Any:
         """One more request, named by its number unless it has a name; gives SGLang's `Req`. ``namespace``: of the
         prefix cache, as each LoRA adapter has one of its own; None for the common one."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput

@@ -1,4 +1,4 @@
-"""SGLang's prefix caches over its own allocators, without an engine, and requests that use them as its scheduler does."""
+"""SGLang's prefix caches over its own allocators, without an engine; requests use them as its scheduler has them do."""
 
 from array import array
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.writers import RequestWriters
@@ -260,11 +261,22 @@ class RustCached(UnifiedCached):
 
 
 CACHES = {"radix": Cached, "unified": UnifiedCached, "rust": RustCached}
+CORES = {"unified": "python", "rust": "rust"}
+"""Those of them that are unified, and in what their core is."""
+SORTS = {"token": (1, False), "token_sort": (1, True), "page": (4, False), "page_sort": (4, True)}
+"""Tokens of a page, and whether the allocator sorts what is freed."""
 
 
-def has_core(core: str) -> bool:
+def make(kind: str, sort: str = "token") -> Cached:
+    """One of `CACHES`; skips the test where this release has none."""
+    if kind in CORES and not _has_core(CORES[kind]):
+        pytest.skip(f"this release has no UnifiedRadixCache that says enough with a core in {CORES[kind]}")
+    return CACHES[kind](*SORTS[sort])
+
+
+def _has_core(core: str) -> bool:
     """Whether this SGLang's `UnifiedRadixCache` may have a core in ``python`` or in ``rust`` that says what `locks_of`
-    asks."""
+    wants to know."""
     try:
         from sglang.srt.mem_cache.unified_cache import tree_core_registry as registry
         from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore

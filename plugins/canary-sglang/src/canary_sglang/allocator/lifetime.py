@@ -128,8 +128,8 @@ class Lifetime:
 
     def _no_parking(self, cache: Any, reason: str, level: Level) -> None:
         regions = sorted(name for follower in self._followers.values() for name in follower.regions)
-        fields = {"regions": regions, "cache": type(cache).__name__, "reason": reason}
-        self._canary.tell(Event("parking_off", level, fields))
+        about = {"regions": regions, "cache": type(cache).__name__, "reason": reason}
+        self._canary.tell(Event("parking_off", level, {**about}))
 
     def _off(self, regions: Collection[str], reason: str) -> None:
         self._canary.tell(Event("lifetime_off", "warning", {"regions": sorted(regions), "reason": reason}))

@@ -81,8 +81,9 @@ class Parking:
             return
         self._tell()
         cached = caches.cached_slots(self._locks.cache)
-        for region in self._regions if cached is not None else ():
-            self._canary.slots.share(region, cached)
+        if cached is not None:
+            for region in self._regions:
+                self._canary.slots.share(region, cached)
         self._lost(self._locks.doubt)
 
     def _note(self, change: Change, nodes: Sequence[LockedNode]) -> None:

@@ -1,10 +1,10 @@
 """What the locks of a prefix cache say: which of its nodes a call of the cache has locked or unlocked.
 
-| cache                                                            | how it is told                                     |
-|------------------------------------------------------------------|----------------------------------------------------|
-| `RadixCache`, the usual one up to 0.5.18                         | its nodes count their locks                        |
-| `UnifiedRadixCache`, the usual one from 0.5.19 on, with its core | how many of its tokens are not locked, before and  |
-| in Python or in Rust, and no component but the full one          | after the call; where its nodes are, by their ids  |
+| cache                                                           | how it is told                                    |
+|-----------------------------------------------------------------|---------------------------------------------------|
+| `RadixCache`, the usual one up to 0.5.18                        | its nodes count their locks                       |
+| `UnifiedRadixCache`, the usual one from 0.5.19 on, with no      | how many of its tokens are not locked, before and |
+| component but the full one, and its core in Python or in Rust   | after a call, and which nodes are above another   |
 
 Caches are recognised by the exact names of their classes, since a subclass may hold slots without a lock. Nothing here
 waits for the device.
@@ -149,7 +149,9 @@ class UnifiedLocks(CacheLocks):
         node = result.last_device_node if call.change == "insert" else call.argument(0, "node_id", "node")
         found = self._lowest(node, abs(changed))
         if found is None or (call.change == "insert" and len(found) != 1):
-            self.doubt = f"no nodes from {node} upwards have the {abs(changed)} tokens that a call to {call.change} changed"
+            self.doubt = (
+                f"no nodes from {node} upwards have the {abs(changed)} tokens that a call to {call.change} changed"
+            )
             return None
         return found
 

@@ -1,5 +1,5 @@
-"""Prefix caches: which slots they hold, and how these are evicted. Their nodes are in `prefix_cache/tree.py`, their locks
-in `cache_locks.py`."""
+"""Prefix caches: which slots they hold, and how these are evicted. Their nodes are in `prefix_cache/tree.py`, and their
+locks in `cache_locks.py`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
