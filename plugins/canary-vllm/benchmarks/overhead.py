@@ -48,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=10, help="turns through the arms")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=int, default=500, help="no further turn begins after so many seconds")
+    parser.add_argument("--profile", action="store_true", help="also where the GPU's time of one decode goes")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "overhead.jsonl")
     return parser.parse_args()
 
@@ -142,6 +143,35 @@ class Served:
             result["decode_tokens_s"] = batch * new / result["decode_s"]
         return result
 
+    def profile(self, workload: tuple[int, ...], arm: str) -> str:
+        """The GPU's time of a decode of 32 tokens: how long kernels of Canary and others ran, how long none did."""
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as record
+
+        self.turn(arm)
+        self.generate_s(workload, 1, 999)
+        with record(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.generate_s(workload, 32, 999)
+        spans = sorted(
+            (e.time_range.start, e.time_range.end, e.name)
+            for e in profiler.events()
+            if e.device_type == DeviceType.CUDA
+        )
+        spent: dict[str, list[float]] = {}
+        idle, end = 0.0, spans[0][0]
+        for first, last, name in spans:
+            idle += max(0.0, first - end)
+            end = max(end, last)
+            spent.setdefault(name, []).append(last - first)
+        lines = [f"{arm}: {(end - spans[0][0]) / 1000:.2f} ms, of which {idle / 1000:.2f} ms nothing ran"]
+        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+            if len(times) >= 4:
+                lines.append(
+                    f"  {sum(times) / 1000:9.3f} ms {len(times):6d} x {statistics.median(times):8.1f} us {name[:90]}"
+                )
+        return "\n".join(lines[:60])
+
 
 def table(results: list[dict[str, Any]]) -> str:
     """Medians of each arm, and of the pairs' losses against ``off``."""
@@ -153,7 +183,9 @@ def table(results: list[dict[str, Any]]) -> str:
             off = {r["turn"]: r[key] for r in mine if r["arm"] == "off"}
             for arm in dict.fromkeys(r["arm"] for r in mine):
                 rates = [r[key] for r in mine if r["arm"] == arm]
-                losses = sorted(100 * (1 - r[key] / off[r["turn"]]) for r in mine if r["arm"] == arm and r["turn"] in off)
+                losses = sorted(
+                    100 * (1 - r[key] / off[r["turn"]]) for r in mine if r["arm"] == arm and r["turn"] in off
+                )
                 loss = "" if arm == "off" else f"{statistics.median(losses):8.2f}  {losses[0]:.2f} to {losses[-1]:.2f}"
                 lines.append(f"{workload:9} {phase:8} {arm:8} {statistics.median(rates):10.0f} {loss}")
     return "\n".join(lines)
@@ -182,6 +214,9 @@ def main() -> None:
             for arm in arms if turn % 2 == 0 else arms[::-1]:
                 results.append(served.measure(name, workload, arm, turn))
         args.out.write_text("".join(json.dumps(r) + "\n" for r in results))
+    if args.profile:
+        for arm in arms:
+            print(served.profile(WORKLOADS["batch"], arm), flush=True)
     stats = {k: v for k, v in served.session.canary.stats().items() if v}
     args.out.write_text("".join(json.dumps(r) + "\n" for r in [*results, {"stats": stats}]))
     print(stats, flush=True)

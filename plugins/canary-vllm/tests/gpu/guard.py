@@ -194,7 +194,9 @@ class Served:
 
         name, options = FEATURES[feature]
         options = dict(options)
-        own = dict(gpu_memory_utilization=0.5, max_model_len=8192, max_num_seqs=64, dtype="bfloat16")
+        own = dict(
+            gpu_memory_utilization=0.5 if name == "8b" else 0.2, max_model_len=8192, max_num_seqs=64, dtype="bfloat16"
+        )
         self.scale = 1
         if DEVICE == "cpu":
             options.pop("compilation_config", None)
@@ -356,7 +358,9 @@ def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[
             return {"feature": feature, "ok": False, "failed": "an engine did not come to its end; see above"}
     clean = guarded["clean"]
     false = [v for one in clean for v in one["violations"]]
-    bad = [e for one in clean for e in one["events"] if e["level"] in ("error", "warning") and e["event"] != "violation"]
+    bad = [
+        e for one in clean for e in one["events"] if e["level"] in ("error", "warning") and e["event"] != "violation"
+    ]
     audits = [e for one in clean for e in one["events"] if e["event"].startswith("audit")]
     coverage = [e for one in clean for e in one["events"] if e["event"] == "coverage"]
     found = sum(p["found"] for p in guarded["pokes"])
