@@ -75,12 +75,13 @@ class Lifetime:
                 return
             lost = partial(self._lost, cache)
             regions = tuple(self._followers[id(self._allocator)].regions)
-            self.parking = Parking(self._canary, locks, regions, self.owners.freer, lost)
+            self.parking = Parking(self._canary, locks, regions, self.owners, lost)
 
     def cache_called(self, call: CacheCall, original: Callable[..., Any], cache: Any) -> Any:
         """Runs a function of `targets.PARKING` and tells Canary which slots nobody holds after it."""
         run = partial(original, cache, *call.args, **call.kwargs)
-        self.meet(cache)
+        if id(cache) not in self._caches:
+            self.meet(cache)
         if not self._canary.enabled or self.parking is None or cache is not self.parking.cache:
             return run()
         if call.change != "evict":
