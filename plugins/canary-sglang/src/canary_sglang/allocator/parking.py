@@ -111,8 +111,8 @@ class Parking:
         if not changed:
             return
         streams, self._streams = self._streams, StreamSet(self._canary.device)
-        # A slot that is in two nodes, one of which was split meanwhile, was parked first: a node is not let go of before
-        # those below it.
+        # A slot that is in two nodes, one of which was split meanwhile, was parked first: a node is not let go of
+        # before those below it.
         for change in ("park", "share"):
             nodes = [node for of, _, node in changed.values() if of == change]
             writers = [writer for of, writer, _ in changed.values() if of == change]

@@ -1,7 +1,6 @@
 """`Lifetime`: tells Canary, in a worker, what the scheduler did with blocks."""
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,10 +38,18 @@ class Lifetime:
         if self._next is not None and message.number != self._next:
             self._end(f"message {message.number} of the scheduler came where {self._next} was due")
             return
+        if self._next is None and message.number == 0:
+            # What vLLM wrote before the scheduler gave any block away, to warm up, is nobody's.
+            for group in self._groups:
+                self._canary.slots.clear(group.region, None)
         self._next = message.number + 1
-        blocks = upload([b for event in message.events for b in event.blocks], self._canary.device)
-        for events, numbers in _runs(message.events, blocks):
-            self._tell(events, numbers)
+        runs = runs_of(message.events)
+        blocks = upload([b for run in runs for event in run for b in event.blocks], self._canary.device)
+        first = 0
+        for run in runs:
+            end = first + sum(len(event.blocks) for event in run)
+            self._tell(run, blocks[first:end])
+            first = end
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks are copied, (from, to), before the next forward: the records go with the bytes."""
@@ -94,11 +101,25 @@ class _Each:
         return self._ids
 
 
-def _runs(events: Sequence[BlockEvent], blocks: Tensor) -> Iterator[tuple[Sequence[BlockEvent], Tensor]]:
-    """Events of one sort in a row, with their part of ``blocks``."""
-    first = 0
-    for _, some in groupby(events, key=lambda event: (event.sort, event.group)):
-        run = list(some)
-        count = sum(len(event.blocks) for event in run)
-        yield run, blocks[first : first + count]
-        first += count
+def runs_of(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
+    """``events`` in runs of one sort, each of which is told as one event: when a batch begins, each of its requests
+    shares some blocks and is given others. An event joins an earlier run of its sort, unless it or a run after that is
+    about one of its blocks."""
+    runs: list[list[BlockEvent]] = []
+    touched: list[set[int]] = []
+    for event in events:
+        blocks = set(event.blocks)
+        place = None
+        for i in range(len(runs) - 1, -1, -1):
+            if not touched[i].isdisjoint(blocks):
+                break
+            if (runs[i][0].sort, runs[i][0].group) == (event.sort, event.group):
+                place = i
+                break
+        if place is None:
+            runs.append([event])
+            touched.append(blocks)
+        else:
+            runs[place].append(event)
+            touched[place] |= blocks
+    return runs
