@@ -73,6 +73,21 @@ def test_changes_between_two_events_are_told_as_what_they_come_to(kind):
     assert cached.findings.violations == []
 
 
+def test_a_node_that_is_split_before_its_lock_is_told(kind):
+    """One request locks a node, the next one half of it; the first one lets go: only the other half is parked."""
+    cached = make(kind)
+    tokens = list(range(1, 9))
+    cached.begin(tokens)
+    cached.end(0, insert=True)
+    assert len(cached.slots_by_state()["parked"]) == 8
+    cached.begin(tokens)
+    cached.begin(tokens[:4])
+    cached.end(0, insert=False)
+    cached.agrees()
+    assert len(cached.slots_by_state()["parked"]) == 4
+    assert cached.findings.violations == []
+
+
 def test_a_request_that_goes_on_costs_no_event(kind):
     """What a chunk of a prefill lets go of, inserts and locks again comes to nothing."""
     cached = make(kind)
@@ -144,6 +159,7 @@ def test_a_node_that_is_let_go_of_between_two_evictions_is_no_finding(kind):
         cached.begin(list(range(first, first + 8)))
         cached.publish(first // 20)
     cached.end(0, insert=True)
+    cached.canary.drain()
     cached.cache.evict(EvictParams(num_tokens=8))
     tokens, locked, own, protected = cached.running.pop()
     assert protected == len(tokens) == len(own)

@@ -81,6 +81,12 @@ class Cached:
         """Takes a lock back."""
         self.cache.dec_lock_ref(locked)
 
+    def make_room(self, tokens: int) -> None:
+        """Makes the cache evict so many tokens, if it can."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.cache.evict(EvictParams(num_tokens=tokens))
+
     def insert(self, key: Any, own: torch.Tensor, protected: int) -> None:
         """What a request has goes into the cache; what that had already, from ``protected`` on, is freed."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -92,14 +98,14 @@ class Cached:
     def begin(self, tokens: list[int]) -> bool:
         """A request takes what is cached of its tokens and is given slots for the others; False where there is no room
         for it."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
         hit = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
         locked, cached = self.lock(hit.last_device_node), self.slots_of(hit)
         size = self.allocator.page_size
         needed = -(-(len(tokens) - len(cached)) // size) * size
         if needed > self.allocator.available_size():
-            self.cache.evict(EvictParams(num_tokens=needed - self.allocator.available_size()))
+            self.make_room(needed - self.allocator.available_size())
         slots = self.allocator.alloc(needed) if needed else torch.empty(0, dtype=torch.int64)
         if slots is None:
             self.unlock(locked)
@@ -221,6 +227,12 @@ class UnifiedCached(Cached):
     def unlock(self, locked: Any) -> None:
         """See `Cached`."""
         self.cache.dec_lock_ref(*locked)
+
+    def make_room(self, tokens: int) -> None:
+        """See `Cached`."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.cache.evict_for_alloc(EvictParams(num_tokens=tokens))
 
     def insert(self, key: Any, own: torch.Tensor, protected: int) -> None:
         """See `Cached`. This cache frees by itself what it had already."""
