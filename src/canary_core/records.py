@@ -33,7 +33,8 @@ Block row: what `gather_blocks` says of some slots in sequence order, int64 ``[B
 | 0     | `BLOCK_HASH`   | prefix hash of the last slot                                                   |
 | 1     | `BLOCK_SUM`    | sum of the mixes of all tokens: what the prefix hash grew by within the block   |
 | 2     | `BLOCK_FLAGS`  | see `Block`                                                                    |
-| 3 ... | `BLOCK_VALUES` | one value for each source: the slots' fingerprints, each times an odd weight    |
+| 3     | `BLOCK_SLOT`   | number of the first slot                                                       |
+| 4 ... | `BLOCK_VALUES` | one value for each source: the slots' fingerprints, each times an odd weight    |
 
 Violation row: `ROW_WORDS` int64, see `Row`. Counters: one int64 each, see `Counter`.
 """
@@ -56,7 +57,7 @@ PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
 PAYLOAD_VERSION = 2
 """Counts up when the meaning of a payload, a record or a fingerprint changes."""
 
-BLOCK_HASH, BLOCK_SUM, BLOCK_FLAGS, BLOCK_VALUES = 0, 1, 2, 3
+BLOCK_HASH, BLOCK_SUM, BLOCK_FLAGS, BLOCK_SLOT, BLOCK_VALUES = 0, 1, 2, 3, 4
 """First int64 word of each part of a block row."""
 
 
@@ -71,6 +72,8 @@ class Block(IntEnum):
     """The fingerprints of all slots are known in all sources: the values hold."""
     OUTSIDE = 8
     """A number is no slot of the region, or a null slot."""
+    REWRITTEN = 16
+    """For a block that arrived: a forward has written to it since; set by who gathers it."""
 
     @classmethod
     def whole(cls) -> int:

@@ -166,8 +166,8 @@ def events(s: Scenario) -> torch.Tensor:
 
 
 def blocks(s: Scenario, table: SlotTable) -> list[tuple[int, torch.Tensor]]:
-    """Slots of blocks, and how many make one: runs of a table's entries, as requests have them, and random numbers, some
-    of them no slots of the region; fewer than a tile of the kernel, and more."""
+    """Slots of blocks, and how many make one: runs of a table's entries, as requests have them, and random numbers,
+    some of them no slots of the region; fewer than a tile of the kernel, and more."""
     page_slots = s.random.choice([1, 3, 4, 19])
     entries = table.elements[: len(table.elements) // page_slots * page_slots]
     kind = s.random.choice([torch.int32, torch.int64])

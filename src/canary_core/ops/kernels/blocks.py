@@ -19,7 +19,7 @@ from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, sp
 from canary_core.ops.kernels.launch import Launcher, arguments, group_launches, jit, region_arguments
 from canary_core.ops.kernels.tiles import SCRUB_TILES
 from canary_core.ops.state import RegionState
-from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SUM, BLOCK_VALUES, Block
+from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SLOT, BLOCK_SUM, BLOCK_VALUES, Block
 
 SLOT_TILE = 16
 """Slots of a block that a program takes at a time."""
@@ -33,6 +33,7 @@ VALUES = tl.constexpr(BLOCK_VALUES)
 WORD_HASH = tl.constexpr(BLOCK_HASH)
 WORD_SUM = tl.constexpr(BLOCK_SUM)
 WORD_FLAGS = tl.constexpr(BLOCK_FLAGS)
+WORD_SLOT = tl.constexpr(BLOCK_SLOT)
 FLAG_TOKENS = tl.constexpr(int(Block.TOKENS))
 FLAG_PREFIX = tl.constexpr(int(Block.PREFIX))
 FLAG_BYTES = tl.constexpr(int(Block.BYTES))
@@ -143,6 +144,7 @@ def gather_blocks_kernel(
     flags = tl.where(odd_tokens > 0, 0, FLAG_TOKENS) + tl.where(odd_prefix > 0, 0, FLAG_PREFIX)
     flags += tl.where(unknown > 0, 0, FLAG_BYTES) + tl.where(outside > 0, FLAG_OUTSIDE, 0)
     tl.store(p_row + WORD_SUM, total)
+    tl.store(p_row + WORD_SLOT, begin)
     tl.store(p_row + WORD_FLAGS, flags.to(tl.int64))
 
 

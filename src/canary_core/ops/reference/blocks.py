@@ -11,6 +11,7 @@ from canary_core.ops.state import RegionState
 from canary_core.records import (
     BLOCK_FLAGS,
     BLOCK_HASH,
+    BLOCK_SLOT,
     BLOCK_SUM,
     BLOCK_VALUES,
     CONTENT,
@@ -36,9 +37,9 @@ def adopt(state: RegionState, slots: Tensor) -> None:
 
 
 def gather_blocks(state: RegionState, slots: Tensor, page_slots: int, rows: Tensor, first: int) -> None:
-    """Between forwards: says in ``rows[first : first + n]`` (int64 ``[any, BLOCK_VALUES + sources]``, contiguous) what is
-    known of ``n`` blocks, which ``slots`` (integer ``[n * page_slots]``) lists one after the other, each in the order
-    of its sequence. Laid out as `canary_core.records` says. Slots that are none add nothing."""
+    """Between forwards: says in ``rows[first : first + n]`` (int64 ``[any, BLOCK_VALUES + sources]``, contiguous) what
+    is known of ``n`` blocks, which ``slots`` (integer ``[n * page_slots]``) lists one after the other, each in the
+    order of its sequence. Laid out as `canary_core.records` says. Slots that are none add nothing."""
     slot = slots.long().view(-1, page_slots)
     usable = state.region.status_of(slot) == Status.OK
     safe = torch.where(usable, slot, 0)
@@ -59,4 +60,5 @@ def gather_blocks(state: RegionState, slots: Tensor, page_slots: int, rows: Tens
     out[:, BLOCK_HASH] = torch.where(usable[:, -1], hash[:, -1], 0)
     out[:, BLOCK_SUM] = mix.sum(1)
     out[:, BLOCK_FLAGS] = flags
+    out[:, BLOCK_SLOT] = slot[:, 0]
     out[:, BLOCK_VALUES:] = (value * hashing.weights(page_slots, slot.device)[:, None]).sum(1)
