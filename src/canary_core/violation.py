@@ -75,8 +75,8 @@ class Violation:
             stored_position=_counted("position", self.stored_position, "another"),
             stored_token=_counted("token", self.stored_token, "another"),
             other_token=_counted("token", self.stored_value, "another"),
-            origin=self.origin or "the engine",
-            where_to=_counted("page", self.page) if self.page is not None else _counted("slot", self.slot),
+            origin=self.origin or "something",
+            place=_counted("slot", self.slot) if self.page is None or self.page < 0 else f"page {self.page}",
             different=self.detail or "its bytes differ",
             detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
@@ -157,7 +157,7 @@ _EXPLANATIONS = {
     Kind.EVICTED_IN_USE: "{where} was evicted from the prefix cache while a request has it: it was handed out or "
     "shared and not released since. {writer} wrote it{written}. A lock was lost, or taken back too early.",
     Kind.CACHE_STRUCTURE: "{node} is broken: {detail}.",
-    Kind.ARRIVAL: "the bytes that came back are not those that were stored: {origin} brought {where_to} for {reader}, "
+    Kind.ARRIVAL: "the bytes that came back are not those that were stored: {origin} brought {place} for {reader}, "
     "and {different} from what was computed for this prefix.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
