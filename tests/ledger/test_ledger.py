@@ -313,8 +313,8 @@ def test_where_a_difference_proves_nothing_it_is_counted(origin, count):
 
 
 def test_what_was_evicted_is_unknown_for_good():
-    """A small ledger forgets. Of what it forgot it never says that bytes are wrong, not even when the prefix is computed
-    and kept again."""
+    """A small ledger forgets. Of what it forgot it never says that bytes are wrong, not even when the prefix is
+    computed and kept again."""
     tier = HostTier.make(slots=512, ledger=3 * 208)
     tier.save(tier.compute(PROMPT))
     tier.load(PROMPT, flip(0, 0))

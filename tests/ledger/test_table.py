@@ -19,11 +19,13 @@ def values(*numbers):
 
 
 def add(table, *pairs, condemned=False):
+    """Adds (hash, number) pairs in one call."""
     hashes = torch.tensor([h for h, _ in pairs], dtype=torch.int64)
     table.add(hashes, hashes * 3, values(*(v for _, v in pairs)), condemned)
 
 
 def has(table, hash, number):
+    """Whether an entry of ``hash`` has the values of ``number``."""
     return table.match([hash], values(number))[0].equal
 
 

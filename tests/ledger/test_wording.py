@@ -8,6 +8,7 @@ from canary_core.ledger.wording import fold
 
 
 def sources(layers=6, halves=("k", "v")):
+    """Sources in the order of layers, their halves side by side."""
     data = torch.zeros(4, 16, dtype=torch.uint8)
     return [KVSource(data, half, layer, 16, 16) for layer in range(layers) for half in halves]
 

@@ -263,8 +263,8 @@ class Ledger:
             return False
         if region not in self._able:
             self._switch.misuse(
-                f"ledger.{event}: region {region!r} is none of {', '.join(sorted(self._able)) or 'no regions'}, the full "
-                "and window regions of one token a slot; call slots.forget for it",
+                f"ledger.{event}: region {region!r} is none of {', '.join(sorted(self._able)) or 'no regions'}, the "
+                "full and window regions of one token a slot; call slots.forget for it",
                 (f"ledger.{event}", region, "kind"),
             )
             return False

@@ -8,7 +8,6 @@ from canary_core.ops import payload
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.state import RegionState
 from canary_core.records import (
-    CONTENT,
     PAYLOAD_FINGERPRINTS,
     PAYLOAD_RECORD,
     PAYLOAD_STAMP,
