@@ -51,6 +51,7 @@ class Event:
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
     | quarantined         | what a finding concerns was evicted from the prefix cache: kind, region, slot, tokens  |
     | quarantine_failed   | nothing could be done about a finding, or can't be in this engine, and why             |
+    | hooks_left_out      | functions that a plugin hooks are missing or changed: which, and what is unguarded     |
     | lifetime_off        | an engine's allocator can't be followed (any more); of these regions nothing is freed  |
     | adopted             | a cache that held tokens already was taken over; they are not judged until rewritten   |
     | cache_changed       | a cache was changed by something else than its own methods                             |

@@ -1,0 +1,1 @@
+"""KV that reaches blocks without a forward: what a connector loads."""
