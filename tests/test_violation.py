@@ -85,11 +85,11 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
         ),
         (
             {"kind": Kind.ARRIVAL, "origin": "NixlConnector", "page": 3, "request": "a", "detail": "1 of 2 differs"},
-            "not those that were stored: NixlConnector brought page 3 for a, and 1 of 2 differs from what was computed",
+            "not those that were stored for this prefix: NixlConnector brought page 3 for a, 1 of 2 differs.",
         ),
         (
             {"kind": Kind.ARRIVAL, "slot": 5, "phase": Phase.EVENT},
-            "something brought slot 5 for the engine, and its bytes differ from",
+            "for this prefix: something brought slot 5 for the engine.",
         ),
         (
             {"kind": Kind.CACHE_STRUCTURE, "rule": "parent"},

@@ -207,6 +207,12 @@ class CanaryConfig(BaseSettings):
         "compared.",
         json_schema_extra=_unit("bytes, e.g. 256MiB"),
     )
+    ledger_private: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="KV connectors that only this engine stores with, by name, where the engine's plugin can't know: "
+        "what others store may have been computed with other numerics, so a difference would prove nothing.",
+        json_schema_extra=_unit("names"),
+    )
     rank: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Rank of this process, shown in findings, and in events of other ranks than 0."
     )
@@ -246,7 +252,7 @@ class CanaryConfig(BaseSettings):
         marked._untested_engine = True
         return marked
 
-    @field_validator("plugins", mode="before")
+    @field_validator("plugins", "ledger_private", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else value

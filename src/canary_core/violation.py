@@ -77,7 +77,7 @@ class Violation:
             other_token=_counted("token", self.stored_value, "another"),
             origin=self.origin or "something",
             place=_counted("slot", self.slot) if self.page is None or self.page < 0 else f"page {self.page}",
-            different=self.detail or "its bytes differ",
+            different=f", {self.detail}" if self.detail else "",
             detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
         )
@@ -157,8 +157,8 @@ _EXPLANATIONS = {
     Kind.EVICTED_IN_USE: "{where} was evicted from the prefix cache while a request has it: it was handed out or "
     "shared and not released since. {writer} wrote it{written}. A lock was lost, or taken back too early.",
     Kind.CACHE_STRUCTURE: "{node} is broken: {detail}.",
-    Kind.ARRIVAL: "the bytes that came back are not those that were stored: {origin} brought {place} for {reader}, "
-    "and {different} from what was computed for this prefix.",
+    Kind.ARRIVAL: "the bytes that came back are not those that were stored for this prefix: {origin} brought {place} "
+    "for {reader}{different}.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
 

@@ -69,7 +69,7 @@ def test_a_flipped_bit_is_told_with_layer_and_half():
     assert found(tier) == [(Kind.ARRIVAL, 8, ("v.1",), "tier", "again")]
     told = tier.g.violations[0]
     assert (told.layer, told.half, told.source, told.slot) == (1, "v", "v.1", again.slots[8])
-    assert (told.phase, told.detail) == (Phase.EVENT, "at positions 8 to 11, 1 of 4 sources differs: layer 1 V")
+    assert (told.phase, told.detail) == (Phase.EVENT, "positions 8 to 11; 1 of 4 sources differs: layer 1 V")
     assert tier.counts("matched", "differing") == [3, 1]
 
 

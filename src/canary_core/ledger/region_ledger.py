@@ -244,5 +244,5 @@ class RegionLedger:
             request=landed.request,
             origin=arrival.origin.name,
             sources=tuple(sources[column].name for column in columns),
-            detail=f"at positions {position} to {position + self.page_slots - 1}, {fold(list(sources), columns)}",
+            detail=f"positions {position} to {position + self.page_slots - 1}; {fold(list(sources), columns)}",
         )
