@@ -10,6 +10,7 @@ from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
 from canary_core.events import Event, Level
 from canary_core.hookspecs import PROTOCOL, hookimpl
+from canary_core.ledger import Arrival, Ledger, Origin, block_hashes
 from canary_core.ops.payload import (
     PayloadCheck,
     PayloadLayout,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PROTOCOL",
+    "Arrival",
     "AttachError",
     "BatchAdapter",
     "BatchView",
@@ -53,8 +55,10 @@ __all__ = [
     "HostCopy",
     "KVSource",
     "Kind",
+    "Ledger",
     "Level",
     "MisuseError",
+    "Origin",
     "Overlap",
     "Patches",
     "PayloadCheck",
@@ -83,6 +87,7 @@ __all__ = [
     "Writers",
     "__version__",
     "attach",
+    "block_hashes",
     "check_payload",
     "emit",
     "fingerprint_bytes",

@@ -20,6 +20,7 @@ from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage
 from canary_core.errors import AttachError
 from canary_core.events import Event
+from canary_core.ledger import Ledger
 from canary_core.ops.state import RegionState
 from canary_core.ops.warm_up import row_counts, warm_up
 from canary_core.records import Counter
@@ -88,6 +89,8 @@ class Canary:
         self._findings = Findings(self._workspace, self._switch, self.writers, self.audit)
         self.slots = SlotEvents(self._workspace, self._switch, self.audit)
         """What happens to slots beside forwards."""
+        self.ledger = Ledger(self, self.slots, self._switch)
+        """What was stored of the pool, and whether what comes back is the same."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
         self.audit.forget = self.slots.forget
@@ -154,6 +157,7 @@ class Canary:
             self.audit.look()
             self._workspace.join()
             self._workspace.queue.settle()
+            self.ledger.read(wait=True)
             # The first read may only learn that there are rows; the second one takes them.
             for _ in range(2):
                 self._findings.open(self._findings.collect_now(), self.forwards)
@@ -208,6 +212,7 @@ class Canary:
             **late,
             **kinds,
             **self.audit.counts,
+            **self.ledger.stats(),
             **self._counts,
         }
 

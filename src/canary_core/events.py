@@ -46,6 +46,8 @@ class Event:
     | records_travel      | records go with KV to host memory or to another engine: which way, and what that takes |
     | records_left_out    | they can't, and why; what arrives is not judged                                        |
     | records_travelled   | at the end: how many slots went and came that way                                      |
+    | ledger_shared       | an origin brings prefixes that this engine never kept: a difference proves nothing now |
+    | ledger_blind        | blocks were kept of which nothing is known: a difference proves nothing in that region |
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
     | quarantined         | what a finding concerns was evicted from the prefix cache: kind, region, slot, tokens  |
     | quarantine_failed   | nothing could be done about a finding, or can't be in this engine, and why             |

@@ -26,6 +26,16 @@ Payload: what travels with a slot's bytes, int64 little endian ``[slots, PAYLOAD
 
 The digest is of `PAYLOAD_VERSION` and each source's name, chunks and chunk bytes, in order. All zeros: nothing known.
 
+Block row: what `gather_blocks` says of some slots in sequence order, int64 ``[BLOCK_VALUES + sources]``:
+
+| word  | constant       | content                                                                       |
+|-------|----------------|-------------------------------------------------------------------------------|
+| 0     | `BLOCK_HASH`   | prefix hash of the last slot                                                   |
+| 1     | `BLOCK_SUM`    | sum of the mixes of all tokens: what the prefix hash grew by within the block   |
+| 2     | `BLOCK_FLAGS`  | see `Block`                                                                    |
+| 3     | `BLOCK_SLOT`   | number of the first slot                                                       |
+| 4 ... | `BLOCK_VALUES` | one value for each source: the slots' fingerprints, each times an odd weight    |
+
 Violation row: `ROW_WORDS` int64, see `Row`. Counters: one int64 each, see `Counter`.
 """
 
@@ -46,6 +56,29 @@ PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
 
 PAYLOAD_VERSION = 2
 """Counts up when the meaning of a payload, a record or a fingerprint changes."""
+
+BLOCK_HASH, BLOCK_SUM, BLOCK_FLAGS, BLOCK_SLOT, BLOCK_VALUES = 0, 1, 2, 3, 4
+"""First int64 word of each part of a block row."""
+
+
+class Block(IntEnum):
+    """Bits of a block row's flags: what is known of the block."""
+
+    TOKENS = 1
+    """All slots were written, with positions that follow each other and begin where a block does: `BLOCK_SUM` holds."""
+    PREFIX = 2
+    """All prefix hashes are known, and each follows from the one before: `BLOCK_HASH` holds."""
+    BYTES = 4
+    """The fingerprints of all slots are known in all sources: the values hold."""
+    OUTSIDE = 8
+    """A number is no slot of the region, or a null slot."""
+    REWRITTEN = 16
+    """For a block that arrived: a forward has written to it since; set by who gathers it."""
+
+    @classmethod
+    def whole(cls) -> int:
+        """The flags of a block of which all is known."""
+        return cls.TOKENS | cls.PREFIX | cls.BYTES
 
 
 class State(IntEnum):
@@ -113,6 +146,8 @@ class Kind(IntEnum):
     """The prefix cache contradicts itself, its allocator or its window map."""
     EVICTED_IN_USE = 17
     """The prefix cache gave up a slot that a request still has."""
+    ARRIVAL = 18
+    """Bytes that came back without a forward are not those that were stored for this prefix."""
 
 
 class Counter(IntEnum):

@@ -165,6 +165,16 @@ def events(s: Scenario) -> torch.Tensor:
     return torch.tensor(slots, dtype=s.random.choice([torch.int32, torch.int64]), device=s.device)
 
 
+def blocks(s: Scenario, table: SlotTable) -> list[tuple[int, torch.Tensor]]:
+    """Slots of blocks, and how many make one: runs of a table's entries, as requests have them, and random numbers,
+    some of them no slots of the region; fewer than a tile of the kernel, and more."""
+    page_slots = s.random.choice([1, 3, 4, 19])
+    entries = table.elements[: len(table.elements) // page_slots * page_slots]
+    kind = s.random.choice([torch.int32, torch.int64])
+    random_slots = [s.random.randrange(-2, s.region.slots + 2) for _ in range(page_slots * s.random.choice([1, 5]))]
+    return [(page_slots, entries), (page_slots, torch.tensor(random_slots, dtype=kind, device=s.device))]
+
+
 def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:
     """An allocator's event: slots or pages, one writer or one for each, slots of a page."""
     slots, page_slots = events(s), s.random.choice([1, 1, 3, 4])

@@ -82,6 +82,10 @@ def compare_ops(width_bytes: int, pad_bytes: int, rows: int, device: str = "cpu"
     reference.verify(state, listed)
     kernels.verify(other, listed)
     assert differences(state, other, 0) == []
+    state.sources[0].tensor[3, :] ^= 1
+    reference.adopt(state, listed)
+    kernels.adopt(other, listed)
+    assert differences(state, other, 0) == []
     return {row[0] for row in ring_rows(state)}
 
 

@@ -8,7 +8,7 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState
-from canary_core.records import Cursor
+from canary_core.records import BLOCK_VALUES, Cursor
 from canary_core.runtime.streams import capturing
 
 
@@ -55,6 +55,9 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
         backend.scrub(state)
     none = torch.empty(0, dtype=torch.int64, device=batch.device)
     backend.verify(state, none)
+    backend.adopt(state, none)
+    rows = state.fingerprints.new_empty((1, BLOCK_VALUES + len(state.sources)))
+    backend.gather_blocks(state, none.new_full((1,), -1), 1, rows, 0)
     for writer in (-1, none.int()):
         for event in (backend.alloc, backend.park, backend.share, backend.evict, backend.free):
             event(state, none, writer, 1)

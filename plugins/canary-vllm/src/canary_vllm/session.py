@@ -23,9 +23,10 @@ from canary_core import (
 )
 from canary_vllm.allocator import messages
 from canary_vllm.allocator.lifetime import Lifetime
+from canary_vllm.arrivals.loads import Loads
 from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
-from canary_vllm.compat import embeddings, runners
+from canary_vllm.compat import connectors, embeddings, runners
 from canary_vllm.pools.pool import VLLMPool
 
 MOST_WARM_ROWS = 256
@@ -59,6 +60,10 @@ class Session:
         self._prepared: Prepared | None = None
         self._begun = False
         self._output: Any = None
+        origin = connectors.origin(runner, config.ledger_private)
+        self._loads: Loads | None = None
+        if origin is not None:
+            self._loads = Loads(self.canary, self._groups, self.requests, origin, runners.drafted(runner))
         self.lifetime = Lifetime(self.canary, self._groups, self.requests, config.lifetime)
         self._filter = EmbeddingFilter(
             partial(embeddings.row, runner), partial(embeddings.elsewhere, runner), [region.name for region in regions]
@@ -79,7 +84,10 @@ class Session:
                 # What the side stream still reads is written to next.
                 step.join()
                 self.requests.notice(output)
-                self.lifetime.replay(messages.attached(output))
+                message = messages.attached(output)
+                self.lifetime.replay(message)
+                if self._loads is not None:
+                    self._loads.scheduled(output, message)
                 self._copied(output)
             self._output = output
             try:
@@ -93,6 +101,8 @@ class Session:
             if begun:
                 step.after()
                 step.end()
+            if self._loads is not None:
+                self._loads.computed(output)
         return result
 
     def forward(self, original: Callable[[], Any]) -> Any:
@@ -119,6 +129,8 @@ class Session:
 
     def close(self) -> None:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
+        if self._loads is not None:
+            self._loads.close()
         with contextlib.suppress(ViolationError), torch.inference_mode():
             self.canary.close()
         if hook_manager().is_registered(self._filter):

@@ -23,6 +23,17 @@ class BlockEvent:
 
 
 @dataclass(slots=True)
+class Load:
+    """A connector will bring the KV of ``request`` from position ``first`` on. ``tokens``: all of its tokens up to the
+    last one that is brought. ``blocks``: of each group, the blocks from that of position ``first`` on, 0 for none."""
+
+    request: str
+    tokens: list[int]
+    first: int
+    blocks: list[list[int]]
+
+
+@dataclass(slots=True)
 class Message:
     """All that happened since the message before. ``number`` counts up by one, so that a worker notices a loss.
     ``broken``: why blocks can't be followed any more, None if they can."""
@@ -30,6 +41,7 @@ class Message:
     number: int
     events: list[BlockEvent] = field(default_factory=list)
     broken: str | None = None
+    loads: list[Load] = field(default_factory=list)
 
 
 def attach(output: Any, message: Message) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
-from canary_vllm.allocator.messages import BlockEvent, Message, Sort
+from canary_vllm.allocator.messages import BlockEvent, Load, Message, Sort
 
 
 class BlockRecorder:
@@ -143,11 +143,17 @@ class BlockRecorder:
         cached = kwargs.get("num_new_computed_tokens", args[1] if len(args) > 1 else 0)
         first = int(request.num_computed_tokens) + int(cached)
         groups = self._manager.kv_cache_config.kv_cache_groups
+        brought_to: list[list[int]] = []
         for number, held in enumerate(self._manager.get_block_ids(request.request_id)):
             size = int(groups[number].kv_cache_spec.block_size)
             self._request = request.request_id
-            self._put("arrive", [b for b in held[first // size : -(-(first + brought) // size)] if b], number)
+            brought_to.append([int(b) for b in held[first // size : -(-(first + brought) // size)]])
+            self._put("arrive", [b for b in brought_to[-1] if b], number)
             self._request = None
+        # With embeddings in the place of tokens the prefix can't be known.
+        if getattr(request, "prompt_embeds", None) is None:
+            tokens = list(request.all_token_ids[: first + brought])
+            self._message.loads.append(Load(request.request_id, tokens, first, brought_to))
 
     @contextmanager
     def _guard(self, where: str) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""KV that reaches blocks without a forward: what a connector loads."""
+"""KV that connectors store and bring back, against the ledger."""

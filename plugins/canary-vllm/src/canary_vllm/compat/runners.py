@@ -48,6 +48,12 @@ def draft_layers(runner: Any) -> frozenset[str]:
     return frozenset(names)
 
 
+def drafted(runner: Any) -> int:
+    """How many tokens are drafted for a request in one step, 0 for none."""
+    config = runner.vllm_config.speculative_config
+    return int(getattr(config, "num_speculative_tokens", 0) or 0)
+
+
 def speculates(runner: Any) -> bool:
     """Whether tokens are drafted, by whatever."""
     return runner.vllm_config.speculative_config is not None
