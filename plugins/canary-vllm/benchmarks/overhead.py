@@ -153,7 +153,9 @@ def table(results: list[dict[str, Any]]) -> str:
             off = {r["turn"]: r[key] for r in mine if r["arm"] == "off"}
             for arm in dict.fromkeys(r["arm"] for r in mine):
                 rates = [r[key] for r in mine if r["arm"] == arm]
-                losses = sorted(100 * (1 - r[key] / off[r["turn"]]) for r in mine if r["arm"] == arm and r["turn"] in off)
+                losses = sorted(
+                    100 * (1 - r[key] / off[r["turn"]]) for r in mine if r["arm"] == arm and r["turn"] in off
+                )
                 loss = "" if arm == "off" else f"{statistics.median(losses):8.2f}  {losses[0]:.2f} to {losses[-1]:.2f}"
                 lines.append(f"{workload:9} {phase:8} {arm:8} {statistics.median(rates):10.0f} {loss}")
     return "\n".join(lines)

@@ -11,6 +11,7 @@ Prints a table at the end; raw results go to ``$OUT/guard-FEATURE.json``. Exits 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -126,8 +127,7 @@ def model_folder(name: str) -> str:
     if tiny:
         config |= TINY | ({"sliding_window": 32} if "sliding_window" in config else {})
         if name == "deepseek":
-            config |= dict(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, head_dim=None)
-            config |= dict(num_key_value_heads=4, first_k_dense_replace=4)
+            config |= dict(num_key_value_heads=4, first_k_dense_replace=4, head_dim=None, torch_dtype="bfloat16")
     if name == "gemma3":
         kinds = ["sliding_attention"] * 3 + ["full_attention"]
         config["layer_types"] = [kinds[i % 4] for i in range(config["num_hidden_layers"])]
@@ -175,7 +175,6 @@ def told(worker: Any) -> dict[str, Any]:
     """In a worker: all that Canary has told so far, and its counters."""
     import guard_witness
     import torch
-
     from canary_vllm.hooks import HOOKS
 
     stats = {}
@@ -200,6 +199,9 @@ class Served:
             options.pop("compilation_config", None)
             own = dict(dtype="float32", max_model_len=256, max_num_seqs=8, block_size=32, enforce_eager=True)
             own |= dict(num_gpu_blocks_override=60)
+            if name == "deepseek":
+                # AMX's MLA kernels take no float32.
+                own["dtype"] = "bfloat16"
             if "num_gpu_blocks_override" in options:
                 options["num_gpu_blocks_override"] = 14
             self.scale = 16
@@ -329,6 +331,7 @@ def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "GUARD_DEVICE": DEVICE, "OUT": str(OUT)}
     if DEVICE == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if feature == "tp2" else "all"
     if guarded:
         environment |= {"CANARY_PLUGINS": "vllm,guard_witness", "CANARY_READ_CHECK": "-1", "CANARY_AUDIT": "6"}
         environment |= {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
@@ -336,10 +339,8 @@ def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
     (OUT / f"{name}.json").unlink(missing_ok=True)
     with (OUT / f"{name}.log").open("w") as log:
         arguments = [sys.executable, __file__, feature, "--child", "guarded" if guarded else "plain"]
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(arguments, stdout=log, stderr=log, env=environment, timeout=limit_s, check=False)
-        except subprocess.TimeoutExpired:
-            pass
     try:
         result: dict[str, Any] = json.loads((OUT / f"{name}.json").read_text())
     except FileNotFoundError:
@@ -356,7 +357,9 @@ def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[
             return {"feature": feature, "ok": False, "failed": "an engine did not come to its end; see above"}
     clean = guarded["clean"]
     false = [v for one in clean for v in one["violations"]]
-    bad = [e for one in clean for e in one["events"] if e["level"] in ("error", "warning") and e["event"] != "violation"]
+    bad = [
+        e for one in clean for e in one["events"] if e["level"] in ("error", "warning") and e["event"] != "violation"
+    ]
     audits = [e for one in clean for e in one["events"] if e["event"].startswith("audit")]
     coverage = [e for one in clean for e in one["events"] if e["event"] == "coverage"]
     found = sum(p["found"] for p in guarded["pokes"])

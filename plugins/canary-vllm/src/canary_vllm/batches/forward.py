@@ -55,7 +55,9 @@ class V1Batches(BatchAdapter[Any]):
             positions=runner.positions[:tokens],
             writers=self._requests.ids(names),
             tables=tables,
-            expected_tokens=self._requests.expected(names, computed, [c + n for c, n in zip(computed, new, strict=True)]),
+            expected_tokens=self._requests.expected(
+                names, computed, [c + n for c, n in zip(computed, new, strict=True)]
+            ),
         )
 
 
@@ -85,7 +87,9 @@ class V2Batches(BatchAdapter[Prepared]):
             positions=inputs.positions[:tokens],
             writers=self._requests.ids(names),
             tables=self._tables(batch, rows, tokens),
-            expected_tokens=self._requests.expected(names, computed, [c + n for c, n in zip(computed, new, strict=True)]),
+            expected_tokens=self._requests.expected(
+                names, computed, [c + n for c, n in zip(computed, new, strict=True)]
+            ),
         )
 
     def _tables(self, batch: Prepared, rows: int, tokens: int) -> Mapping[str, SlotTable]:

@@ -58,9 +58,7 @@ class Requests:
         `BatchView.expected_tokens`. ``computed``, ``ends``: tokens that each has before and after the forward; the
         host's idea of them, which may be too high. None if no request computes its prompt."""
         prompts = [self._prompts.get(name) for name in names]
-        open_ = [
-            prompt is not None and count < len(prompt) for prompt, count in zip(prompts, computed, strict=True)
-        ]
+        open_ = [prompt is not None and count < len(prompt) for prompt, count in zip(prompts, computed, strict=True)]
         if not any(open_):
             return None
         longest = max(end for end, is_open in zip(ends, open_, strict=True) if is_open)

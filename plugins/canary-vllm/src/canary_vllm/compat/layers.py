@@ -34,7 +34,7 @@ class Store:
             raise AttachError(f"{_backend(layer)} has no operation of its own that stores into the cache")
         names = list(inspect.signature(operation).parameters)
         if names[:3] == ["kv_c_normed", "k_pe", "kv_cache"]:
-            sizes = {"kv": (int(layer.kv_lora_rank) + int(layer.qk_rope_head_dim),)}
+            sizes: dict[str, tuple[int, ...]] = {"kv": (int(layer.kv_lora_rank) + int(layer.qk_rope_head_dim),)}
             return cls(layer, sizes, latent=True)
         if names[:5] == ["layer", "key", "value", "kv_cache", "slot_mapping"]:
             heads, key, value = int(layer.num_kv_heads), int(layer.head_size), int(layer.head_size)
@@ -69,7 +69,7 @@ def number(name: str) -> int:
 
 
 def numbers(names: Sequence[str]) -> dict[str, int]:
-    """The number of each layer; where two have the same, as several attentions of one block, all are counted instead."""
+    """The number of each layer; all are counted where two have the same, as two attentions of one block."""
     given = {name: number(name) for name in names}
     return given if len(set(given.values())) == len(given) else {name: i for i, name in enumerate(names)}
 

@@ -1,8 +1,8 @@
 """Where a layer's own store operation puts the bytes of a token, found by writing probes.
 
 A cache's shape may lie: CPU attention transposes K inside a block, others pack K and V of a head together, and two
-backends with the same shape differ in their strides. So the operation is run on a small tensor with the cache's order of
-dimensions, one slot at a time, and what changed is where the bytes are. vLLM's own cache is not touched.
+backends with the same shape differ in their strides. So the operation is run on a small tensor with the cache's order
+of dimensions, one slot at a time, and what changed is where the bytes are. vLLM's own cache is not touched.
 """
 
 from collections.abc import Sequence
@@ -74,14 +74,15 @@ class _Probe:
         dims = [d for d in range(cache.dim()) if cache.shape[d] == pages]
         if not dims:
             raise AttachError(f"no dimension of the cache counts its {pages} blocks, got shape {tuple(cache.shape)}")
-        block = max(dims, key=cache.stride)
-        order = sorted(range(cache.dim()), key=lambda d: (-cache.stride(d), d))
+        strides = list(cache.stride())
+        block = max(dims, key=strides.__getitem__)
+        order = sorted(range(cache.dim()), key=lambda d: (-strides[d], d))
         sizes = [PROBE_BLOCKS if d == block else cache.shape[d] for d in order]
         self._scratch = torch.zeros(sizes, dtype=cache.dtype, device=cache.device).permute(
             *(order.index(d) for d in range(cache.dim()))
         )
         self._bytes = cache.element_size()
-        self._strides = torch.tensor(cache.stride()) * self._bytes
+        self._strides = torch.tensor(strides) * self._bytes
 
     def pieces(self, dtype: torch.dtype) -> tuple[Piece, ...]:
         """All halves. Raises `AttachError` where one is not affine, or two share bytes."""
