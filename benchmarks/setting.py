@@ -11,6 +11,7 @@ from benchmarks.cases import CACHE_EVENTS, EVENTS, Case
 from benchmarks.layouts import LAYOUTS
 from canary_core import BatchView, CanaryConfig, Region, SlotTable
 from canary_core.ops.backends import Backend, torch_backend
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
 from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, Cursor, State
@@ -50,7 +51,7 @@ class Forward:
             words = BLOCK_VALUES + len(state.sources)
             # It changes nothing of the state, so its rows go where a comparison of two states looks.
             rows = state.chains.view(-1)[: len(slots) // BLOCK_SLOTS * words].view(-1, words)
-            backend.gather_blocks(state, slots, BLOCK_SLOTS, rows, 0)
+            backend.gather_blocks(state, slots, BlockShape(BLOCK_SLOTS), rows, 0)
         elif op in ("scrub", "baseline"):
             getattr(backend, op)(state)
         else:

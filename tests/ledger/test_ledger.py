@@ -388,6 +388,19 @@ def test_partial_blocks_are_counted_and_recorded():
     assert {State.of(word) for word in words} == {State.WRITTEN}
 
 
+def test_pages_are_blocks_by_number():
+    """A pool of pages is told by their numbers: the same entries."""
+    tier = HostTier.make()
+    tier.g.engine.free = list(range(8, 128))
+    request = tier.compute(PROMPT)
+    assert request.slots[:16] == list(range(8, 24))
+    tier.save(request, keep=False)
+    tier.g.canary.ledger.keep_pages("full", torch.arange(2, 6), PAGE)
+    tier.load(PROMPT, flip(1, 2))
+    assert [f[1:3] for f in found(tier)] == [(4, ("k.1",))]
+    assert tier.counts("kept", "matched") == [4, 3]
+
+
 def test_nothing_comes_of_nothing():
     """No slots, no blocks: no error, no count."""
     tier = HostTier.make()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
 from canary_core.records import POSITION, STATES, Cursor
@@ -165,14 +166,19 @@ def events(s: Scenario) -> torch.Tensor:
     return torch.tensor(slots, dtype=s.random.choice([torch.int32, torch.int64]), device=s.device)
 
 
-def blocks(s: Scenario, table: SlotTable) -> list[tuple[int, torch.Tensor]]:
-    """Slots of blocks, and how many make one: runs of a table's entries, as requests have them, and random numbers,
-    some of them no slots of the region; fewer than a tile of the kernel, and more."""
+def blocks(s: Scenario, table: SlotTable) -> list[tuple[BlockShape, torch.Tensor]]:
+    """Slots of blocks: runs of a table's entries, as requests have them, and random numbers of slots and of pages, some
+    of them none of the region's; fewer in a block than a tile of the kernel, and more."""
     page_slots = s.random.choice([1, 3, 4, 19])
     entries = table.elements[: len(table.elements) // page_slots * page_slots]
     kind = s.random.choice([torch.int32, torch.int64])
     random_slots = [s.random.randrange(-2, s.region.slots + 2) for _ in range(page_slots * s.random.choice([1, 5]))]
-    return [(page_slots, entries), (page_slots, torch.tensor(random_slots, dtype=kind, device=s.device))]
+    pages = [s.random.randrange(-1, s.region.slots // page_slots + 2) for _ in range(5)]
+    return [
+        (BlockShape(page_slots), entries),
+        (BlockShape(page_slots), torch.tensor(random_slots, dtype=kind, device=s.device)),
+        (BlockShape(page_slots, paged=True), torch.tensor(pages, dtype=kind, device=s.device)),
+    ]
 
 
 def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:

@@ -52,13 +52,13 @@ def run(seed: int, device: str) -> set[int]:
             getattr(reference, op)(state, *arguments)
             getattr(kernels, op)(other, *arguments)
             assert differences(state, other, batch.tokens) == [], f"seed {seed}, op {op}"
-        for page_slots, slots in blocks(s, table):
+        for block, slots in blocks(s, table):
             first = s.random.randint(0, 2)
-            shape = (first + len(slots) // page_slots, BLOCK_VALUES + len(state.sources))
+            shape = (first + block.blocks(len(slots)), BLOCK_VALUES + len(state.sources))
             rows = torch.full((2, *shape), -7, dtype=torch.int64, device=device)
-            reference.gather_blocks(state, slots, page_slots, rows[0], first)
-            kernels.gather_blocks(state, slots, page_slots, rows[1], first)
-            assert torch.equal(rows[0], rows[1]), f"seed {seed}, blocks of {page_slots}"
+            reference.gather_blocks(state, slots, block, rows[0], first)
+            kernels.gather_blocks(state, slots, block, rows[1], first)
+            assert torch.equal(rows[0], rows[1]), f"seed {seed}, {block}"
             assert bool((rows[0, :first] == -7).all())
         kinds |= {row[0] for row in ring_rows(state)}
     return kinds

@@ -12,6 +12,7 @@ from canary_core.events import Event
 from canary_core.ledger.arrival import Arrival
 from canary_core.ledger.region_ledger import Landed, RegionLedger
 from canary_core.ops import arrivals
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.payload import PayloadLayout
 from canary_core.region import RegionKind
 from canary_core.runtime.event_queue import QueuedEvent
@@ -86,18 +87,14 @@ class Ledger:
         `Canary.slots`, in their order. To tell a block again is harmless. What the records know of the blocks is taken,
         no byte is read.
         """
-        if not self._switch.enabled or not self._told("keep", region, slots, page_slots):
-            return
-        count = len(slots) // page_slots * page_slots
-        ledger = self._ledger(region, page_slots)
-        if ledger is None:
-            return
-        ledger.counts["partial"] += count < len(slots)
-        if count:
-            with self._switch.guard("ledger.keep"):
-                every = slots if count == len(slots) else slots[:count]
-                event = QueuedEvent(partial(_gather, ledger), [every], key=("ledger.keep", region))
-                self._workspace.queue.put(event)
+        if self._switch.enabled and self._told("keep", region, slots, page_slots):
+            self._keep(region, slots, page_slots, False)
+
+    def keep_pages(self, region: str, pages: Tensor, page_slots: int) -> None:
+        """As `keep`, for blocks that are pages of the pool, by their numbers: integer ``[n]``; page ``p`` has the slots
+        from ``p * page_slots`` on, in the order of a sequence."""
+        if self._switch.enabled and self._told("keep_pages", region, pages, page_slots):
+            self._keep(region, pages, page_slots, True)
 
     def expect(self, arrival: Arrival) -> None:
         """The bytes of ``arrival`` will come. From now on its slots hold its tokens, so forwards that read them are
@@ -212,6 +209,19 @@ class Ledger:
                     found[f"ledger_{name}"] = found.get(f"ledger_{name}", 0) + number
         return found
 
+    def _keep(self, region: str, slots: Tensor, page_slots: int, paged: bool) -> None:
+        ledger = self._ledger(region, page_slots)
+        if ledger is None:
+            return
+        block = BlockShape(page_slots, paged)
+        count = block.numbers(block.blocks(len(slots)))
+        ledger.counts["partial"] += count < len(slots)
+        if count:
+            with self._switch.guard("ledger.keep"):
+                every = slots if count == len(slots) else slots[:count]
+                event = QueuedEvent(partial(_gather, ledger, paged), [every], key=("ledger.keep", region, paged))
+                self._workspace.queue.put(event)
+
     def _ledger(self, region: str, page_slots: int) -> RegionLedger | None:
         """None where nothing is kept: it is off, or ``region`` is none of its."""
         if region not in self._kept:
@@ -271,5 +281,5 @@ class Ledger:
         return True
 
 
-def _gather(ledger: RegionLedger, tensors: list[Tensor]) -> None:
-    ledger.gather(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
+def _gather(ledger: RegionLedger, paged: bool, tensors: list[Tensor]) -> None:
+    ledger.gather(tensors[0] if len(tensors) == 1 else torch.cat(tensors), paged)

@@ -14,6 +14,7 @@ from canary_core.ledger.table import Match, Table
 from canary_core.ledger.wording import fold
 from canary_core.ops import arrivals
 from canary_core.ops.backends import Backend
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.state import RegionState
 from canary_core.records import (
@@ -77,9 +78,10 @@ class RegionLedger:
         self._awaited.subtract(arrival.blocks.ends.tolist())
         self._awaited = +self._awaited
 
-    def gather(self, slots: Tensor) -> None:
-        """What is known of ``slots`` (integer ``[blocks * page_slots]``) now is on its way to the table."""
-        self._gather(slots)
+    def gather(self, slots: Tensor, paged: bool) -> None:
+        """What is known of ``slots`` now is on its way to the table: integer ``[blocks * page_slots]``, or ``[blocks]``
+        numbers of pages."""
+        self._gather(slots, BlockShape(self.page_slots, paged))
 
     def land(self, landed: Landed, rows: Tensor) -> None:
         """The bytes of an arrival are there: they are fingerprinted, and what they came to is on its way to be judged.
@@ -93,7 +95,7 @@ class RegionLedger:
         if blocks.count:
             inside = slice(blocks.skipped, blocks.skipped + blocks.count * self.page_slots)
             rewritten = ~mine[inside].view(blocks.count, self.page_slots).all(1)
-            self._gather(slots[inside], landed, rewritten)
+            self._gather(slots[inside], BlockShape(self.page_slots), landed, rewritten)
         self.counts["partial"] += blocks.partial
 
     def send(self) -> None:
@@ -131,18 +133,19 @@ class RegionLedger:
     def _format(self, rank: int) -> Format:
         return Format(PayloadLayout.of(self.state).digest, self.page_slots, rank, len(self.state.sources))
 
-    def _gather(self, slots: Tensor, landed: Landed | None = None, rewritten: Tensor | None = None) -> None:
-        size = self.page_slots
-
+    def _gather(
+        self, slots: Tensor, block: BlockShape, landed: Landed | None = None, rewritten: Tensor | None = None
+    ) -> None:
         def gather(rows: Tensor, first: int, begin: int, end: int) -> None:
-            self._backend.gather_blocks(self.state, slots[begin * size : end * size], size, rows, first)
+            part = slots[block.numbers(begin) : block.numbers(end)]
+            self._backend.gather_blocks(self.state, part, block, rows, first)
             if rewritten is not None:
                 rows[first : first + end - begin, BLOCK_FLAGS] += rewritten[begin:end] * int(Block.REWRITTEN)
 
         def about(begin: int) -> Landed | None:
             return landed and replace(landed, begin=begin)
 
-        self._outbox.write(len(slots) // size, gather, about)
+        self._outbox.write(block.blocks(len(slots)), gather, about)
 
     def _enter(self, rows: Tensor) -> None:
         """Enters blocks that were kept. Those of which not all is known leave their prefix in doubt: whoever stored

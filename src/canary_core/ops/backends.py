@@ -8,6 +8,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.errors import ConfigError
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.state import RegionState
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
@@ -33,7 +34,7 @@ class Backend:
     free: EventOp
     verify: Callable[[RegionState, Tensor], None]
     adopt: Callable[[RegionState, Tensor], None]
-    gather_blocks: Callable[[RegionState, Tensor, int, Tensor, int], None]
+    gather_blocks: Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]
     row_steps: tuple[int, ...] = ()
     """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
     compile_together: Callable[[Callable[[], None]], None] | None = None

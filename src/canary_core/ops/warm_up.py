@@ -7,6 +7,7 @@ import torch
 from canary_core.batch import BatchView, SlotTable
 from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.state import RegionState
 from canary_core.records import BLOCK_VALUES, Cursor
 from canary_core.runtime.streams import capturing
@@ -57,7 +58,8 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
     backend.verify(state, none)
     backend.adopt(state, none)
     rows = state.fingerprints.new_empty((1, BLOCK_VALUES + len(state.sources)))
-    backend.gather_blocks(state, none.new_full((1,), -1), 1, rows, 0)
+    for paged in (True, False):
+        backend.gather_blocks(state, none.new_full((1,), -1), BlockShape(1, paged), rows, 0)
     for writer in (-1, none.int()):
         for event in (backend.alloc, backend.park, backend.share, backend.evict, backend.free):
             event(state, none, writer, 1)

@@ -5,9 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from canary_core.ops import hashing
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.kernels.common import (
     CONTENT_BITS,
-    GOLDEN,
     MULTIPLY_1,
     MULTIPLY_2,
     STATE_VALUES,
@@ -38,7 +38,7 @@ FLAG_TOKENS = tl.constexpr(int(Block.TOKENS))
 FLAG_PREFIX = tl.constexpr(int(Block.PREFIX))
 FLAG_BYTES = tl.constexpr(int(Block.BYTES))
 FLAG_OUTSIDE = tl.constexpr(int(Block.OUTSIDE))
-WEIGHT = tl.constexpr(hashing.WEIGHT_SEED)
+WEIGHT = tl.constexpr((hashing.WEIGHT_SEED + hashing.GOLDEN) % (1 << 64))
 
 
 def adopt(state: RegionState, slots: Tensor) -> None:
@@ -49,18 +49,19 @@ def adopt(state: RegionState, slots: Tensor) -> None:
         launch.launch((launch.blocks, min(needed, launch.programs)), given)
 
 
-def gather_blocks(state: RegionState, slots: Tensor, page_slots: int, rows: Tensor, first: int) -> None:
+def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Tensor, first: int) -> None:
     """As `canary_core.ops.reference.blocks.gather_blocks`. One launch."""
-    blocks = slots.shape[0] // page_slots
+    blocks = block.blocks(slots.shape[0])
     if not blocks:
         return
-    launcher = state.launches.by_op.get(("gather_blocks", None))
+    op = "gather_pages" if block.paged else "gather_blocks"
+    launcher = state.launches.by_op.get((op, None))
     if launcher is None:
         fixed = (region_arguments(state), arguments(state.fingerprints, state.fingerprints.shape[1]))
-        constants = {"SLOT_TILE": SLOT_TILE, "SOURCE_TILE": SOURCE_TILE}
+        constants = {"PAGED": block.paged, "SLOT_TILE": SLOT_TILE, "SOURCE_TILE": SOURCE_TILE}
         launcher = Launcher(gather_blocks_kernel, state, fixed, constants, num_warps=WARPS)
-        state.launches.by_op["gather_blocks", None] = launcher
-    launcher((blocks, 1), arguments(slots, page_slots, rows, first))
+        state.launches.by_op[op, None] = launcher
+    launcher((blocks, 1), arguments(slots, block.slots, rows, first))
 
 
 @jit("count")
@@ -94,13 +95,15 @@ def gather_blocks_kernel(
     slots, null_first, null_end,
     p_fingerprints, sources,
     p_slots, page_slots, p_rows, first,
-    SLOT_TILE: tl.constexpr, SOURCE_TILE: tl.constexpr,
+    PAGED: tl.constexpr, SLOT_TILE: tl.constexpr, SOURCE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each block."""
     i_block = tl.program_id(0).to(tl.int64)
-    p_block = p_slots + i_block * page_slots
+    p_block = p_slots + (i_block if PAGED else i_block * page_slots)
     p_row = p_rows + (first + i_block) * (VALUES + sources)
     begin = tl.load(p_block).to(tl.int64)
+    if PAGED:
+        begin *= page_slots
     m_begin = (begin >= 0) & (begin < slots) & ((begin < null_first) | (begin >= null_end))
     # The first slot's position, where it is one.
     _, word = split_head(tl.load(p_records + begin * 4, mask=m_begin, other=0))
@@ -112,8 +115,10 @@ def gather_blocks_kernel(
     for i in range(0, page_slots, SLOT_TILE):
         o_place = i + tl.arange(0, SLOT_TILE)
         m = o_place < page_slots
-        slot, usable = listed(p_block, o_place, m, slots, null_first, null_end)
-        before, m_before = listed(p_block, o_place - 1, m & (o_place > 0), slots, null_first, null_end)
+        slot, usable = listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED)
+        before, m_before = listed(
+            p_block, begin, o_place - 1, m & (o_place > 0), slots, null_first, null_end, PAGED
+        )  # fmt: skip
         token, word = split_head(tl.load(p_records + slot * 4, mask=usable, other=0))
         hash = tl.load(p_records + slot * 4 + 1, mask=usable, other=0)
         hash_before = tl.load(p_records + before * 4 + 1, mask=m_before, other=0)
@@ -133,7 +138,7 @@ def gather_blocks_kernel(
         for i in range(0, page_slots, SLOT_TILE):
             o_place = i + tl.arange(0, SLOT_TILE)
             m = o_place < page_slots
-            slot, usable = listed(p_block, o_place, m, slots, null_first, null_end)
+            slot, usable = listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED)
             m_value = usable[:, None] & (o_source < sources)[None, :]
             p_value = p_fingerprints + slot[:, None] * sources + o_source[None, :]
             found = tl.load(p_value, mask=m_value, other=0)
@@ -149,16 +154,19 @@ def gather_blocks_kernel(
 
 
 @triton.jit
-def listed(p_block, o_place, m, slots, null_first, null_end):
+def listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED: tl.constexpr):
     """The slots at places of a block, and which of them are live ones of the region."""
-    slot = tl.load(p_block + o_place, mask=m, other=-1).to(tl.int64)
+    if PAGED:
+        slot = tl.where(m, begin + o_place, -1)
+    else:
+        slot = tl.load(p_block + o_place, mask=m, other=-1).to(tl.int64)
     return slot, (slot >= 0) & (slot < slots) & ((slot < null_first) | (slot >= null_end))
 
 
 @triton.jit
 def weight(o_place):
     """`hashing.weights` of places in a block; uint64."""
-    x = o_place.to(tl.uint64) + WEIGHT + GOLDEN
+    x = o_place.to(tl.uint64) + WEIGHT
     x = (x ^ (x >> 30)) * MULTIPLY_1
     x = (x ^ (x >> 27)) * MULTIPLY_2
     return (x ^ (x >> 31)) | 1

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from canary_core.ops import hashing
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.mapping import int64_words
 from canary_core.ops.reference.stack import stacks
 from canary_core.ops.state import RegionState
@@ -36,18 +37,19 @@ def adopt(state: RegionState, slots: Tensor) -> None:
         state.fingerprints[there[:, None], stack.columns] = value.T
 
 
-def gather_blocks(state: RegionState, slots: Tensor, page_slots: int, rows: Tensor, first: int) -> None:
+def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Tensor, first: int) -> None:
     """Between forwards: says in ``rows[first : first + n]`` (int64 ``[any, BLOCK_VALUES + sources]``, contiguous) what
-    is known of ``n`` blocks, which ``slots`` (integer ``[n * page_slots]``) lists one after the other, each in the
-    order of its sequence. Laid out as `canary_core.records` says. Slots that are none add nothing."""
-    slot = slots.long().view(-1, page_slots)
+    is known of ``n`` blocks, which ``slots`` (integer) lists as `BlockShape` says. Laid out as `canary_core.records`
+    says. Slots that are none add nothing."""
+    page_slots = block.slots
+    place = torch.arange(page_slots, device=slots.device)
+    slot = slots.long()[:, None] * page_slots + place if block.paged else slots.long().view(-1, page_slots)
     usable = state.region.status_of(slot) == Status.OK
     safe = torch.where(usable, slot, 0)
     record = state.records[safe.flatten()]
     word, token, hash = record[:, POSITION].long(), record[:, TOKEN].long(), int64_words(record, PREFIX_HASH)
     word, token, hash = (x.view_as(slot) for x in (word, token, hash))
     position = word // STATES
-    place = torch.arange(page_slots, device=slot.device)
     mix = torch.where(usable, hashing.mix(token, position), 0)
     told = usable & (word & CONTENT == State.WRITTEN) & (position == position[:, :1] + place)
     told &= position[:, :1] % page_slots == 0

@@ -20,8 +20,8 @@ class Loads:
 
     The scheduler says which blocks a connector will fill, and with which tokens (`Message.loads`). Where the request is
     computed in the same step, the connector loads while the forward runs: the blocks are expected before it, and they
-    are there when the runner asks the connector for errors. Else the request waits until they are there, and is computed
-    in a later step: before that forward they are there.
+    are there when the runner asks the connector for errors. Else the request waits until they are there, and is
+    computed in a later step: before that forward they are there.
 
     What may be stored are the complete blocks of each forward: whatever a connector stores, and when, is among them.
     """
@@ -95,10 +95,7 @@ class Loads:
                     blocks += self._held.blocks(name, group.number, first // size, end // size)
         for group, blocks in zip(self._groups, found, strict=True):
             if blocks:
-                numbers = upload(blocks, self._canary.device)
-                inside = torch.arange(group.block, device=numbers.device)
-                slots = (numbers[:, None] * group.block + inside).flatten()
-                self._canary.ledger.keep(group.region, slots, group.block)
+                self._canary.ledger.keep_pages(group.region, upload(blocks, self._canary.device), group.block)
 
     def _arrivals(self, load: Load, computed: int) -> Sequence[tuple[Arrival, frozenset[int]]]:
         """What ``load`` brings to each region, with the numbers of its blocks. ``computed``: how many tokens of the
