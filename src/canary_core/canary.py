@@ -217,8 +217,10 @@ class Canary:
         }
 
     def scrub_stats(self) -> dict[str, float]:
-        """What the scrub comes to: ``scrub_coverage``, how often it went round all pools; ``scrub_share`` of the time,
-        and ``scrub_period_s``, how long a round takes. The last two once the length of a step is known."""
+        """What the scrub comes to. ``scrub_coverage``: how often it went round all pools in search of slots of running
+        requests. ``scrub_share``: of the time; once a forward's length is known. ``live_period_s``: seconds in which
+        each slot of a running request was compared, ``scrub_period_s``: seconds for every written slot; from the end of
+        the first round on. Time in which the engine idles doesn't count."""
         return self.step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS]) if self.states else {}
 
     def tell(self, event: Event) -> None:

@@ -173,11 +173,15 @@ class Counter(IntEnum):
     CHECKED_FORWARDS = 32
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
     SCRUBBED_SLOTS = 33
-    """Slots passed by the scrub, written or not: divided by the region's slots, how often it went round."""
+    """Slots that the scrub has passed in search of those of running requests: divided by the region's slots, how often
+    it went round."""
 
 
 COUNTERS = 40
-"""Length of the counter tensor."""
+"""Where the gauges begin, behind the counters: for each region `GAUGES` words of how far its scrub is, the ScrubWords
+from `ScrubWord.RUNNING` on."""
+
+GAUGES = 4
 
 
 class Clock(IntEnum):
@@ -195,25 +199,48 @@ class Cursor(IntEnum):
     """Index into a region's int64 cursors. Each moves before or after the launch that starts from it, never in it:
     its programs run at the same time."""
 
-    SCRUB = 0
-    """First slot of the scrub's stretch: `SCRUB_NEXT`, copied by `check`."""
-    SCRUB_SLOTS = 1
-    """Slots of one stretch; set by the host."""
-    READ = 2
+    READ = 0
     """First tile, in batch order, of the read check."""
-    READ_TILES = 3
+    READ_TILES = 1
     """Most tiles of one read check, 0: none; set by the host."""
-    CHECK = 4
+    CHECK = 2
     """First tile, in batch order, of the mapping check."""
-    CHECK_NEXT = 5
+    CHECK_NEXT = 3
     """The same for the next forward: written by `check`, copied to `CHECK` by `record`."""
-    CHECK_TILES = 6
+    CHECK_TILES = 4
     """Most tiles of one mapping check; set by the host."""
-    SCRUB_NEXT = 7
-    """First slot of the stretch after it; written by `scrub`, which need not run after each forward."""
+    SCRUB_SLOTS = 5
+    """Most slots that one scrub compares; set by the host."""
+    SCRUB_RUNNING = 6
+    """How many of them are of running requests before parked ones have a turn; set by the host."""
+    SCRUB_PASS = 7
+    """Most slots that are passed in search of those of one sort, for one scrub; set by the host."""
+    SCRUB = 8
+    """`SCRUB_WORDS` words, see `ScrubWord`: `SCRUB_NEXT`, copied by `check`."""
+    SCRUB_NEXT = 16
+    """The same for the next scrub: written by `scrub`, which need not run after each forward."""
 
 
-CURSOR_WORDS = 8
+CURSOR_WORDS = 24
+
+
+class ScrubWord(IntEnum):
+    """How far the scrub of a region is: index into the words at `Cursor.SCRUB`. Slots are passed in physical order,
+    again and again, by one cursor for each sort; the numbers count on, so that modulo the slots they are places."""
+
+    LIST = 0
+    """``half * 2**32 + slots``: the list to compare. It is the first or second half of `RegionState.listed`; the next
+    one is made in the other half meanwhile."""
+    RUNNING = 1
+    """Slots passed in search of those that requests have."""
+    RUNNING_LISTED = 2
+    """How many of these were listed."""
+    PARKED = 3
+    """Slots passed in search of parked ones."""
+    PARKED_LISTED = 4
+
+
+SCRUB_WORDS = 8
 
 ALL_TILES = 1 << 40
 """A budget that is never reached."""

@@ -323,6 +323,7 @@ class Step:
                 self._audit.look(now_and_then=True)
                 if snapshot is not None:
                     self._findings.open(snapshot, self.forwards)
+                    self.scrub.observe(snapshot.counters)
                 self._canary.ledger.read()
             if idle:
                 self._findings.settle(at_last=True)

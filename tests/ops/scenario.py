@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,10 +11,10 @@ from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, S
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import POSITION, STATES, Cursor
+from canary_core.records import POSITION, STATES, Cursor, ScrubWord
 from canary_core.region import Role
 
-TABLES = ("records", "fingerprints", "chains", "cursors")
+TABLES = ("records", "fingerprints", "chains", "cursors", "listed")
 SCRATCH = ("claims", "heads", "plan")
 """Tensors of a `RegionState` and of its scratch that ops change."""
 
@@ -33,12 +34,18 @@ class Scenario:
     device: torch.device
     unknown: random.Random
     """Chooses the fingerprints that are not known, and leaves the other choices as they are."""
+    scrub: random.Random
+    """The same for what the scrub has listed and how far it goes."""
 
     def state(self, **settings: object) -> RegionState:
         config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, **settings})
         shared = Shared.allocate(config, self.device)
         state = RegionState(self.region, 0, shared, config)
         state.cursors[Cursor.SCRUB_SLOTS] = self.random.randint(0, self.region.slots)
+        state.cursors[Cursor.SCRUB_RUNNING] = self.scrub.randint(0, self.region.slots)
+        state.cursors[Cursor.SCRUB_PASS] = self.scrub.choice([self.region.slots, self.scrub.randint(0, 99)])
+        # What was listed may be free again by now, or written anew.
+        list_slots(state, self.scrub.sample(range(self.region.slots), self.scrub.randint(0, self.region.slots)))
         state.fingerprints.random_(-(2**62), 2**62)
         return state
 
@@ -84,7 +91,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
         ring = 8
     pool_page = rng.choice([None, None, (7, 5)])
     unknown = random.Random(f"unknown {seed}")
-    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown)
+    scrub = random.Random(f"scrub {seed}")
+    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown, scrub)
 
 
 def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
@@ -223,6 +231,12 @@ def write(s: Scenario) -> None:
             )
             keep = torch.rand(flat.shape, generator=torch.Generator().manual_seed(rng.getrandbits(30))) < 0.3
             flat.copy_(torch.where(keep.to(flat.device), flat, fresh.to(flat.device)))
+
+
+def list_slots(state: RegionState, slots: Sequence[int]) -> None:
+    """The next scrub compares ``slots``."""
+    state.listed[0, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+    state.cursors[Cursor.SCRUB + ScrubWord.LIST] = len(slots)
 
 
 def twin(state: RegionState) -> RegionState:

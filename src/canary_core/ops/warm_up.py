@@ -45,7 +45,9 @@ def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterab
 
 def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
     state.require_capacity(batch)
+    # Nothing is compared, and nothing listed.
     state.cursors[Cursor.SCRUB_SLOTS].fill_(0)
+    state.cursors[Cursor.SCRUB :].zero_()
     backend.check(state, batch, table)
     if state.reads:
         backend.read_check(state, batch, table)
