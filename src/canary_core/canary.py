@@ -20,6 +20,7 @@ from canary_core.config import CanaryConfig
 from canary_core.coverage import Coverage
 from canary_core.errors import AttachError
 from canary_core.events import Event
+from canary_core.incidents.incident import Incident
 from canary_core.ops.state import RegionState
 from canary_core.ops.warm_up import row_counts, warm_up
 from canary_core.records import Counter
@@ -175,6 +176,11 @@ class Canary:
                 self._switch.hooks.hook.canary_detached(canary=self)
             self._switch.enabled = False
 
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """What was found, by cause, the oldest first: the last ones that may still grow."""
+        return tuple(self._findings.incidents)
+
     def decode(self, row: Sequence[int]) -> Violation:
         """A row as the ring has them (see `records.Row`), with the names of its region, source and requests."""
         return self._findings.decode(row)
@@ -198,8 +204,9 @@ class Canary:
         kinds = {k.name.lower(): n for k, n in found.delivered.items() if n}
         late = {"repeated": found.repeated, "dismissed": found.dismissed}
         withheld = sum(found.memory.withheld.values())
-        if withheld:
-            late["withheld"] = withheld
+        for name, number in (("withheld", withheld), ("incidents", found.incidents.total)):
+            if number:
+                late[name] = number
         total = sum(found.delivered.values())
         return {
             "violations": total,
@@ -260,6 +267,7 @@ class Canary:
             counters=found.counters,
             events=self.slots.counts,
             findings={kind.name.lower(): number for kind, number in found.delivered.items() if number},
+            incidents=found.incidents.total,
             withheld=sum(found.memory.withheld.values()),
             repeated=found.repeated,
             dismissed=found.dismissed,

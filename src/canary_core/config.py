@@ -212,13 +212,24 @@ class CanaryConfig(BaseSettings):
         "Empty: none.",
     )
     seed: int = Field(default=0, description="Seed of fault injection.")
+    violation_level: LogLevel = Field(
+        default="debug",
+        description="Level of the violation event that each finding is told with. Findings of one cause are one "
+        "incident event of level error; error tells each of them beside it.",
+    )
+    incident_limit: Annotated[int, Field(ge=0)] = Field(
+        default=20,
+        description="Incidents that are told with an event of their own within a minute; of those beyond it an "
+        "incidents_limited event has the counts; 0: no limit.",
+        json_schema_extra=_unit("incidents per minute"),
+    )
     log_format: LogFormat = Field(
         default="console",
         description="How reports to stderr look. Where the host has configured structlog, its own setup decides.",
     )
     log_level: LogLevel = Field(
         default="info",
-        description="Least level of reports to stderr; findings are errors. Where the host has configured structlog, "
+        description="Least level of reports to stderr; incidents are errors. Where the host has configured structlog, "
         "its own setup decides.",
     )
 
