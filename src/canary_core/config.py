@@ -223,6 +223,27 @@ class CanaryConfig(BaseSettings):
         "incidents_limited event has the counts; 0: no limit.",
         json_schema_extra=_unit("incidents per minute"),
     )
+    diagnose: bool = Field(
+        default=True,
+        description="After an incident, look at the slots concerned and say what probably happened. The looking is "
+        "issued once for each incident; the rest is done by a thread.",
+    )
+    incident_dir: str = Field(
+        default="",
+        description="Directory into which a bundle of each incident is written, for canary explain. Empty: none.",
+    )
+    incident_most: Annotated[int, Field(ge=1)] = Field(
+        default=50,
+        description="Bundles that the directory may hold; the first ones are kept.",
+        json_schema_extra=_unit("bundles"),
+    )
+    incident_bytes: bool = Field(
+        default=False, description="Bundles hold the bytes of up to 64 slots, 16 MiB at most: KV, not text."
+    )
+    incident_tokens: bool = Field(
+        default=False,
+        description="Bundles hold token ids and prefix hashes; without, nothing of a prompt can be worked out of them.",
+    )
     log_format: LogFormat = Field(
         default="console",
         description="How reports to stderr look. Where the host has configured structlog, its own setup decides.",

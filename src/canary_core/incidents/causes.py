@@ -17,7 +17,8 @@ class Link(Enum):
     PAGE = "page"
     """The same page of the same region, or the one beside it."""
     REQUEST = "request"
-    """A request that reads or writes, or the one that wrote what is read; within `NEAR_STEPS`."""
+    """A request that reads or writes, or the one that wrote what is read; of changed bytes only the one that wrote
+    them. Within `NEAR_STEPS`."""
     STEP = "step"
     """The same forward."""
     CONTENT = "content"
@@ -114,7 +115,10 @@ CONSEQUENCES: dict[Kind, dict[Kind, set[Link]]] = {
     Kind.POSITION: {Kind.POSITION: _READ, Kind.TOKEN: _READ, Kind.PREFIX: _READ},
     Kind.TOKEN: {Kind.TOKEN: _READ, Kind.PREFIX: _READ},
     Kind.PREFIX: {Kind.PREFIX: _READ},
-    Kind.BYTES: {Kind.BYTES: {Link.SLOT, Link.PAGE, Link.CONTENT}, Kind.NON_FINITE: {Link.SLOT, Link.STEP}},
+    Kind.BYTES: {
+        Kind.BYTES: {Link.SLOT, Link.PAGE, Link.REQUEST, Link.CONTENT},
+        Kind.NON_FINITE: {Link.SLOT, Link.STEP},
+    },
     Kind.NON_FINITE: {Kind.NON_FINITE: {Link.STEP, Link.REQUEST, *_OWNERS}},
 }
 """Cause → kind that may follow → what links them. Every kind is a row."""

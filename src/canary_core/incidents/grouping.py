@@ -151,7 +151,7 @@ def _keys(v: Violation) -> Iterator[Key]:
     if v.kind is Kind.BYTES and v.phase is Phase.PRE_FORWARD:
         # What a forward writes to a wrong place is compared before the next one.
         yield Link.STEP, v.step - 1, None
-    for name in dict.fromkeys((v.request, v.stored_request if v.kind is not Kind.BYTES else None)):
+    for name in dict.fromkeys((None if v.kind is Kind.BYTES else v.request, v.stored_request)):
         if name is not None:
             yield Link.REQUEST, name, None
     if v.kind is Kind.BYTES:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from canary_core.incidents.causes import ORDER
+from canary_core.incidents.classes import Diagnosis
 from canary_core.records import Kind
 from canary_core.violation import Violation
 
@@ -19,7 +20,8 @@ class Incident:
     """Findings of one cause. ``root`` is the first one by cause (`causes.ORDER`), ``findings`` are the first
     `MOST_KEPT` in the order in which they were told, the root among them; ``kinds`` counts all. ``number`` counts a
     Canary's incidents from 1, 0 until it was told. ``told``: whether its ``incident`` event was due, after which the
-    root stays.
+    root stays. ``diagnoses``: what probably happened, the surest first; empty until somebody has looked. ``bundle``:
+    the directory that was written, None if none was.
     """
 
     root: Violation
@@ -31,6 +33,8 @@ class Incident:
     pages: set[tuple[str, int]] = field(default_factory=set)
     requests: dict[str, None] = field(default_factory=dict)
     told: bool = False
+    diagnoses: tuple[Diagnosis, ...] = ()
+    bundle: str | None = None
 
     @property
     def total(self) -> int:
@@ -85,7 +89,8 @@ class Incident:
 
     def __str__(self) -> str:
         followed = ", ".join(f"{kind.name.lower()} {number}" for kind, number in self.consequences.items())
-        return f"{self.root}" + (f" It brought more findings: {followed}." if followed else "")
+        text = f"{self.root}" + (f" It brought more findings: {followed}." if followed else "")
+        return text + (f" {self.diagnoses[0].sentence}" if self.diagnoses else "")
 
 
 _OF_THE_ROOT = (

@@ -9,6 +9,7 @@ from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.incidents.grouping import Incidents
 from canary_core.incidents.incident import Incident
+from canary_core.incidents.investigator import Investigator
 from canary_core.records import STATES, Counter, Kind, Phase, Row, State
 from canary_core.reporting.readback import ReadBack, Snapshot
 from canary_core.reporting.wrong_memory import WrongMemory
@@ -41,6 +42,7 @@ class Findings:
         self._read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self.investigator = Investigator(workspace, switch, writers)
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self._first: Incident | None = None
         self._read_forwards = 0
@@ -113,6 +115,7 @@ class Findings:
         called, and that incident's root."""
         if self._config.mode == "raise" and self._first is not None:
             first, self._first = self._first, None
+            self.investigator.wait()
             raise ViolationError(first.root, first)
 
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
@@ -170,6 +173,7 @@ class Findings:
             self._switch.hooks.hook.canary_incident(incident=incident)
         except Exception as error:
             self._complain("canary_incident", error)
+        self.investigator.look(incident)
 
     def _complain(self, where: str, error: Exception) -> None:
         self._switch.emit(Event("reporting_failed", "error", {"where": where, "error": repr(error)}))
