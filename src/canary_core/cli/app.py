@@ -18,6 +18,7 @@ from canary_core import plugins, scaffold
 from canary_core.cli import check_plugin, program
 from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
+from canary_core.cli.explain import explain
 from canary_core.config import CanaryConfig, settings
 from canary_core.errors import CanaryError, ConfigError, ViolationError
 from canary_core.testing import demo, suite_tests
@@ -60,6 +61,9 @@ def _options(
     ] = False,
 ) -> None:
     """Canary guards the KV cache of an LLM engine."""
+
+
+app.command("explain")(explain)
 
 
 @app.command("plugins")

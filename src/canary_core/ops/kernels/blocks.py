@@ -156,7 +156,7 @@ def gather_blocks_kernel(
 @triton.jit
 def listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED: tl.constexpr):
     """The slots at places of a block, and which of them are live ones of the region."""
-    if PAGED:
+    if PAGED:  # noqa: SIM108 - a ternary would load in either case
         slot = tl.where(m, begin + o_place, -1)
     else:
         slot = tl.load(p_block + o_place, mask=m, other=-1).to(tl.int64)
