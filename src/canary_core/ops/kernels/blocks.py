@@ -106,8 +106,8 @@ def gather_blocks_kernel(
         begin *= page_slots
     m_begin = (begin >= 0) & (begin < slots) & ((begin < null_first) | (begin >= null_end))
     # The first slot's position, where it is one.
-    _, word = split_head(tl.load(p_records + begin * 4, mask=m_begin, other=0))
-    position_first = word // STATE_VALUES
+    _, word_first = split_head(tl.load(p_records + begin * 4, mask=m_begin, other=0))
+    position_first = word_first // STATE_VALUES
     odd_tokens = tl.where(position_first % page_slots == 0, 0, 1)
     odd_prefix = odd_tokens * 0
     outside = odd_tokens * 0
