@@ -41,7 +41,7 @@ def guard(engine: SmallEngine, *plugins: object, **settings: Any) -> Iterator[Gu
     for listener in listeners:
         hook_manager().register(listener)
     try:
-        HOOKS.start(CanaryConfig.load(**{"read_check": -1, "scrub_budget": "1GiB", "stats_interval": 0, **settings}))
+        HOOKS.start(CanaryConfig.load(**{"read_check": -1, "scrub_budget": "0", "stats_interval": 0, **settings}))
         engine.renew()
         yield Guarded(engine, findings)
     finally:
@@ -72,4 +72,4 @@ def traffic(engine: SmallEngine, rounds: int, seed: object = 0, new_tokens: int 
 
 def injector(fault: str, source: str | None = None) -> FaultInjector:
     """Injects one fault of Canary's own."""
-    return FaultInjector([FaultSpec(fault=fault, warmup=4, probability=0.5, source=source)], seed=1)
+    return FaultInjector([FaultSpec(fault=fault, warmup=2, probability=1.0, source=source)], seed=1)
