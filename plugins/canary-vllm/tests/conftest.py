@@ -54,9 +54,7 @@ def _marks(setup: Setup) -> list[pytest.MarkDecorator]:
     return [group, pytest.mark.older_release] if setup.older else [group]
 
 
-@pytest.fixture(
-    scope="session", params=[pytest.param(name, marks=_marks(setup)) for name, setup in SETUPS.items()]
-)
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=_marks(setup)) for name, setup in SETUPS.items()])
 def engine(request: pytest.FixtureRequest) -> Iterator[Shared]:
     """One engine of each of `SETUPS`, loaded once a process; each guard gives it a new KV cache."""
     yield shared(request.param)

@@ -233,7 +233,7 @@ class Served:
     def traffic(self) -> list[list[int]]:
         """What both engines serve: batches that mix, repeat, share prefixes, and one long prompt."""
         answers = []
-        for seed in range(3):
+        for seed in range(3 if self.scale == 1 else 1):
             mixed = [p for i in range(4) for p in self.prompts(10 * seed + i, 4, 100 + 300 * i)]
             answers += self.generate(mixed, 128)
         shared = self.prompts(77, 12, 900, shared=640)
