@@ -62,6 +62,8 @@ class SmallEngine:
 
         over = SchedulerOutput.make_empty()
         over.finished_req_ids = {*self.scheduler.requests, *self.scheduler.finished_req_ids, *self.runner_requests()}
+        if self.scheduler.connector is not None:
+            over.kv_connector_metadata = self.scheduler.connector.build_connector_meta(over)
         self.core.model_executor.execute_model(over)
         # vLLM's own runner wants to be initialized only once.
         self.runner.attn_groups.clear()

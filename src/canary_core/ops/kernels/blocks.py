@@ -156,9 +156,8 @@ def gather_blocks_kernel(
 @triton.jit
 def listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED: tl.constexpr):
     """The slots at places of a block, and which of them are live ones of the region."""
-    if PAGED:  # noqa: SIM108 - a ternary would load in either case
-        slot = tl.where(m, begin + o_place, -1)
-    else:
+    slot = tl.where(m, begin + o_place, -1)
+    if not PAGED:
         slot = tl.load(p_block + o_place, mask=m, other=-1).to(tl.int64)
     return slot, (slot >= 0) & (slot < slots) & ((slot < null_first) | (slot >= null_end))
 
