@@ -26,8 +26,8 @@ SECTOR_BYTES = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """One of a case's batches. ``state`` is a view of the case's state with scratch of its own (plan, heads, cursors, what
-    the scrub lists), so that one op of many batches can be launched in a row. ``rows``: its rows among all of the
+    """One of a case's batches. ``state`` is a view of the case's state with scratch of its own (plan, heads, cursors,
+    what the scrub lists), so that one op of many batches can be launched in a row. ``rows``: its rows among all of the
     setting's. ``read_slots``: what it reads, for events."""
 
     state: RegionState
