@@ -18,7 +18,14 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from canary_core.errors import ConfigError
 from canary_core.faults.spec import FaultSpec
@@ -28,6 +35,24 @@ Bytes = Literal["off", "partial", "all"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Untested = Literal["guard", "refuse"]
+Profile = Literal["watch", "hunt", "ci"]
+
+HUNT: dict[str, Any] = {
+    "read_check": -1,
+    "scrub_budget": "1%",
+    "sweep_interval": 32,
+    "state_interval": 1,
+    "read_interval": 1,
+}
+"""Everything that finds sooner, at a price: reads compared, a busier scrub, sweeps, states every step, counters read
+after every forward."""
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "watch": {},
+    "hunt": HUNT,
+    "ci": {**HUNT, "mode": "raise", "audit": 8},
+}
+"""What each profile sets, of what is given neither by a variable nor by an argument. ``watch`` are the defaults."""
 
 AUDITED_FORWARDS = 4
 """Forwards that are audited where the engine is newer than tested, unless the setting asks for more: a prefill and
@@ -88,8 +113,27 @@ def _unit(unit: str) -> dict[str, Any]:
     return {"unit": unit}
 
 
+class _ProfileSource(PydanticBaseSettingsSource):
+    """What the profile sets of all that the arguments and the environment leave open: the source that is asked last.
+    Raise mode without a profile is for tests, where nobody waits for a round of the scrub: it has that of ``hunt``."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The value of one field, None where the profile leaves it alone."""
+        return self._values().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """All that the profile sets. Nothing for a profile that there is not: validation says so."""
+        return self._values()
+
+    def _values(self) -> dict[str, Any]:
+        given = self.current_state
+        profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
+        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {})}
+
+
 class CanaryConfig(BaseSettings):
-    """Frozen settings. Each field is read from ``CANARY_<NAME>``; an argument wins over the environment.
+    """Frozen settings. Each field is read from ``CANARY_<NAME>``; an argument wins over the environment, and both win
+    over what the ``profile`` sets.
 
     Build it with `CanaryConfig.load`, which turns pydantic's report into one `ConfigError` sentence per setting.
     """
@@ -105,6 +149,12 @@ class CanaryConfig(BaseSettings):
         default="log",
         description="off: nothing is checked. log: findings are reported, the engine always goes on. raise: the first "
         "finding stops the engine with a ViolationError.",
+    )
+    profile: Profile = Field(
+        default="watch",
+        description="One dial for all that follows. watch: made for production. hunt: everything that finds sooner, at "
+        "a price. ci: hunt that stops the engine and audits its first forwards. What is set by itself wins. "
+        "CANARY_MODE=raise without a profile has that of hunt.",
     )
     untested: Untested = Field(
         default="guard",
@@ -237,6 +287,18 @@ class CanaryConfig(BaseSettings):
         marked = self.model_copy(update={"audit": max(self.audit, AUDITED_FORWARDS)})
         marked._untested_engine = True
         return marked
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, the environment, the profile."""
+        return init_settings, env_settings, _ProfileSource(settings_cls)
 
     @field_validator("plugins", mode="before")
     @classmethod
