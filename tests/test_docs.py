@@ -14,6 +14,7 @@ from canary_core.cli.app import EXIT_CODES, app
 from canary_core.config import CanaryConfig, settings
 from canary_core.events import Event
 from canary_core.faults.catalogue import FAULTS
+from canary_core.incidents.causes import CONSEQUENCES
 from canary_core.records import Kind
 from canary_core.slots import SlotEvents
 
@@ -65,7 +66,7 @@ def test_library_example_finds_its_stray_write(capsys, logs):
     (example,) = python_blocks(ROOT / "README.md")
     exec(compile(example, "README.md", "exec"), {})
     assert capsys.readouterr().out == "1 slot with wrong bytes\n"
-    (finding,) = (e for e in logs if e["event"] == "violation")
+    (finding,) = (e for e in logs if e["event"] == "incident")
     assert (finding["kind"], finding["slot"], finding["source"]) == ("bytes", 5, "k.0")
 
 
@@ -168,6 +169,17 @@ def test_every_kind_of_finding_has_a_section():
     table = (ROOT / "README.md").read_text().partition("## What it finds")[2].partition("## ")[0].rpartition("|")[0]
     listed = re.findall(r"`(\w+)`", table)
     assert sorted(listed) == sorted(kinds)
+
+
+def test_the_table_of_causes_is_the_codes():
+    """docs/incidents.md says which kind follows from which, and by what link; on failure, paste ``table`` there."""
+    rows = ["| cause | may bring, if they share it |", "|---|---|"]
+    for cause, effects in CONSEQUENCES.items():
+        told = (f"{k.name.lower()} ({', '.join(sorted(n.value for n in links))})" for k, links in effects.items())
+        rows.append(f"| `{cause.name.lower()}` | {'; '.join(told)} |")
+    table = "\n".join(rows) + "\n"
+    (found,) = re.findall(r"<!-- causes -->\n(.*?)<!-- /causes -->", (DOCS / "incidents.md").read_text(), re.S)
+    assert found == table
 
 
 def test_every_event_is_listed():

@@ -25,12 +25,15 @@ def stderr_of(capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def test_violation_is_an_error_with_all_its_fields(logs):
-    """A finding is one event ``violation`` at level error, field for field `Violation.fields`."""
-    Plugins().manager.hook.canary_violation(violation=FINDING)
+@pytest.mark.parametrize("level", ["debug", "error"])
+def test_violation_is_an_event_with_all_its_fields(logs, level):
+    """A finding is one event ``violation`` at the level that was asked for, field for field `Violation.fields`."""
+    found = Plugins()
+    found.load(CanaryConfig.load(violation_level=level))
+    found.manager.hook.canary_violation(violation=FINDING)
     (entry,) = logs
     assert {k: entry[k] for k in FINDING.fields()} == FINDING.fields()
-    assert (entry["event"], entry["log_level"], entry["logger"]) == ("violation", "error", "canary")
+    assert (entry["event"], entry["log_level"], entry["logger"]) == ("violation", level, "canary")
 
 
 def test_event_keeps_name_level_and_fields(logs):
@@ -44,7 +47,7 @@ def test_event_keeps_name_level_and_fields(logs):
 def test_json_lines_on_stderr(capsys):
     """CANARY_LOG_FORMAT=json gives one JSON object a line, with time and level, on stderr and nothing on stdout."""
     found = Plugins()
-    found.load(CanaryConfig.load(log_format="json"))
+    found.load(CanaryConfig.load(log_format="json", violation_level="error"))
     found.manager.hook.canary_violation(violation=FINDING)
     found.emit(Event("coverage", fields={"kind": Kind.BYTES, "where": logging}))
     first, second = map(json.loads, stderr_of(capsys).splitlines())

@@ -104,7 +104,7 @@ def test_what_the_guide_runs_prints_what_it_shows(tmp_path):
     path = installed(tmp_path / "canary-myengine", tmp_path / "site")
     (script,) = re.findall(r"^```python\n(from canary_myengine.*?)^```", GUIDE.read_text(), re.M | re.S)
     stray = run_guarded(path, tmp_path / "serve.py", script, CANARY_READ_CHECK="-1")
-    (finding,) = (e for e in stray if e["event"] == "violation")
+    (finding,) = (e for e in stray if e["event"] == "incident")
     shown = {"half": "k", "layer": 1, "page": 3, "position": 9, "request": "alice", "slot": 13, "step": 5}
     assert {name: finding[name] for name in shown} == shown
     clean = "".join(line for line in script.splitlines(True) if "stray write" not in line)

@@ -10,6 +10,7 @@ from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
 from canary_core.events import Event, Level
 from canary_core.hookspecs import PROTOCOL, hookimpl
+from canary_core.incidents.incident import Incident
 from canary_core.ops.payload import (
     PayloadCheck,
     PayloadLayout,
@@ -51,6 +52,7 @@ __all__ = [
     "FreeList",
     "HookTarget",
     "HostCopy",
+    "Incident",
     "KVSource",
     "Kind",
     "Level",

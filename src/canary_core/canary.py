@@ -16,10 +16,12 @@ from canary_core.audit.footprint import FootprintAudit
 from canary_core.audit.memory import EngineMemory
 from canary_core.audit.running import RunningAudit
 from canary_core.batch import BatchView
-from canary_core.config import CanaryConfig
+from canary_core.config import CanaryConfig, settings
 from canary_core.coverage import Coverage
 from canary_core.errors import AttachError
 from canary_core.events import Event
+from canary_core.incidents.bundle import Circumstances
+from canary_core.incidents.incident import Incident
 from canary_core.ops.state import RegionState
 from canary_core.ops.warm_up import row_counts, warm_up
 from canary_core.records import Counter
@@ -91,6 +93,8 @@ class Canary:
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
         self.audit.forget = self.slots.forget
+        investigator = self._findings.investigator
+        investigator.view, investigator.circumstances = (lambda: self.step.last_view), self._circumstances
         self._attached = on
         self._process = os.getpid()
         if on:
@@ -158,6 +162,7 @@ class Canary:
             for _ in range(2):
                 self._findings.open(self._findings.collect_now(), self.forwards)
             self._findings.settle(at_last=True)
+            self._findings.investigator.wait()
         self._findings.raise_first()
 
     def close(self) -> None:
@@ -168,12 +173,18 @@ class Canary:
             self.drain()
         finally:
             self.step.close()
+            self._findings.investigator.close()
             self._tell_summary()
             if self._attached:
                 self._attached = False
                 self.step.watchdog.feed()
                 self._switch.hooks.hook.canary_detached(canary=self)
             self._switch.enabled = False
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """What was found, by cause, the oldest first: the last ones that may still grow."""
+        return tuple(self._findings.incidents)
 
     def decode(self, row: Sequence[int]) -> Violation:
         """A row as the ring has them (see `records.Row`), with the names of its region, source and requests."""
@@ -198,8 +209,9 @@ class Canary:
         kinds = {k.name.lower(): n for k, n in found.delivered.items() if n}
         late = {"repeated": found.repeated, "dismissed": found.dismissed}
         withheld = sum(found.memory.withheld.values())
-        if withheld:
-            late["withheld"] = withheld
+        for name, number in (("withheld", withheld), ("incidents", found.incidents.total)):
+            if number:
+                late[name] = number
         total = sum(found.delivered.values())
         return {
             "violations": total,
@@ -243,6 +255,7 @@ class Canary:
                 if self.device.type == "cpu":
                     self._workspace.queue.settle()
                 self._findings.read_last(self.forwards)
+                self._findings.investigator.close()
         self._tell_summary()
 
     def _tell_summary(self) -> None:
@@ -260,6 +273,7 @@ class Canary:
             counters=found.counters,
             events=self.slots.counts,
             findings={kind.name.lower(): number for kind, number in found.delivered.items() if number},
+            incidents=found.incidents.total,
             withheld=sum(found.memory.withheld.values()),
             repeated=found.repeated,
             dismissed=found.dismissed,
@@ -268,6 +282,20 @@ class Canary:
             coverage_ratio=self.coverage.ratio,
         )
         self.tell(summary.event())
+
+    def _circumstances(self) -> Circumstances:
+        """What a bundle says of this Canary."""
+        about = {
+            "settings": {setting.variable: setting.value for setting in settings(self.config)},
+            "coverage": self.coverage.event().fields,
+            "stats": {**self.stats(), **self.scrub_stats()},
+            "backend": self._workspace.backend.name,
+            "device": self.device.type,
+            "rank": self.config.rank,
+            "model": self.config.model,
+        }
+        events = tuple(self._switch.recent)
+        return Circumstances(about, events, self.config.incident_tokens, self.config.incident_bytes)
 
     def _padding(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> Iterator[BatchView]:
         for rows in row_counts(self._workspace.backend.row_steps, most_rows):

@@ -262,13 +262,45 @@ class CanaryConfig(BaseSettings):
         "Empty: none.",
     )
     seed: int = Field(default=0, description="Seed of fault injection.")
+    violation_level: LogLevel = Field(
+        default="debug",
+        description="Level of the violation event that each finding is told with. Findings of one cause are one "
+        "incident event of level error; error tells each of them beside it.",
+    )
+    incident_limit: Annotated[int, Field(ge=0)] = Field(
+        default=20,
+        description="Incidents that are told with an event of their own within a minute; of those beyond it an "
+        "incidents_limited event has the counts; 0: no limit.",
+        json_schema_extra=_unit("incidents per minute"),
+    )
+    diagnose: bool = Field(
+        default=True,
+        description="After an incident, look at the slots concerned and say what probably happened. The looking is "
+        "issued once for each incident; the rest is done by a thread.",
+    )
+    incident_dir: str = Field(
+        default="",
+        description="Directory into which a bundle of each incident is written, for canary explain. Empty: none.",
+    )
+    incident_most: Annotated[int, Field(ge=1)] = Field(
+        default=50,
+        description="Bundles that the directory may hold; the first ones are kept.",
+        json_schema_extra=_unit("bundles"),
+    )
+    incident_bytes: bool = Field(
+        default=False, description="Bundles hold the bytes of up to 64 slots, 16 MiB at most: KV, not text."
+    )
+    incident_tokens: bool = Field(
+        default=False,
+        description="Bundles hold token ids and prefix hashes; without, nothing of a prompt can be worked out of them.",
+    )
     log_format: LogFormat = Field(
         default="console",
         description="How reports to stderr look. Where the host has configured structlog, its own setup decides.",
     )
     log_level: LogLevel = Field(
         default="info",
-        description="Least level of reports to stderr; findings are errors. Where the host has configured structlog, "
+        description="Least level of reports to stderr; incidents are errors. Where the host has configured structlog, "
         "its own setup decides.",
     )
 

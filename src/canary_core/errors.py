@@ -24,9 +24,11 @@ class MisuseError(CanaryError):
 class ViolationError(CanaryError):
     """The KV cache isn't what it should be; raised in `raise` mode only.
 
-    ``violation`` is the first finding (`canary_core.Violation`).
+    ``incident`` is the first one (`canary_core.Incident`): all that was found with it, of the same cause.
+    ``violation`` is its root (`canary_core.Violation`).
     """
 
-    def __init__(self, violation: object) -> None:
-        super().__init__(str(violation))
+    def __init__(self, violation: object, incident: object = None) -> None:
+        super().__init__(str(violation if incident is None else incident))
         self.violation = violation
+        self.incident = incident

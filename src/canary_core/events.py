@@ -33,6 +33,12 @@ class Event:
     | misuse              | Canary was called out of order or with arguments that can't be right, and what to do   |
     | wrong_memory        | the first forwards say that an adapter describes other memory than the engine's        |
     | summary             | once, at close or at the process's exit: what was checked, told and found, and zeros   |
+    | incident            | findings of one cause: the root, and counts of what follows from it                    |
+    | incident_grew       | more was found of an incident that was told: how many, and all counts                  |
+    | incidents_limited   | more incidents than ``CANARY_INCIDENT_LIMIT`` a minute: how many, and all counts       |
+    | diagnosis           | what an incident probably is, how sure that is, by what evidence, and where its bundle is |
+    | diagnosis_failed    | an incident could not be looked at, and why                                            |
+    | bundle_failed       | no bundle of an incident could be written, and why; told once                          |
     | findings_lost       | an engine failed, and what was found last can't be read from its device any more       |
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
     | dismissed           | a plugin explained a finding away                                                      |

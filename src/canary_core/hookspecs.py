@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from canary_core.canary import Canary
     from canary_core.config import CanaryConfig
     from canary_core.events import Event
+    from canary_core.incidents.incident import Incident
     from canary_core.plugins import EngineInfo, HookTarget
     from canary_core.testing.conformance import PluginConformance
     from canary_core.testing.engines import DemoEngine
@@ -105,6 +106,12 @@ def canary_dismiss(violation: "Violation") -> str | None:
 @hookspec
 def canary_violation(violation: "Violation") -> None:
     """A finding that nobody dismissed. Called on the host, some steps after the check that found it."""
+
+
+@hookspec
+def canary_incident(incident: "Incident") -> None:
+    """Findings of one cause, once for each incident that is told: after `canary_violation` of all its findings so far,
+    before its ``incident`` event. It goes on growing while more of its consequences are found. Called on the host."""
 
 
 @hookspec

@@ -233,6 +233,7 @@ class SlotEvents:
         state = self._state(region, "import_records")
         if state is not None and self._payload_fits(region, slots, rows):
             self._count("import_records", region)
+            self.workspace.journal.note("import_records", region, {"slots": slots}, writer)
             self.audit.claim(region, slots, arriving=False)
             with self._switch.guard("import_slots"):
                 self.workspace.join()
@@ -298,6 +299,7 @@ class SlotEvents:
         if state is None or not self._fits(event, region, **slots):
             return None
         self._count(event, region)
+        self.workspace.journal.note(event, region, slots)
         return state
 
     def _owned(self, about: tuple[str, str, int], slots: Tensor, writer: Owner) -> RegionState | None:
@@ -387,6 +389,7 @@ class SlotEvents:
         state = self._owned(about, slots, writer)
         if state is None or not len(slots):
             return
+        self.workspace.journal.note(event, about[1], {"slots": slots}, writer, page_slots)
         op = getattr(self.workspace.backend, event)
 
         def apply(tensors: list[Tensor]) -> None:

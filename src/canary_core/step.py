@@ -137,6 +137,8 @@ class Step:
         self._listeners: list[StepListener] = []
         self._inside = False
         self._view: BatchView | None = None
+        self.last_view: BatchView | None = None
+        """Of the last forward that was checked."""
         self._overlap = Overlap.NONE
         self._captured = False
         self._read_interval = config.read_interval
@@ -229,9 +231,11 @@ class Step:
             self._workspace.join(for_good=True)
             self.watchdog.feed()
             self.forwards += 1
+            self._workspace.journal.step = self.forwards
             self._captured = self._captured or capturing(self._workspace.device)
             self.require_place(view)
-            self._view, self._overlap = view, overlap
+            self._view = self.last_view = view
+            self._overlap = overlap
             compared = [name for name in view.tables if self._schedules[name].begin(view, self._captured)]
             compared = [name for name in compared if self._states[name].reads]
             # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
@@ -357,7 +361,7 @@ class Step:
     def close(self) -> None:
         """Closes the listeners: Canary is off. Again: does nothing."""
         listeners, self._listeners = self._listeners, []
-        self._view = None
+        self._view = self.last_view = None
         for listener in listeners:
             with self._guard(listener, "close"):
                 listener.close()

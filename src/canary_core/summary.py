@@ -18,7 +18,8 @@ FEW_FORWARDS = 16
 class Summary:
     """Counts of one Canary's life. ``forwards`` began on the host, ``unchecked`` had no view, ``ends`` are calls of
     `Step.end`; ``counters`` are the device's, as of the last read. ``events``: of each region, how many of each kind
-    were told. ``findings``: how many of each kind were told; ``withheld`` were not, see `WrongMemory`. ``went_on``:
+    were told. ``findings``: how many of each kind were told, in how
+    many ``incidents``; ``withheld`` were not, see `WrongMemory`. ``went_on``:
     whether Canary was on until its end."""
 
     config: CanaryConfig
@@ -29,6 +30,7 @@ class Summary:
     counters: list[int]
     events: Mapping[str, Mapping[str, int]]
     findings: Mapping[str, int]
+    incidents: int
     withheld: int
     repeated: int
     dismissed: int
@@ -47,13 +49,14 @@ class Summary:
         found = sum(self.findings.values())
         kinds = ", ".join(f"{kind} {number}" for kind, number in self.findings.items())
         slots, size = self.counters[Counter.CHECKED_SLOTS], self.counters[Counter.CHECKED_BYTES]
-        findings = f"{found} findings ({kinds})" if found else "no finding"
+        incidents = f"{self.incidents} incident{'' if self.incidents == 1 else 's'}"
+        findings = f"{incidents} of {found} findings ({kinds})" if found else "no finding"
         return f"{self.forwards} forwards, {slots} slots and {decimal(size)} checked, {findings}"
 
     def event(self) -> Event:
         """The ``summary`` event; a warning where there are `warnings`."""
         counted = (Counter.CHECKED_FORWARDS, Counter.CHECKED_SLOTS, Counter.RECORDED_SLOTS, Counter.CHECKED_BYTES)
-        rare = {name: getattr(self, name) for name in ("repeated", "dismissed", "withheld", "misuses")}
+        rare = {name: getattr(self, name) for name in ("incidents", "repeated", "dismissed", "withheld", "misuses")}
         fields: dict[str, object] = {
             "summary": self.line,
             "forwards": self.forwards,

@@ -28,6 +28,10 @@ class Writers:
         self._names[new] = request
         return new
 
+    def known(self, request: str) -> int | None:
+        """The id that the request has now, None if it has none. Gives it none, and doesn't count as a use."""
+        return self._ids.get(request)
+
     def name(self, writer: int) -> str | None:
         """The request of a writer id, None if it was forgotten or never given."""
         return self._names.get(writer)

@@ -45,13 +45,13 @@ def test_overlap_in_several_processes(tmp_path):
     outputs, events = serve(tmp_path, **guard, CANARY_FAULTS="real_kv_unused_cache:warmup=95,source=v.1")
     names = [event["event"] for event in events]
     injected = [event for event in events if event["event"] == "fault_injected"]
-    found = [event for event in events if event["event"] == "violation"]
+    found = [event for event in events if event["event"] == "incident"]
     assert outputs[:20] == plain[:20]
     assert names.count("attached") == 1
     assert {"disabled", "silence"}.isdisjoint(names)
     assert [e["checked_forwards"] > 95 for e in events if e["event"] == "stats"][-1]
     assert len(injected) == 1
-    assert "violation" not in names[: names.index("fault_injected")]
+    assert "incident" not in names[: names.index("fault_injected")]
     assert [(v["kind"], v["layer"], v["half"], v["slot"]) for v in found] == [("bytes", 1, "v", injected[0]["slot"])]
 
 
@@ -65,7 +65,7 @@ def test_overlap_with_cuda_graphs(tmp_path):
     outputs, events = serve(tmp_path, "cuda", **guard, CANARY_FAULTS="real_kv_unused_cache:warmup=30,source=v.3")
     names = [event["event"] for event in events]
     injected = [event for event in events if event["event"] == "fault_injected"]
-    found = [event for event in events if event["event"] == "violation"]
+    found = [event for event in events if event["event"] == "incident"]
     assert {"disabled", "silence"}.isdisjoint(names)
     assert outputs[:10] == plain[:10]
     assert len(injected) == 1

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from canary_core.audit.running import RunningAudit
 from canary_core.errors import ViolationError
 from canary_core.events import Event
+from canary_core.incidents.grouping import Incidents
+from canary_core.incidents.incident import Incident
+from canary_core.incidents.investigator import Investigator
 from canary_core.records import STATES, Counter, Kind, Phase, Row, State
 from canary_core.reporting.readback import ReadBack, Snapshot
 from canary_core.reporting.wrong_memory import WrongMemory
@@ -25,9 +28,10 @@ LAST_READS, LAST_READ_S = 3, 0.5
 
 
 class Findings:
-    """Reads, decodes, drops repeats, lets plugins dismiss, and delivers. ``delivered`` counts by kind what was
-    reported; ``repeated``, ``dismissed`` and ``memory.withheld`` count what was not; ``counters`` are those of the last
-    read. ``audit`` knows of regions whose memory the engine has given up, of which nothing is reported."""
+    """Reads, decodes, drops repeats, lets plugins dismiss, delivers, and folds what belongs together into
+    ``incidents``. ``delivered`` counts by kind what was reported; ``repeated``, ``dismissed`` and ``memory.withheld``
+    count what was not; ``counters`` are those of the last read. ``audit`` knows of regions whose memory the engine has
+    given up, of which nothing is reported."""
 
     def __init__(self, workspace: Workspace, switch: Switch, writers: Writers, audit: RunningAudit) -> None:
         self._config = workspace.config
@@ -38,7 +42,9 @@ class Findings:
         self._read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
-        self._first: Violation | None = None
+        self.investigator = Investigator(workspace, switch, writers)
+        self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
+        self._first: Incident | None = None
         self._read_forwards = 0
         self._stalled = 0
         self.counters = [0] * workspace.shared.counters.shape[0]
@@ -94,6 +100,9 @@ class Findings:
             self._switch.tell(event)
         for violation in waited:
             self._deliver(violation)
+        self.incidents.tell()
+        if at_last:
+            self.incidents.tell_limited()
 
     def never_called(self) -> None:
         """No forward was checked for as long as the settings allow."""
@@ -102,10 +111,12 @@ class Findings:
         self._switch.tell(Event("silence", "error", {"reason": reason}))
 
     def raise_first(self) -> None:
-        """In raise mode: raises `ViolationError` with the first finding that was not raised yet."""
+        """In raise mode: raises `ViolationError` with the first incident of those that began since it was last
+        called, and that incident's root."""
         if self._config.mode == "raise" and self._first is not None:
             first, self._first = self._first, None
-            raise ViolationError(first)
+            self.investigator.wait()
+            raise ViolationError(first.root, first)
 
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
         """The findings that are new and that nobody dismisses, each after its hooks were called. Those that wait until
@@ -130,12 +141,15 @@ class Findings:
                 continue
             stand.append(violation)
             self._deliver(violation)
+        if stand:
+            self.incidents.tell()
         return stand
 
     def _deliver(self, violation: Violation) -> None:
         self.delivered[violation.kind] += 1
-        if self._first is None:
-            self._first = violation
+        incident = self.incidents.add(violation)
+        if self._first is None or self._first not in self.incidents:
+            self._first = incident
         self._tell(violation)
 
     def _dismissal(self, violation: Violation) -> str | None:
@@ -153,6 +167,13 @@ class Findings:
             self._switch.hooks.hook.canary_violation(violation=violation)
         except Exception as error:
             self._complain("canary_violation", error)
+
+    def _tell_incident(self, incident: Incident) -> None:
+        try:
+            self._switch.hooks.hook.canary_incident(incident=incident)
+        except Exception as error:
+            self._complain("canary_incident", error)
+        self.investigator.look(incident)
 
     def _complain(self, where: str, error: Exception) -> None:
         self._switch.emit(Event("reporting_failed", "error", {"where": where, "error": repr(error)}))

@@ -24,16 +24,21 @@ class Reporting:
     def __init__(self) -> None:
         self._format: LogFormat = "console"
         self._level: LogLevel = "info"
+        self._violations: LogLevel = "debug"
 
     @hookimpl(tryfirst=True)
     def canary_configure(self, config: CanaryConfig, manager: pluggy.PluginManager) -> None:
-        """Takes format and level over from ``config``."""
+        """Takes format and levels over from ``config``."""
         self._format, self._level = config.log_format, config.log_level
+        self._violations = config.violation_level
 
     @hookimpl(tryfirst=True)
     def canary_violation(self, violation: Violation) -> None:
-        """Logs ``violation`` at level error, with `Violation.fields`."""
-        self._log(Event("violation", "error", violation.fields()))
+        """Logs ``violation``, with `Violation.fields`, at the level that ``CANARY_VIOLATION_LEVEL`` says. Its incident
+        is an event of its own."""
+        # An avalanche that nobody will see costs nothing.
+        if structlog.is_configured() or _number(self._violations) >= _number(self._level):
+            self._log(Event("violation", self._violations, violation.fields()))
 
     @hookimpl(tryfirst=True)
     def canary_event(self, event: Event) -> None:
@@ -60,8 +65,12 @@ class Reporting:
                 if self._format == "json"
                 else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
             ],
-            wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, self._level.upper())),
+            wrapper_class=structlog.make_filtering_bound_logger(_number(self._level)),
         )
+
+
+def _number(level: LogLevel) -> int:
+    return int(getattr(logging, level.upper()))
 
 
 def _page(event: Event) -> str:

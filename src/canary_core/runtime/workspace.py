@@ -1,6 +1,8 @@
 """`Workspace`: what one `Canary` has on its device; `Switch`: whether it is on, and what switches it off."""
 
+import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,8 +20,12 @@ from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState, Shared
 from canary_core.region import Region
 from canary_core.runtime.event_queue import EventQueue
+from canary_core.runtime.journal import Journal
 from canary_core.runtime.memory_proof import MemoryProof
 from canary_core.runtime.side_stream import SideStream
+
+RECENT = 256
+"""Events that are remembered."""
 
 MOST_SORTS = 256
 """Sorts of misuse that are told; more say nothing new."""
@@ -28,8 +34,8 @@ MOST_SORTS = 256
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
     """The settings, the memory of each region by name, what regions share, the ops, the events that wait for the next
-    forward, the side stream (None on a CPU), and the proof that the memory is the engine's. Without states in off
-    mode."""
+    forward, the side stream (None on a CPU), the proof that the memory is the engine's, and the last events of slots.
+    Without states in off mode."""
 
     config: CanaryConfig
     device: torch.device
@@ -39,6 +45,7 @@ class Workspace:
     queue: EventQueue
     side: SideStream | None
     proof: MemoryProof
+    journal: Journal
 
     @classmethod
     def allocate(cls, regions: Sequence[Region], config: CanaryConfig) -> "Workspace":
@@ -48,7 +55,8 @@ class Workspace:
         shared = Shared.allocate(config, device)
         states = {r.name: RegionState(r, i, shared, config) for i, r in enumerate(regions)}
         side = SideStream(device) if device.type == "cuda" else None
-        return cls(config, device, shared, states, backend, EventQueue(device), side, MemoryProof(states, device))
+        proof = MemoryProof(states, device)
+        return cls(config, device, shared, states, backend, EventQueue(device), side, proof, Journal())
 
     @classmethod
     def off(cls, config: CanaryConfig, device: torch.device) -> "Workspace":
@@ -56,7 +64,7 @@ class Workspace:
         empty = torch.empty(0, dtype=torch.int64)
         shared = Shared(empty, empty, empty)
         proof = MemoryProof({}, torch.device("cpu"))
-        return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None, proof)
+        return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None, proof, Journal())
 
     def join(self, for_good: bool = False) -> None:
         """The current stream waits for what runs beside the forwards, if anything: before slots, records, or tensors of
@@ -83,6 +91,8 @@ class Switch:
         self.hooks = hooks
         self._workspace = workspace
         self._misused: set[object] = set()
+        self.recent: deque[tuple[float, Event]] = deque(maxlen=RECENT)
+        """The last events that were told, and when each was, in seconds since the epoch."""
         self.misuses = 0
         """How often Canary was called in a way that can't be right."""
 
@@ -94,6 +104,7 @@ class Switch:
 
     def emit(self, event: Event) -> None:
         """As `tell`, with nothing added."""
+        self.recent.append((time.time(), event))
         plugins.emit(event, self.hooks)
 
     def fail(self, where: str, error: Exception) -> None:

@@ -242,8 +242,8 @@ def engines(wanted: str | None = None) -> list[DemoEngine]:
 
 
 def _troubles(heard: Findings) -> tuple[str, ...]:
-    """What went wrong with ourselves."""
-    errors = (event for event in heard.events if event.level == "error")
+    """What went wrong with ourselves: an incident is the engine's."""
+    errors = (e for e in heard.events if e.level == "error" and not e.name.startswith("incident"))
     return tuple(f"{e.name}: { {k: v for k, v in e.fields.items() if k != 'traceback'} }" for e in errors)
 
 

@@ -2,11 +2,13 @@
 
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
+from canary_core.incidents.incident import Incident
 from canary_core.violation import Violation
 
 
 class Findings:
-    """Collects what was found and told, oldest first: ``violations`` that nobody dismissed, and ``events``.
+    """Collects what was found and told, oldest first: ``violations`` that nobody dismissed, the ``incidents`` that they
+    belong to, and ``events``.
 
     Register it in a manager, or give it to `private_hooks`::
 
@@ -16,6 +18,7 @@ class Findings:
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
+        self.incidents: list[Incident] = []
         self.events: list[Event] = []
 
     def told(self, name: str) -> list[Event]:
@@ -26,6 +29,11 @@ class Findings:
     def canary_violation(self, violation: Violation) -> None:
         """Keeps the violation."""
         self.violations.append(violation)
+
+    @hookimpl
+    def canary_incident(self, incident: Incident) -> None:
+        """Keeps the incident."""
+        self.incidents.append(incident)
 
     @hookimpl
     def canary_event(self, event: Event) -> None:

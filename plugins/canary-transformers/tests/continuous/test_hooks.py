@@ -66,7 +66,8 @@ def test_a_finding_reaches_the_caller_in_raise_mode(guard):
     with pytest.raises(ViolationError, match="changed since") as caught:
         serve(batching("llama"), Traffic())
     assert caught.value.violation.kind is Kind.BYTES
-    assert guarded.violations[0] == caught.value.violation
+    assert caught.value.violation is caught.value.incident.root
+    assert caught.value.violation in guarded.violations
     guarded.close()
     serve(batching("llama"), Traffic())
 

@@ -1,6 +1,6 @@
 """`Stack`: sources whose bytes are read together, and the report of what is wrong with bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -23,12 +23,13 @@ class Stack:
     """Sources that lie in one storage and differ only in where they begin: one call fingerprints all of them.
 
     like: one of them. columns, starts: int64 ``[g]``, their indices among the region's sources and their first bytes in
-    the storage.
+    the storage. indices: ``columns`` on the host.
     """
 
     like: KVSource
     columns: Tensor
     starts: Tensor
+    indices: tuple[int, ...]
 
     def words(self, slots: Tensor) -> Tensor:
         """The 32-bit words of ``slots`` (int64 ``[n]``), zero-extended: int64 ``[g, n, slot_words]``. A chunk's last
@@ -87,13 +88,20 @@ def stacks(state: RegionState) -> tuple[Stack, ...]:
     found = tuple(
         Stack(
             state.sources[members[0][0]],
-            torch.tensor([column for column, _ in members], device=device),
-            torch.tensor([start for _, start in members], device=device),
+            to_device([column for column, _ in members], device),
+            to_device([start for _, start in members], device),
+            tuple(column for column, _ in members),
         )
         for members in alike.values()
     )
     _stacks[state.sources] = (state.sources.bound, found)
     return found
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """``numbers`` as int64 ``[n]`` on ``device``, without a wait for what runs there."""
+    listed = torch.tensor(numbers, dtype=torch.int64)
+    return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed.to(device)
 
 
 _stacks: WeakKeyDictionary[SourceTable, tuple[tuple[KVSource, ...], tuple[Stack, ...]]] = WeakKeyDictionary()

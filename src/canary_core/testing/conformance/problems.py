@@ -65,7 +65,7 @@ def require_silence(
 ) -> None:
     """Raises `Nonconforming` where anything was found, or told as an error, while the engine did nothing wrong, only
     what ``doing`` says. ``part``: what is to blame, where that is known; else the kind of the first finding says it."""
-    errors = [event for event in events if event.level == "error"]
+    errors = [event for event in events if event.level == "error" and not event.name.startswith("incident")]
     if errors:
         event = errors[0]
         told = {k: v for k, v in event.fields.items() if k != "traceback"}

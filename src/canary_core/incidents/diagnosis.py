@@ -1,0 +1,453 @@
+"""`diagnose`: what probably happened, from the pattern of an incident's findings and from the evidence."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from canary_core.incidents.classes import SURE, Diagnosis
+from canary_core.incidents.evidence import Copy, Evidence
+from canary_core.incidents.incident import Incident
+from canary_core.incidents.patterns import Pattern
+from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER, Kind, Phase, State
+from canary_core.violation import Violation
+
+FILLS = ("zeros", "constant", "nan")
+"""Shapes of bytes that say by themselves what they are, whoever else has such."""
+
+EVERY = 3
+"""Damaged tokens at equal distances that are a pattern."""
+
+
+@dataclass(slots=True, eq=False)
+class Case:
+    """What there is to go by. ``evidence`` None: only the findings."""
+
+    incident: Incident
+    evidence: Evidence | None
+    patterns: Sequence[Pattern]
+
+    @property
+    def root(self) -> Violation:
+        """The incident's first finding by cause."""
+        return self.incident.root
+
+    def of(self, *kinds: Kind) -> list[Violation]:
+        """Findings of these kinds."""
+        return [v for v in self.incident.findings if v.kind in kinds]
+
+
+def diagnose(incident: Incident, evidence: Evidence | None, patterns: Sequence[Pattern]) -> tuple[Diagnosis, ...]:
+    """The likely classes, the surest first; at least one."""
+    case = Case(incident, evidence, patterns)
+    found = list(_RULES[incident.root.kind](case)) or [Diagnosis("unknown", "possible", ("no pattern was recognised",))]
+    first: dict[str, Diagnosis] = {}
+    for diagnosis in sorted(found, key=lambda d: SURE.index(d.sure)):
+        first.setdefault(diagnosis.name, diagnosis)
+    return tuple(first.values())
+
+
+def _bytes(case: Case) -> Iterator[Diagnosis]:
+    damage = Damage.of(case)
+    where = damage.where
+    shapes = Counter(p.shape for p in case.patterns)
+    if sum(shapes[fill] for fill in FILLS) * 2 <= len(case.patterns):
+        yield from _copied(case, damage)
+    if shapes and len(shapes) == 1 and len(damage.slots) <= 2:
+        yield from _flips(case, shapes, where)
+    most, count = shapes.most_common(1)[0] if shapes else ("", 0)
+    share = f"{count} of {len(case.patterns)} that were looked at"
+    if most == "zeros" and count * 2 > len(case.patterns):
+        yield Diagnosis("zeroed", "likely", (f"all bytes are zero in {where}: {share}", *damage.layout))
+    if most == "constant" and count * 2 > len(case.patterns):
+        values = Counter(p.byte for p in case.patterns if p.shape == "constant")
+        value = values.most_common(1)[0][0]
+        nan = any(p.not_finite > 0.5 for p in case.patterns)
+        fill = f"every byte is 0x{value:02x} in {where}: {share}"
+        yield Diagnosis("poisoned" if nan else "constant", "likely", (fill, *damage.layout))
+    if most == "nan" and count * 2 > len(case.patterns):
+        yield Diagnosis("poisoned", "likely", (f"most numbers are NaN or infinite in {where}: {share}", *damage.layout))
+    yield from _spread(case, damage)
+
+
+def _flips(case: Case, shapes: Counter[str], where: str) -> Iterator[Diagnosis]:
+    if "bit" in shapes or "two_bits" in shapes:
+        told = tuple(sentence for p in case.patterns for sentence in _told_bits(p))
+        yield Diagnosis(
+            "flipped_bit", "certain" if len(case.patterns) == 1 else "likely", (*told, f"nothing but {where} differs")
+        )
+    elif "word" in shapes:
+        told = tuple(
+            f"word {p.words[0]} of slot {p.slot} in {p.source} was 0x{p.old[0]:08x} and is 0x{p.new[0]:08x}"
+            for p in case.patterns
+        )
+        yield Diagnosis("overwritten_word", "likely", (*told, f"nothing but {where} differs"))
+
+
+def _told_bits(pattern: Pattern) -> Iterator[str]:
+    for word, old, new in zip(pattern.words, pattern.old, pattern.new, strict=True):
+        bits = [bit for bit in range(32) if (old ^ new) >> bit & 1]
+        named = ", ".join(f"bit {bit}" for bit in bits)
+        yield (
+            f"{named} of 32-bit word {word} of slot {pattern.slot} in {pattern.source}: the word was 0x{old:08x} and "
+            f"is 0x{new:08x}; by the fingerprint no other single change explains it"
+        )
+
+
+def _copied(case: Case, damage: "Damage") -> Iterator[Diagnosis]:
+    """The bytes that were found are those that other slots' records speak of."""
+    evidence = case.evidence
+    if evidence is None or not damage.copies:
+        return
+    own = [c for c in damage.copies if c.source == c.other_source]
+    explained = len({(c.slot, c.source) for c in own})
+    across = [c for c in damage.copies if c.source != c.other_source]
+    if across and not own:
+        copy, sure = across[0], "certain" if damage.cells == 1 else "likely"
+        text = (
+            f"slot {copy.slot} has in {copy.source} what was recorded of slot {copy.other_slot} in {copy.other_source}"
+        )
+        yield Diagnosis("wrong_layer", sure, (text, *damage.layout))
+        return
+    sure = "certain" if explained * 5 > 4 * evidence.looked_up else "possible"
+    moved = {c.slot: c.other_slot for c in own}
+    told = tuple(_told_copy(evidence, copy) for copy in _one_of_each(own)[:3])
+    count = f"of {evidence.looked_up} damaged places, {explained} have bytes that the records of another slot know"
+    told = (*told, count, *damage.layout)
+    back = [slot for slot, other in moved.items() if moved.get(other) == slot]
+    if back:
+        yield Diagnosis("swapped", sure, told)
+        return
+    off = [slot for slot, other in moved.items() if _follows(evidence, other, slot)]
+    if len(off) * 2 > len(moved):
+        text = (
+            f"{len(off)} of {len(moved)} slots hold the KV of the position before or after theirs, of the same request"
+        )
+        yield Diagnosis("shifted", sure, (text, *told))
+        return
+    yield Diagnosis("overwritten", sure, told)
+
+
+def _one_of_each(copies: Sequence[Copy]) -> list[Copy]:
+    return list({copy.slot: copy for copy in copies}.values())
+
+
+def _follows(evidence: Evidence, other: int, slot: int) -> bool:
+    """Whether one slot holds the position next to the other's, of the same writer."""
+    one, two = evidence.record(other), evidence.record(slot)
+    if one is None or two is None:
+        return False
+    return one[WRITER] == two[WRITER] and abs(one[POSITION] // STATES - two[POSITION] // STATES) == 1
+
+
+def _told_copy(evidence: Evidence, copy: Copy) -> str:
+    record = evidence.record(copy.other_slot)
+    text = f"slot {copy.slot} has in {copy.source} the bytes that belong to slot {copy.other_slot}"
+    if record is None or not record[STEP_WRITTEN]:
+        return text
+    who = evidence.names.get(record[WRITER], "a request whose name is not known")
+    text += f", which {who} wrote at step {record[STEP_WRITTEN]} as position {record[POSITION] // STATES}"
+    if record[POSITION] & State.FREED and record[STEP_FREED]:
+        text += f"; it was freed at step {record[STEP_FREED]}"
+        freer = evidence.names.get(record[FREED_BY])
+        text += f" by {freer}" if freer else ""
+    return text
+
+
+def _spread(case: Case, damage: "Damage") -> Iterator[Diagnosis]:
+    """Where the damage is, whatever the bytes are."""
+    evidence = case.evidence
+    if damage.arrived:
+        yield Diagnosis("load_back", "likely", (f"every damaged slot was loaded at {damage.arrived}", *damage.layout))
+    if damage.every is not None:
+        text = f"the damaged positions are {damage.every} apart, and those between are intact"
+        yield Diagnosis("page_edge" if damage.edge else "every_nth", "likely", (text, *damage.edges, *damage.layout))
+    elif damage.edge:
+        yield Diagnosis("page_edge", "likely", (*damage.edges, *damage.layout))
+    if damage.torn:
+        yield Diagnosis("torn_copy", "likely" if len(damage.slots) > 1 else "possible", (damage.torn, *damage.layout))
+    one_half = len(damage.halves) == 1 and evidence is not None and len({s.half for s in evidence.sources}) > 1
+    if one_half and len(damage.layers) > 1 and len(damage.layers) == damage.all_layers:
+        (half,) = damage.halves
+        yield Diagnosis(
+            "one_half", "likely", (f"only {half} differs, in all {damage.all_layers} layers", *damage.layout)
+        )
+    if len(damage.layers) == 1 and len(damage.slots) > 2 and damage.all_layers > 1:
+        yield Diagnosis("one_layer", "likely", (f"only layer {next(iter(damage.layers))} differs", *damage.layout))
+    if damage.whole_page:
+        yield Diagnosis("page_overwritten", "likely", (damage.whole_page, *damage.layout))
+    if damage.shared:
+        yield Diagnosis("prefix_hit", "possible", (damage.shared, *damage.layout))
+    yield Diagnosis(
+        "stray_write", "likely" if damage.cells == 1 else "possible", (f"{damage.where} differs", *damage.layout)
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Damage:
+    """Where bytes differ. ``cells``: slots and sources that do. ``copies``: those whose bytes belong elsewhere."""
+
+    slots: list[int]
+    sources: list[str]
+    layers: set[int]
+    halves: set[str]
+    all_layers: int
+    cells: int
+    copies: list[Copy]
+    positions: dict[int, int]
+    where: str = ""
+    layout: tuple[str, ...] = ()
+    every: int | None = None
+    edge: bool = False
+    edges: tuple[str, ...] = ()
+    torn: str = ""
+    whole_page: str = ""
+    shared: str = ""
+    arrived: str = ""
+
+    @classmethod
+    def of(cls, case: Case) -> "Damage":
+        """All that differs now, and what findings say differed."""
+        evidence = case.evidence
+        found = case.of(Kind.BYTES)
+        places = {(v.slot, v.source) for v in found if v.slot is not None and v.source is not None}
+        if evidence is not None:
+            rows, columns = evidence.differs.nonzero(as_tuple=True)
+            for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+                places.add((int(evidence.slots[row]), evidence.sources[column].name))
+        by_name = {} if evidence is None else {s.name: s for s in evidence.sources}
+        sources = sorted({source for _, source in places})
+        named = [by_name[s] for s in sources if s in by_name]
+        damage = cls(
+            slots=sorted({slot for slot, _ in places}),
+            sources=sources,
+            layers={s.layer for s in named} or {v.layer for v in found if v.layer is not None},
+            halves={s.half for s in named} or {v.half for v in found if v.half is not None},
+            all_layers=len({s.layer for s in by_name.values()}),
+            cells=len(places),
+            copies=[] if evidence is None else [c for c in evidence.copies if (c.slot, c.source) in places],
+            positions={},
+        )
+        damage.where = _where(damage)
+        damage.layout = (f"{len(damage.slots)} slots, {len(sources)} of {len(by_name) or '?'} sources are damaged",)
+        if evidence is not None:
+            damage._place(evidence)
+        return damage
+
+    def _place(self, evidence: Evidence) -> None:
+        """How the damaged slots lie in their requests and pages."""
+        records = {slot: evidence.record(slot) for slot in self.slots}
+        self.positions = {s: r[POSITION] // STATES for s, r in records.items() if r is not None}
+        writers = {r[WRITER] for r in records.values() if r is not None}
+        if len(writers) == 1:
+            self._of_one_request(evidence, next(iter(writers)))
+        self._of_pages(evidence)
+        self._of_history(evidence)
+
+    def _of_one_request(self, evidence: Evidence, writer: int) -> None:
+        own = {
+            int(slot): int(record[POSITION]) // STATES
+            for slot, record in zip(evidence.slots.tolist(), evidence.records, strict=True)
+            if int(record[WRITER]) == writer and int(record[POSITION]) & 3 == State.WRITTEN
+        }
+        damaged = sorted({own[slot] for slot in self.slots if slot in own})
+        between = set(own.values()) - set(damaged)
+        gaps = {b - a for a, b in pairwise(damaged)}
+        if len(damaged) < EVERY or len(gaps) != 1:
+            return
+        (gap,) = gaps
+        if gap > 1 and all(p in between for a in damaged[:-1] for p in range(a + 1, a + gap)):
+            self.every = gap
+
+    def _of_pages(self, evidence: Evidence) -> None:
+        size = evidence.page_size
+        if size < 2:
+            return
+        taken = set(evidence.slots.tolist())
+        written = {
+            int(s)
+            for s, r in zip(evidence.slots.tolist(), evidence.records, strict=True)
+            if int(r[POSITION]) & 3 == State.WRITTEN
+        }
+        pages: dict[int, list[int]] = {}
+        for slot in self.slots:
+            pages.setdefault(slot // size, []).append(slot % size)
+        for which, place in (("first", 0), ("last", size - 1)):
+            if len(pages) > 1 and all(places == [place] for places in pages.values()):
+                self.edge, self.edges = (
+                    True,
+                    (f"the {which} slot of each of {len(pages)} pages of {size} slots is damaged",),
+                )
+        if len(pages) != 1:
+            return
+        ((page, places),) = pages.items()
+        mates = [i for i in range(size) if page * size + i in written]
+        if not all(page * size + i in taken for i in range(size)) or len(mates) < 2:
+            return
+        if places == mates:
+            self.whole_page = (
+                f"all {len(mates)} written slots of page {page} differ, and no other slot that was looked at"
+            )
+        elif places == mates[: len(places)] or places == mates[-len(places) :]:
+            part = "first" if places == mates[: len(places)] else "last"
+            self.torn = f"only the {part} {len(places)} of {len(mates)} written slots of page {page} differ"
+
+    def _of_history(self, evidence: Evidence) -> None:
+        """Whether all damaged slots, and only those, came in one way."""
+        for event, name in (("import_records", "arrived"), ("share", "shared")):
+            calls = [e for e in evidence.history if e.event == event and e.slots is not None]
+            if not calls:
+                continue
+            told: set[int] = set()
+            for call in calls:
+                for number in call.slots.tolist() if call.slots is not None else ():
+                    told.update(range(number * call.page_slots, (number + 1) * call.page_slots))
+            if self.slots and told.issuperset(self.slots):
+                step = calls[-1].step
+                text = (
+                    f"step {step}"
+                    if name == "arrived"
+                    else f"every damaged slot is one that a prefix hit brought, the last one at step {step}"
+                )
+                setattr(self, name, text)
+
+
+def _where(damage: Damage) -> str:
+    if not damage.slots:
+        return "no slot"
+    slots = f"slot {damage.slots[0]}" if len(damage.slots) == 1 else f"{len(damage.slots)} slots"
+    sources = damage.sources[0] if len(damage.sources) == 1 else f"{len(damage.sources)} sources"
+    return f"{slots} in {sources}"
+
+
+def _lost(case: Case) -> Iterator[Diagnosis]:
+    lost = case.of(Kind.LOST_WRITE)
+    sources = sorted({v.source for v in lost if v.source})
+    every = len(case.evidence.sources) if case.evidence is not None else 0
+    layers = {v.layer for v in lost}
+    named = ", ".join([*sources[:4], *(["..."] if len(sources) > 4 else [])])
+    told = [f"{len({v.slot for v in lost})} slots of {named} were not written at step {case.root.step}"]
+    elsewhere = case.of(Kind.BYTES)
+    if elsewhere:
+        told.append(f"the bytes of slot {elsewhere[0].slot} changed at the same time: the store may have gone there")
+    everything = len(sources) == every if every else len(layers) > 1
+    yield Diagnosis("lost_write" if everything else "lost_write_of_a_layer", "likely", tuple(told))
+
+
+def _read_wrongly(case: Case) -> Iterator[Diagnosis]:
+    """The root is a slot that holds another position, token or sequence than the one that is read."""
+    root, evidence = case.root, case.evidence
+    right = None if evidence is None else evidence.right_slot
+    here = f"slot {root.slot} at position {root.position} of {root.request or 'a request'}"
+    own = root.request is not None and root.stored_request == root.request
+    told = [f"{here} holds position {root.stored_position} of {root.stored_request or 'somebody'}"]
+    found = case.of(Kind.POSITION, Kind.TOKEN, Kind.PREFIX)
+    moved = Counter(
+        v.stored_position - v.position for v in found if v.position is not None and v.stored_position is not None
+    )
+    if right is not None and right != root.slot:
+        told.append(f"what it should read is intact in slot {right}")
+        if own and root.stored_position != root.position:
+            ((off, count),) = moved.most_common(1)
+            told.append(f"{count} of {len(found)} findings are {off:+d} positions off")
+            yield Diagnosis("wrong_position", "likely", tuple(told))
+        else:
+            yield Diagnosis("stale_table", "likely", tuple(told))
+        return
+    if own and root.stored_position == root.position:
+        told.append(f"the request itself wrote another token there at step {root.step_written}")
+        yield Diagnosis("rolled_back", "likely", tuple(told))
+        return
+    if own:
+        yield Diagnosis("wrong_position", "likely", tuple(told))
+        return
+    later = evidence is not None and _handed_out(evidence, root)
+    if later:
+        told.append(later)
+        yield Diagnosis("double_allocation", "possible", tuple(told))
+    if root.stored_position == root.position or root.kind is Kind.PREFIX:
+        told.append("the position is right, the sequence is another one; the request has never written it itself")
+        yield Diagnosis("foreign_prefix", "likely", tuple(told))
+    yield Diagnosis("stale_table", "possible", tuple(told))
+
+
+def _handed_out(evidence: Evidence, root: Violation) -> str:
+    """Whether the slot was handed out again shortly before."""
+    for entry in reversed(evidence.history):
+        late = entry.event == "alloc" and entry.step >= (root.step_written or 0) - 1
+        if not late or entry.slots is None or root.slot is None:
+            continue
+        if root.slot // entry.page_slots in entry.slots.tolist():
+            return f"it was handed out at step {entry.step}, before that position was written"
+    return ""
+
+
+def _unwritten(case: Case) -> Iterator[Diagnosis]:
+    root, evidence = case.root, case.evidence
+    told = [f"slot {root.slot} at position {root.position} of {root.request or 'a request'} holds nothing"]
+    right = None if evidence is None else evidence.right_slot
+    if right is not None and right != root.slot:
+        told.append(f"what it should read is intact in slot {right}")
+        yield Diagnosis("stale_table", "likely", tuple(told))
+        return
+    shared = evidence is not None and any(
+        e.event in ("share", "park")
+        and e.slots is not None
+        and root.slot is not None
+        and root.slot // e.page_slots in e.slots.tolist()
+        for e in evidence.history
+    )
+    if root.stored_state is State.PARKED or shared:
+        told.append("the prefix cache has it" if root.stored_state is State.PARKED else "a prefix hit brought it")
+        yield Diagnosis("unfilled_prefix", "likely", tuple(told))
+        return
+    yield Diagnosis("unwritten", "likely", tuple(told))
+    yield Diagnosis("unfilled_prefix", "possible", tuple(told))
+
+
+def _freed(case: Case) -> Iterator[Diagnosis]:
+    root = case.root
+    who, when = root.freed_by or "the engine", root.step_freed
+    told = [f"{who} freed slot {root.slot}" + (f" at step {when}" if when else "")]
+    if root.phase is Phase.EVENT:
+        told.append(f"{root.request or 'a request'} was given it by the prefix cache")
+    else:
+        told.append(
+            f"{root.request or 'a request'} reads it at step {root.step}"
+            + (": the same request" if root.freed_by and root.freed_by == root.request else "")
+        )
+    pages = len(case.incident.pages)
+    told.append(f"{len(case.incident.slots)} slots of {pages} pages are concerned")
+    yield Diagnosis("use_after_free", "likely", tuple(told))
+
+
+def _named(name: str) -> Callable[[Case], Iterator[Diagnosis]]:
+    """For kinds that say by themselves what happened."""
+
+    def rule(case: Case) -> Iterator[Diagnosis]:
+        yield Diagnosis(name, "likely", (replace(case.root, token=None, stored_token=None).explanation,))
+
+    return rule
+
+
+_RULES: dict[Kind, Callable[[Case], Iterator[Diagnosis]]] = {
+    Kind.BYTES: _bytes,
+    Kind.LOST_WRITE: _lost,
+    Kind.POSITION: _read_wrongly,
+    Kind.TOKEN: _read_wrongly,
+    Kind.PREFIX: _read_wrongly,
+    Kind.UNWRITTEN: _unwritten,
+    Kind.FREED: _freed,
+    Kind.WRITE_AFTER_FREE: _named("write_after_free"),
+    Kind.DOUBLE_FREE: _named("double_free"),
+    Kind.DOUBLE_ALLOC: _named("double_allocation"),
+    Kind.EVICTED_IN_USE: _named("evicted_in_use"),
+    Kind.TWO_WRITERS: _named("two_writers"),
+    Kind.WRITE_SLOT: _named("wrong_write_slot"),
+    Kind.WRITE_INPUT: _named("batch_input"),
+    Kind.SLOT_RANGE: _named("broken_table"),
+    Kind.NULL_SLOT: _named("padding"),
+    Kind.CACHE_STRUCTURE: _named("broken_cache"),
+    Kind.NON_FINITE: _named("non_finite"),
+}
+"""By the kind of the root."""

@@ -1,0 +1,71 @@
+"""`Journal`: the last events of slots, as the host issued them, for whoever asks later who had a slot and when."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+LENGTH = 1024
+"""Calls that are remembered."""
+
+MOST_KEPT_BYTES = 1 << 14
+"""Of a GPU's tensor of slots: keeping a larger one, or a view of one, alive would cost the engine memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One call of `SlotEvents`. ``step``: how many forwards had begun. ``event``: the name of the call. ``writer``: who
+    has done it, a writer id, -1 if unknown. ``slots``: integer ``[n]``, pages of ``page_slots`` slots each; None where
+    they were not kept, or are all of the region. ``other``: of a copy, where it went. ``sure``: whether ``slots`` are a
+    copy; else they are the engine's own tensor, which it may have written to since."""
+
+    step: int
+    event: str
+    region: str
+    count: int
+    writer: int
+    slots: Tensor | None
+    page_slots: int = 1
+    other: Tensor | None = None
+    sure: bool = True
+
+
+class Journal:
+    """A ring of `Entry`, of the last `LENGTH` calls. To note one costs no launch and no wait: on a GPU the engine's
+    tensor itself is kept, if it is small. ``step`` is set by whoever begins forwards."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._entries: deque[Entry] = deque(maxlen=LENGTH)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def note(self, event: str, region: str, slots: Mapping[str, Tensor], writer: object = -1, page: int = 1) -> None:
+        """A call happened. ``slots``: its tensors of slots by argument, the one that it is about first."""
+        kept = [_kept(tensor) for tensor in slots.values()]
+        first = next(iter(slots.values()), None)
+        by = -1 if isinstance(writer, Callable) else int(writer)  # type: ignore[arg-type,call-overload]
+        entry = Entry(
+            self.step,
+            event,
+            region,
+            0 if first is None else first.shape[0],
+            by,
+            kept[0] if kept else None,
+            page,
+            kept[1] if len(kept) > 1 else None,
+            sure=first is None or not first.is_cuda,
+        )
+        self._entries.append(entry)
+
+    def of(self, region: str) -> list[Entry]:
+        """The calls about ``region``, oldest first."""
+        return [entry for entry in self._entries if entry.region == region]
+
+
+def _kept(tensor: Tensor) -> Tensor | None:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return tensor if tensor.untyped_storage().nbytes() <= MOST_KEPT_BYTES else None

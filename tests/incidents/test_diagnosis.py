@@ -1,0 +1,209 @@
+"""`diagnose` with evidence of a running engine: each class is broken from outside, and named."""
+
+import pytest
+import torch
+from support.guarded import Guarded
+from support.toy import ToyEngine
+
+from canary_core import Kind
+from canary_core.incidents.classes import CLASSES, SURE
+
+
+@pytest.fixture
+def served():
+    """A toy engine of four layers whose two requests have twenty tokens each; all bytes are compared before each
+    forward."""
+    guarded = Guarded(ToyEngine(layers=4), read_check=-1)
+    one, two = guarded.submit("a", 20), guarded.engine.submit("b", list(range(40, 60)))
+    for _ in range(3):
+        guarded.step(8)
+    return guarded, one, two
+
+
+def first(guarded):
+    """The only incident, after one more forward, and its first diagnosis."""
+    guarded.decode()
+    guarded.canary.drain()
+    (incident,) = guarded.canary.incidents
+    assert all(d.sure in SURE and d.name in CLASSES and d.evidence for d in incident.diagnoses)
+    return incident, incident.diagnoses[0]
+
+
+def rows(guarded, source):
+    """The tensor of a source: a row a slot."""
+    half, layer = source.split(".")
+    return getattr(guarded.engine, half)[int(layer)]
+
+
+def test_a_flipped_bit_is_named_with_both_values(served):
+    """Which bit, and what the word was: by the fingerprint alone, without an intact copy."""
+    guarded, one, _ = served
+    slot = one.slots[7]
+    words = rows(guarded, "v.2").view(torch.int32)
+    old = int(words[slot, 5]) & 0xFFFFFFFF
+    words[slot, 5] ^= 1 << 22
+    incident, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("flipped_bit", "certain")
+    told = diagnosis.evidence[0]
+    assert f"bit 22 of 32-bit word 5 of slot {slot} in v.2" in told
+    assert f"was 0x{old:08x} and is 0x{old ^ 1 << 22:08x}" in told
+    assert incident.total == 1
+
+
+@pytest.mark.parametrize(("words", "sure"), [((3, 9), "certain"), ((0, 11), "certain")])
+def test_two_flipped_bits_are_named(served, words, sure):
+    """One each of two words."""
+    guarded, one, _ = served
+    row = rows(guarded, "k.0").view(torch.int32)[one.slots[3]]
+    for bit, word in enumerate(words):
+        row[word] ^= 1 << (3 + bit)
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("flipped_bit", sure)
+    assert all(f"word {word} of" in " ".join(diagnosis.evidence) for word in words)
+
+
+def test_a_word_that_was_overwritten_is_no_flipped_bit(served):
+    """More of its bits changed than flip."""
+    guarded, one, _ = served
+    rows(guarded, "k.1").view(torch.int32)[one.slots[3], 2] ^= 0x0F0F0FFF
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("overwritten_word", "likely")
+
+
+@pytest.mark.parametrize(("fill", "name"), [(0, "zeroed"), (float("nan"), "poisoned"), (float("inf"), "poisoned")])
+def test_fills_of_numbers(served, fill, name):
+    """All bytes zero; NaN and infinity."""
+    guarded, one, _ = served
+    for source in ("k.1", "v.1"):
+        rows(guarded, source)[one.slots[2:6]] = fill
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == (name, "likely")
+
+
+@pytest.mark.parametrize(("byte", "name"), [(0xAB, "constant"), (0xFF, "poisoned")])
+def test_fills_of_bytes(served, byte, name):
+    """A pattern; 0xff is NaN in bfloat16."""
+    guarded, one, _ = served
+    rows(guarded, "k.1").view(torch.uint8)[one.slots[4]] = byte
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, f"0x{byte:02x}" in diagnosis.evidence[0]) == (name, True)
+
+
+def test_pages_that_were_exchanged(served):
+    """Each has what the other one should have, by their fingerprints."""
+    guarded, one, two = served
+    a, b = one.slots[4:8], two.slots[4:8]
+    for tensor in (*guarded.engine.k, *guarded.engine.v):
+        tensor[a], tensor[b] = tensor[b].clone(), tensor[a].clone()
+    incident, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("swapped", "certain")
+    assert incident.total == 64
+
+
+def test_kv_that_another_requests_was_written_over(served):
+    """Who wrote it, and when, stands in the records of the slot that it belongs to."""
+    guarded, one, two = served
+    for tensor in (*guarded.engine.k, *guarded.engine.v):
+        tensor[one.slots[4:8]] = tensor[two.slots[10:14]].clone()
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("overwritten", "certain")
+    assert f"belong to slot {two.slots[10]}, which b wrote at step 2 as position 10" in " ".join(diagnosis.evidence)
+
+
+def test_kv_of_another_layer(served):
+    """The fingerprint of another source, less its salt."""
+    guarded, one, _ = served
+    rows(guarded, "k.1")[one.slots[4]] = rows(guarded, "v.3")[one.slots[4]]
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("wrong_layer", "certain")
+    assert "in v.3" in diagnosis.evidence[0]
+
+
+def test_kv_that_is_one_token_off(served):
+    """Each slot holds what the position before it should have."""
+    guarded, one, _ = served
+    for tensor in (*guarded.engine.k, *guarded.engine.v):
+        tensor[one.slots[5:12]] = tensor[one.slots[4:11]].clone()
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("shifted", "certain")
+
+
+def noise(tensor, slots):
+    """Bytes that nobody has written anywhere."""
+    tensor[slots] = torch.randn(len(slots), tensor.shape[1]).to(tensor.dtype)
+
+
+@pytest.mark.parametrize(
+    ("sources", "positions", "name", "sure"),
+    [
+        (("k.1",), (9,), "stray_write", "likely"),
+        (("k.1", "v.1"), (3, 4, 5, 8), "one_layer", "likely"),
+        (("v.0", "v.1", "v.2", "v.3"), (3, 4, 9), "one_half", "likely"),
+        (("k.0", "v.0", "k.1", "v.1", "k.2", "v.2", "k.3", "v.3"), (2, 6, 10, 14), "every_nth", "likely"),
+    ],
+)
+def test_where_the_damage_is(served, sources, positions, name, sure):
+    """Bytes that nobody knows, in a pattern of slots, layers and halves."""
+    guarded, one, _ = served
+    for source in sources:
+        noise(rows(guarded, source), [one.slots[p] for p in positions])
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == (name, sure)
+
+
+def test_a_draft_that_was_left_behind(served):
+    """The request reads its own slot, with a token that it has no more."""
+    guarded, one, _ = served
+    one.tokens[18] = 99
+    guarded.decode()
+    guarded.canary.drain()
+    (incident,) = guarded.canary.incidents
+    assert incident.root.kind is Kind.TOKEN
+    assert incident.diagnoses[0].name == "rolled_back"
+
+
+def test_a_stale_table(served):
+    """An entry names another request's slot, and the right one is intact elsewhere."""
+    guarded, one, two = served
+    right = one.slots[6]
+    one.slots[6] = two.slots[7]
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("stale_table", "likely")
+    assert f"intact in slot {right}" in " ".join(diagnosis.evidence)
+
+
+def test_positions_that_are_off(served):
+    """Entries of one request in a wrong order."""
+    guarded, one, _ = served
+    one.slots[5:9] = [*one.slots[6:9], one.slots[5]]
+    _, diagnosis = first(guarded)
+    assert diagnosis.name == "wrong_position"
+
+
+def test_without_a_diagnosis_nothing_is_looked_at(served):
+    """CANARY_DIAGNOSE=false: the incident is told, the device is not asked."""
+    guarded = Guarded(read_check=-1, diagnose=False)
+    request = guarded.submit(tokens=12)
+    guarded.step(8)
+    rows(guarded, "k.0")[request.slots[2]] += 1
+    guarded.step(4)
+    guarded.canary.drain()
+    assert len(guarded.findings.told("incident")) == 1
+    assert guarded.findings.told("diagnosis") == []
+
+
+def test_a_look_that_fails_is_told_and_harms_nobody(served, monkeypatch):
+    """Canary stays on, and the incident stands."""
+    guarded, one, _ = served
+
+    def fail(*args):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("canary_core.incidents.investigator.take", fail)
+    rows(guarded, "k.0")[one.slots[2]] += 1
+    guarded.decode()
+    guarded.canary.drain()
+    (event,) = guarded.findings.told("diagnosis_failed")
+    assert "no memory" in event.fields["error"]
+    assert guarded.canary.enabled
+    assert len(guarded.findings.told("incident")) == 1
