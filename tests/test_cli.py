@@ -235,6 +235,10 @@ def test_bad_setting_is_one_sentence(command, variable, value):
         ("CANARY_SILENCE_S", "nan"),
         ("CANARY_SILENCE_S", "inf"),
         ("CANARY_RANK", "-1"),
+        ("CANARY_METRICS_LISTEN", "0"),
+        ("CANARY_METRICS_LISTEN", "65536"),
+        ("CANARY_METRICS_LISTEN", "localhost"),
+        ("CANARY_METRICS_LISTEN", ":::9464"),
         ("CANARY_FAULTS", "lost_write:probability=2"),
     ],
 )

@@ -181,3 +181,15 @@ def test_only_config_reads_the_environment():
         if re.search(r"\bos\.environ|\bgetenv\b", file.read_text())
     ]
     assert readers == []
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "port"),
+    [("9464", "127.0.0.1", 9464), ("0.0.0.0:80", "0.0.0.0", 80), ("[::1]:65535", "::1", 65535), ("host:1", "host", 1)],
+)
+def test_where_metrics_are_served(text, address, port):
+    """A port alone is of this machine only; it prints as it was written."""
+    found = CanaryConfig.load(metrics_listen=text).metrics_listen
+    assert found is not None
+    assert (found.address, found.port, str(found)) == (address, port, text)
+    assert CanaryConfig.load(metrics_listen="").metrics_listen is None

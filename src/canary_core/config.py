@@ -1,10 +1,13 @@
 """Every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
 
 import difflib
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
@@ -93,6 +96,34 @@ class ScrubBudget:
         if step_bytes > _MOST_BYTES:
             raise ConfigError(f"CANARY_SCRUB_BUDGET must be below 8EiB per forward, got {value!r}")
         return cls(step_bytes=step_bytes, text=text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """Where a server listens. Prints as it was written."""
+
+    address: str
+    port: int
+    text: str = field(default="", compare=False)
+
+    @classmethod
+    def parse(cls, value: object) -> "ListenAddress | None":
+        """From ``9464``, ``0.0.0.0:9464`` or ``[::]:9464``; None from an empty text. Raises `ConfigError`."""
+        if value is None or isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        written = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+)):)?(\d{1,5})", text)
+        if not text:
+            return None
+        if written is None or not 0 < int(written[3]) < 1 << 16:
+            raise ConfigError(
+                "CANARY_METRICS_LISTEN must be a port such as 9464, or an address and a port such as 0.0.0.0:9464, got "
+                f"{value!r}"
+            )
+        return cls(written[1] or written[2] or "127.0.0.1", int(written[3]), text)
 
     def __str__(self) -> str:
         return self.text
@@ -294,6 +325,33 @@ class CanaryConfig(BaseSettings):
         default=False,
         description="Bundles hold token ids and prefix hashes; without, nothing of a prompt can be worked out of them.",
     )
+    metrics: Literal["auto", "off", "opentelemetry"] = Field(
+        default="auto",
+        description="auto: the metrics are where the engine's own are, if it uses prometheus_client: in the registry "
+        "of its process, or in the files that its processes share. off: nowhere. opentelemetry: instruments of the "
+        "process's meter provider.",
+    )
+    metrics_listen: Annotated[
+        ListenAddress | None,
+        NoDecode,
+        BeforeValidator(ListenAddress.parse),
+        PlainSerializer(lambda address: str(address or ""), return_type=str),
+    ] = Field(
+        default=None,
+        description="Where the metrics are served over HTTP beside that: a port of this machine, or an address and a "
+        "port. Rank r takes the r-th port after it. Empty: nowhere.",
+        json_schema_extra=_unit("port, or address:port"),
+    )
+    control: Literal["off", "read", "write"] = Field(
+        default="read",
+        description="What canary ctl and canary top may do over the control socket of the process. off: there is none. "
+        "read: ask. write: also change mode and budget, pause and resume.",
+    )
+    control_dir: str = Field(
+        default="",
+        description="Folder of the control sockets, one a process, named after it. Empty: canary-<user id> in the "
+        "system's folder for temporary files.",
+    )
     log_format: LogFormat = Field(
         default="console",
         description="How reports to stderr look. Where the host has configured structlog, its own setup decides.",
@@ -319,6 +377,10 @@ class CanaryConfig(BaseSettings):
         marked = self.model_copy(update={"audit": max(self.audit, AUDITED_FORWARDS)})
         marked._untested_engine = True
         return marked
+
+    def control_folder(self) -> Path:
+        """Where the control sockets are."""
+        return Path(self.control_dir or Path(tempfile.gettempdir(), f"canary-{os.geteuid()}"))
 
     @classmethod
     def settings_customise_sources(
@@ -365,6 +427,11 @@ def unknown_variables() -> dict[str, str | None]:
     return {f"CANARY_{name}": f"CANARY_{found[0]}" if found else None for name, found in near.items()}
 
 
+def shares_metrics() -> bool:
+    """Whether the engine has told prometheus_client that its processes share their metrics: no setting of ours."""
+    return bool(EnvSettingsSource(CanaryConfig).env_vars.get("prometheus_multiproc_dir"))
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One setting as shown to users. ``values`` lists its choices or names its unit; ``value`` is the current one."""
@@ -402,4 +469,6 @@ def _shown(value: object) -> str:
     """As it would be written in the environment."""
     if isinstance(value, tuple):
         return ",".join(value)
+    if value is None:
+        return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
