@@ -161,6 +161,18 @@ CASES: dict[str, Case] = {
             Shape(2, 4096, sets=4, layers=32), layout="llama",
         ),
         Case(
+            "adopt/8192", "fingerprint 8192 slots that arrived without records, 32 layers × K+V × 2048 B", ("adopt",),
+            Shape(2, 4096, sets=4, layers=32), layout="llama",
+        ),
+        Case(
+            "gather_blocks/8192", "what is known of 8192 slots as blocks of 16, for the ledger: 32 layers × K+V",
+            ("gather_blocks",), Shape(2, 4096, sets=4, layers=32), layout="llama",
+        ),
+        Case(
+            "gather_blocks/256", "the same of 16 blocks, as a decode of 256 completes them in one forward",
+            ("gather_blocks",), Shape(16, 16, sets=16, layers=32), layout="llama",
+        ),
+        Case(
             "lifetime/8192", "the allocator gets 8192 slots back and hands them out again: two events", EVENTS,
             Shape(2, 4096, sets=16),
         ),

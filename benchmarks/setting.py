@@ -11,12 +11,15 @@ from benchmarks.cases import CACHE_EVENTS, EVENTS, Case
 from benchmarks.layouts import LAYOUTS
 from canary_core import BatchView, CanaryConfig, Region, SlotTable
 from canary_core.ops.backends import Backend, torch_backend
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import PLAN_WORDS, POSITION, Cursor, State
+from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, Cursor, State
 
 REGION = "kv"
 VOCABULARY = 128_000
+BLOCK_SLOTS = 16
+"""Slots of a block of the ledger."""
 SECTOR_BYTES = 32
 """Smallest unit that device memory moves; a record is one."""
 
@@ -41,8 +44,14 @@ class Forward:
         """The same on another state, e.g. a copy."""
         if op in (*EVENTS, *CACHE_EVENTS):
             getattr(backend, op)(state, self.read_slots, self.rows.start)
-        elif op == "verify":
-            backend.verify(state, self.read_slots)
+        elif op in ("verify", "adopt"):
+            getattr(backend, op)(state, self.read_slots)
+        elif op == "gather_blocks":
+            slots = self.read_slots[: len(self.read_slots) // BLOCK_SLOTS * BLOCK_SLOTS]
+            words = BLOCK_VALUES + len(state.sources)
+            # It changes nothing of the state, so its rows go where a comparison of two states looks.
+            rows = state.chains.view(-1)[: len(slots) // BLOCK_SLOTS * words].view(-1, words)
+            backend.gather_blocks(state, slots, BlockShape(BLOCK_SLOTS), rows, 0)
         elif op in ("scrub", "baseline"):
             getattr(backend, op)(state)
         else:
@@ -156,6 +165,8 @@ class Setting:
                 "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES),
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),
+                "adopt": reads * (8 + prints + state.sources.slot_bytes),
+                "gather_blocks": reads * (8 + SECTOR_BYTES + prints * (1 + 1 / BLOCK_SLOTS)),
                 **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES)),
                 "baseline": state.region.slots * (prints + state.sources.slot_bytes),
             }[op]

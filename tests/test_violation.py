@@ -34,6 +34,8 @@ FINDINGS = st.builds(
     stored_state=st.sampled_from([None, *State]),
     rule=st.sampled_from([None, "parent"]),
     detail=st.sampled_from([None, "", "slot 4 is in the free list"]),
+    origin=st.sampled_from([None, "", "LMCacheConnectorV1"]),
+    sources=st.sampled_from([None, ("k.1",), ("k.1", "v.1")]),
 )  # fmt: skip
 """Any kind, with any of its fields missing, unknown to the device (-1), or 0."""
 
@@ -80,6 +82,14 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
         (
             {"kind": Kind.DOUBLE_FREE, "slot": 4, "step_freed": 0, "freed_by": "a"},
             "a freed it before the first",
+        ),
+        (
+            {"kind": Kind.ARRIVAL, "origin": "NixlConnector", "page": 3, "request": "a", "detail": "1 of 2 differs"},
+            "not those that were stored for this prefix: NixlConnector brought page 3 for a, 1 of 2 differs.",
+        ),
+        (
+            {"kind": Kind.ARRIVAL, "slot": 5, "phase": Phase.EVENT},
+            "for this prefix: something brought slot 5 for the engine.",
         ),
         (
             {"kind": Kind.CACHE_STRUCTURE, "rule": "parent"},

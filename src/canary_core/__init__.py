@@ -11,6 +11,7 @@ from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseErro
 from canary_core.events import Event, Level
 from canary_core.hookspecs import PROTOCOL, hookimpl
 from canary_core.incidents.incident import Incident
+from canary_core.ledger import Arrival, Ledger, Origin, block_hashes
 from canary_core.ops.payload import (
     PayloadCheck,
     PayloadLayout,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PROTOCOL",
+    "Arrival",
     "AttachError",
     "BatchAdapter",
     "BatchView",
@@ -55,8 +57,10 @@ __all__ = [
     "Incident",
     "KVSource",
     "Kind",
+    "Ledger",
     "Level",
     "MisuseError",
+    "Origin",
     "Overlap",
     "Patches",
     "PayloadCheck",
@@ -85,6 +89,7 @@ __all__ = [
     "Writers",
     "__version__",
     "attach",
+    "block_hashes",
     "check_payload",
     "emit",
     "fingerprint_bytes",

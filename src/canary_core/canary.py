@@ -23,6 +23,7 @@ from canary_core.errors import AttachError, CanaryError
 from canary_core.events import Event
 from canary_core.incidents.bundle import Circumstances
 from canary_core.incidents.incident import Incident
+from canary_core.ledger import Ledger
 from canary_core.ops.state import RegionState
 from canary_core.ops.warm_up import row_counts, warm_up
 from canary_core.records import Counter, Kind
@@ -91,6 +92,8 @@ class Canary:
         self._findings = Findings(self._workspace, self._switch, self.writers, self.audit)
         self.slots = SlotEvents(self._workspace, self._switch, self.audit)
         """What happens to slots beside forwards."""
+        self.ledger = Ledger(self, self.slots, self._switch)
+        """What was stored of the pool, and whether what comes back is the same."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
         self.audit.forget = self.slots.forget
@@ -184,6 +187,7 @@ class Canary:
             self.audit.look()
             self._workspace.join()
             self._workspace.queue.settle()
+            self.ledger.read(wait=True)
             # The first read may only learn that there are rows; the second one takes them.
             for _ in range(2):
                 self._findings.open(self._findings.collect_now(), self.forwards)
@@ -246,12 +250,15 @@ class Canary:
             **late,
             **kinds,
             **self.audit.counts,
+            **self.ledger.stats(),
             **self._counts,
         }
 
     def scrub_stats(self) -> dict[str, float]:
-        """What the scrub comes to: ``scrub_coverage``, how often it went round all pools; ``scrub_share`` of the time,
-        and ``scrub_period_s``, how long a round takes. The last two once the length of a step is known."""
+        """What the scrub comes to. ``scrub_coverage``: how often it went round all pools in search of slots of running
+        requests. ``scrub_share``: of the time; once a forward's length is known. ``live_period_s``: seconds in which
+        each slot of a running request was compared, ``scrub_period_s``: seconds for every written slot; from the end of
+        the first round on. Time in which the engine idles doesn't count."""
         return self.step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS]) if self.states else {}
 
     def overhead_stats(self) -> dict[str, float]:

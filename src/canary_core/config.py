@@ -280,6 +280,20 @@ class CanaryConfig(BaseSettings):
         description="What is known of slots travels with their bytes to host memory and to other engines, where the "
         "engine's plugin knows how; false: what arrives is not judged until it is written again.",
     )
+    ledger: Annotated[ByteSize, Field(le=_MOST_BYTES), PlainSerializer(int, return_type=int)] = Field(
+        default=ByteSize(256 << 20),
+        description="Host memory for the ledger, which remembers what was stored under each prefix, so that KV that a "
+        "connector or a host tier brings back can be compared: about 45 bytes a token for 32 layers with K and V and "
+        "blocks of 16. Taken as it fills, where the engine's plugin tells what leaves and comes back; 0: nothing is "
+        "compared.",
+        json_schema_extra=_unit("bytes, e.g. 256MiB"),
+    )
+    ledger_private: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="KV connectors that only this engine stores with, by name, where the engine's plugin can't know: "
+        "what others store may have been computed with other numerics, so a difference would prove nothing.",
+        json_schema_extra=_unit("names"),
+    )
     rank: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Rank of this process, shown in findings, and in events of other ranks than 0."
     )
@@ -394,7 +408,7 @@ class CanaryConfig(BaseSettings):
         """Arguments, the environment, the profile."""
         return init_settings, env_settings, _ProfileSource(settings_cls)
 
-    @field_validator("plugins", mode="before")
+    @field_validator("plugins", "ledger_private", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else value
@@ -471,4 +485,7 @@ def _shown(value: object) -> str:
         return ",".join(value)
     if value is None:
         return ""
+    if isinstance(value, ByteSize):
+        text = value.human_readable(separator="")
+        return text.replace(".0", "") if _BYTE_SIZE.validate_python(text) == value else str(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

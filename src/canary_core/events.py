@@ -60,10 +60,14 @@ class Event:
     | records_travel      | records go with KV to host memory or to another engine: which way, and what that takes |
     | records_left_out    | they can't, and why; what arrives is not judged                                        |
     | records_travelled   | at the end: how many slots went and came that way                                      |
+    | ledger_shared       | an origin brings prefixes that this engine never kept: a difference proves nothing now |
+    | ledger_blind        | blocks were kept of which nothing is known: a difference proves nothing in that region |
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
     | quarantined         | what a finding concerns was evicted from the prefix cache: kind, region, slot, tokens  |
     | quarantine_failed   | nothing could be done about a finding, or can't be in this engine, and why             |
+    | hooks_left_out      | functions that a plugin hooks are missing or changed: which, and what is unguarded     |
     | lifetime_off        | an engine's allocator can't be followed (any more); of these regions nothing is freed  |
+    | parking_off         | cached slots that no request has can't be told (any more): of which cache, and why     |
     | adopted             | a cache that held tokens already was taken over; they are not judged until rewritten   |
     | cache_changed       | a cache was changed by something else than its own methods                             |
     | cache_layers_disagree | layers of one cache hold different lengths: which                                    |

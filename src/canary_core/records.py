@@ -26,6 +26,16 @@ Payload: what travels with a slot's bytes, int64 little endian ``[slots, PAYLOAD
 
 The digest is of `PAYLOAD_VERSION` and each source's name, chunks and chunk bytes, in order. All zeros: nothing known.
 
+Block row: what `gather_blocks` says of some slots in sequence order, int64 ``[BLOCK_VALUES + sources]``:
+
+| word  | constant       | content                                                                       |
+|-------|----------------|-------------------------------------------------------------------------------|
+| 0     | `BLOCK_HASH`   | prefix hash of the last slot                                                   |
+| 1     | `BLOCK_SUM`    | sum of the mixes of all tokens: what the prefix hash grew by within the block   |
+| 2     | `BLOCK_FLAGS`  | see `Block`                                                                    |
+| 3     | `BLOCK_SLOT`   | number of the first slot                                                       |
+| 4 ... | `BLOCK_VALUES` | one value for each source: the slots' fingerprints, each times an odd weight    |
+
 Violation row: `ROW_WORDS` int64, see `Row`. Counters: one int64 each, see `Counter`.
 """
 
@@ -46,6 +56,29 @@ PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
 
 PAYLOAD_VERSION = 2
 """Counts up when the meaning of a payload, a record or a fingerprint changes."""
+
+BLOCK_HASH, BLOCK_SUM, BLOCK_FLAGS, BLOCK_SLOT, BLOCK_VALUES = 0, 1, 2, 3, 4
+"""First int64 word of each part of a block row."""
+
+
+class Block(IntEnum):
+    """Bits of a block row's flags: what is known of the block."""
+
+    TOKENS = 1
+    """All slots were written, with positions that follow each other and begin where a block does: `BLOCK_SUM` holds."""
+    PREFIX = 2
+    """All prefix hashes are known, and each follows from the one before: `BLOCK_HASH` holds."""
+    BYTES = 4
+    """The fingerprints of all slots are known in all sources: the values hold."""
+    OUTSIDE = 8
+    """A number is no slot of the region, or a null slot."""
+    REWRITTEN = 16
+    """For a block that arrived: a forward has written to it since; set by who gathers it."""
+
+    @classmethod
+    def whole(cls) -> int:
+        """The flags of a block of which all is known."""
+        return cls.TOKENS | cls.PREFIX | cls.BYTES
 
 
 class State(IntEnum):
@@ -113,6 +146,8 @@ class Kind(IntEnum):
     """The prefix cache contradicts itself, its allocator or its window map."""
     EVICTED_IN_USE = 17
     """The prefix cache gave up a slot that a request still has."""
+    ARRIVAL = 18
+    """Bytes that came back without a forward are not those that were stored for this prefix."""
 
 
 class Counter(IntEnum):
@@ -138,11 +173,15 @@ class Counter(IntEnum):
     CHECKED_FORWARDS = 32
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
     SCRUBBED_SLOTS = 33
-    """Slots passed by the scrub, written or not: divided by the region's slots, how often it went round."""
+    """Slots that the scrub has passed in search of those of running requests: divided by the region's slots, how often
+    it went round."""
 
 
 COUNTERS = 40
-"""Length of the counter tensor."""
+"""Where the gauges begin, behind the counters: for each region `GAUGES` words of how far its scrub is, the ScrubWords
+from `ScrubWord.RUNNING` on."""
+
+GAUGES = 4
 
 
 class Clock(IntEnum):
@@ -160,25 +199,48 @@ class Cursor(IntEnum):
     """Index into a region's int64 cursors. Each moves before or after the launch that starts from it, never in it:
     its programs run at the same time."""
 
-    SCRUB = 0
-    """First slot of the scrub's stretch: `SCRUB_NEXT`, copied by `check`."""
-    SCRUB_SLOTS = 1
-    """Slots of one stretch; set by the host."""
-    READ = 2
+    READ = 0
     """First tile, in batch order, of the read check."""
-    READ_TILES = 3
+    READ_TILES = 1
     """Most tiles of one read check, 0: none; set by the host."""
-    CHECK = 4
+    CHECK = 2
     """First tile, in batch order, of the mapping check."""
-    CHECK_NEXT = 5
+    CHECK_NEXT = 3
     """The same for the next forward: written by `check`, copied to `CHECK` by `record`."""
-    CHECK_TILES = 6
+    CHECK_TILES = 4
     """Most tiles of one mapping check; set by the host."""
-    SCRUB_NEXT = 7
-    """First slot of the stretch after it; written by `scrub`, which need not run after each forward."""
+    SCRUB_SLOTS = 5
+    """Most slots that one scrub compares; set by the host."""
+    SCRUB_RUNNING = 6
+    """How many of them are of running requests before parked ones have a turn; set by the host."""
+    SCRUB_PASS = 7
+    """Most slots that are passed in search of those of one sort, for one scrub; set by the host."""
+    SCRUB = 8
+    """`SCRUB_WORDS` words, see `ScrubWord`: `SCRUB_NEXT`, copied by `check`."""
+    SCRUB_NEXT = 16
+    """The same for the next scrub: written by `scrub`, which need not run after each forward."""
 
 
-CURSOR_WORDS = 8
+CURSOR_WORDS = 24
+
+
+class ScrubWord(IntEnum):
+    """How far the scrub of a region is: index into the words at `Cursor.SCRUB`. Slots are passed in physical order,
+    again and again, by one cursor for each sort; the numbers count on, so that modulo the slots they are places."""
+
+    LIST = 0
+    """``half * 2**32 + slots``: the list to compare. It is the first or second half of `RegionState.listed`; the next
+    one is made in the other half meanwhile."""
+    RUNNING = 1
+    """Slots passed in search of those that requests have."""
+    RUNNING_LISTED = 2
+    """How many of these were listed."""
+    PARKED = 3
+    """Slots passed in search of parked ones."""
+    PARKED_LISTED = 4
+
+
+SCRUB_WORDS = 8
 
 ALL_TILES = 1 << 40
 """A budget that is never reached."""

@@ -55,6 +55,8 @@ class KVSource:
     element type for the non-finite check; None leaves that check out (packed or quantized bytes).
     ``present`` is how many slots of each page the tensor holds, all by default; slots beyond it have no bytes (a cache
     that grows: its index space is the full length, its tensor the length so far).
+    ``part``: which of several sources of one half of a layer this is, where the formula can't say all of it at once (a
+    head of a cache that is transposed within each head); None: the only one.
 
     Raises `AttachError` for impossible sizes and for addresses outside of the tensor's storage.
     """
@@ -72,6 +74,7 @@ class KVSource:
     dtype: torch.dtype | None = None
     role: Role = Role.DATA
     present: int | None = None
+    part: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "page_size", "chunks"):
@@ -88,8 +91,8 @@ class KVSource:
 
     @property
     def name(self) -> str:
-        """``half.layer``, e.g. ``k.17``."""
-        return f"{self.half}.{self.layer}"
+        """``half.layer``, e.g. ``k.17``; with its ``part``, where there are several: ``k.17/2``."""
+        return f"{self.half}.{self.layer}" if self.part is None else f"{self.half}.{self.layer}/{self.part}"
 
     @property
     def slot_bytes(self) -> int:

@@ -302,17 +302,19 @@ class SlotEvents:
         self.workspace.journal.note(event, region, slots)
         return state
 
+    def fits(self, event: str, region: str, slots: Tensor, page_slots: int) -> bool:
+        """For events of other rooms, by their name: whether ``region`` is guarded and the others can be slots of it and
+        a number of slots. Tells what is wrong."""
+        state = self._state(region, event)
+        return state is not None and self._fits(event, region, slots=slots) and self._pages(event, region, page_slots)
+
     def _owned(self, about: tuple[str, str, int], slots: Tensor, writer: Owner) -> RegionState | None:
         """As `_told`, for an event of the allocator: of which kind, of which region, and how many slots a page has."""
         event, region, page_slots = about
         state = self._state(region, event)
         if state is None or not self._fits(event, region, slots=slots):
             return None
-        if not isinstance(page_slots, Integral) or page_slots < 1:
-            self._refuse(
-                (event, region, "page_slots"),
-                f"page_slots must be an integer of at least 1, got {page_slots!r}; give how many slots a page has",
-            )
+        if not self._pages(event, region, page_slots):
             return None
         if not callable(writer) and not isinstance(writer, Integral):
             self._refuse(
@@ -354,6 +356,16 @@ class SlotEvents:
             return False
         return True
 
+    def _pages(self, event: str, region: str, page_slots: int) -> bool:
+        """Whether ``page_slots`` may be how many slots a page has. Tells if not."""
+        if isinstance(page_slots, Integral) and page_slots >= 1:
+            return True
+        self._refuse(
+            (event, region, "page_slots"),
+            f"page_slots must be an integer of at least 1, got {page_slots!r}; give how many slots a page has",
+        )
+        return False
+
     def _payload_fits(self, region: str, slots: Tensor, rows: Tensor) -> bool:
         """Whether ``rows`` may be a payload of ``slots``, and these are slots. Tells what is not."""
         if not self._fits("import_records", region, slots=slots):
@@ -370,7 +382,8 @@ class SlotEvents:
 
     def _refuse(self, sort: tuple[str, ...], what: str) -> None:
         """``sort`` begins with the event's name."""
-        self._switch.misuse(f"slots.{sort[0]}: {what}", sort)
+        room = "" if "." in sort[0] else "slots."
+        self._switch.misuse(f"{room}{sort[0]}: {what}", sort)
 
     def _count(self, event: str, region: str) -> None:
         counts = self.counts[region]

@@ -10,6 +10,7 @@ import pluggy
 from canary_core.batch import BatchView
 from canary_core.errors import AttachError, CanaryError
 from canary_core.events import Event
+from canary_core.ledger import Ledger
 from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.reporting.findings import Findings
 from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
@@ -80,6 +81,8 @@ class StepListener:
 
 class Facade(Protocol):
     """What a step needs of its `Canary`, which plugins are told of."""
+
+    ledger: Ledger
 
     def tell_stats(self) -> None:
         """Tells the counters, as a ``stats`` event."""
@@ -393,10 +396,13 @@ class Step:
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
                     self.scrub.adjust(self._captured)
+                    self._canary.ledger.send()
                 self.overhead.read()
                 self._audit.look(now_and_then=True)
                 if snapshot is not None:
                     self._findings.open(snapshot, self.forwards)
+                    self.scrub.observe(snapshot.counters)
+                self._canary.ledger.read()
             if idle:
                 self._findings.settle(at_last=True)
             interval = self._config.stats_interval

@@ -9,7 +9,8 @@ from canary_core.records import Kind, Phase, State
 @dataclass(frozen=True, slots=True)
 class Violation:
     """One finding. Unknown fields are None. ``step`` is the forward, counted from 1, whose check found it. ``node`` is
-    the engine's number of a prefix cache's node; ``rule`` names what its structure breaks, ``detail`` says how."""
+    the engine's number of a prefix cache's node; ``rule`` names what its structure breaks, ``detail`` says how.
+    ``origin`` brought bytes that differ in ``sources``."""
 
     kind: Kind
     region: str
@@ -36,6 +37,8 @@ class Violation:
     node: int | None = None
     rule: str | None = None
     detail: str | None = None
+    origin: str | None = None
+    sources: tuple[str, ...] | None = None
 
     def fields(self) -> dict[str, object]:
         """The known fields as plain values, for an event or JSON; hashes as hexadecimal text."""
@@ -46,6 +49,8 @@ class Violation:
                 continue
             if isinstance(value, (Kind, Phase, State)):
                 value = value.name.lower()
+            elif name == "sources":
+                value = list(value)
             elif name in ("stored_value", "found_value") and self.kind not in (Kind.WRITE_SLOT, Kind.TWO_WRITERS):
                 value = f"{value & (1 << 64) - 1:016x}"
             out[name] = value
@@ -70,6 +75,9 @@ class Violation:
             stored_position=_counted("position", self.stored_position, "another"),
             stored_token=_counted("token", self.stored_token, "another"),
             other_token=_counted("token", self.stored_value, "another"),
+            origin=self.origin or "something",
+            place=_counted("slot", self.slot) if self.page is None or self.page < 0 else f"page {self.page}",
+            different=f", {self.detail}" if self.detail else "",
             detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
         )
@@ -149,6 +157,8 @@ _EXPLANATIONS = {
     Kind.EVICTED_IN_USE: "{where} was evicted from the prefix cache while a request has it: it was handed out or "
     "shared and not released since. {writer} wrote it{written}. A lock was lost, or taken back too early.",
     Kind.CACHE_STRUCTURE: "{node} is broken: {detail}.",
+    Kind.ARRIVAL: "the bytes that came back are not those that were stored for this prefix: {origin} brought {place} "
+    "for {reader}{different}.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
 

@@ -2,17 +2,19 @@
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import POSITION, STATES, Cursor
+from canary_core.records import POSITION, STATES, Cursor, ScrubWord
 from canary_core.region import Role
 
-TABLES = ("records", "fingerprints", "chains", "cursors")
+TABLES = ("records", "fingerprints", "chains", "cursors", "listed")
 SCRATCH = ("claims", "heads", "plan")
 """Tensors of a `RegionState` and of its scratch that ops change."""
 
@@ -32,12 +34,18 @@ class Scenario:
     device: torch.device
     unknown: random.Random
     """Chooses the fingerprints that are not known, and leaves the other choices as they are."""
+    scrub: random.Random
+    """The same for what the scrub has listed and how far it goes."""
 
     def state(self, **settings: object) -> RegionState:
         config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, **settings})
         shared = Shared.allocate(config, self.device)
         state = RegionState(self.region, 0, shared, config)
         state.cursors[Cursor.SCRUB_SLOTS] = self.random.randint(0, self.region.slots)
+        state.cursors[Cursor.SCRUB_RUNNING] = self.scrub.randint(0, self.region.slots)
+        state.cursors[Cursor.SCRUB_PASS] = self.scrub.choice([self.region.slots, self.scrub.randint(0, 99)])
+        # What was listed may be free again by now, or written anew.
+        list_slots(state, self.scrub.sample(range(self.region.slots), self.scrub.randint(0, self.region.slots)))
         state.fingerprints.random_(-(2**62), 2**62)
         return state
 
@@ -83,7 +91,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
         ring = 8
     pool_page = rng.choice([None, None, (7, 5)])
     unknown = random.Random(f"unknown {seed}")
-    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown)
+    scrub = random.Random(f"scrub {seed}")
+    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown, scrub)
 
 
 def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
@@ -165,6 +174,21 @@ def events(s: Scenario) -> torch.Tensor:
     return torch.tensor(slots, dtype=s.random.choice([torch.int32, torch.int64]), device=s.device)
 
 
+def blocks(s: Scenario, table: SlotTable) -> list[tuple[BlockShape, torch.Tensor]]:
+    """Slots of blocks: runs of a table's entries, as requests have them, and random numbers of slots and of pages, some
+    of them none of the region's; fewer in a block than a tile of the kernel, and more."""
+    page_slots = s.random.choice([1, 3, 4, 19])
+    entries = table.elements[: len(table.elements) // page_slots * page_slots]
+    kind = s.random.choice([torch.int32, torch.int64])
+    random_slots = [s.random.randrange(-2, s.region.slots + 2) for _ in range(page_slots * s.random.choice([1, 5]))]
+    pages = [s.random.randrange(-1, s.region.slots // page_slots + 2) for _ in range(5)]
+    return [
+        (BlockShape(page_slots), entries),
+        (BlockShape(page_slots), torch.tensor(random_slots, dtype=kind, device=s.device)),
+        (BlockShape(page_slots, paged=True), torch.tensor(pages, dtype=kind, device=s.device)),
+    ]
+
+
 def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:
     """An allocator's event: slots or pages, one writer or one for each, slots of a page."""
     slots, page_slots = events(s), s.random.choice([1, 1, 3, 4])
@@ -207,6 +231,12 @@ def write(s: Scenario) -> None:
             )
             keep = torch.rand(flat.shape, generator=torch.Generator().manual_seed(rng.getrandbits(30))) < 0.3
             flat.copy_(torch.where(keep.to(flat.device), flat, fresh.to(flat.device)))
+
+
+def list_slots(state: RegionState, slots: Sequence[int]) -> None:
+    """The next scrub compares ``slots``."""
+    state.listed[0, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
+    state.cursors[Cursor.SCRUB + ScrubWord.LIST] = len(slots)
 
 
 def twin(state: RegionState) -> RegionState:

@@ -2,20 +2,21 @@
 torch reference."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ops.scenario import differences, disturb, events, history, ownership, ring_rows, scenario, twin, write
+from ops.scenario import blocks, differences, disturb, events, history, ownership, ring_rows, scenario, twin, write
 
 from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.ops.kernels import check as check_kernels
 from canary_core.ops.kernels import record as record_kernels
 from canary_core.ops.reference import check as check_reference
-from canary_core.records import ALL_TILES, Cursor, Kind
+from canary_core.records import ALL_TILES, BLOCK_VALUES, Cursor, Kind
 
 EVENTS = ("alloc", "park", "share", "evict", "free")
 """What happens to who has a slot."""
 
-OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", *EVENTS)
+OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", *EVENTS)
 """In the order of a step."""
 
 
@@ -44,13 +45,21 @@ def run(seed: int, device: str) -> set[int]:
             arguments = (batch, table)
             if op == "scrub":
                 arguments = ()
-            elif op == "verify":
+            elif op in ("verify", "adopt"):
                 arguments = (events(s),)
             elif op in EVENTS:
                 arguments = ownership(s)
             getattr(reference, op)(state, *arguments)
             getattr(kernels, op)(other, *arguments)
             assert differences(state, other, batch.tokens) == [], f"seed {seed}, op {op}"
+        for block, slots in blocks(s, table):
+            first = s.random.randint(0, 2)
+            shape = (first + block.blocks(len(slots)), BLOCK_VALUES + len(state.sources))
+            rows = torch.full((2, *shape), -7, dtype=torch.int64, device=device)
+            reference.gather_blocks(state, slots, block, rows[0], first)
+            kernels.gather_blocks(state, slots, block, rows[1], first)
+            assert torch.equal(rows[0], rows[1]), f"seed {seed}, {block}"
+            assert bool((rows[0, :first] == -7).all())
         kinds |= {row[0] for row in ring_rows(state)}
     return kinds
 
@@ -76,4 +85,4 @@ def test_kernels_equal_reference_whatever_is_found():
     found: set[int] = set()
     for seed in (*range(14), 23):
         found |= run(seed, "cpu")
-    assert {Kind(k) for k in found} == set(Kind) - {Kind.CACHE_STRUCTURE}
+    assert {Kind(k) for k in found} == set(Kind) - {Kind.CACHE_STRUCTURE, Kind.ARRIVAL}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ops.scenario import list_slots
 
 from canary_core import CanaryConfig, KVSource, Region
 from canary_core.batch import BatchView, SlotTable
@@ -13,7 +14,7 @@ from canary_core.ops import hashing
 from canary_core.ops.backends import Backend, torch_backend, triton_backend
 from canary_core.ops.payload import fingerprint_bytes
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import POSITION, PREFIX_HASH, Counter, Cursor, Kind, Row, State
+from canary_core.records import POSITION, PREFIX_HASH, Counter, Kind, Row, State
 
 MASK = (1 << 64) - 1
 
@@ -173,7 +174,7 @@ def state_of(sources: tuple[KVSource, ...], slots: int) -> RegionState:
     device = sources[0].tensor.device
     state = RegionState(Region("r", slots, sources), 0, Shared.allocate(config, device), config)
     state.records[:, POSITION] = int(State.WRITTEN)
-    state.cursors[Cursor.SCRUB_SLOTS] = slots
+    list_slots(state, range(slots))
     return state
 
 

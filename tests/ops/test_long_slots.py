@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.scenario import differences, ring_rows, twin
+from ops.scenario import differences, list_slots, ring_rows, twin
 from ops.test_equal import run
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
@@ -59,7 +59,9 @@ def compare_ops(width_bytes: int, pad_bytes: int, rows: int, device: str = "cpu"
     lost write in it, comparing after every op; gives the kinds that were found."""
     reference, kernels = torch_backend(), triton_backend()
     state = states(width_bytes, pad_bytes, device)
-    state.cursors[Cursor.SCRUB_SLOTS] = 5
+    list_slots(state, range(SLOTS))
+    for word in (Cursor.SCRUB_SLOTS, Cursor.SCRUB_RUNNING, Cursor.SCRUB_PASS):
+        state.cursors[word] = SLOTS
     other = twin(state)
     reference.baseline(state)
     kernels.baseline(other)
@@ -81,6 +83,10 @@ def compare_ops(width_bytes: int, pad_bytes: int, rows: int, device: str = "cpu"
     listed = torch.tensor([3, 3, -1, SLOTS], device=device)
     reference.verify(state, listed)
     kernels.verify(other, listed)
+    assert differences(state, other, 0) == []
+    state.sources[0].tensor[3, :] ^= 1
+    reference.adopt(state, listed)
+    kernels.adopt(other, listed)
     assert differences(state, other, 0) == []
     return {row[0] for row in ring_rows(state)}
 

@@ -11,11 +11,12 @@ from support.toy import ToyEngine
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, private_hooks
 from canary_core.ops.backends import torch_backend
-from canary_core.ops.kernels import check, compare, fingerprint, launch, lifetime, record
+from canary_core.ops.kernels import blocks, check, compare, fingerprint, launch, lifetime, record
 
 KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel, compare.read_check_kernel,
-    compare.scrub_kernel, compare.verify_kernel, lifetime.lifetime_kernel,
+    compare.scrub_kernel, compare.verify_kernel, lifetime.lifetime_kernel, blocks.adopt_kernel,
+    blocks.gather_blocks_kernel,
 )  # fmt: skip
 
 

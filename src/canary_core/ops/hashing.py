@@ -32,6 +32,7 @@ MULTIPLY_2 = 0x94D049BB133111EB
 KEY_SEED = 0x243F6A8885A308D3
 SALT_SEED = 0x13198A2E03707344
 ANCHOR_SEED = 0x0082EFA98EC4E6C9
+WEIGHT_SEED = 0x452821E638D01377
 SURE_WORDS = 97873
 """Keys from the first on of which no two have a sum or a difference that is 0 modulo 2**33."""
 _MASK = (1 << 64) - 1
@@ -69,6 +70,12 @@ def salts(sources: int, device: torch.device | str = "cpu") -> Tensor:
     """The odd start value of each source's fingerprint, ``[sources]``: zero bytes never fingerprint to zero, and
     fingerprints carried to another source do not fit there."""
     return splitmix(torch.arange(sources, dtype=torch.int64, device=device) + signed(SALT_SEED)) | 1
+
+
+def weights(slots: int, device: torch.device | str = "cpu") -> Tensor:
+    """The odd int64 multipliers of the fingerprints of a block's slots, by their place in the block, ``[slots]``: slots
+    that changed places make another value."""
+    return splitmix(torch.arange(slots, dtype=torch.int64, device=device) + signed(WEIGHT_SEED)) | 1
 
 
 def anchor(*salt: str) -> int:

@@ -17,6 +17,7 @@ from canary_core.records import (
     CLOCK_WORDS,
     COUNTERS,
     CURSOR_WORDS,
+    GAUGES,
     PLAN_WORDS,
     READ_TILE,
     RECORD_WORDS,
@@ -35,7 +36,8 @@ FIRST_TOKENS = 8192
 class Shared:
     """Device memory shared by the regions of one Canary.
 
-    counters: int64 ``[COUNTERS]``. clock: int64 ``[CLOCK_WORDS]``. ring: int64 ``[ring rows, ROW_WORDS]``.
+    counters: int64 ``[COUNTERS + regions * GAUGES]``. clock: int64 ``[CLOCK_WORDS]``. ring: int64 ``[ring rows,
+    ROW_WORDS]``.
     """
 
     counters: Tensor
@@ -43,10 +45,10 @@ class Shared:
     ring: Tensor
 
     @classmethod
-    def allocate(cls, config: CanaryConfig, device: torch.device) -> "Shared":
+    def allocate(cls, config: CanaryConfig, device: torch.device, regions: int = 1) -> "Shared":
         """Zeroed memory on ``device``."""
         return cls(
-            counters=torch.zeros(COUNTERS, dtype=torch.int64, device=device),
+            counters=torch.zeros(COUNTERS + regions * GAUGES, dtype=torch.int64, device=device),
             clock=torch.zeros(CLOCK_WORDS, dtype=torch.int64, device=device),
             ring=torch.zeros(config.ring_rows, ROW_WORDS, dtype=torch.int64, device=device),
         )
@@ -91,7 +93,8 @@ class RegionState:
     """One region's device memory. Tensors keep their addresses for life, so captured graphs stay valid.
 
     records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``, 0 for not known. chains: see `CHAINS`.
-    cursors: see `Cursor`. sources: what is fingerprinted. scratch: what the ops of one forward hand to each other.
+    cursors: see `Cursor`. listed: int32 ``[2, slots]``, slots that a scrub compares, see `ScrubWord.LIST`. sources:
+    what is fingerprinted. scratch: what the ops of one forward hand to each other.
     launches: what the back ends remember of this region. reads: whether forwards compare bytes before they read them.
     """
 
@@ -105,6 +108,7 @@ class RegionState:
         self.fingerprints = torch.zeros(region.slots, len(self.sources), dtype=torch.int64, device=device)
         self.chains = torch.zeros(CHAINS, 2, dtype=torch.int64, device=device)
         self.cursors = torch.zeros(CURSOR_WORDS, dtype=torch.int64, device=device)
+        self.listed = torch.zeros(2, region.slots, dtype=torch.int32, device=device)
         self.scratch = Scratch(region.slots, device)
         self.launches = LaunchCache()
         read_tiles = -(-config.read_check // READ_TILE)
@@ -128,13 +132,13 @@ class RegionState:
 
     @property
     def pool_bytes(self) -> int:
-        """Fingerprinted bytes of all slots: what one round of the scrub reads."""
+        """Fingerprinted bytes of all slots: what a round of the scrub reads where all are written."""
         return self.region.slots * self.sources.slot_bytes
 
     @property
     def memory_bytes(self) -> int:
         """Device memory of ours for this region."""
-        own = sum(t.nbytes for t in (self.records, self.fingerprints, self.chains, self.cursors))
+        own = sum(t.nbytes for t in (self.records, self.fingerprints, self.chains, self.cursors, self.listed))
         return own + self.sources.memory_bytes + self.scratch.memory_bytes
 
     def rebind(self, sources: Sequence[KVSource]) -> None:

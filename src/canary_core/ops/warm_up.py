@@ -7,8 +7,9 @@ import torch
 from canary_core.batch import BatchView, SlotTable
 from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.state import RegionState
-from canary_core.records import Cursor
+from canary_core.records import BLOCK_VALUES, Cursor
 from canary_core.runtime.streams import capturing
 
 
@@ -44,7 +45,9 @@ def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterab
 
 def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
     state.require_capacity(batch)
+    # Nothing is compared, and nothing listed.
     state.cursors[Cursor.SCRUB_SLOTS].fill_(0)
+    state.cursors[Cursor.SCRUB :].zero_()
     backend.check(state, batch, table)
     if state.reads:
         backend.read_check(state, batch, table)
@@ -55,6 +58,10 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
         backend.scrub(state)
     none = torch.empty(0, dtype=torch.int64, device=batch.device)
     backend.verify(state, none)
+    backend.adopt(state, none)
+    rows = state.fingerprints.new_empty((1, BLOCK_VALUES + len(state.sources)))
+    for paged in (True, False):
+        backend.gather_blocks(state, none.new_full((1,), -1), BlockShape(1, paged), rows, 0)
     for writer in (-1, none.int()):
         for event in (backend.alloc, backend.park, backend.share, backend.evict, backend.free):
             event(state, none, writer, 1)

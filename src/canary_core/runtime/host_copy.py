@@ -22,14 +22,15 @@ class HostCopy:
         self.start(*tensors)
 
     def start(self, *tensors: Tensor) -> None:
-        """Copies ``tensors``, which are like those that this was made with, to the same memory on the host. The copies
-        before must have arrived and been read."""
+        """Copies ``tensors``, which are like those that this was made with, or their first rows, to the same memory on
+        the host. The copies before must have arrived and been read."""
         if self._ready is None:
             return
         self._sources = tensors
         for host, tensor in zip(self.tensors, tensors, strict=True):
             if host is not tensor:
-                host.copy_(tensor, non_blocking=True)
+                whole = host.shape == tensor.shape
+                (host if whole else host[: len(tensor)]).copy_(tensor, non_blocking=True)
         self._ready.record(current(next(tensor.device for tensor in tensors if tensor.is_cuda)))
 
     def arrived(self) -> bool:

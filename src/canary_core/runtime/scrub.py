@@ -1,22 +1,48 @@
 """`Scrub`: how far the scrub goes in each region, after which forwards, and what that comes to.
 
 From setting to kernel: `CanaryConfig.scrub_budget`, `Pace` (bytes of a scrub), `Stretch` (slots of each region),
-`Cursor.SCRUB_SLOTS`, which the scrub's kernel reads.
+`Cursor.SCRUB_SLOTS`, which the scrub's kernel reads. Back to the host: the gauges behind the counters, `Progress`.
 """
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from canary_core.config import ScrubBudget
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState
-from canary_core.records import Cursor
+from canary_core.records import COUNTERS, GAUGES, Cursor, ScrubWord
 from canary_core.runtime.streams import synchronize
 
 LAUNCH_S = 8e-6
 """Seconds of a scrub on a GPU in which it reads nothing, for each launch: `docs/benchmarks.md`, scrub/1MiB."""
+
+LEAST_BYTES = 1 << 20
+"""Bytes that a scrub reads at least, where that many are written and its budget is a share of time: a launch takes as
+long without them, and on a CPU most of its time goes into calls. So a pool of a few MB is read every few forwards."""
+
+CPU_FORWARDS = 4
+"""Forwards that share a scrub on a CPU, where its budget is a share of time."""
+
+RUNNING_S = 1.0
+"""Time in which all slots of running requests are compared once, if their share of a scrub suffices for that. What is
+not needed for it goes to parked slots."""
+
+RUNNING_SHARE, MOST_RUNNING_SHARE = 2 / 3, 7 / 8
+"""That share of a scrub running slots have at least, if they need it, while anything is parked; and at most. Where more
+of the written slots are running they have as much as they are, so that to come first never means to come later."""
+
+PASSED_FOR_ONE, LEAST_PASSED = 16, 16384
+"""Slots that are passed for each one that a scrub compares, and at least: to pass one takes a thirtieth of the time
+that it takes to read one of Llama-8B's, and goes on beside."""
+
+CALIBRATION_BYTES, CALIBRATION_STRIDE = 8 << 30, 3
+"""How much is read at most to measure the scrub's speed on a GPU, of each third slot: those of running requests don't
+lie side by side either."""
 
 
 class Pace:
@@ -32,7 +58,7 @@ class Pace:
 
     WEIGHT = 0.05
     """Weight of the newest forward in the average."""
-    LAUNCH_SHARE = 0.25
+    LAUNCH_SHARE = 1 / 16
     """Most of a scrub's time that goes into its launches."""
     MOST_FORWARDS = 64
     """That share a scrub at most: its pause stays short, however small the budget."""
@@ -44,6 +70,8 @@ class Pace:
         self._last: float | None = None
         self._average_s = 0.0
         self._step_s = 0.0
+        self.busy_s = 0.0
+        """Length of all forwards so far, but for those that took more than a second."""
 
     @property
     def step_s(self) -> float | None:
@@ -58,10 +86,13 @@ class Pace:
     def step(self) -> None:
         """A forward ended now. A pause of over a second is the engine idling, not a forward."""
         now = time.perf_counter()
-        if self._last is not None and now - self._last < 1.0:
+        if self._last is None:
+            self.busy_s += self._average_s
+        elif now - self._last < 1.0:
             took = now - self._last
             self._average_s += (took - self._average_s) * (self.WEIGHT if self._average_s else 1.0)
             self._step_s = min(took, self._average_s)
+            self.busy_s += took
         self._last = now
 
     def pause(self) -> None:
@@ -69,10 +100,19 @@ class Pace:
         self._last = None
 
     @property
+    def average_s(self) -> float:
+        """Length of a forward; 0.0 until one is known."""
+        return self._average_s
+
+    @property
     def forwards(self) -> int:
         """Forwards that share one scrub."""
-        allowed_s = (self.budget.share or 0.0) * self._step_s
-        if not (allowed_s and self._launch_s):
+        if self.budget.share is None:
+            return 1
+        if not self._launch_s:
+            return CPU_FORWARDS
+        allowed_s = self.budget.share * self._step_s
+        if not allowed_s:
             return 1
         return max(1, min(math.ceil(self._launch_s / (self.LAUNCH_SHARE * allowed_s)), self.MOST_FORWARDS))
 
@@ -80,46 +120,119 @@ class Pace:
         """Bytes that a scrub may read which serves so many ``forwards``."""
         if self.budget.share is None:
             return self.budget.step_bytes * forwards
-        return int(max(self.budget.share * self._step_s * forwards - self._launch_s, 0.0) * self._bytes_per_s)
+        bytes_ = max(self.budget.share * self._step_s * forwards - self._launch_s, 0.0) * self._bytes_per_s
+        return max(int(bytes_), LEAST_BYTES)
 
-    def achieved(self, scrub_bytes: int, forwards: int, pool_bytes: int) -> dict[str, float]:
-        """What scrubs of ``scrub_bytes`` after every so many ``forwards`` come to: ``scrub_share`` of the time, and
-        ``scrub_period_s``, how long one round of ``pool_bytes`` takes. Empty until a forward's length is known."""
-        if not (scrub_bytes and self._step_s and self._bytes_per_s):
-            return {}
-        between_s = forwards * self._step_s
-        return {
-            "scrub_share": (scrub_bytes / self._bytes_per_s + self._launch_s) / between_s,
-            "scrub_period_s": pool_bytes / scrub_bytes * between_s,
-        }
+    def share(self, scrub_bytes: int, forwards: int) -> float | None:
+        """The share of time of scrubs of ``scrub_bytes`` after every so many ``forwards``; None until a forward's
+        length and the scrub's speed are known."""
+        if not (self._step_s and self._bytes_per_s):
+            return None
+        return (scrub_bytes / self._bytes_per_s + self._launch_s) / (forwards * self._step_s)
+
+
+class Round:
+    """How long the scrub takes to pass all ``slots`` of a region in search of one sort, and how many it finds."""
+
+    SAMPLES = 256
+    """Most samples of a round; a round of fewer reads has one for each."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._samples: deque[tuple[float, int, int]] = deque()
+
+    def add(self, at_s: float, passed: int, listed: int) -> None:
+        """Until ``at_s`` so many slots had been ``passed`` since start, and so many ``listed``."""
+        samples = self._samples
+        if samples and passed - samples[-1][1] < self._slots / self.SAMPLES:
+            return
+        samples.append((at_s, passed, listed))
+        while len(samples) > 1 and passed - samples[1][1] >= self._slots:
+            samples.popleft()
+
+    @property
+    def last(self) -> tuple[float, int] | None:
+        """Seconds of the last whole round, not less than it took, and how many slots were listed in it; None before the
+        first one's end."""
+        if len(self._samples) < 2:
+            return None
+        (began_s, began, listed), (end_s, end, ended) = self._samples[0], self._samples[-1]
+        if end - began < self._slots:
+            return None
+        return end_s - began_s, round((ended - listed) * self._slots / (end - began))
+
+
+class Progress:
+    """How far the scrub of one region is: of slots that requests have (``running``), and of parked ones."""
+
+    def __init__(self, slots: int) -> None:
+        self.running, self.parked = Round(slots), Round(slots)
+
+    def add(self, at_s: float, gauges: Sequence[int]) -> None:
+        """The region's gauges, as they were ``at_s``."""
+        about = dict(zip(list(ScrubWord)[ScrubWord.RUNNING :], gauges, strict=True))
+        self.running.add(at_s, about[ScrubWord.RUNNING], about[ScrubWord.RUNNING_LISTED])
+        self.parked.add(at_s, about[ScrubWord.PARKED], about[ScrubWord.PARKED_LISTED])
+
+    @property
+    def written(self) -> tuple[int, int] | None:
+        """How many slots are running and how many parked; None until both are known."""
+        if self.running.last is None or self.parked.last is None:
+            return None
+        return self.running.last[1], self.parked.last[1]
 
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """What one scrub passes of a region: ``slots`` of them from where the last one ended; 0 until it is set."""
+    """What one scrub takes of a region: up to ``slots``, ``running`` of them of running requests before parked ones
+    have a turn. 0 until they are set."""
 
     state: RegionState
     slots: int = 0
+    running: int = 0
+    progress: Progress = field(init=False)
 
-    def resize(self, slots: int) -> None:
-        """How many slots the next scrubs pass, at least one. Small changes are left out: each is a tiny copy."""
-        slots = max(min(slots, self.state.region.slots), 1)
-        if self.slots and abs(slots - self.slots) * 5 <= self.slots:
-            return
-        self.slots = slots
-        # Not an assignment: that copies the number from the host and waits for the device.
-        self.state.cursors[Cursor.SCRUB_SLOTS].fill_(slots)
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.state.region.slots)
+
+    def resize(self, slots: int, running: int | None = None) -> None:
+        """How many slots the next scrubs list, at least one, and how many ``running`` ones first (None: all). Small
+        changes are left out: each is a tiny copy."""
+        most = self.state.region.slots
+        slots = max(min(slots, most), 1)
+        running = slots if running is None else max(min(running, slots), 1)
+        # Not assignments: those copy the number from the host and wait for the device.
+        if _differs(self.slots, slots):
+            self.slots = slots
+            self.state.cursors[Cursor.SCRUB_SLOTS].fill_(slots)
+            self.state.cursors[Cursor.SCRUB_PASS].fill_(min(max(PASSED_FOR_ONE * slots, LEAST_PASSED), most))
+        if _differs(self.running, running):
+            self.running = running
+            self.state.cursors[Cursor.SCRUB_RUNNING].fill_(running)
+
+    def share(self, slots: int, between_s: float) -> int:
+        """How many of ``slots`` are running ones' first, if a scrub comes every ``between_s``."""
+        written = self.progress.written
+        if written is None:
+            return math.ceil(slots * RUNNING_SHARE)
+        running, parked = written
+        own = running / max(running + parked, 1)
+        share = min(max(own, RUNNING_SHARE), MOST_RUNNING_SHARE)
+        return min(math.ceil(running * between_s / RUNNING_S), math.ceil(slots * share))
+
+
+def _differs(old: int, new: int) -> bool:
+    return not old or abs(new - old) * 5 > old
 
 
 class Scrub:
-    """Shares ``budget`` among the regions by the bytes of their pools. Fingerprints all slots when it is made, which
-    measures the scrub's speed."""
+    """Shares ``budget`` among the regions by the bytes of what is written in them. Fingerprints all slots when it is
+    made, and measures the scrub's speed."""
 
     def __init__(self, states: Sequence[RegionState], backend: Backend, budget: ScrubBudget) -> None:
         self.stretches = tuple(Stretch(state) for state in states if state.sources.slot_bytes)
         self._slots = sum(state.region.slots for state in states)
         self._backend = backend
-        self._pool_bytes = sum(state.pool_bytes for state in states)
         guarded = (stretch.state for stretch in self.stretches)
         launches = sum(len(state.sources.groups) for state in guarded if state.records.device.type != "cpu")
         self._pace = Pace(budget, self._baseline(), LAUNCH_S * launches)
@@ -161,33 +274,96 @@ class Scrub:
         else:
             self._pace.step()
 
+    def observe(self, counters: Sequence[int]) -> None:
+        """Host only. The counters that a read brought, with the gauges behind them."""
+        for stretch in self.stretches:
+            gauges = counters[COUNTERS + stretch.state.index * GAUGES :][:GAUGES]
+            stretch.progress.add(self._pace.busy_s, gauges)
+
     def adjust(self, captured: bool) -> None:
-        """Host only. Sets after how many forwards the next scrubs come, and how many slots they pass."""
+        """Host only. Sets after how many forwards the next scrubs come, and how many slots they compare."""
         if self._pace.off:
             return
         self._forwards = 1 if captured else self._pace.forwards
         scrub_bytes = self._pace.scrub_bytes(self._forwards)
-        for stretch in self.stretches:
-            state = stretch.state
-            stretch.resize(int(scrub_bytes * state.pool_bytes / self._pool_bytes / state.sources.slot_bytes))
+        between_s = self._forwards * self._pace.average_s
+        weights = [self._written_bytes(stretch) or stretch.state.pool_bytes for stretch in self.stretches]
+        for stretch, weight in zip(self.stretches, weights, strict=True):
+            slots = int(scrub_bytes * weight / sum(weights) / stretch.state.sources.slot_bytes)
+            stretch.resize(slots, stretch.share(slots, between_s))
 
     def stats(self, scrubbed_slots: int) -> dict[str, float]:
         """What the scrub comes to after ``scrubbed_slots`` in all, see `Canary.scrub_stats`."""
-        coverage = scrubbed_slots / self._slots
-        scrub_bytes = sum(stretch.slots * stretch.state.sources.slot_bytes for stretch in self.stretches)
-        return {"scrub_coverage": coverage, **self._pace.achieved(scrub_bytes, self._forwards, self._pool_bytes)}
+        told: dict[str, float] = {"scrub_coverage": scrubbed_slots / self._slots}
+        scrub_bytes = 0
+        for stretch in self.stretches:
+            budget_bytes = stretch.slots * stretch.state.sources.slot_bytes
+            written_bytes = self._written_bytes(stretch)
+            scrub_bytes += budget_bytes if written_bytes is None else min(budget_bytes, written_bytes)
+        share = None if self._pace.off else self._pace.share(scrub_bytes, self._forwards)
+        if share is not None:
+            told["scrub_share"] = share
+        rounds = [(s.progress.running.last, s.progress.parked.last) for s in self.stretches]
+        running = [running[0] for running, _ in rounds if running is not None]
+        every = [max(running[0], parked[0]) for running, parked in rounds if running and parked]
+        if running and len(running) == len(rounds):
+            told["live_period_s"] = max(running)
+        if every and len(every) == len(rounds):
+            told["scrub_period_s"] = max(every)
+        return told
+
+    def _written_bytes(self, stretch: Stretch) -> int | None:
+        """Bytes of the region's written slots; None until they are known."""
+        written = stretch.progress.written
+        return None if written is None else sum(written) * stretch.state.sources.slot_bytes
 
     def _baseline(self) -> float:
-        """Fingerprints all slots; gives the speed in bytes a second."""
-        if not self._pool_bytes:
+        """Fingerprints all slots; gives the scrub's speed in bytes a second."""
+        if not self.stretches:
             return 0.0
         device = self.stretches[0].state.records.device
-        started = 0.0
-        # The first round on a GPU compiles; its time says nothing of the scrub's.
-        for _ in range(1 if device.type == "cpu" else 2):
-            synchronize(device)
-            started = time.perf_counter()
-            for stretch in self.stretches:
-                self._backend.baseline(stretch.state)
-        synchronize(device)
-        return self._pool_bytes / max(time.perf_counter() - started, 1e-9)
+        if device.type == "cpu":
+            pool_bytes = sum(stretch.state.pool_bytes for stretch in self.stretches)
+            return pool_bytes / _seconds(self._fingerprint_all, device)
+        if self._backend.compile_together is not None:
+            self._backend.compile_together(self._every_kernel)
+        self._fingerprint_all()
+        counters = self.stretches[0].state.shared.counters
+        before = counters.clone()
+        listed_bytes = sum(_list_some(stretch.state) for stretch in self.stretches)
+        # The first one may still have to be compiled.
+        self._scrub_all()
+        speed = listed_bytes / _seconds(self._scrub_all, device)
+        counters.copy_(before)
+        for stretch in self.stretches:
+            stretch.state.cursors[Cursor.SCRUB :].zero_()
+        return speed
+
+    def _every_kernel(self) -> None:
+        self._fingerprint_all()
+        self._scrub_all()
+
+    def _fingerprint_all(self) -> None:
+        for stretch in self.stretches:
+            self._backend.baseline(stretch.state)
+
+    def _scrub_all(self) -> None:
+        for stretch in self.stretches:
+            self._backend.scrub(stretch.state)
+
+
+def _list_some(state: RegionState) -> int:
+    """Lists slots to measure by, of which no record says that they were written; gives their bytes."""
+    most = max(CALIBRATION_BYTES // state.sources.slot_bytes, 1)
+    slots = torch.arange(0, state.region.slots, CALIBRATION_STRIDE, device=state.listed.device)[:most]
+    state.listed[0, : len(slots)] = slots.int()
+    state.cursors[Cursor.SCRUB + ScrubWord.LIST] = len(slots)
+    return len(slots) * state.sources.slot_bytes
+
+
+def _seconds(call: Callable[[], None], device: torch.device) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return max(time.perf_counter() - began, 1e-9)

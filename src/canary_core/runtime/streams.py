@@ -43,6 +43,10 @@ class StreamSet:
         if self._device is not None and current_handle(self._device) not in self._streams:
             self._streams[current_handle(self._device)] = current(self._device)
 
+    def only_current(self) -> bool:
+        """Whether all of it was issued on the current stream, so that what that does next comes after it."""
+        return self._device is None or self._streams.keys() <= {current_handle(self._device)}
+
     def ready(self) -> list[torch.cuda.Event]:
         """Events after which all of it is done: one for each stream, recorded now."""
         return [stream.record_event() for stream in self._streams.values()]

@@ -52,7 +52,7 @@ class Workspace:
         """All device memory that is needed for ``regions``. Raises `ConfigError` where the back end can't run."""
         device = regions[0].device
         backend = backends.choose(config.backend, device)
-        shared = Shared.allocate(config, device)
+        shared = Shared.allocate(config, device, len(regions))
         states = {r.name: RegionState(r, i, shared, config) for i, r in enumerate(regions)}
         side = SideStream(device) if device.type == "cuda" else None
         proof = MemoryProof(states, device)

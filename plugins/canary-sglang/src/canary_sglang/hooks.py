@@ -131,6 +131,8 @@ class Hooks:
         for session in self.sessions:
             session.notice(batch.reqs)
         if self.session is not None:
+            if self.session.lifetime is not None:
+                self.session.lifetime.meet(scheduler.tree_cache)
             self.session.sweep.before_batch(scheduler)
 
     def _flushed(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -5,11 +5,9 @@
 """
 
 import json
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 from canary_sglang import plugin
-from packaging.version import Version
 
 from canary_core.testing import EngineSession, PluginConformance
 from canary_core.testing.conformance import run_suite
@@ -18,23 +16,18 @@ from engines.session import SGLangSession
 from engines.setups import SETUPS
 
 LAYERS = 2
-PARKS = Version(version("sglang")) < Version("0.5.18")
-"""Whether a model without windows has a `RadixCache`, whose locks say which slots no request holds. Later it has a
-`UnifiedRadixCache`, which is not followed yet."""
 
 
 class SGLangConformance(PluginConformance):
     """LLaMA: K and V of all tokens, slot by slot.
 
-    Not declared, beside what `PARKS` says: a batch on a CPU is not padded (`padding`); SGLang forks no requests, and
-    rolls back only what a draft model proposed (`fork`, `roll_back`); what its `HookRegistry` has wrapped stays so
-    (`uninstall`).
+    Not declared: a batch on a CPU is not padded (`padding`); SGLang forks no requests, and rolls back only what a draft
+    model proposed (`fork`, `roll_back`); what its `HookRegistry` has wrapped stays so (`uninstall`).
     """
 
     plugin = plugin
     layers, halves = LAYERS, ("k", "v")
-    abilities = frozenset({"slot_mapping", "lifetime", "prefix_cache", "evict", "preempt", "raise"})
-    abilities |= {"park"} if PARKS else set()
+    abilities = frozenset({"slot_mapping", "lifetime", "prefix_cache", "park", "evict", "preempt", "raise"})
     setup: ClassVar[str] = "mha"
     """One of `SETUPS`."""
     model: ClassVar[dict[str, Any]] = {"num_hidden_layers": LAYERS}

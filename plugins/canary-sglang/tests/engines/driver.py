@@ -116,8 +116,9 @@ class Engine:
         """Canary's memory of all regions, a draft model's included."""
         return {name: state for canary in self.canaries for name, state in canary.states.items()}
 
-    def submit(self, prompt: list[int], new_tokens: int, name: str | None = None) -> Any:
-        """One more request, named by its number unless it has a name; gives SGLang's `Req`."""
+    def submit(self, prompt: list[int], new_tokens: int, name: str | None = None, namespace: str | None = None) -> Any:
+        """One more request, named by its number unless it has a name; gives SGLang's `Req`. ``namespace``: of the
+        prefix cache, as each LoRA adapter has one of its own; None for the common one."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -127,7 +128,7 @@ class Engine:
         values = dict(
             rid=name, input_text="", input_ids=array("q", prompt), input_embeds=None, mm_inputs=None,
             token_type_ids=None, sampling_params=sampling, return_logprob=False, logprob_start_len=-1,
-            top_logprobs_num=0, token_ids_logprob=None, stream=False,
+            top_logprobs_num=0, token_ids_logprob=None, stream=False, extra_key=namespace,
         )  # fmt: skip
         fields = (
             getattr(TokenizedGenerateReqInput, "__struct_fields__", ())
@@ -241,6 +242,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         cached_states.cached_states,
         cached_states.reuse_wrong_state,
         allocator_misuse.ownership,
+        allocator_misuse.parked,
         allocator_misuse.misuse,
         allocator_misuse.misuse_cached,
         allocator_misuse.misuse_states,

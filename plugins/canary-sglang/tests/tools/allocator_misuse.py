@@ -44,33 +44,79 @@ def misuse(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def misuse_cached(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Misuse of the engine's own prefix cache: after the prompts were served, ``free`` gives a page of a node that
-    nobody holds to the allocator; while they are decoding, ``evict`` makes the cache evict a node that a request holds.
-    Gives the class of the cache, and, for one that parks, the node's slots and the findings. The engine is of no use
-    afterwards."""
+    """Misuse of the engine's own prefix cache, a `RadixCache` or a `UnifiedRadixCache`: after the prompts were served,
+    ``free`` gives a page of a node that nobody holds to the allocator, and ``hand_out`` has the allocator's list name
+    it; while they are decoding, ``evict`` makes the cache evict a node that a request holds. Gives the node's slots and
+    the findings. The engine is of no use afterwards."""
     cache, allocator = engine.scheduler.tree_cache, engine.runner.token_to_kv_pool_allocator
-    if type(cache).__name__ != "RadixCache":
-        return {"cache": type(cache).__name__}
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    if what == "free":
-        serve(engine, prompts, 2)
-    else:
+    if what == "evict":
         served = decoding(engine, prompts, 400)
+    else:
+        serve(engine, prompts, 2)
     engine.session.canary.drain()
     engine.told.violations = []
-    if what == "free":
-        node = next(node for node in cache.evictable_leaves if len(node.value))
-        allocator.free(node.value[: allocator.page_size].clone())
+    if what == "evict":
+        evict = _evict_held if type(cache).__name__ == "RadixCache" else _evict_held_by_core
+        slots = evict(cache, served)
     else:
-        node = next(r.last_node for r in served if not r.last_node.children)
-        assert node.lock_ref > 0
-        cache.evictable_leaves.add(node)
-        cache.evict(EvictParams(num_tokens=cache.evictable_size() + len(node.value)))
-    slots = node.value.tolist()
+        slots = _unlocked(cache)[: allocator.page_size].clone()
+        if what == "free":
+            allocator.free(slots)
+        else:
+            # As if the list itself had been overwritten.
+            allocator.free_pages[0] = int(slots[0]) // allocator.page_size
+            allocator.alloc(allocator.page_size)
     engine.session.canary.drain()
     found = [v.fields() for v in engine.told.violations]
-    return {"cache": "RadixCache", "slots": slots, "violations": found}
+    return {"slots": slots.tolist(), "violations": found}
+
+
+def _evict_held(cache: Any, served: list[Any]) -> torch.Tensor:
+    """A `RadixCache` has a node of the last request among those that may go."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    node = next(r.last_node for r in served if not r.last_node.children)
+    assert node.lock_ref > 0
+    cache.evictable_leaves.add(node)
+    cache.evict(EvictParams(num_tokens=cache.evictable_size() + len(node.value)))
+    slots: torch.Tensor = node.value
+    return slots
+
+
+def _evict_held_by_core(cache: Any, served: list[Any]) -> torch.Tensor:
+    """The core of a `UnifiedRadixCache` says of the last request's slots that they are to be freed."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    core = cache.tree_core
+    (full,) = cache.tree_components
+    held = getattr(served[-1], "last_node", None)
+    held = served[-1].kv.lock.node if held is None else held
+    slots: torch.Tensor = core.get_component_device_value(held, full).clone()
+    advance = core.evict_device_next_node
+
+    def wrong(*args: Any) -> Any:
+        del core.evict_device_next_node
+        step = advance(*args)
+        step.device_frees[full].append(slots)
+        return step
+
+    core.evict_device_next_node = wrong
+    cache.evict(EvictParams(num_tokens=1))
+    return slots
+
+
+def _unlocked(cache: Any) -> torch.Tensor:
+    """Slots of all nodes that nobody has locked, by the cache itself."""
+    slots: torch.Tensor
+    if type(cache).__name__ == "RadixCache":
+        parts, todo = [torch.empty(0, dtype=torch.int64)], list(cache.root_node.children.values())
+        while todo:
+            node = todo.pop()
+            parts += [node.value] if node.lock_ref == 0 else []
+            todo += node.children.values()
+        return torch.cat(parts)
+    slots = cache.tree_core.walk_for_kv_canary(unlocked_only=True, swa_resident_only=False).slot_indices
+    return slots
 
 
 def misuse_states(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -155,3 +201,14 @@ def ownership(engine: Any) -> dict[str, Any]:
             theirs = {page * page_slots + i for page in pages for i in range(page_slots)}
             told[name] = {"page_slots": page_slots, "differences": sorted(ours ^ theirs)}
     return told
+
+
+def parked(engine: Any) -> dict[str, Any]:
+    """Which slots of the full pool are parked by Canary and not by the locks of the cache, or the other way round, and
+    how many are by both; what was told of why they are not."""
+    engine.session.canary.drain()
+    words = engine.session.canary.states["full"].records[:, POSITION]
+    ours = set(((words & State.PARKED != 0) & (words & State.FREED == 0)).nonzero()[:, 0].tolist())
+    theirs = set(_unlocked(engine.scheduler.tree_cache).tolist())
+    told = [event.fields for event in engine.told.events if event.name == "parking_off"]
+    return {"both": len(ours & theirs), "differences": sorted(ours ^ theirs), "off": told}

@@ -1,18 +1,25 @@
 """Requests that an engine serves to their end, or until they decode."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
-def serve(engine: Any, prompts: list[list[int]], new_tokens: int, together: int = 3) -> dict[str, Any]:
+def serve(
+    engine: Any,
+    prompts: list[list[int]],
+    new_tokens: int,
+    together: int = 3,
+    namespaces: Sequence[str | None] = (None,),
+) -> dict[str, Any]:
     """Serves the prompts, ``together`` at a time join every few steps; gives outputs, cached tokens, steps, and how
-    many of each forward mode were replayed from a CUDA graph."""
+    many of each forward mode were replayed from a CUDA graph. ``namespaces`` of the prefix cache take turns."""
     first, waiting = len(engine.requests), list(prompts)
     before = engine.steps
     engine.graphed.clear()
     for turn in range(5001):
         if waiting and turn % 4 == 0:
             for prompt in waiting[:together]:
-                engine.submit(prompt, new_tokens)
+                engine.submit(prompt, new_tokens, namespace=namespaces[len(engine.requests) % len(namespaces)])
             waiting = waiting[together:]
         idle = not engine.step()
         if idle and not waiting and all(r.finished() for r in engine.requests[first:]):

@@ -40,7 +40,18 @@ from canary_core.ops.kernels.launch import (
     register_limit,
 )
 from canary_core.ops.state import RegionState
-from canary_core.records import CHAINS, CHECK_TILE, PLAN_WORDS, READ_TILE, Clock, Counter, Cursor, Kind, Phase
+from canary_core.records import (
+    CHAINS,
+    CHECK_TILE,
+    PLAN_WORDS,
+    READ_TILE,
+    SCRUB_WORDS,
+    Clock,
+    Counter,
+    Cursor,
+    Kind,
+    Phase,
+)
 
 TILE = CHECK_TILE
 """Slots that a program checks at a time."""
@@ -55,6 +66,7 @@ CLOCK_STEP = tl.constexpr(int(Clock.STEP))
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
 CURSOR_SCRUB_NEXT = tl.constexpr(int(Cursor.SCRUB_NEXT))
+SCRUB_PLACE = tl.constexpr(SCRUB_WORDS)
 CURSOR_CHECK = tl.constexpr(int(Cursor.CHECK))
 CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
 CURSOR_CHECK_TILES = tl.constexpr(int(Cursor.CHECK_TILES))
@@ -132,7 +144,8 @@ def check_kernel(
     if tl.program_id(0) == 0:
         tl.store(p_clock + CLOCK_NEXT, step)
         tl.atomic_add(p_counters + COUNT_CHECKED_FORWARDS, 1)
-        tl.store(p_cursors + CURSOR_SCRUB, tl.load(p_cursors + CURSOR_SCRUB_NEXT))
+        o_scrub = tl.arange(0, SCRUB_PLACE)
+        tl.store(p_cursors + CURSOR_SCRUB + o_scrub, tl.load(p_cursors + CURSOR_SCRUB_NEXT + o_scrub))
         tl.store(p_cursors + CURSOR_CHECK_NEXT, (check_first + n_check) % tl.maximum(n_read, 1))
         n_tiles = tl.sum(((b_count + READ_CHECK_TILE - 1) // READ_CHECK_TILE).to(tl.int64), 0)
         read = tl.load(p_cursors + CURSOR_READ) + tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), n_tiles)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import (
+    PARKED,
     STATE_UNPARKED,
+    STATE_VALUES,
     STATUS_OK,
     WRITTEN,
     lookup,
@@ -20,12 +22,37 @@ from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, lo
 from canary_core.ops.kernels.launch import VARYING, arguments, batch_arguments, group_launches, jit
 from canary_core.ops.kernels.tiles import READ_CHECK_TILES, SCRUB_TILES
 from canary_core.ops.state import RegionState
-from canary_core.records import Clock, Counter, Cursor, Kind, Phase
+from canary_core.records import (
+    COUNTERS,
+    GAUGES,
+    POSITION,
+    RECORD_WORDS,
+    Clock,
+    Counter,
+    Cursor,
+    Kind,
+    Phase,
+    ScrubWord,
+)
+
+LIST_TILE = tl.constexpr(1024)
+"""Slots that the program which lists slots passes at a time."""
 
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
 CURSOR_SCRUB_NEXT = tl.constexpr(int(Cursor.SCRUB_NEXT))
 CURSOR_SCRUB_SLOTS = tl.constexpr(int(Cursor.SCRUB_SLOTS))
+CURSOR_SCRUB_RUNNING = tl.constexpr(int(Cursor.SCRUB_RUNNING))
+CURSOR_SCRUB_PASS = tl.constexpr(int(Cursor.SCRUB_PASS))
+PLACE_LIST = tl.constexpr(int(ScrubWord.LIST))
+PLACE_RUNNING = tl.constexpr(int(ScrubWord.RUNNING))
+PLACE_RUNNING_LISTED = tl.constexpr(int(ScrubWord.RUNNING_LISTED))
+PLACE_PARKED = tl.constexpr(int(ScrubWord.PARKED))
+PLACE_PARKED_LISTED = tl.constexpr(int(ScrubWord.PARKED_LISTED))
+COUNTERS_END = tl.constexpr(COUNTERS)
+REGION_GAUGES = tl.constexpr(GAUGES)
+RECORD = tl.constexpr(RECORD_WORDS)
+POSITION_WORD = tl.constexpr(POSITION)
 CURSOR_READ = tl.constexpr(int(Cursor.READ))
 CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
 COUNT_CHECKED_BYTES = tl.constexpr(int(Counter.CHECKED_BYTES))
@@ -45,8 +72,10 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 def scrub(state: RegionState) -> None:
     """As `canary_core.ops.reference.compare.scrub`. One launch a source group; may be captured."""
+    given = arguments(state.listed)
     for launch in group_launches(state, "scrub", scrub_kernel, SCRUB_TILES):
-        launch.launch((launch.blocks, launch.programs))
+        # One more program lists what the next scrub compares.
+        launch.launch((launch.blocks, 1 + launch.programs), given)
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
@@ -152,35 +181,96 @@ def scrub_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_first, null_end,
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_listed,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs over tiles of `SLOTS` slots, by groups of sources."""
-    count = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots)
-    begin = tl.load(p_cursors + CURSOR_SCRUB)
+    """Grid: any number of programs but one over tiles of `SLOTS` listed slots, by groups of sources. The first program
+    of the first group makes the next list, since it takes the longest."""
     N: tl.constexpr = len(STRIPS) // STRIP
     source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
     strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
-    # Other sources have a launch or programs of their own; each slot counts once.
-    first = (source[0] == 0) | (strip[0] == 0)
-    if ABREAST[0] > 0:
-        first = tl.max(first.to(tl.int32), 0) > 0
-    if first & (tl.program_id(1) == 0):
-        tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, count)
-        tl.store(p_cursors + CURSOR_SCRUB_NEXT, (begin + count) % slots)
-    checked = tl.zeros((), tl.int64)
-    for i in range(tl.program_id(1), ((count + SLOTS - 1) // SLOTS).to(tl.int32), tl.num_programs(1)):
-        o_slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
+    if tl.program_id(1) == 0:
+        # Other sources have a launch or programs of their own; one list is for all of them.
+        first = (source[0] == 0) | (strip[0] == 0)
         if ABREAST[0] > 0:
-            o_slot = spread(i, ABREAST)
-        slot = begin + o_slot
-        slot = tl.where(slot < slots, slot, slot - slots)
-        checked += compare(
-            p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
-            ring_rows, region, slot, o_slot < count, tl.full(o_slot.shape, -1, tl.int64), None, 0,
-            PHASE_SCRUB,
-            STRIPS, False,
-        )  # fmt: skip
-    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
+            first = tl.max(first.to(tl.int32), 0) > 0
+        if first:
+            list_next(p_words, p_cursors, p_counters, p_listed, region, slots)
+    else:
+        place = tl.load(p_cursors + CURSOR_SCRUB + PLACE_LIST)
+        count = (place & 0xFFFFFFFF).to(tl.int32)
+        p_slots = p_listed + (place >> 32) * slots
+        checked = tl.zeros((), tl.int64)
+        for i in range(tl.program_id(1) - 1, (count + SLOTS - 1) // SLOTS, tl.num_programs(1) - 1):
+            o_slot = i * SLOTS + tl.arange(0, SLOTS)
+            if ABREAST[0] > 0:
+                o_slot = spread(i, ABREAST)
+            m = o_slot < count
+            slot = tl.load(p_slots + o_slot, mask=m, other=0).to(tl.int64)
+            checked += compare(
+                p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
+                ring_rows, region, slot, m, tl.full(o_slot.shape, -1, tl.int64), None, 0, PHASE_SCRUB,
+                STRIPS, True,
+            )  # fmt: skip
+        tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
+
+
+@triton.jit
+def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
+    """As `canary_core.ops.reference.compare._list_next`, by one program. It reads one word a slot that it passes."""
+    p_now, p_next = p_cursors + CURSOR_SCRUB, p_cursors + CURSOR_SCRUB_NEXT
+    half = 1 - (tl.load(p_now + PLACE_LIST) >> 32)
+    p_half = p_listed + half * slots
+    most = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_SLOTS), slots).to(tl.int32)
+    share = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_RUNNING), most).to(tl.int32)
+    passes = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_PASS), slots).to(tl.int32)
+    running, parked = tl.load(p_now + PLACE_RUNNING), tl.load(p_now + PLACE_PARKED)
+    listed = tl.zeros((), tl.int32)
+    n_running = tl.zeros((), tl.int32)
+    passed_running = tl.zeros((), tl.int32)
+    passed_parked = tl.zeros((), tl.int32)
+    # Running ones up to their share, parked ones, then running ones again.
+    for turn in range(3):
+        is_parked = turn == 1
+        sort = tl.where(is_parked, WRITTEN | PARKED, WRITTEN)
+        begin = (tl.where(is_parked, parked, running) % slots).to(tl.int32)
+        passed = tl.where(is_parked, passed_parked, passed_running)
+        room = tl.where(turn == 0, share, most) - listed
+        found = tl.zeros((), tl.int32)
+        while (passed < passes) & (found < room):
+            o_tile = tl.arange(0, LIST_TILE)
+            m = passed + o_tile < passes
+            slot = begin + passed + o_tile
+            slot = tl.where(slot < slots, slot, slot - slots)
+            word = tl.load(p_words + slot.to(tl.int64) * RECORD + POSITION_WORD, mask=m, other=0)
+            is_sort = m & ((word & (STATE_VALUES - 1)) == sort)
+            rank = tl.cumsum(is_sort.to(tl.int32), 0)
+            left = room - found
+            taken = is_sort & (rank <= left)
+            tl.store(p_half + listed + found + rank - 1, slot, mask=taken)
+            # All are passed, unless there is no room for the next one.
+            last = tl.max(tl.where(taken & (rank == left), o_tile + 1, 0), 0)
+            passed = tl.where(last > 0, passed + last, tl.minimum(passed + LIST_TILE, passes))
+            found += tl.minimum(tl.max(rank, 0), left)
+        passed_running = tl.where(is_parked, passed_running, passed)
+        passed_parked = tl.where(is_parked, passed, passed_parked)
+        n_running += tl.where(is_parked, 0, found)
+        listed += found
+    running += passed_running
+    parked += passed_parked
+    running_listed = tl.load(p_now + PLACE_RUNNING_LISTED) + n_running
+    parked_listed = tl.load(p_now + PLACE_PARKED_LISTED) + (listed - n_running)
+    tl.store(p_next + PLACE_LIST, (half << 32) + listed)
+    tl.store(p_next + PLACE_RUNNING, running)
+    tl.store(p_next + PLACE_RUNNING_LISTED, running_listed)
+    tl.store(p_next + PLACE_PARKED, parked)
+    tl.store(p_next + PLACE_PARKED_LISTED, parked_listed)
+    p_gauges = p_counters + COUNTERS_END + region * REGION_GAUGES - PLACE_RUNNING
+    tl.store(p_gauges + PLACE_RUNNING, running)
+    tl.store(p_gauges + PLACE_RUNNING_LISTED, running_listed)
+    tl.store(p_gauges + PLACE_PARKED, parked)
+    tl.store(p_gauges + PLACE_PARKED_LISTED, parked_listed)
+    tl.atomic_add(p_counters + COUNT_SCRUBBED_SLOTS, passed_running.to(tl.int64))
 
 
 @jit("count")

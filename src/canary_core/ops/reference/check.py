@@ -13,6 +13,7 @@ from canary_core.records import (
     CHAINS,
     CHECK_TILE,
     READ_TILE,
+    SCRUB_WORDS,
     Clock,
     Counter,
     Cursor,
@@ -142,7 +143,7 @@ def _claim(state: RegionState, writes: plan.Writes) -> None:
 
 def _advance(state: RegionState, rows: plan.Rows) -> None:
     cursors = state.cursors
-    cursors[Cursor.SCRUB] = cursors[Cursor.SCRUB_NEXT]
+    cursors[Cursor.SCRUB :][:SCRUB_WORDS] = cursors[Cursor.SCRUB_NEXT :][:SCRUB_WORDS]
     tiles = ((rows.prefix - rows.read_first + READ_TILE - 1) // READ_TILE).sum()
     budget = torch.minimum(cursors[Cursor.READ_TILES], tiles)
     cursors[Cursor.READ] = (cursors[Cursor.READ] + budget) % tiles.clamp(min=1)

@@ -8,7 +8,23 @@ from canary_core.ops.mapping import Seen, see
 from canary_core.ops.reference import plan
 from canary_core.ops.reference.stack import report_bytes, stacks
 from canary_core.ops.state import RegionState
-from canary_core.records import READ_TILE, Clock, Counter, Cursor, Kind, Phase, Row, State, Status
+from canary_core.records import (
+    COUNTERS,
+    GAUGES,
+    POSITION,
+    READ_TILE,
+    SCRUB_WORDS,
+    STATES,
+    Clock,
+    Counter,
+    Cursor,
+    Kind,
+    Phase,
+    Row,
+    ScrubWord,
+    State,
+    Status,
+)
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -32,14 +48,47 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 
 def scrub(state: RegionState) -> None:
-    """After `record`: compares the bytes of the next ``SCRUB_SLOTS`` slots in physical order. Reports BYTES."""
-    count = min(int(state.cursors[Cursor.SCRUB_SLOTS]), state.region.slots)
-    slot = (state.cursors[Cursor.SCRUB] + torch.arange(count, device=state.records.device)) % state.region.slots
+    """After `record`: compares the bytes of the slots that are listed (see `ScrubWord.LIST`), and lists those for the
+    next scrub. Reports BYTES. As in `read_check`, the record is asked only where bytes differ."""
+    device = state.records.device
+    place = state.cursors[Cursor.SCRUB :][:SCRUB_WORDS].tolist()
+    half, count = place[ScrubWord.LIST] >> 32, place[ScrubWord.LIST] & 0xFFFFFFFF
+    slot = state.listed[half, :count].long()
     nobody = torch.full_like(slot, -1)
     seen = see(state, slot, torch.full_like(slot, Status.OK))
     _compare(state, seen, Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody})
-    state.shared.counters[Counter.SCRUBBED_SLOTS] += count
-    state.cursors[Cursor.SCRUB_NEXT] = (state.cursors[Cursor.SCRUB] + count) % state.region.slots
+
+    following = _list_next(state, place)
+    passed = following[ScrubWord.RUNNING] - place[ScrubWord.RUNNING]
+    state.shared.counters[Counter.SCRUBBED_SLOTS] += passed
+    gauges = state.shared.counters[COUNTERS + state.index * GAUGES :][:GAUGES]
+    gauges.copy_(torch.tensor(following[ScrubWord.RUNNING :][:GAUGES], device=device))
+    state.cursors[Cursor.SCRUB_NEXT :][:SCRUB_WORDS] = torch.tensor(following, device=device)
+
+
+def _list_next(state: RegionState, place: list[int]) -> list[int]:
+    """Lists the next slots in the half that is not compared now: running ones up to their share, then parked ones, then
+    running ones again, up to ``SCRUB_SLOTS`` in all. Each sort is looked for from where it was left, in physical order,
+    no further than ``SCRUB_PASS`` and once round. Gives the `ScrubWord`s of the next scrub."""
+    slots = state.region.slots
+    most, share, passes = state.cursors[Cursor.SCRUB_SLOTS : Cursor.SCRUB_PASS + 1].clamp(max=slots).tolist()
+    following, half = list(place), 1 - (place[ScrubWord.LIST] >> 32)
+    listed = 0
+    for turn, word in enumerate((ScrubWord.RUNNING, ScrubWord.PARKED, ScrubWord.RUNNING)):
+        room = (min(share, most) if turn == 0 else most) - listed
+        passed = following[word] - place[word]
+        if room <= 0 or passed >= passes:
+            continue
+        o_slot = torch.arange(following[word], place[word] + passes, device=state.records.device) % slots
+        sort = State.WRITTEN | State.PARKED if word is ScrubWord.PARKED else State.WRITTEN
+        found = (state.records[o_slot, POSITION] % STATES == sort).nonzero()[:room, 0]
+        state.listed[half, listed : listed + len(found)] = o_slot[found].int()
+        # All are passed, unless there is no room for the next one.
+        following[word] = following[word] + int(found[-1]) + 1 if len(found) == room else place[word] + passes
+        following[word + 1] += len(found)
+        listed += len(found)
+    following[ScrubWord.LIST] = (half << 32) + listed
+    return following
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
@@ -55,8 +104,9 @@ def verify(state: RegionState, slots: Tensor) -> None:
 def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor]) -> None:
     """Where a fingerprint is 0, which says that it is not known, nothing is compared."""
     written = seen.usable & (seen.state == State.WRITTEN)
-    # Nearly all slots that a batch reads were written, so a kernel looks at the record only where bytes differ.
-    asked = seen.usable if phase is Phase.PRE_FORWARD else written
+    # Nearly all slots that a batch reads or a scrub lists were written, so a kernel looks at the record only where
+    # bytes differ.
+    asked = written if phase is Phase.EVENT else seen.usable
     for stack in stacks(state):
         compared = asked & stack.like.has_bytes(seen.slot)
         slot = seen.slot[compared]

@@ -8,13 +8,15 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from canary_core import Canary, Event, Region
+from canary_core import Canary, Event, Level, Region
 from canary_sglang.allocator.free_lists import Follower
 from canary_sglang.allocator.owners import Owners
 from canary_sglang.allocator.parking import Parking
 from canary_sglang.batches.writers import RequestWriters
-from canary_sglang.compat import allocators, caches, targets
+from canary_sglang.compat import allocators, cache_locks, caches, targets
+from canary_sglang.compat.cache_locks import CacheCall, CacheLocks
 from canary_sglang.compat.registrar import Hook
+from canary_sglang.compat.targets import CacheChange
 from canary_sglang.pools import mamba
 
 
@@ -22,7 +24,8 @@ class Lifetime:
     """Follows the allocators of one runner. ``owners``: for which request they are called at the moment.
 
     A ``lifetime_off`` event names regions whose allocator can't be followed, or no longer; from then on none of their
-    slots counts as freed.
+    slots counts as freed. A ``parking_off`` event tells so of a prefix cache; from then on none of its slots counts as
+    parked.
     """
 
     def __init__(self, runner: Any, canary: Canary, writers: RequestWriters) -> None:
@@ -30,7 +33,11 @@ class Lifetime:
         self.owners = Owners(writers)
         self._followers: dict[int, Follower] = {}
         self.parking: Parking | None = None
-        allocator = runner.token_to_kv_pool_allocator
+        self.owners.evicting = lambda: self.parking is not None and self.parking.evicting
+        # By their ``id()``, which this keeps from being used again.
+        self._caches: dict[int, Any] = {}
+        self._runner, self._allocator = runner, runner.token_to_kv_pool_allocator
+        allocator = self._allocator
         refusal = allocators.lifetime_refusal(runner)
         if refusal is not None:
             self._off(canary.regions, refusal)
@@ -48,28 +55,41 @@ class Lifetime:
             followed = {name: count for name, count in slots.items() if count}
             if followed:
                 self._followers[id(part)] = Follower(part, canary, followed, writers)
-        # The list that the prefix cache takes its slots from and gives them back to.
-        cached = self._followers.get(id(allocator))
-        whole = cached is not None and set(cached.regions.values()) == {allocators.page_tokens(allocator)}
-        if cached is not None and whole and caches.parking_refusal(runner) is None:
-            self.parking = Parking(canary, tuple(cached.regions), self.owners.freer)
-            self.owners.evicting = lambda: self.parking is not None and self.parking.evicting
         left = wanted.keys() - {name for f in self._followers.values() for name in f.regions}
         if left:
             unknown = states_allocator if left == {mamba.REGION} else allocator
             self._off(left, f"{type(unknown).__name__} is not an allocator that this canary-sglang knows")
 
-    def cache_called(self, target: str, original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> Any:
+    def meet(self, cache: Any) -> None:
+        """The engine uses ``cache`` now: its locks are followed, or a ``parking_off`` event says why not. To be called
+        before each batch, which is cheap."""
+        if id(cache) in self._caches or not self._followers or not self._canary.enabled:
+            return
+        self._caches[id(cache)] = cache
+        with self._canary.guard("parking"):
+            if self.parking is not None or cache_locks.keeps_nothing(cache):
+                return
+            locks = self._locks(cache)
+            if isinstance(locks, str):
+                self._no_parking(cache, locks, "info")
+                return
+            lost = partial(self._lost, cache)
+            regions = tuple(self._followers[id(self._allocator)].regions)
+            self.parking = Parking(self._canary, locks, regions, self.owners, lost)
+
+    def cache_called(self, call: CacheCall, original: Callable[..., Any], cache: Any) -> Any:
         """Runs a function of `targets.PARKING` and tells Canary which slots nobody holds after it."""
-        allocator = getattr(cache, "token_to_kv_pool_allocator", None)
-        follower = self._followers.get(id(allocator)) if self._canary.enabled else None
-        if self.parking is None or follower is None or not caches.parks(cache, allocator):
-            return original(cache, *args, **kwargs)
-        if target != targets.EVICT:
-            return self.parking.call(target, original, cache, *args, **kwargs)
+        run = partial(original, cache, *call.args, **call.kwargs)
+        if id(cache) not in self._caches:
+            self.meet(cache)
+        if not self._canary.enabled or self.parking is None or cache is not self.parking.cache:
+            return run()
+        if call.change != "evict":
+            return self.parking.call(call, run)
+        follower = self._followers[id(self._allocator)]
         before = follower.listed()
-        result = self.parking.call(target, original, cache, *args, **kwargs)
-        if caches.evicted(result) and follower.listed() == before:
+        result = self.parking.call(call, run)
+        if self.parking is not None and caches.evicted(result) and follower.listed() == before:
             follower.evicted_waits()
         return result
 
@@ -82,6 +102,8 @@ class Lifetime:
         intact = name == allocators.CLEAR or follower.intact()
         result = original(allocator, *args, **kwargs)
         with self._canary.guard(name):
+            if name == allocators.CLEAR and self.parking is not None:
+                self.parking.cleared()
             if not intact or not follower.called(name, self.owners, args, kwargs):
                 del self._followers[id(allocator)]
                 for region in follower.regions:
@@ -89,6 +111,26 @@ class Lifetime:
                 self.parking = None
                 self._off(follower.regions, f"the free list was changed by something else than {name} and its like")
         return result
+
+    def _locks(self, cache: Any) -> CacheLocks | str:
+        """The cache's locks, or the reason why they don't say which slots are parked."""
+        refusal = caches.parking_refusal(self._runner)
+        locks = cache_locks.locks_of(cache, self._allocator) if refusal is None else refusal
+        if isinstance(locks, str):
+            return locks
+        followed = self._followers.get(id(self._allocator))
+        if followed is None or set(followed.regions.values()) != {allocators.page_tokens(self._allocator)}:
+            return "slots are numbered in another way than the cache's"
+        return locks
+
+    def _lost(self, cache: Any, reason: str) -> None:
+        self.parking = None
+        self._no_parking(cache, reason, "warning")
+
+    def _no_parking(self, cache: Any, reason: str, level: Level) -> None:
+        regions = sorted(name for follower in self._followers.values() for name in follower.regions)
+        about = {"regions": regions, "cache": type(cache).__name__, "reason": reason}
+        self._canary.tell(Event("parking_off", level, {**about}))
 
     def _off(self, regions: Collection[str], reason: str) -> None:
         self._canary.tell(Event("lifetime_off", "warning", {"regions": sorted(regions), "reason": reason}))
@@ -111,11 +153,11 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
             return original(allocator, *args, **kwargs)
         return guarded.lifetime.call(name, original, allocator, *args, **kwargs)
 
-    def parking(target: str, original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> Any:
+    def parking(change: CacheChange, original: Callable[..., Any], cache: Any, *args: Any, **kwargs: Any) -> Any:
         guarded = session()
         if guarded is None or guarded.lifetime is None:
             return original(cache, *args, **kwargs)
-        return guarded.lifetime.cache_called(target, original, cache, *args, **kwargs)
+        return guarded.lifetime.cache_called(CacheCall(change, args, kwargs), original, cache)
 
     def lifetime() -> Lifetime | None:
         guarded = session()
@@ -135,7 +177,7 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
         target: partial(changing, target.rpartition(".")[2]) for target in allocators.allocator_functions()
     }
     parks: dict[str, Callable[..., Any]] = {
-        target: partial(parking, target) for target in targets.existing(targets.PARKING)
+        target: partial(parking, targets.PARKING[target]) for target in targets.existing(targets.PARKING)
     }
     prepares: dict[str, Callable[..., Any]] = {
         t: partial(preparing, t == targets.DECODES) for t in targets.existing(targets.PREPARES)

@@ -1,4 +1,5 @@
-"""Prefix caches: which slots they hold, and how these are evicted. Their nodes are in `prefix_cache/tree.py`."""
+"""Prefix caches: which slots they hold, and how these are evicted. Their nodes are in `prefix_cache/tree.py`, and their
+locks in `cache_locks.py`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ def keeps_host_copies(scheduler: Any) -> bool:
 
 
 def parking_refusal(runner: Any) -> str | None:
-    """Why it can't be said which cached slots no request holds, None if it can: of a `RadixCache`, see `parks`."""
+    """Why it can't be said of any cache which of its slots no request holds, None if it can of some: see
+    `cache_locks.locks_of`."""
     args = runner.server_args
     if disaggregation(runner) != "null" or host_cache(runner):
         return "requests of other engines, and copies to host memory, hold slots without a lock"
@@ -25,40 +27,9 @@ def parking_refusal(runner: Any) -> str | None:
     return None
 
 
-def parks(cache: Any, allocator: Any) -> bool:
-    """Whether nodes of this cache that nobody has locked are held by no request: a plain `RadixCache` of ``allocator``,
-    recognised by its exact class."""
-    return (
-        type(cache).__name__ == "RadixCache"
-        and cache.token_to_kv_pool_allocator is allocator
-        and not cache.disable
-        and not getattr(cache, "is_eagle", False)
-    )
-
-
-def nodes_locked(cache: Any, node: Any, times: int) -> list[Any]:
-    """The nodes from ``node`` up to the root of a `RadixCache` that are locked so many times. Locks are never fewer
-    towards the root, so it goes up no further than there."""
-    found = []
-    while node is not None and node is not cache.root_node and node.lock_ref <= times:
-        if node.lock_ref == times:
-            found.append(node)
-        node = node.parent
-    return found
-
-
 def evicted(result: Any) -> int:
     """How many tokens a cache's ``evict`` has given up, by its result."""
     return int(result.num_tokens_evicted)
-
-
-def inserted(result: Any, key: Any) -> list[Any] | None:
-    """The node that `RadixCache._insert_helper` has made for the part of ``key`` that the cache did not know, if any:
-    nobody has locked it yet. None in releases in which that function does not say."""
-    if not isinstance(result, tuple):
-        return None
-    known, node = result
-    return [node] if known < len(key) and node.lock_ref == 0 else []
 
 
 def cached_slots(cache: Any) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 import pkgutil
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from canary_core import HookTarget, PluginError
 
@@ -64,10 +65,24 @@ PREPARES = (f"{BATCH}.prepare_for_extend", DECODES)
 """Functions that allocate slots for the requests of a batch."""
 
 RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
-LOCK, UNLOCK, EVICT = f"{RADIX}.inc_lock_ref", f"{RADIX}.dec_lock_ref", f"{RADIX}.evict"
-INSERT, SPLIT = f"{RADIX}._insert_helper", f"{RADIX}._split_node"
-PARKING = (LOCK, UNLOCK, EVICT, INSERT, SPLIT)
-"""Functions of `RadixCache` after which a node is held by others than before, or has other slots."""
+UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+
+CacheChange = Literal["lock", "unlock", "insert", "split", "evict"]
+"""What a call of a prefix cache changes: who holds a node, or which slots a node has."""
+
+PARKING: dict[str, CacheChange] = {
+    f"{RADIX}.inc_lock_ref": "lock",
+    f"{RADIX}.dec_lock_ref": "unlock",
+    f"{RADIX}._insert_helper": "insert",
+    f"{RADIX}._split_node": "split",
+    f"{RADIX}.evict": "evict",
+    f"{UNIFIED}.inc_lock_ref": "lock",
+    f"{UNIFIED}.dec_lock_ref": "unlock",
+    f"{UNIFIED}.insert": "insert",
+    f"{UNIFIED}.evict": "evict",
+    f"{UNIFIED}.evict_for_alloc": "evict",
+}
+"""Functions of prefix caches after which a node is held by others than before, or has other slots."""
 
 RELEASES = (f"{COMMON}.release_kv_cache", f"{COMMON}.maybe_cache_unfinished_req")
 """Functions that free slots of a request, their first argument."""

@@ -1,0 +1,228 @@
+"""What Canary costs a real vLLM engine: switched on and off in turns within one engine; random weights, CUDA graphs.
+
+    python3 overhead.py --out overhead.jsonl                      # Llama-8B's shape, 64 x (1024 + 256) and 1 x 8000
+    python3 overhead.py --arms off,on,on@0                        # how much of it is the scrub
+    python3 overhead.py --device cpu --pairs 2                    # a check that the script runs
+
+Both arms of a pair serve the same prompts, from an empty prefix cache, so drift of the machine and differences between
+engines fall out: the loss is the median of the pairs' losses. Prefill is all prompts with one new token each; decode is
+the same prompts again, cached now, with all new tokens.
+
+Time on an H200: 50 s to start on a machine that has run an engine before, 15 s to warm up, 4 s an arm of the first
+workload, 5 s of the second. Results go to ``--out``, a JSON object a line; the table comes last.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+WORKLOADS = {"batch": (64, 1024, 256, 1), "prompt": (1, 8000, 1, 4)}
+"""Requests, prompt tokens, new tokens, repetitions of a turn."""
+SMALL = {"batch": (4, 60, 12, 1), "prompt": (1, 200, 1, 2)}
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", max_position_embeddings=16384,
+    rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+SHAPE = dict(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    head_dim=128, vocab_size=128256, torch_dtype="bfloat16",
+)  # fmt: skip
+TINY = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, vocab_size=512, torch_dtype="float32",
+)  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default="off,on", help="off, on, on@<scrub budget>")
+    parser.add_argument("--workloads", default="batch,prompt")
+    parser.add_argument("--pairs", type=int, default=10, help="turns through the arms")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--budget-s", type=int, default=500, help="no further turn begins after so many seconds")
+    parser.add_argument("--profile", action="store_true", help="also where the GPU's time of one decode goes")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "overhead.jsonl")
+    return parser.parse_args()
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """The environment, before vLLM is imported: starts this program again where canary-vllm is not installed."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING", "CANARY_PLUGINS": "vllm",
+    }  # fmt: skip
+    if args.device == "cpu":
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    if not entry_points(group="canary", name="vllm"):
+        folder = args.out.resolve().parent / "entry"
+        info = folder / "canary_vllm_here-0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: canary_vllm_here\nVersion: 0\n")
+        info.joinpath("entry_points.txt").write_text(
+            "[canary]\nvllm = canary_vllm.plugin\n[vllm.general_plugins]\ncanary = canary_vllm.plugin:start\n"
+        )
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+class Served:
+    """The engine, and its switch."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        cpu = args.device == "cpu"
+        folder = args.out.resolve().parent / f"model-{args.device}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(LLAMA | (TINY if cpu else SHAPE)))
+        sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64]}
+        options: dict[str, Any] = dict(max_model_len=8192, gpu_memory_utilization=0.5, compilation_config=sizes)
+        if cpu:
+            options = dict(max_model_len=256, enforce_eager=True, block_size=32, num_gpu_blocks_override=100)
+        dtype = "float32" if cpu else "bfloat16"
+        self.llm = LLM(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype=dtype, seed=1, max_num_seqs=64,
+            enable_prefix_caching=True, **options,
+        )  # fmt: skip
+        self.vocabulary = 500 if cpu else 100_000
+        from canary_vllm.hooks import HOOKS
+
+        (self.session,) = HOOKS.sessions
+        self._budget = self.session.canary.step.scrub.budget
+
+    def turn(self, arm: str) -> None:
+        """Switches Canary, which must forget what it did not see."""
+        from canary_core.config import ScrubBudget
+
+        name, _, budget = arm.partition("@")
+        canary = self.session.canary
+        canary._switch.enabled = name == "on"
+        canary.step.scrub.budget = ScrubBudget.parse(budget) if budget else self._budget
+        self.session.lifetime._next = None
+        for region in canary.regions:
+            canary.slots.clear(region, None)
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache can't be emptied")
+
+    def generate_s(self, workload: tuple[int, ...], new: int, seed: int) -> float:
+        """Seconds that it takes, with prompts that belong to the seed."""
+        from vllm import SamplingParams
+
+        rng = random.Random(seed)
+        prompts = [
+            {"prompt_token_ids": [rng.randrange(10, self.vocabulary) for _ in range(workload[1])]}
+            for _ in range(workload[0])
+        ]
+        params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        self.llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    def measure(self, name: str, workload: tuple[int, ...], arm: str, turn: int) -> dict[str, Any]:
+        """One arm of one turn: seconds of prefill and decode: medians of the repetitions."""
+        self.turn(arm)
+        batch, prompt, new, repeats = workload
+        prefill, decode = [], []
+        for repeat in range(repeats):
+            seed = 1000 * turn + repeat
+            prefill.append(self.generate_s(workload, 1, seed))
+            if new > 1:
+                decode.append(self.generate_s(workload, new, seed))
+        result = {"workload": name, "arm": arm, "turn": turn, "prefill_s": statistics.median(prefill)}
+        result["prefill_tokens_s"] = batch * prompt / result["prefill_s"]
+        if decode:
+            result["decode_s"] = statistics.median(decode)
+            result["decode_tokens_s"] = batch * new / result["decode_s"]
+        return result
+
+    def profile(self, workload: tuple[int, ...], arm: str) -> str:
+        """The GPU's time of a decode of 32 tokens: how long kernels of Canary and others ran, how long none did."""
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as record
+
+        self.turn(arm)
+        self.generate_s(workload, 1, 999)
+        with record(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.generate_s(workload, 32, 999)
+        spans = sorted(
+            (e.time_range.start, e.time_range.end, e.name)
+            for e in profiler.events()
+            if e.device_type == DeviceType.CUDA
+        )
+        spent: dict[str, list[float]] = {}
+        idle, end = 0.0, spans[0][0]
+        for first, last, name in spans:
+            idle += max(0.0, first - end)
+            end = max(end, last)
+            spent.setdefault(name, []).append(last - first)
+        lines = [f"{arm}: {(end - spans[0][0]) / 1000:.2f} ms, of which {idle / 1000:.2f} ms nothing ran"]
+        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+            if len(times) >= 4:
+                lines.append(
+                    f"  {sum(times) / 1000:9.3f} ms {len(times):6d} x {statistics.median(times):8.1f} us {name[:90]}"
+                )
+        return "\n".join(lines[:60])
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Medians of each arm, and of the pairs' losses against ``off``."""
+    lines = [f"{'workload':9} {'phase':8} {'arm':8} {'tok/s':>10} {'loss %':>8}  pairs, least to most"]
+    for workload in dict.fromkeys(r["workload"] for r in results):
+        for phase in ("prefill", "decode"):
+            key = f"{phase}_tokens_s"
+            mine = [r for r in results if r["workload"] == workload and key in r]
+            off = {r["turn"]: r[key] for r in mine if r["arm"] == "off"}
+            for arm in dict.fromkeys(r["arm"] for r in mine):
+                rates = [r[key] for r in mine if r["arm"] == arm]
+                losses = sorted(
+                    100 * (1 - r[key] / off[r["turn"]]) for r in mine if r["arm"] == arm and r["turn"] in off
+                )
+                loss = "" if arm == "off" else f"{statistics.median(losses):8.2f}  {losses[0]:.2f} to {losses[-1]:.2f}"
+                lines.append(f"{workload:9} {phase:8} {arm:8} {statistics.median(rates):10.0f} {loss}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Warms up, measures, tells."""
+    args = arguments()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    prepare(args)
+    began = time.time()
+    served = Served(args)
+    print(f"up after {time.time() - began:.0f} s", flush=True)
+    chosen = {n: w for n, w in (SMALL if args.device == "cpu" else WORKLOADS).items() if n in args.workloads.split(",")}
+    arms = args.arms.split(",")
+    for arm in arms:
+        for name, workload in chosen.items():
+            served.measure(name, workload, arm, -1)
+    print(f"warm after {time.time() - began:.0f} s", flush=True)
+    results: list[dict[str, Any]] = []
+    for turn in range(args.pairs):
+        if time.time() - began > args.budget_s:
+            break
+        for name, workload in chosen.items():
+            # To and fro, so that a drift falls on all arms alike.
+            for arm in arms if turn % 2 == 0 else arms[::-1]:
+                results.append(served.measure(name, workload, arm, turn))
+        args.out.write_text("".join(json.dumps(r) + "\n" for r in results))
+    if args.profile:
+        for arm in arms:
+            print(served.profile(WORKLOADS["batch"], arm), flush=True)
+    stats = {k: v for k, v in served.session.canary.stats().items() if v}
+    args.out.write_text("".join(json.dumps(r) + "\n" for r in [*results, {"stats": stats}]))
+    print(stats, flush=True)
+    print(table(results), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What happens to blocks between forwards."""

@@ -1,0 +1,125 @@
+"""`Lifetime`: tells Canary, in a worker, what the scheduler did with blocks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from canary_core import Canary, Event
+from canary_vllm.allocator.messages import BlockEvent, Message
+from canary_vllm.batches.requests import Requests
+from canary_vllm.batches.upload import upload
+from canary_vllm.pools.pool import Group
+
+
+class Lifetime:
+    """Replays messages of the scheduler before the forward with whose batch they came.
+
+    All groups take their blocks from one pool, and a block belongs to one group at a time, so each event is told of all
+    regions: where a block is not used it is handed out and never written.
+    ``judged``: whether misuse of blocks is a finding; else only their content is followed.
+    """
+
+    def __init__(self, canary: Canary, groups: Sequence[Group], requests: Requests, judged: bool) -> None:
+        self._canary = canary
+        self._groups = groups
+        self._requests = requests
+        self._judged = judged
+        self._next: int | None = None
+        self._over = False
+
+    def replay(self, message: Message | None) -> None:
+        """``message``: None where the scheduler is not followed."""
+        if message is None or self._over:
+            return
+        if message.broken is not None:
+            self._end(message.broken)
+            return
+        if self._next is not None and message.number != self._next:
+            self._end(f"message {message.number} of the scheduler came where {self._next} was due")
+            return
+        if self._next is None and message.number == 0:
+            # What vLLM wrote before the scheduler gave any block away, to warm up, is nobody's.
+            for group in self._groups:
+                self._canary.slots.clear(group.region, None)
+        self._next = message.number + 1
+        runs = runs_of(message.events)
+        blocks = upload([b for run in runs for event in run for b in event.blocks], self._canary.device)
+        first = 0
+        for run in runs:
+            end = first + sum(len(event.blocks) for event in run)
+            self._tell(run, blocks[first:end])
+            first = end
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Blocks are copied, (from, to), before the next forward: the records go with the bytes."""
+        blocks = upload([block for pair in pairs for block in pair], self._canary.device).view(-1, 2)
+        for group in self._groups:
+            source, destination = (self._slots(group, blocks[:, side]) for side in (0, 1))
+            self._canary.slots.copy(group.region, source, destination)
+
+    def _tell(self, events: Sequence[BlockEvent], numbers: Tensor) -> None:
+        sort, chosen = events[0].sort, events[0].group
+        slots = self._canary.slots
+        writer = self._writers(events) if self._judged else None
+        for group in self._groups:
+            if chosen is not None and chosen != group.number:
+                continue
+            if sort in ("same_step", "arrive"):
+                slots.forget(group.region, self._slots(group, numbers))
+            elif writer is not None:
+                getattr(slots, sort)(group.region, numbers, writer, page_slots=group.block)
+            elif sort == "alloc":
+                slots.clear(group.region, self._slots(group, numbers))
+
+    def _writers(self, events: Sequence[BlockEvent]) -> "int | _Each":
+        ids = [-1 if event.request is None else self._requests.writers.id(event.request) for event in events]
+        if len(set(ids)) == 1:
+            return ids[0]
+        every = [i for i, event in zip(ids, events, strict=True) for _ in event.blocks]
+        return _Each(upload(every, self._canary.device, torch.int32))
+
+    def _slots(self, group: Group, blocks: Tensor) -> Tensor:
+        inside = torch.arange(group.block, device=blocks.device)
+        return (blocks[:, None] * group.block + inside).flatten()
+
+    def _end(self, reason: str) -> None:
+        self._over = True
+        regions = [group.region for group in self._groups]
+        for region in regions:
+            self._canary.slots.end_lifetime(region)
+        self._canary.tell(Event("lifetime_off", "error", {"reason": reason, "regions": regions}))
+
+
+class _Each:
+    """A writer for each block, as `SlotEvents` wants it."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._ids = ids
+
+    def __call__(self) -> Tensor:
+        return self._ids
+
+
+def runs_of(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
+    """``events`` in runs of one sort, each of which is told as one event: when a batch begins, each of its requests
+    shares some blocks and is given others. An event joins an earlier run of its sort, unless it or a run after that is
+    about one of its blocks."""
+    runs: list[list[BlockEvent]] = []
+    touched: list[set[int]] = []
+    for event in events:
+        blocks = set(event.blocks)
+        place = None
+        for i in range(len(runs) - 1, -1, -1):
+            if not touched[i].isdisjoint(blocks):
+                break
+            if (runs[i][0].sort, runs[i][0].group) == (event.sort, event.group):
+                place = i
+                break
+        if place is None:
+            runs.append([event])
+            touched.append(blocks)
+        else:
+            runs[place].append(event)
+            touched[place] |= blocks
+    return runs

@@ -1,0 +1,55 @@
+"""What the scheduler's process tells the workers of blocks: it travels with the scheduler's output."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ATTRIBUTE = "canary_lifetime"
+"""Under this name a message is an attribute of vLLM's `SchedulerOutput`, which is pickled with its attributes."""
+
+Sort = Literal["alloc", "park", "share", "evict", "free", "same_step", "arrive"]
+"""The first five are `SlotEvents`' own. same_step: blocks that a request was given by the prefix cache in the very step
+in which another request computes them. arrive: blocks whose bytes a KV connector brings."""
+
+
+@dataclass(slots=True)
+class BlockEvent:
+    """Something that happened to ``blocks``, in the order in which the scheduler did it. ``request``: whose doing it
+    was, None if that is not known. ``group``: the number of the KV cache group that it is about, None for all."""
+
+    sort: Sort
+    request: str | None
+    blocks: list[int]
+    group: int | None = None
+
+
+@dataclass(slots=True)
+class Load:
+    """A connector will bring the KV of ``request`` from position ``first`` on. ``tokens``: all of its tokens up to the
+    last one that is brought. ``blocks``: of each group, the blocks from that of position ``first`` on, 0 for none."""
+
+    request: str
+    tokens: list[int]
+    first: int
+    blocks: list[list[int]]
+
+
+@dataclass(slots=True)
+class Message:
+    """All that happened since the message before. ``number`` counts up by one, so that a worker notices a loss.
+    ``broken``: why blocks can't be followed any more, None if they can."""
+
+    number: int
+    events: list[BlockEvent] = field(default_factory=list)
+    broken: str | None = None
+    loads: list[Load] = field(default_factory=list)
+
+
+def attach(output: Any, message: Message) -> None:
+    """``message`` goes where ``output`` goes."""
+    setattr(output, ATTRIBUTE, message)
+
+
+def attached(output: Any) -> Message | None:
+    """The message that came with ``output``, None where the scheduler is not followed."""
+    found = getattr(output, ATTRIBUTE, None)
+    return found if isinstance(found, Message) else None

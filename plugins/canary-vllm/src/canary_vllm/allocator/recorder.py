@@ -1,0 +1,165 @@
+"""`BlockRecorder`: writes down what one scheduler does with its blocks, in the scheduler's process."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from canary_core import Event, Patches, emit
+from canary_vllm.allocator import messages
+from canary_vllm.allocator.messages import BlockEvent, Load, Message, Sort
+
+
+class BlockRecorder:
+    """Follows the block pool of one scheduler until `close`.
+
+    | what vLLM does                                                   | event                                      |
+    |------------------------------------------------------------------|--------------------------------------------|
+    | `get_new_blocks`                                                 | alloc                                      |
+    | `touch`: a prefix hit, of blocks that somebody has or nobody has | share; same_step if they are cached only   |
+    |                                                                  | since this call of `schedule`              |
+    | `free_blocks`, and nobody has the block any more                 | park if its hash is known, else free       |
+    | `_maybe_evict_cached_block` of a block that nobody has           | evict                                      |
+    | `reset_prefix_cache`                                             | evict, of all that are cached              |
+    | `allocate_slots` with tokens that a connector has                | arrive                                     |
+
+    Preemption and abort free blocks in the same way. An exception of ours never reaches the scheduler: the workers are
+    told that blocks can't be followed any more.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._manager = scheduler.kv_cache_manager
+        self._message = Message(0)
+        self._request: str | None = None
+        self._fresh: set[int] = set()
+        self._patches = Patches(self._guard)
+        pool = self._manager.block_pool
+        follow = self._patches.follow
+        follow(pool, "get_new_blocks", lambda blocks, *_, **__: self._tell("alloc", blocks))
+        follow(pool, "touch", self._touched)
+        follow(pool, "cache_full_blocks", self._cached)
+        follow(pool, "_maybe_evict_cached_block", self._evicted)
+        self._patches.wrap(pool, "reset_prefix_cache", self._resets)
+        for release in ("free_blocks", "unpin_blocks"):
+            if hasattr(pool, release):
+                self._patches.wrap(pool, release, self._releases)
+        for name in ("allocate_slots", "free"):
+            self._patches.wrap(self._manager, name, self._named)
+        follow(self._manager, "allocate_slots", self._allocated)
+
+    def scheduled(self, output: Any) -> None:
+        """The scheduler has made ``output``: what happened since the last one goes with it."""
+        messages.attach(output, self._message)
+        self._message = Message(self._message.number + 1, broken=self._message.broken)
+        self._fresh.clear()
+
+    def close(self) -> None:
+        """The pool's functions are its own again."""
+        self._patches.undo()
+
+    def _tell(self, sort: Sort, blocks: Iterable[Any], group: int | None = None) -> None:
+        self._put(sort, [block.block_id for block in blocks if not block.is_null], group)
+
+    def _put(self, sort: Sort, numbers: list[int], group: int | None = None) -> None:
+        if not numbers or self._message.broken is not None:
+            return
+        events = self._message.events
+        last = events[-1] if events else None
+        if last is not None and (last.sort, last.request, last.group) == (sort, self._request, group):
+            last.blocks += numbers
+        else:
+            events.append(BlockEvent(sort, self._request, numbers, group))
+
+    def _touched(self, _: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
+        self._tell("share", blocks)
+        if self._fresh:
+            self._put("same_step", [block.block_id for block in blocks if block.block_id in self._fresh])
+
+    def _cached(self, _: Any, request: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
+        first = kwargs["num_cached_blocks"] if "num_cached_blocks" in kwargs else args[0]
+        end = kwargs["num_full_blocks"] if "num_full_blocks" in kwargs else args[1]
+        self._fresh.update(block.block_id for block in blocks[first:end] if not block.is_null)
+
+    def _evicted(self, evicted: bool, block: Any) -> None:
+        if evicted and block.ref_cnt == 0:
+            self._tell("evict", [block])
+
+    def _resets(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        pool = self._manager.block_pool
+
+        @functools.wraps(original)
+        def reset(*args: Any, **kwargs: Any) -> bool:
+            cached = [b for b in pool.blocks if b.block_hash is not None and b.ref_cnt == 0]
+            done = original(*args, **kwargs)
+            if done:
+                with self._guard("after reset_prefix_cache"):
+                    self._tell("evict", cached)
+            return done
+
+        return reset
+
+    def _releases(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        pool = self._manager.block_pool
+        caching = bool(pool.enable_caching)
+
+        @functools.wraps(original)
+        def release(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            # It may be an iterator, which can be read once.
+            every = list(blocks)
+            result = original(every, *args, **kwargs)
+            with self._guard("after free_blocks"):
+                own = {block.block_id: block for block in every if getattr(block, "pool", None) in (None, pool)}
+                for number, times in Counter(block.block_id for block in every).items():
+                    if number not in own:
+                        continue
+                    block = own[number]
+                    # More than one if it is released more often than it was held.
+                    for _ in range(min(times, 1 - block.ref_cnt)):
+                        self._tell("park" if caching and block.block_hash is not None else "free", [block])
+            return result
+
+        return release
+
+    def _named(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What ``original`` does is its request's doing."""
+
+        @functools.wraps(original)
+        def named(request: Any, *args: Any, **kwargs: Any) -> Any:
+            outer, self._request = self._request, getattr(request, "request_id", None)
+            try:
+                return original(request, *args, **kwargs)
+            finally:
+                self._request = outer
+
+        return named
+
+    def _allocated(self, blocks: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        """``args`` after the request: new tokens, computed tokens of the prefix cache, its blocks, lookahead tokens,
+        tokens that a connector has."""
+        brought = kwargs.get("num_external_computed_tokens", args[4] if len(args) > 4 else 0)
+        if blocks is None or not brought:
+            return
+        cached = kwargs.get("num_new_computed_tokens", args[1] if len(args) > 1 else 0)
+        first = int(request.num_computed_tokens) + int(cached)
+        groups = self._manager.kv_cache_config.kv_cache_groups
+        brought_to: list[list[int]] = []
+        for number, held in enumerate(self._manager.get_block_ids(request.request_id)):
+            size = int(groups[number].kv_cache_spec.block_size)
+            self._request = request.request_id
+            brought_to.append([int(b) for b in held[first // size : -(-(first + brought) // size)]])
+            self._put("arrive", [b for b in brought_to[-1] if b], number)
+            self._request = None
+        # With embeddings in the place of tokens the prefix can't be known.
+        if getattr(request, "prompt_embeds", None) is None:
+            tokens = list(request.all_token_ids[: first + brought])
+            self._message.loads.append(Load(request.request_id, tokens, first, brought_to))
+
+    @contextmanager
+    def _guard(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            reason = f"{where}: {type(error).__name__}: {error}"
+            self._message.broken = reason
+            emit(Event("lifetime_off", "error", {"reason": reason, "regions": []}))

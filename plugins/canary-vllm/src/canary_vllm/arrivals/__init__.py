@@ -1,0 +1,1 @@
+"""KV that connectors store and bring back, against the ledger."""

@@ -1,0 +1,123 @@
+"""`Loads`: tells the ledger what a connector may store, and what it brings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from canary_core import Arrival, Canary, Origin, Patches
+from canary_vllm.allocator.messages import Load, Message
+from canary_vllm.arrivals.held import Held
+from canary_vllm.batches.requests import Requests
+from canary_vllm.batches.upload import upload
+from canary_vllm.compat import connectors
+from canary_vllm.pools.pool import Group
+
+
+class Loads:
+    """For one runner whose engine has a connector, whichever it is.
+
+    The scheduler says which blocks a connector will fill, and with which tokens (`Message.loads`). Where the request is
+    computed in the same step, the connector loads while the forward runs: the blocks are expected before it, and they
+    are there when the runner asks the connector for errors. Else the request waits until they are there, and is
+    computed in a later step: before that forward they are there.
+
+    What may be stored are the complete blocks of each forward: whatever a connector stores, and when, is among them.
+    """
+
+    def __init__(
+        self, canary: Canary, groups: Sequence[Group], requests: Requests, origin: Origin, drafted: int
+    ) -> None:
+        self._canary = canary
+        self._groups = groups
+        self._requests = requests
+        self._origin = origin
+        # With asynchronous scheduling the host learns a step late which of them were accepted.
+        self._held = Held(2 * drafted + 1 if drafted else 0)
+        self._waiting: dict[str, list[Load]] = {}
+        self._landing: list[tuple[Arrival, frozenset[int]]] = []
+        self._patches = Patches(canary.guard)
+
+    def scheduled(self, output: Any, message: Message | None) -> None:
+        """Before the forward of ``output``, after the events of ``message`` were told."""
+        if not self._patches.done:
+            connector = connectors.instance()
+            if connector is not None:
+                self._patches.follow(connector, "get_block_ids_with_load_errors", self._loaded)
+        self._held.notice(output)
+        for name in output.finished_req_ids:
+            self._waiting.pop(name, None)
+        now: dict[str, list[Load]] = {}
+        for load in message.loads if message is not None else ():
+            now.setdefault(load.request, []).append(load)
+        for name, computed in _computed(output):
+            for load in self._waiting.pop(name, ()):
+                for arrival, _ in self._arrivals(load, computed):
+                    self._canary.ledger.arrive(arrival)
+            for load in now.pop(name, ()):
+                for arrival, blocks in self._arrivals(load, computed):
+                    self._canary.ledger.expect(arrival)
+                    self._landing.append((arrival, blocks))
+        for name, loads in now.items():
+            self._waiting.setdefault(name, []).extend(loads)
+
+    def computed(self, output: Any) -> None:
+        """After the forward of ``output``: its complete blocks may be stored from now on."""
+        with self._canary.guard("stored"):
+            self._keep(output)
+
+    def close(self) -> None:
+        """The connector's functions are its own again."""
+        self._patches.undo()
+
+    def _loaded(self, failed: Any, *_: Any, **__: Any) -> None:
+        """The connector has loaded what it was asked for with the last output, but for the blocks ``failed``."""
+        landing, self._landing = self._landing, []
+        if not landing:
+            return
+        # What vLLM makes are inference tensors, which can be written to only in this mode.
+        with torch.inference_mode():
+            for arrival, blocks in landing:
+                if blocks & set(failed or ()):
+                    self._canary.ledger.give_up(arrival)
+                else:
+                    self._canary.ledger.arrive(arrival)
+            # The next load may write to blocks that were given back meanwhile.
+            self._canary.slots.settle()
+
+    def _keep(self, output: Any) -> None:
+        found: list[list[int]] = [[] for _ in self._groups]
+        for name, first, end in self._held.computed(output):
+            for group, blocks in zip(self._groups, found, strict=True):
+                size = group.block
+                if end // size > first // size:
+                    blocks += self._held.blocks(name, group.number, first // size, end // size)
+        for group, blocks in zip(self._groups, found, strict=True):
+            if blocks:
+                self._canary.ledger.keep_pages(group.region, upload(blocks, self._canary.device), group.block)
+
+    def _arrivals(self, load: Load, computed: int) -> Sequence[tuple[Arrival, frozenset[int]]]:
+        """What ``load`` brings to each region, with the numbers of its blocks. ``computed``: how many tokens of the
+        request count as computed now; what is beyond failed, or is computed again."""
+        tokens = load.tokens[:computed]
+        position = np.arange(load.first, len(tokens))
+        found = []
+        for group in self._groups:
+            if not len(position) or group.number >= len(load.blocks):
+                continue
+            blocks = np.array(load.blocks[group.number], dtype=np.int64)
+            block = blocks[position // group.block - load.first // group.block]
+            slots = np.where(block > 0, block * group.block + position % group.block, -1)
+            writer = self._requests.writers.id(load.request)
+            on_device = upload(slots.tolist(), self._canary.device)
+            arrival = Arrival(group.region, on_device, tokens, self._origin, group.block, writer=writer)
+            found.append((arrival, frozenset(block.tolist())))
+        return found
+
+
+def _computed(output: Any) -> Sequence[tuple[str, int]]:
+    """The requests of the next forward, and how many tokens each has before it."""
+    cached = output.scheduled_cached_reqs
+    new = [(r.req_id, int(r.num_computed_tokens)) for r in output.scheduled_new_reqs]
+    return [*new, *zip(cached.req_ids, map(int, cached.num_computed_tokens), strict=True)]

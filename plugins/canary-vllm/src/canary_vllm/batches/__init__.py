@@ -1,0 +1,1 @@
+"""What one forward reads and writes."""

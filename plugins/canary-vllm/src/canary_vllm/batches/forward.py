@@ -1,0 +1,139 @@
+"""A forward of either runner as a `BatchView`. Its tensors are those that vLLM's own kernels read."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import block_table
+from canary_core import BatchAdapter, BatchView, SlotTable
+from canary_vllm.batches.requests import TABLE_STEP, Requests
+from canary_vllm.pools.pool import Group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What a V2 runner has prepared for one forward: its `InputBatch`, block tables of all groups, and slot mappings
+    ``[groups, tokens]``."""
+
+    batch: Any
+    block_tables: Sequence[Tensor]
+    slot_mappings: Tensor
+
+
+class V1Batches(BatchAdapter[Any]):
+    """Views of the forwards of a V1 runner, from its persistent buffers: to be made right before the forward."""
+
+    def __init__(self, runner: Any, groups: Sequence[Group], requests: Requests) -> None:
+        self._runner = runner
+        self._groups = groups
+        self._lengths = _Lengths()
+        self._requests = requests
+
+    def view(self, batch: Any) -> BatchView | None:
+        """``batch``: the scheduler's output. None where nothing is computed."""
+        runner, inputs = self._runner, self._runner.input_batch
+        rows = int(inputs.num_reqs)
+        tokens = int(batch.total_num_scheduled_tokens)
+        if not rows or not tokens:
+            return None
+        names = inputs.req_ids[:rows]
+        new = [batch.num_scheduled_tokens[name] for name in names]
+        prefix_lens, new_lens = self._lengths.of(runner.seq_lens[:rows], runner.query_start_loc.gpu[: rows + 1], new)
+        tables = {}
+        for group in self._groups:
+            table = inputs.block_table[group.number]
+            slots = table.slot_mapping.gpu[:tokens]
+            tables[group.region] = block_table(table.block_table.gpu[:rows], group.page, write_slots=slots)
+        computed = inputs.num_computed_tokens_cpu[:rows].tolist()
+        return BatchView(
+            prefix_lens=prefix_lens,
+            new_lens=new_lens,
+            token_ids=runner.input_ids.gpu[:tokens],
+            positions=runner.positions[:tokens],
+            writers=self._requests.ids(names),
+            tables=tables,
+            expected_tokens=self._requests.expected(
+                names, computed, [c + n for c, n in zip(computed, new, strict=True)]
+            ),
+        )
+
+
+class V2Batches(BatchAdapter[Prepared]):
+    """Views of the forwards of a V2 runner. Lengths are those on the device: with drafted tokens the host does not know
+    how many of them were accepted."""
+
+    def __init__(self, groups: Sequence[Group], requests: Requests) -> None:
+        self._groups = groups
+        self._lengths = _Lengths()
+        self._requests = requests
+
+    def view(self, batch: Prepared) -> BatchView | None:
+        """None where nothing is computed."""
+        inputs = batch.batch
+        rows, tokens = int(inputs.num_reqs), int(inputs.num_tokens)
+        if not rows or not tokens:
+            return None
+        new = inputs.num_scheduled_tokens[:rows].tolist()
+        prefix_lens, new_lens = self._lengths.of(inputs.seq_lens[:rows], inputs.query_start_loc[: rows + 1], new)
+        names = inputs.req_ids
+        computed = (inputs.seq_lens_cpu_upper_bound[:rows].numpy() - inputs.num_scheduled_tokens[:rows]).tolist()
+        return BatchView(
+            prefix_lens=prefix_lens,
+            new_lens=new_lens,
+            token_ids=inputs.input_ids[:tokens],
+            positions=inputs.positions[:tokens],
+            writers=self._requests.ids(names),
+            tables=self._tables(batch, rows, tokens),
+            expected_tokens=self._requests.expected(
+                names, computed, [c + n for c, n in zip(computed, new, strict=True)]
+            ),
+        )
+
+    def _tables(self, batch: Prepared, rows: int, tokens: int) -> Mapping[str, SlotTable]:
+        return {
+            group.region: block_table(
+                batch.block_tables[group.number][:rows],
+                group.page,
+                write_slots=batch.slot_mappings[group.number][:tokens],
+            )
+            for group in self._groups
+        }
+
+
+class _Lengths:
+    """Prefix and new lengths of rows, from the lengths and starts that attention reads."""
+
+    def __init__(self) -> None:
+        self._ones: Tensor | None = None
+
+    def of(self, seq_lens: Tensor, starts: Tensor, new: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """``seq_lens``: int32 ``[rows]``, with the new tokens. ``starts``: int32 ``[rows + 1]``. ``new``: the host's
+        idea of new tokens, by which a decode costs one launch instead of two."""
+        rows = len(seq_lens)
+        if max(new) > 1:
+            new_lens = starts[1:] - starts[:-1]
+            return seq_lens - new_lens, new_lens
+        if self._ones is None or len(self._ones) < rows:
+            self._ones = torch.ones(max(rows, 256), dtype=seq_lens.dtype, device=seq_lens.device)
+        return seq_lens - 1, self._ones[:rows]
+
+
+def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterator[BatchView]:
+    """A prefill and a decode of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+    lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+    positions = torch.zeros(rows, dtype=torch.int64, device=device)
+    entries = torch.zeros((rows, TABLE_STEP), dtype=torch.int32, device=device)
+    tables = {g.region: block_table(entries, g.page, write_slots=positions) for g in groups}
+    for expected in (None, torch.full((rows, TABLE_STEP), -1, dtype=torch.int32, device=device)):
+        yield BatchView(
+            prefix_lens=lengths,
+            new_lens=lengths,
+            token_ids=lengths,
+            positions=positions,
+            writers=lengths,
+            tables=tables,
+            expected_tokens=expected,
+        )

@@ -1,0 +1,71 @@
+"""`Requests`: what a runner's process knows of the requests by the scheduler's own messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from canary_core import Writers
+from canary_vllm.batches.upload import upload
+
+UNKNOWN = -1
+TABLE_STEP = 16
+"""The width of a table of tokens is a multiple of this, so that fewer kernels are compiled."""
+MOST_TOKENS = 1 << 22
+"""Most entries of one table; positions that do not fit are not checked."""
+
+
+class Requests:
+    """Names, writer ids and prompts of the requests that the scheduler has sent to this worker.
+
+    Nothing in it comes from the runner, which a check is to be against: prompts are those of `SchedulerOutput`.
+    """
+
+    def __init__(self, writers: Writers, device: torch.device) -> None:
+        self.writers = writers
+        self._device = device
+        self._prompts: dict[str, NDArray[np.int64]] = {}
+        self._names: list[str] = []
+        self._ids = torch.empty(0, dtype=torch.int32, device=device)
+
+    def notice(self, output: Any) -> None:
+        """Takes the scheduler's message for the next forward."""
+        for name in output.finished_req_ids:
+            self._prompts.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            if new.req_id not in self._prompts:
+                # Another request may have had this name.
+                self.writers.forget(new.req_id)
+                self._names = []
+            # V2 sends all that is computed again after a preemption; V1 the prompt.
+            tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+            if tokens is not None and getattr(new, "prompt_embeds", None) is None:
+                self._prompts[new.req_id] = np.array(tokens, dtype=np.int64)
+
+    def ids(self, names: Sequence[str]) -> Tensor:
+        """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to. The requests
+        of the batch before in the same order, as in decode, cost one comparison of lists."""
+        if names != self._names:
+            self._names = list(names)
+            self._ids = upload([self.writers.id(name) for name in names], self._device, torch.int32)
+        return self._ids
+
+    def expected(self, names: Sequence[str], computed: Sequence[int], ends: Sequence[int]) -> Tensor | None:
+        """The requests' own tokens by position for those that compute their prompt, as
+        `BatchView.expected_tokens`. ``computed``, ``ends``: tokens that each has before and after the forward; the
+        host's idea of them, which may be too high. None if no request computes its prompt."""
+        prompts = [self._prompts.get(name) for name in names]
+        open_ = [prompt is not None and count < len(prompt) for prompt, count in zip(prompts, computed, strict=True)]
+        if not any(open_):
+            return None
+        longest = max(end for end, is_open in zip(ends, open_, strict=True) if is_open)
+        width = -(-min(int(longest), MOST_TOKENS // len(names)) // TABLE_STEP) * TABLE_STEP
+        table = torch.full((len(names), width), UNKNOWN, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        for row, prompt, is_open in zip(table.numpy(), prompts, open_, strict=True):
+            if prompt is not None and is_open:
+                known = min(len(prompt), width)
+                row[:known] = prompt[:known]
+        return table.to(self._device, non_blocking=True)

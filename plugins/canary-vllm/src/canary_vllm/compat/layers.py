@@ -1,0 +1,87 @@
+"""One attention layer: what it keeps, and vLLM's own operation that stores into its cache."""
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core import AttachError
+
+FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """Stores made-up tokens into a cache by the layer's own operation, as a forward does.
+
+    ``halves``: what can be stored alone, each as the (shape of one token) of its operand. Raises `AttachError` where
+    the layer has no such operation.
+    """
+
+    layer: Any
+    halves: dict[str, tuple[int, ...]]
+    latent: bool
+
+    @classmethod
+    def of(cls, layer: Any) -> "Store":
+        """The operation of ``layer``."""
+        operation = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
+        if operation is None:
+            raise AttachError(f"{_backend(layer)} has no operation of its own that stores into the cache")
+        names = list(inspect.signature(operation).parameters)
+        if names[:3] == ["kv_c_normed", "k_pe", "kv_cache"]:
+            sizes: dict[str, tuple[int, ...]] = {"kv": (int(layer.kv_lora_rank) + int(layer.qk_rope_head_dim),)}
+            return cls(layer, sizes, latent=True)
+        if names[:5] == ["layer", "key", "value", "kv_cache", "slot_mapping"]:
+            heads, key, value = int(layer.num_kv_heads), int(layer.head_size), int(layer.head_size)
+            value = int(getattr(layer, "head_size_v", None) or value)
+            return cls(layer, {"k": (heads, key), "v": (heads, value)}, latent=False)
+        raise AttachError(f"{_backend(layer)} stores in a way that is not known: ({', '.join(names)})")
+
+    def __call__(self, cache: Tensor, half: str, slots: Tensor, dtype: torch.dtype) -> None:
+        """Stores random numbers, none of them 0, as ``half`` of tokens at ``slots`` (int64 ``[n]``) of ``cache``, and
+        zeros as everything else. ``dtype``: that of the model's activations."""
+        shapes, n = self.halves, len(slots)
+        made = {name: torch.zeros((n, *shape), dtype=dtype, device=cache.device) for name, shape in shapes.items()}
+        made[half].uniform_(0.75, 1.5)
+        impl = self.layer.impl
+        if not self.latent:
+            impl.do_kv_cache_update(self.layer, made["k"], made["v"], cache, slots)
+            return
+        rank = int(self.layer.kv_lora_rank)
+        kv, rope = made["kv"][:, :rank].contiguous(), made["kv"][:, None, rank:].contiguous()
+        impl.do_kv_cache_update(kv, rope, cache, slots, self.layer.kv_cache_dtype, self.layer._k_scale)
+
+    @property
+    def sort(self) -> tuple[object, ...]:
+        """Layers of the same sort store alike."""
+        return (type(self.layer.impl), self.layer.kv_cache_dtype, *self.halves.items())
+
+
+def number(name: str) -> int:
+    """The number of the layer that vLLM calls ``name``, such as ``model.layers.3.self_attn.attn``."""
+    found = re.findall(r"\.(\d+)\.", f".{name}.")
+    return int(found[0]) if found else 0
+
+
+def numbers(names: Sequence[str]) -> dict[str, int]:
+    """The number of each layer; all are counted where two have the same, as two attentions of one block."""
+    given = {name: number(name) for name in names}
+    return given if len(set(given.values())) == len(given) else {name: i for i, name in enumerate(names)}
+
+
+def element_type(layer: Any, cache: Tensor) -> torch.dtype | None:
+    """What the bytes of ``cache`` are, for the check for NaN and infinity; None where they are packed."""
+    if cache.dtype == torch.uint8:
+        kind = FP8.get(str(getattr(layer, "kv_cache_dtype", "")))
+        return getattr(torch, kind) if kind else None
+    return cache.dtype if cache.dtype.is_floating_point else None
+
+
+def _backend(layer: Any) -> str:
+    backend = getattr(layer, "attn_backend", None)
+    return str(backend.get_name()) if backend is not None else type(layer).__name__

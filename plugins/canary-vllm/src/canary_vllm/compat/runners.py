@@ -1,0 +1,86 @@
+"""What the plugin asks of a model runner, V1 or V2."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def is_v2(runner: Any) -> bool:
+    """Whether it is the V2 runner, which keeps its requests' state on the device."""
+    return hasattr(runner, "req_states")
+
+
+def groups(runner: Any) -> Sequence[Any]:
+    """The KV cache groups, in the order of block tables."""
+    found: Sequence[Any] = runner.kv_cache_config.kv_cache_groups
+    return found
+
+
+def layers(runner: Any) -> Mapping[str, Any]:
+    """Every layer that may keep something, by vLLM's name of it."""
+    found: Mapping[str, Any] = runner.compilation_config.static_forward_context
+    return found
+
+
+def layer_tensors(layer: Any) -> list[Tensor]:
+    """The tensors in which ``layer`` keeps KV or states; empty until they are bound."""
+    bound = getattr(layer, "kv_cache", None)
+    return [t for t in (bound if isinstance(bound, (list, tuple)) else [bound]) if isinstance(t, Tensor) and t.numel()]
+
+
+def table_page(runner: Any, group: int) -> int:
+    """How many slots one entry of the group's block table has: the size of the attention kernel's blocks, of which a
+    block of the scheduler may have several."""
+    if not is_v2(runner):
+        return int(runner.input_batch.block_table[group].block_size)
+    tables = runner.block_tables
+    # Since 0.32 only V1 splits blocks within its table.
+    return int(getattr(tables, "kernel_block_sizes", tables.block_sizes)[group])
+
+
+def draft_layers(runner: Any) -> frozenset[str]:
+    """Names of the layers of a draft model, which shares the served model's blocks."""
+    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+    names: set[str] = set()
+    for attribute in ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names"):
+        names.update(getattr(drafter, attribute, None) or ())
+    return frozenset(names)
+
+
+def drafted(runner: Any) -> int:
+    """How many tokens are drafted for a request in one step, 0 for none."""
+    config = runner.vllm_config.speculative_config
+    return int(getattr(config, "num_speculative_tokens", 0) or 0)
+
+
+def speculates(runner: Any) -> bool:
+    """Whether tokens are drafted, by whatever."""
+    return runner.vllm_config.speculative_config is not None
+
+
+def connector(runner: Any) -> str | None:
+    """The KV connector that is configured, None for none."""
+    config = runner.vllm_config.kv_transfer_config
+    return None if config is None else str(config.kv_connector)
+
+
+def model_name(runner: Any) -> str:
+    """The architecture of the served model, for errors."""
+    return ", ".join(getattr(runner.model_config.hf_config, "architectures", None) or ["?"])
+
+
+def rank() -> int:
+    """This process's rank within its engine."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def refusal(runner: Any) -> str | None:
+    """Why no forward of this runner can be guarded, None if it can."""
+    parallel = runner.vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} is {getattr(parallel, name)}: the slots of one request lie on several ranks"
+    return None

@@ -1,0 +1,67 @@
+"""Full names of the functions of vLLM that are hooked, in groups that stand and fall together."""
+
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from canary_core import HookTarget
+
+V1 = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+CONNECTORS = "vllm.v1.worker.gpu.kv_connector"
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
+POOL = "vllm.v1.core.block_pool.BlockPool"
+
+RUNNERS: Mapping[str, Sequence[HookTarget]] = {
+    V1: (
+        HookTarget(f"{V1}.initialize_kv_cache", ("kv_cache_config",)),
+        HookTarget(f"{V1}.execute_model", ("scheduler_output",)),
+        HookTarget(f"{V1}._model_forward"),
+    ),
+    V2: (
+        HookTarget(f"{V2}.initialize_kv_cache", ("kv_cache_config",)),
+        HookTarget(f"{V2}.execute_model", ("scheduler_output", None, "dummy_run")),
+        HookTarget(f"{V2}.prepare_attn", ("input_batch",)),
+        HookTarget(f"{CONNECTORS}.KVConnector.pre_forward", ("scheduler_output",)),
+        HookTarget(f"{CONNECTORS}.ActiveKVConnector.pre_forward", ("scheduler_output",)),
+    ),
+}
+"""The two model runners. One that does not fit is left alone, and the other is hooked."""
+
+LIFETIME: Sequence[HookTarget] = (
+    HookTarget(f"{SCHEDULER}.__init__"),
+    HookTarget(f"{SCHEDULER}.schedule"),
+    HookTarget(f"{MANAGER}.allocate_slots", ("request",)),
+    HookTarget(f"{MANAGER}.free", ("request",)),
+    HookTarget(f"{POOL}.get_new_blocks"),
+    HookTarget(f"{POOL}.touch", ("blocks",)),
+    HookTarget(f"{POOL}.cache_full_blocks", (None, "blocks", "num_cached_blocks", "num_full_blocks")),
+    HookTarget(f"{POOL}.free_blocks", ("ordered_blocks",)),
+    HookTarget(f"{POOL}._maybe_evict_cached_block", ("block",)),
+    HookTarget(f"{POOL}.reset_prefix_cache"),
+)
+"""The scheduler and its block pool. Where one does not fit, no block counts as freed, and the forwards are guarded all
+the same."""
+
+
+def problems(group: Sequence[HookTarget]) -> list[str]:
+    """Why this vLLM's functions of ``group`` can't be hooked; empty if they can. Imports their modules."""
+    return [problem for target in group if (problem := target.problem()) is not None]
+
+
+def runners() -> list[str]:
+    """The runners of this vLLM that can be hooked."""
+    return [name for name, group in RUNNERS.items() if not problems(group)]
+
+
+def hook_targets() -> Sequence[HookTarget]:
+    """What the core checks before anything is hooked: the runners that fit. Where none does, all of them, so that each
+    function that is missing is named, and vLLM is left as it is."""
+    return [target for name in runners() or RUNNERS for target in RUNNERS[name]]
+
+
+def owner(name: str) -> tuple[Any, str]:
+    """The class that has the method ``name``, and the method's own name. Imports its module."""
+    path, _, method = name.rpartition(".")
+    return pkgutil.resolve_name(path), method

@@ -1,0 +1,137 @@
+"""`Hooks`: what runs around vLLM's own functions, those of its runners, its scheduler and its connectors."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from canary_core import CanaryConfig, Event, Patches, PluginError, emit
+from canary_vllm.allocator.recorder import BlockRecorder
+from canary_vllm.compat import targets
+from canary_vllm.session import Session, attach_runner
+
+
+class Hooks:
+    """The hooks of this process: it may be vLLM's front end, its engine core with the scheduler, a worker with a
+    runner, or all of them."""
+
+    def __init__(self) -> None:
+        self._config: CanaryConfig | None = None
+        self._patches = Patches()
+        self._sessions: dict[int, Session] = {}
+        self._recorders: dict[int, BlockRecorder] = {}
+        self._running: Session | None = None
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """One for each runner that is guarded."""
+        return tuple(self._sessions.values())
+
+    def start(self, config: CanaryConfig) -> None:
+        """Guards the engines that are built from now on. Again: does nothing."""
+        if self._patches.done:
+            return
+        self._config = config
+        fitting = targets.runners()
+        if not fitting:
+            raise PluginError("neither of vLLM's model runners can be hooked")
+        for name, group in targets.RUNNERS.items():
+            if name not in fitting:
+                self._left_out(f"{name} is not guarded", targets.problems(group))
+        if targets.V1 in fitting:
+            self._hook_runner(targets.V1)
+            self._wrap(f"{targets.V1}._model_forward", self._forward)
+        if targets.V2 in fitting:
+            self._hook_runner(targets.V2)
+            self._follow(f"{targets.V2}.prepare_attn", self._prepared)
+            for kind in ("KVConnector", "ActiveKVConnector"):
+                self._follow(f"{targets.CONNECTORS}.{kind}.pre_forward", self._connected)
+        missing = targets.problems(targets.LIFETIME)
+        if missing:
+            self._left_out("blocks of the scheduler are not followed", missing)
+            return
+        self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
+        self._follow(f"{targets.SCHEDULER}.schedule", self._scheduled)
+
+    def stop(self) -> None:
+        """Closes all sessions; vLLM's functions are its own again."""
+        self._config = None
+        self._patches.undo()
+        while self._recorders:
+            self._recorders.popitem()[1].close()
+        while self._sessions:
+            self._sessions.popitem()[1].close()
+
+    def _hook_runner(self, name: str) -> None:
+        self._follow(f"{name}.initialize_kv_cache", self._initialized)
+        self._wrap(f"{name}.execute_model", self._execute)
+
+    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """``around(original, object, *arguments)`` in the place of the method."""
+        owner, method = targets.owner(name)
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def wrapper(this: Any, *args: Any, **kwargs: Any) -> Any:
+                return around(functools.partial(original, this, *args, **kwargs), this, *args, **kwargs)
+
+            return wrapper
+
+        self._patches.wrap(owner, method, make)
+
+    def _follow(self, name: str, told: Callable[..., None]) -> None:
+        self._patches.follow(*targets.owner(name), told)
+
+    def _initialized(self, _: Any, runner: Any, cache: Any, profiling: bool = False, *args: Any, **more: Any) -> None:
+        config = self._config
+        if config is None or profiling or more.get("is_profiling"):
+            return
+        old = self._sessions.pop(id(runner), None)
+        if old is not None:
+            old.close()
+        session = attach_runner(runner, config)
+        if session is not None:
+            self._sessions[id(runner)] = session
+
+    def _execute(self, original: Callable[[], Any], runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._sessions.get(id(runner))
+        dummy = kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
+        if session is None or dummy:
+            return original()
+        self._running = session
+        try:
+            return session.execute(original, output)
+        finally:
+            self._running = None
+
+    def _forward(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._sessions.get(id(runner))
+        return original() if session is None else session.forward(original)
+
+    def _prepared(self, tables: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        session = self._sessions.get(id(runner))
+        if session is not None:
+            session.prepared(batch, tables)
+
+    def _connected(self, _: Any, *args: Any, **kwargs: Any) -> None:
+        if self._running is not None:
+            self._running.begin()
+
+    def _scheduler(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if self._config is None:
+            return
+        try:
+            self._recorders[id(scheduler)] = BlockRecorder(scheduler)
+        except Exception as error:
+            self._left_out("blocks of the scheduler are not followed", [f"{type(error).__name__}: {error}"])
+
+    def _scheduled(self, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        recorder = self._recorders.get(id(scheduler))
+        if recorder is not None:
+            recorder.scheduled(output)
+
+    def _left_out(self, what: str, problems: Sequence[str]) -> None:
+        emit(Event("hooks_left_out", "error", {"reason": f"{what}: {'; '.join(problems)}"}))
+
+
+HOOKS = Hooks()
+"""The only one in this process."""

@@ -1,0 +1,62 @@
+"""The plugin ``vllm``, which ``CANARY_PLUGINS=vllm`` turns on. Importing this module does not import vLLM."""
+
+from collections.abc import Sequence
+
+from canary_core import (
+    CanaryConfig,
+    CanaryError,
+    EngineInfo,
+    Event,
+    HookTarget,
+    emit,
+    hookimpl,
+    start_plugins,
+)
+from canary_vllm import version
+from canary_vllm.compat import targets
+from canary_vllm.hooks import HOOKS
+
+CANARY_PROTOCOL = 1
+
+
+def start() -> None:
+    """vLLM's plugin loader calls it in each process: the front end, the engine core, each worker. Does nothing unless
+    ``CANARY_PLUGINS`` names ``vllm``. A second call changes nothing.
+
+    vLLM does not start if a plugin raises. In log mode that must not happen, so the reason is only told; in raise mode
+    the process must not run unguarded, so `SystemExit` is raised.
+    """
+    config: CanaryConfig | None = None
+    try:
+        config = CanaryConfig.load()
+        if "vllm" in config.plugins:
+            start_plugins(config)
+    except CanaryError as error:
+        if config is None:
+            emit(Event("start_failed", "error", {"error": str(error)}))
+        elif config.mode == "raise":
+            raise SystemExit(f"canary: {error}") from error
+
+
+@hookimpl
+def canary_engine() -> EngineInfo:
+    """The installed vLLM, and the releases that are supported."""
+    return version.engine()
+
+
+@hookimpl
+def canary_targets() -> Sequence[HookTarget]:
+    """What is hooked in every engine."""
+    return targets.hook_targets()
+
+
+@hookimpl
+def canary_install(config: CanaryConfig) -> None:
+    """Guards the engine that this process builds."""
+    HOOKS.start(config)
+
+
+@hookimpl
+def canary_uninstall() -> None:
+    """Undoes `canary_install`: closes all sessions, and vLLM's functions are its own again."""
+    HOOKS.stop()

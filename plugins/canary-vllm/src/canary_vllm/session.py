@@ -1,0 +1,165 @@
+"""`Session`: guards one model runner, from the moment its KV cache is there."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import EmbeddingFilter
+from canary_core import (
+    BatchView,
+    Canary,
+    CanaryConfig,
+    Overlap,
+    Uncovered,
+    ViolationError,
+    Writers,
+    attach,
+    hook_manager,
+    report_unguarded,
+)
+from canary_vllm.allocator import messages
+from canary_vllm.allocator.lifetime import Lifetime
+from canary_vllm.arrivals.loads import Loads
+from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
+from canary_vllm.batches.requests import Requests
+from canary_vllm.compat import connectors, embeddings, runners
+from canary_vllm.pools.pool import VLLMPool
+
+MOST_WARM_ROWS = 256
+"""Kernels for forwards of up to so many requests are compiled before the first forward."""
+
+
+class Session:
+    """Guards every forward of one runner, on the stream on which vLLM issues it, outside of its CUDA graphs.
+
+    `execute` runs around all that the runner does for one output of the scheduler; within it `forward` (V1), or
+    `prepared` and `begin` (V2), say when the batch is ready and the forward is issued next.
+    In log mode Canary raises nothing into the engine. In raise mode a finding is raised out of `execute`, which ends
+    the engine. Raises `AttachError` if the pool can't be guarded, `ConfigError` if a setting can't be used.
+    """
+
+    def __init__(self, runner: Any, pool: VLLMPool, config: CanaryConfig) -> None:
+        self.runner = runner
+        regions = pool.regions()
+        self.requests = Requests(Writers(), regions[0].device)
+        config = config.model_copy(update={"silence_s": 0.0, "rank": config.rank or runners.rank()})
+        self.canary = Canary(
+            regions,
+            config,
+            writers=self.requests.writers,
+            uncovered=pool.uncovered(),
+            pool_tensors=pool.pool_tensors,
+        )
+        self._groups = pool.groups
+        self._v1 = V1Batches(runner, self._groups, self.requests)
+        self._v2 = V2Batches(self._groups, self.requests)
+        self._prepared: Prepared | None = None
+        self._begun = False
+        self._output: Any = None
+        origin = connectors.origin(runner, config.ledger_private)
+        self._loads: Loads | None = None
+        if origin is not None:
+            self._loads = Loads(self.canary, self._groups, self.requests, origin, runners.drafted(runner))
+        self.lifetime = Lifetime(self.canary, self._groups, self.requests, config.lifetime)
+        self._filter = EmbeddingFilter(
+            partial(embeddings.row, runner), partial(embeddings.elsewhere, runner), [region.name for region in regions]
+        )
+        hook_manager().register(self._filter)
+        rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
+        self.canary.warm_up(self._padding, rows)
+
+    def execute(self, original: Callable[[], Any], output: Any) -> Any:
+        """Runs ``original``, what the runner does for ``output`` of the scheduler. Raises what it raises, and
+        `ViolationError` in raise mode."""
+        if not self.canary.enabled:
+            return original()
+        step = self.canary.step
+        # What vLLM makes within it are inference tensors, which can be written to only in this mode.
+        with torch.inference_mode():
+            with self.canary.guard("scheduled"):
+                # What the side stream still reads is written to next.
+                step.join()
+                self.requests.notice(output)
+                message = messages.attached(output)
+                self.lifetime.replay(message)
+                if self._loads is not None:
+                    self._loads.scheduled(output, message)
+                self._copied(output)
+            self._output = output
+            try:
+                result = original()
+            except BaseException:
+                step.abandon()
+                raise
+            finally:
+                self._prepared = self._output = None
+                begun, self._begun = self._begun, False
+            if begun:
+                step.after()
+                step.end()
+            if self._loads is not None:
+                self._loads.computed(output)
+        return result
+
+    def forward(self, original: Callable[[], Any]) -> Any:
+        """V1: runs the model."""
+        if self._output is None:
+            return original()
+        return self.canary.step.run(original, partial(self._v1.view, self._output), overlap=Overlap.CHECK)
+
+    def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
+        """V2: ``batch`` and its ``tables`` (block tables, slot mappings) are as attention will read them."""
+        if self._output is not None:
+            self._prepared = Prepared(batch, *tables)
+
+    def begin(self) -> None:
+        """V2: the forward of the batch that was prepared is issued next."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or not self.canary.enabled:
+            return
+        with self.canary.guard("view"):
+            view = self._v2.view(prepared)
+            if view is not None:
+                self._begun = True
+                self.canary.step.before(view, Overlap.CHECK)
+
+    def close(self) -> None:
+        """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
+        if self._loads is not None:
+            self._loads.close()
+        with contextlib.suppress(ViolationError), torch.inference_mode():
+            self.canary.close()
+        if hook_manager().is_registered(self._filter):
+            hook_manager().unregister(self._filter)
+
+    def _copied(self, output: Any) -> None:
+        """Blocks that the runner is about to copy: the records go with the bytes."""
+        copies = getattr(output, "kv_cache_block_copies", None)
+        if copies:
+            self.lifetime.copy([(int(source), int(destination)) for source, destination in copies])
+
+    def _padding(self, rows: int) -> Iterable[BatchView]:
+        return padding(rows, self._groups, self.canary.device)
+
+
+def attach_runner(runner: Any, config: CanaryConfig) -> Session | None:
+    """A session for ``runner``, whose layers have their KV cache. None if it can't be guarded; an event says why. In
+    raise mode an exception while attaching is raised."""
+    return attach("attach to vllm", config, partial(_open, runner, config))
+
+
+def _open(runner: Any, config: CanaryConfig) -> Session | None:
+    refusal = runners.refusal(runner)
+    if refusal is not None:
+        tensors = [t for layer in runners.layers(runner).values() for t in runners.layer_tensors(layer)]
+        report_unguarded([Uncovered("pool", sum(t.nbytes for t in tensors), refusal)])
+        return None
+    pool = VLLMPool(runner)
+    if not pool.regions():
+        report_unguarded(pool.uncovered())
+        return None
+    return Session(runner, pool, config)

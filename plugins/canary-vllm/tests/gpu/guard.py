@@ -1,0 +1,421 @@
+"""Guards a real vLLM with random weights and shows it: clean traffic finds nothing, every bit that is flipped from
+outside is found with layer and half, and the tokens are those of an engine without Canary.
+
+    python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; all of one GPU: 8b, lmcache, too
+    python3 guard.py tp2                                                  # two GPUs
+    python3 guard.py small ngram hybrid --device cpu                      # a check that the script runs
+
+Each feature is two engines one after the other, each in a process of its own: a guarded one, and one without Canary
+that serves the same prompts. Some 10 s an engine on a machine that has run one before, 45 s for the first.
+Prints a table at the end; raw results go to ``$OUT/guard-FEATURE.json``. Exits with 1 if anything is not as it should.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+OUT = Path(os.environ.get("OUT", "/tmp/canary-guard"))
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "CANARY_LOG_FORMAT": "json",
+}
+LMCACHE = {
+    "LMCACHE_CHUNK_SIZE": "256",
+    "LMCACHE_LOCAL_CPU": "True",
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "4.0",
+    "LMCACHE_TRACK_USAGE": "false",
+}
+GRAPHS = dict(
+    compilation_config={
+        "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64]
+    }
+)  # fmt: skip
+EAGER = dict(enforce_eager=True)
+OFFLOAD = dict(
+    kv_transfer_config={
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"num_cpu_blocks": 4096, "cpu_bytes_to_use": 2 << 30},
+    },
+    enable_prefix_caching=False,
+)
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "small": ("llama", EAGER),
+    "graphs": ("llama", GRAPHS),
+    "compile": ("llama", {}),
+    "8b": ("8b", GRAPHS),
+    "window": ("mistral", GRAPHS),
+    "hybrid": ("gemma3", GRAPHS),
+    "mla": ("deepseek", GRAPHS),
+    "fp8": ("llama", dict(GRAPHS, kv_cache_dtype="fp8")),
+    "ngram": (
+        "llama",
+        dict(
+            GRAPHS,
+            speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        ),
+    ),
+    "chunked": ("llama", dict(GRAPHS, max_num_batched_tokens=128, max_num_seqs=16)),
+    "preempt": ("llama", dict(GRAPHS, num_gpu_blocks_override=200)),
+    "offload": ("llama", dict(EAGER, **OFFLOAD)),
+    "lmcache": (
+        "llama",
+        dict(
+            EAGER,
+            kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+            enable_prefix_caching=False,
+        ),
+    ),
+    "tp2": ("llama", dict(GRAPHS, tensor_parallel_size=2)),
+}
+"""Feature: the model, and what `vllm.LLM` is given."""
+
+COMMON = dict(
+    max_position_embeddings=16384, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False,
+    bos_token_id=1, eos_token_id=2, vocab_size=32000, initializer_range=0.05,
+)  # fmt: skip
+SIZES = dict(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
+    head_dim=64,
+)  # fmt: skip
+TINY = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, vocab_size=512, initializer_range=0.3,
+)  # fmt: skip
+LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu")
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "8b": dict(
+        LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128,
+        vocab_size=128256,
+    ),
+    "mistral": dict(LLAMA, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=512),
+    "gemma3": dict(
+        architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=64, sliding_window=512, rope_local_base_freq=10000.0,
+    ),
+    "deepseek": dict(
+        architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_act="silu", kv_lora_rank=512,
+        q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4,
+        num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=512, first_k_dense_replace=8,
+        topk_method="greedy", n_group=1, topk_group=1, routed_scaling_factor=1.0, scoring_func="softmax",
+        norm_topk_prob=False, moe_layer_freq=1, num_key_value_heads=16, head_dim=None,
+    ),
+}  # fmt: skip
+POKES = 12
+DEVICE = os.environ.get("GUARD_DEVICE", "cuda")
+
+
+def model_folder(name: str) -> str:
+    """A folder with the model's config.json; weights are made up by vLLM."""
+    tiny = DEVICE == "cpu"
+    config = {**COMMON, "torch_dtype": "float32" if tiny else "bfloat16", **SIZES, **MODELS[name]}
+    if tiny:
+        config |= TINY | ({"sliding_window": 32} if "sliding_window" in config else {})
+        if name == "deepseek":
+            config |= dict(num_key_value_heads=4, first_k_dense_replace=4, head_dim=None, torch_dtype="bfloat16")
+    if name == "gemma3":
+        kinds = ["sliding_attention"] * 3 + ["full_attention"]
+        config["layer_types"] = [kinds[i % 4] for i in range(config["num_hidden_layers"])]
+    folder = OUT / f"model-{name}-{DEVICE}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return str(folder)
+
+
+def poke(worker: Any, layer: int, half: str, block: tuple[int, ...], offset: int, seed: int) -> str:
+    """In a worker: flips one bit of the KV of a token, by vLLM's own layout of the cache. ``block``: of each group,
+    the scheduler's block in which the token is."""
+    import re
+
+    import torch
+
+    runner = worker.model_runner
+    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        for name in group.layer_names:
+            if int(re.findall(r"\.(\d+)\.", name)[0]) == layer:
+                slot = block[number] * group.kv_cache_spec.block_size + offset % group.kv_cache_spec.block_size
+                cache = runner.compilation_config.static_forward_context[name].kv_cache
+                break
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()]
+    rng = random.Random(seed)
+    view = cache.view(bits)
+    if half == "kv":
+        view = view.reshape(view.shape[0], -1, view.shape[-1]) if view.dim() == 4 else view
+        page = view.shape[1]
+        row = view[slot // page, slot % page]
+    else:
+        heads, page, size = view.shape[1], view.shape[2], view.shape[3] // 2
+        head = rng.randrange(heads)
+        if cache.device.type == "cpu":
+            both = view.view(view.shape[0], heads, 2, page * size)[slot // page, head]
+            row = both[0].view(size, page)[:, slot % page] if half == "k" else both[1].view(page, size)[slot % page]
+        else:
+            row = view[slot // page, head, slot % page, size * (half == "v") :][:size]
+    place = rng.randrange(len(row))
+    row[place] ^= 1 << rng.randrange(6)
+    return f"slot {slot}"
+
+
+def told(worker: Any) -> dict[str, Any]:
+    """In a worker: all that Canary has told so far, and its counters."""
+    import guard_witness
+    import torch
+    from canary_vllm.hooks import HOOKS
+
+    stats = {}
+    with torch.inference_mode():
+        for session in HOOKS.sessions:
+            session.canary.drain()
+            stats = session.canary.stats()
+    return {"violations": list(guard_witness.VIOLATIONS), "events": list(guard_witness.EVENTS), "stats": stats}
+
+
+class Served:
+    """A running engine."""
+
+    def __init__(self, feature: str) -> None:
+        from vllm import LLM
+
+        name, options = FEATURES[feature]
+        options = dict(options)
+        own = dict(
+            gpu_memory_utilization=0.5 if name == "8b" else 0.2, max_model_len=8192, max_num_seqs=64, dtype="bfloat16"
+        )
+        self.scale = 1
+        if DEVICE == "cpu":
+            options.pop("compilation_config", None)
+            own = dict(dtype="float32", max_model_len=256, max_num_seqs=8, block_size=32, enforce_eager=True)
+            own |= dict(num_gpu_blocks_override=60)
+            if name == "deepseek":
+                # AMX's MLA kernels take no float32.
+                own["dtype"] = "bfloat16"
+            if "num_gpu_blocks_override" in options:
+                options["num_gpu_blocks_override"] = 14
+            self.scale = 16
+        made = {**dict(load_format="dummy", skip_tokenizer_init=True, seed=1), **own, **options}
+        self.llm = LLM(model=model_folder(name), **made)
+        self.vocabulary = 500 if DEVICE == "cpu" else 30000
+        self.halves = ("kv",) if name == "deepseek" else ("k", "v")
+        self.layers = TINY["num_hidden_layers"] if DEVICE == "cpu" else MODELS[name].get("num_hidden_layers", 8)
+        self.window = 32 if DEVICE == "cpu" else 512
+
+    def prompts(self, seed: int, count: int, length: int, shared: int = 0) -> list[list[int]]:
+        """Random tokens; the first ``shared`` are the same in all of them."""
+        rng = random.Random(seed)
+        length, shared = max(length // self.scale, 4), shared // self.scale
+        head = [rng.randrange(10, self.vocabulary) for _ in range(shared)]
+        return [
+            head + [rng.randrange(10, self.vocabulary) for _ in range(length - shared + rng.randrange(4))]
+            for _ in range(count)
+        ]
+
+    def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+        """Greedy tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max(new // self.scale, 8), temperature=0, ignore_eos=True, detokenize=False)
+        out = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in out]
+
+    def traffic(self) -> list[list[int]]:
+        """What both engines serve: batches that mix, repeat, share prefixes, and one long prompt."""
+        answers = []
+        for seed in range(3):
+            mixed = [p for i in range(4) for p in self.prompts(10 * seed + i, 4, 100 + 300 * i)]
+            answers += self.generate(mixed, 128)
+        shared = self.prompts(77, 12, 900, shared=640)
+        answers += self.generate(shared, 64)
+        answers += self.generate(shared, 64)
+        answers += self.generate(self.prompts(78, 1, 4000), 16)
+        answers += self.generate(self.prompts(79, 40, 200), 200)
+        return answers
+
+    def pokes(self) -> list[dict[str, Any]]:
+        """Flips bits under running requests, and tells where; each is found or not."""
+        from vllm import SamplingParams
+
+        engine, rng = self.llm.llm_engine, random.Random(5)
+        scheduler = engine.engine_core.engine_core.scheduler
+        done = []
+        for number in range(POKES):
+            params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, detokenize=False)
+            prompts = self.prompts(500 + number, 4, 700)
+            for i, prompt in enumerate(prompts):
+                engine.add_request(f"poked-{number}-{i}", {"prompt_token_ids": prompt}, params)
+            while any(len(r.output_token_ids) < 4 for r in scheduler.requests.values()):
+                engine.step()
+            request = rng.choice(list(scheduler.requests.values()))
+            layer, half = rng.randrange(self.layers), rng.choice(self.halves)
+            # Within the window, and computed whatever was drafted.
+            length = request.num_prompt_tokens
+            position = rng.randrange(max(0, length - self.window + 60 // self.scale + 12), length)
+            groups = scheduler.kv_cache_config.kv_cache_groups
+            held = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            sizes = [g.kv_cache_spec.block_size for g in groups]
+            block = tuple(ids[position // size] for ids, size in zip(held, sizes, strict=True))
+            before = [len(one["violations"]) for one in self.llm.collective_rpc(told)]
+            self.llm.collective_rpc(poke, args=(layer, half, block, position, number))
+            while engine.has_unfinished_requests():
+                engine.step()
+            after = self.llm.collective_rpc(told)
+            new = [v for one, n in zip(after, before, strict=True) for v in one["violations"][n:]]
+            right = [
+                v
+                for v in new
+                if (v["kind"], v.get("layer"), v.get("half"), v.get("position")) == ("bytes", layer, half, position)
+                and request.request_id in str(v.get("stored_request"))
+            ]
+            ranks = len({v["rank"] for v in right})
+            wrong = [v for v in new if v not in right]
+            done.append(
+                {"layer": layer, "half": half, "position": position, "request": request.request_id,
+                 "found": ranks == len(after), "others": wrong, "said": right[0]["explanation"] if right else None}
+            )  # fmt: skip
+            self.llm.reset_prefix_cache()
+        return done
+
+
+def child(feature: str, guarded: bool) -> None:
+    """One engine in this process: its results as a file."""
+    began = time.time()
+    served = Served(feature)
+    result: dict[str, Any] = {"start_s": round(time.time() - began, 1)}
+    began = time.time()
+    result["answers"] = served.traffic()
+    result["traffic_s"] = round(time.time() - began, 1)
+    if feature in ("offload", "lmcache"):
+        # What was served comes back from the host; with LMCache 0.5.2 it comes back wrong.
+        time.sleep(2)
+        result["again"] = served.traffic()
+    if guarded:
+        result["clean"] = served.llm.collective_rpc(told)
+        result["pokes"] = served.pokes()
+        result["end"] = [one["stats"] for one in served.llm.collective_rpc(told)]
+    (OUT / f"{feature}-{'guarded' if guarded else 'plain'}.json").write_text(json.dumps(result))
+    print("DONE", flush=True)
+    # LMCache's threads keep the process alive.
+    os._exit(0)
+
+
+def entry_point_folder() -> Path:
+    """Makes `guard_witness` known as a plugin, and canary-vllm where it is not installed."""
+    folder = OUT / "entry"
+    info = folder / "guard_witness-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: guard_witness\nVersion: 0\n")
+    lines = "[canary]\nguard_witness = guard_witness\n"
+    if not entry_points(group="canary", name="vllm"):
+        lines += "vllm = canary_vllm.plugin\n[vllm.general_plugins]\ncanary = canary_vllm.plugin:start\n"
+    info.joinpath("entry_points.txt").write_text(lines)
+    return folder
+
+
+def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
+    """One engine in a process of its own."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CANARY_")} | ENVIRONMENT
+    environment |= LMCACHE if feature == "lmcache" else {}
+    path = [str(entry_point_folder()), str(HERE), environment.get("PYTHONPATH", "")]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "GUARD_DEVICE": DEVICE, "OUT": str(OUT)}
+    if DEVICE == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if feature == "tp2" else "all"
+    if guarded:
+        environment |= {"CANARY_PLUGINS": "vllm,guard_witness", "CANARY_READ_CHECK": "-1", "CANARY_AUDIT": "6"}
+        environment |= {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
+    name = f"{feature}-{'guarded' if guarded else 'plain'}"
+    (OUT / f"{name}.json").unlink(missing_ok=True)
+    with (OUT / f"{name}.log").open("w") as log:
+        arguments = [sys.executable, __file__, feature, "--child", "guarded" if guarded else "plain"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(arguments, stdout=log, stderr=log, env=environment, timeout=limit_s, check=False)
+    try:
+        result: dict[str, Any] = json.loads((OUT / f"{name}.json").read_text())
+    except FileNotFoundError:
+        text = (OUT / f"{name}.log").read_text(errors="replace")
+        return {"failed": text[-3000:]}
+    return result
+
+
+def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table."""
+    for one in (guarded, plain):
+        if "failed" in one:
+            print(one["failed"], flush=True)
+            return {"feature": feature, "ok": False, "failed": "an engine did not come to its end; see above"}
+    clean = guarded["clean"]
+    false = [v for one in clean for v in one["violations"]]
+    bad = [
+        e for one in clean for e in one["events"] if e["level"] in ("error", "warning") and e["event"] != "violation"
+    ]
+    audits = [e for one in clean for e in one["events"] if e["event"].startswith("audit")]
+    coverage = [e for one in clean for e in one["events"] if e["event"] == "coverage"]
+    found = sum(p["found"] for p in guarded["pokes"])
+    others = [v for p in guarded["pokes"] for v in p["others"]]
+    same = guarded["answers"] == plain["answers"]
+    row = {
+        "feature": feature,
+        "forwards": [one["stats"].get("forwards") for one in clean],
+        "slots": [one["stats"].get("checked_slots") for one in clean],
+        "coverage": [e.get("summary") for e in coverage],
+        "false": len(false),
+        "flips": f"{found}/{len(guarded['pokes'])}",
+        "others": len(others),
+        "same": same,
+        "audit": [e["event"] for e in audits],
+        "start_s": guarded["start_s"],
+        "traffic_s": (guarded["traffic_s"], plain["traffic_s"]),
+    }
+    row["ok"] = not false and not others and same and found == len(guarded["pokes"]) and not bad
+    row["first_false"], row["first_other"], row["bad_events"] = false[:3], others[:3], bad[:4]
+    row["said"] = next((p["said"] for p in guarded["pokes"] if p["said"]), None)
+    if "again" in guarded:
+        row["again_same"] = guarded["again"] == guarded["answers"]
+    return row
+
+
+def main() -> None:
+    """All features that are asked for."""
+    global DEVICE
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("features", nargs="+", choices=[*FEATURES])
+    parser.add_argument("--device", default=DEVICE, choices=("cuda", "cpu"))
+    parser.add_argument("--limit-s", type=int, default=280, help="most seconds of one engine")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    DEVICE = args.device
+    OUT.mkdir(parents=True, exist_ok=True)
+    if args.child:
+        child(args.features[0], args.child == "guarded")
+        return
+    rows = []
+    for feature in args.features:
+        row = judge(feature, run(feature, True, args.limit_s), run(feature, False, args.limit_s))
+        (OUT / f"guard-{feature}.json").write_text(json.dumps(row, indent=1))
+        print(json.dumps(row, indent=1), flush=True)
+        rows.append(row)
+    print(f"\n{'feature':9} {'ok':5} {'forwards':>12} {'false':>5} {'flips':>7} {'others':>6} {'same':5} coverage")
+    for row in rows:
+        print(
+            f"{row['feature']:9} {row['ok']!s:5} {row.get('forwards')!s:>12} {row.get('false')!s:>5} "
+            f"{row.get('flips')!s:>7} {row.get('others')!s:>6} {row.get('same')!s:5} {row.get('coverage')}"
+        )
+    sys.exit(0 if all(row["ok"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

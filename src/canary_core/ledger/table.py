@@ -1,0 +1,173 @@
+"""`Table`: the entries of one region, by prefix hash, in bounded memory on the host."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canary_core.ledger.doubt import Doubt
+
+ENTRY_BYTES = 160
+"""Host memory of an entry beside its values: what a Python dict takes for it, and its share of `Doubt`."""
+
+MOST_VARIANTS = 8
+"""Different bytes that are kept of one prefix; more leave it in doubt."""
+
+DOUBT_SHARE = 32
+"""`Doubt` takes one part in so many of the table's memory. With 64 sources the table is overwritten twenty times before
+one hash in forty is in doubt by mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the table has of one block. ``entries``: how many different bytes are stored under its hash. ``equal``: one
+    of them is these; ``condemned``: that one was found to be wrong before. ``nearest``: the index of the entry that
+    differs in the fewest sources, where none is equal."""
+
+    entries: int
+    equal: bool = False
+    condemned: bool = False
+    nearest: int = -1
+
+
+class Table:
+    """Entries: a prefix hash, what it grew by in the block, and a value for each of ``sources`` sources. There may be
+    several of one hash: bytes that were computed more than once, with other numerics.
+
+    Rows are used in turn. What is used moves to the front, so the one that is overwritten is among the least recently
+    used half. With one entry of a hash all of them go, and the hash is in `doubt` from then on: somebody may still have
+    what was stored.
+    """
+
+    def __init__(self, sources: int, size_bytes: int) -> None:
+        self.entry_bytes = 8 * (sources + 2) + ENTRY_BYTES
+        self.capacity = max(size_bytes // self.entry_bytes, 1)
+        # Memory of which nothing was written yet is not taken.
+        self._values = torch.empty(self.capacity, sources, dtype=torch.int64)
+        self._hashes = torch.empty(self.capacity, dtype=torch.int64)
+        self._sums = torch.empty(self.capacity, dtype=torch.int64)
+        self._condemned = torch.zeros(self.capacity, dtype=torch.bool)
+        self._rows: dict[int, tuple[int, ...]] = {}
+        self._next = 0
+        self.doubt = Doubt(size_bytes // DOUBT_SHARE)
+        self.entries = 0
+        self.evicted = 0
+        """How many entries were given up for others."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory of the entries."""
+        return self.entries * self.entry_bytes
+
+    def add(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool = False) -> None:
+        """int64 ``[n]``, ``[n]`` and ``[n, sources]``. What is there already counts as used."""
+        for part in range(0, len(hashes), self.capacity):
+            rest = slice(part, part + self.capacity)
+            given = hashes[rest], sums[rest], values[rest]
+            while len(given[0]):
+                again = self._add_first(*given, condemned)
+                given = given[0][again], given[1][again], given[2][again]
+
+    def match(self, hashes: Sequence[int], values: Tensor) -> list[Match]:
+        """Compares blocks, by hash and values int64 ``[n, sources]``, with what is stored."""
+        pairs = [(i, number) for i, hash in enumerate(hashes) for number in self._rows.get(hash, ())]
+        found = [Match(0)] * len(hashes)
+        if not pairs:
+            return found
+        block, number = torch.tensor(pairs).T
+        rows = number % self.capacity
+        different = (values[block] != self._values[rows]).sum(1).tolist()
+        condemned = self._condemned[rows].tolist()
+        for (i, number), differs, bad in zip(pairs, different, condemned, strict=True):
+            best = found[i]
+            equal = best.equal or not differs
+            nearer = not bad and (best.nearest < 0 or differs < self._distance(best.nearest, values[i]))
+            found[i] = Match(
+                entries=best.entries + (not bad),
+                equal=equal,
+                condemned=best.condemned or (bad and not differs),
+                nearest=number if nearer else best.nearest,
+            )
+        return found
+
+    def values(self, number: int) -> Tensor:
+        """Of an entry that `match` named, until the next `add`: int64 ``[sources]``."""
+        return self._values[number % self.capacity]
+
+    def rows(self, hashes: Iterable[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Hash, sum and values of all entries with these hashes (None: of all) that were not found to be wrong."""
+        wanted = self._rows if hashes is None else hashes
+        numbers = [number for hash in wanted for number in self._rows.get(hash, ())]
+        rows = torch.tensor(numbers, dtype=torch.int64) % self.capacity
+        rows = rows[~self._condemned[rows]]
+        return self._hashes[rows], self._sums[rows], self._values[rows]
+
+    def _distance(self, number: int, values: Tensor) -> int:
+        return int((values != self.values(number)).sum())
+
+    def _add_first(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool) -> Tensor:
+        """Adds the first entry of each hash; gives the indices of the others."""
+        listed: list[int] = hashes.tolist()
+        first: dict[int, int] = {}
+        again = [i for i, hash in enumerate(listed) if first.setdefault(hash, i) != i]
+        fresh = list(first.values())
+        if not first.keys().isdisjoint(self._rows):
+            known = [i for hash, i in first.items() if hash in self._rows]
+            variants = set(self._touch([listed[i] for i in known], known, values))
+            fresh = [i for hash, i in first.items() if hash not in self._rows or i in variants]
+        rows = torch.tensor(fresh, dtype=torch.int64)
+        self._append(
+            [listed[i] for i in fresh], sums[rows], values[rows], rows.new_full((len(rows),), condemned).bool()
+        )
+        self.entries += len(fresh)
+        return torch.tensor(again, dtype=torch.int64)
+
+    def _touch(self, hashes: list[int], indices: list[int], values: Tensor) -> list[int]:
+        """Of ``hashes`` that are known: those whose values, at ``indices``, are not stored yet, as indices. The entries
+        of the others move to the front where they are old."""
+        variants, old = [], []
+        for hash, i, match in zip(hashes, indices, self.match(hashes, values[indices]), strict=True):
+            rows = self._rows[hash]
+            if not match.equal:
+                if len(rows) < MOST_VARIANTS:
+                    variants.append(i)
+                else:
+                    self.doubt.add(hash)
+            elif self._next - rows[0] > self.capacity // 2:
+                old.append(hash)
+        numbers = [(hash, number) for hash in old for number in self._rows.pop(hash)]
+        if numbers:
+            rows_ = torch.tensor([number for _, number in numbers]) % self.capacity
+            kept = self._sums[rows_], self._values[rows_], self._condemned[rows_]
+            self._append([hash for hash, _ in numbers], *kept)
+        return variants
+
+    def _append(self, hashes: list[int], sums: Tensor, values: Tensor, condemned: Tensor) -> None:
+        """At most `capacity` entries."""
+        begin, self._next = self._next, self._next + len(hashes)
+        numbers = torch.arange(begin, self._next)
+        self._evict(max(begin - self.capacity, 0), max(self._next - self.capacity, 0))
+        rows = numbers % self.capacity
+        self._hashes[rows] = torch.tensor(hashes, dtype=torch.int64)
+        self._sums[rows], self._values[rows], self._condemned[rows] = sums, values, condemned
+        if len(set(hashes)) == len(hashes) and self._rows.keys().isdisjoint(hashes):
+            self._rows.update(zip(hashes, zip(range(begin, self._next), strict=False), strict=True))
+            return
+        for hash, number in zip(hashes, range(begin, self._next), strict=True):
+            self._rows[hash] = (*self._rows.get(hash, ()), number)
+
+    def _evict(self, begin: int, end: int) -> None:
+        """Entries of these numbers are about to be overwritten."""
+        if end <= begin:
+            return
+        numbers = range(begin, end)
+        hashes = self._hashes[torch.arange(begin, end) % self.capacity].tolist()
+        for number, hash in zip(numbers, hashes, strict=True):
+            rows = self._rows.get(hash, ())
+            # Else it has moved to the front, or went with another one of its hash.
+            if number in rows:
+                del self._rows[hash]
+                self.doubt.add(hash)
+                self.entries -= len(rows)
+                self.evicted += len(rows)

@@ -1,0 +1,43 @@
+"""Which layers and halves differ, in as few words as say it exactly."""
+
+from collections.abc import Sequence
+
+from canary_core.region import KVSource
+
+
+def fold(sources: Sequence[KVSource], differing: Sequence[int]) -> str:
+    """``differing``: indices among ``sources``, at least one. For example "1 of 64 sources differs: layer 3 V", or "64
+    of 64 sources differ: every layer, K and V"."""
+    halves: dict[str, list[int]] = {}
+    every: dict[str, list[int]] = {}
+    for source in sources:
+        every.setdefault(source.half, []).append(source.layer)
+    for index in differing:
+        halves.setdefault(sources[index].half, []).append(sources[index].layer)
+    alike: dict[tuple[str, bool], list[str]] = {}
+    for half, layers in halves.items():
+        whole = sorted(layers) == sorted(every[half]) and len(layers) > 1
+        alike.setdefault(("every layer," if whole else _layers(layers), whole), []).append(_half(half))
+    said = "; ".join(f"{where} {_joined(names)}" for (where, _), names in alike.items())
+    verb = "differs" if len(differing) == 1 else "differ"
+    return f"{len(differing)} of {len(sources)} sources {verb}: {said}"
+
+
+def _half(half: str) -> str:
+    return half.upper() if len(half) <= 2 else half
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """``layers 0, 3 to 5 and 9``"""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    said = [str(a) if a == b else f"{a} and {b}" if b == a + 1 and len(runs) == 1 else f"{a} to {b}" for a, b in runs]
+    return f"{'layer' if len(layers) == 1 else 'layers'} {_joined(said)}"
+
+
+def _joined(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,172 @@
+"""adopt and gather_blocks: the kernels of `canary_core.ops.reference.blocks`."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from canary_core.ops import hashing
+from canary_core.ops.blocks import BlockShape
+from canary_core.ops.kernels.common import (
+    CONTENT_BITS,
+    MULTIPLY_1,
+    MULTIPLY_2,
+    STATE_VALUES,
+    WRITTEN,
+    mix,
+    split_head,
+)
+from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, spread
+from canary_core.ops.kernels.launch import Launcher, arguments, group_launches, jit, region_arguments
+from canary_core.ops.kernels.tiles import SCRUB_TILES
+from canary_core.ops.state import RegionState
+from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SLOT, BLOCK_SUM, BLOCK_VALUES, Block
+
+SLOT_TILE = 16
+"""Slots of a block that a program takes at a time."""
+
+SOURCE_TILE = 64
+"""Sources whose fingerprints it takes at a time."""
+
+WARPS = 4
+
+VALUES = tl.constexpr(BLOCK_VALUES)
+WORD_HASH = tl.constexpr(BLOCK_HASH)
+WORD_SUM = tl.constexpr(BLOCK_SUM)
+WORD_FLAGS = tl.constexpr(BLOCK_FLAGS)
+WORD_SLOT = tl.constexpr(BLOCK_SLOT)
+FLAG_TOKENS = tl.constexpr(int(Block.TOKENS))
+FLAG_PREFIX = tl.constexpr(int(Block.PREFIX))
+FLAG_BYTES = tl.constexpr(int(Block.BYTES))
+FLAG_OUTSIDE = tl.constexpr(int(Block.OUTSIDE))
+WEIGHT = tl.constexpr((hashing.WEIGHT_SEED + hashing.GOLDEN) % (1 << 64))
+
+
+def adopt(state: RegionState, slots: Tensor) -> None:
+    """As `canary_core.ops.reference.blocks.adopt`. One launch a source group."""
+    given = arguments(slots, slots.shape[0])
+    for launch in group_launches(state, "adopt", adopt_kernel, SCRUB_TILES):
+        needed = max(-(-slots.shape[0] // launch.slots), 1)
+        launch.launch((launch.blocks, min(needed, launch.programs)), given)
+
+
+def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Tensor, first: int) -> None:
+    """As `canary_core.ops.reference.blocks.gather_blocks`. One launch."""
+    blocks = block.blocks(slots.shape[0])
+    if not blocks:
+        return
+    op = "gather_pages" if block.paged else "gather_blocks"
+    launcher = state.launches.by_op.get((op, None))
+    if launcher is None:
+        fixed = (region_arguments(state), arguments(state.fingerprints, state.fingerprints.shape[1]))
+        constants = {"PAGED": block.paged, "SLOT_TILE": SLOT_TILE, "SOURCE_TILE": SOURCE_TILE}
+        launcher = Launcher(gather_blocks_kernel, state, fixed, constants, num_warps=WARPS)
+        state.launches.by_op[op, None] = launcher
+    launcher((blocks, 1), arguments(slots, block.slots, rows, first))
+
+
+@jit("count")
+def adopt_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_first, null_end,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_slots, count,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs over tiles of `SLOTS` of the listed slots, by groups of sources."""
+    for i in range(tl.program_id(1), (count + SLOTS - 1) // SLOTS, tl.num_programs(1)):
+        o_slot = i * SLOTS + tl.arange(0, SLOTS)
+        if ABREAST[0] > 0:
+            o_slot = spread(i, ABREAST)
+        slot = tl.load(p_slots + o_slot, mask=o_slot < count, other=-1).to(tl.int64)
+        inside = (slot >= 0) & (slot < slots)
+        for s in tl.static_range(len(STRIPS) // STRIP):
+            source = describe(p_descriptors, p_columns, p_salts, len(STRIPS) // STRIP, s, ABREAST)
+            there = inside & (slot.to(tl.int32) % STRIPS[s * STRIP] < source[6])
+            if ABREAST[0] > 0:
+                value, _odd = fold_abreast(p_descriptors, source, p_keys, slot, there, STRIPS, s, False)
+            else:
+                value, _odd = fold(p_descriptors, source, p_keys, slot, there, STRIPS, s, False, False)
+            tl.store(p_fingerprints + slot * sources + source[0], value, mask=there)
+
+
+@jit("page_slots", "first")
+def gather_blocks_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_first, null_end,
+    p_fingerprints, sources,
+    p_slots, page_slots, p_rows, first,
+    PAGED: tl.constexpr, SLOT_TILE: tl.constexpr, SOURCE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program for each block."""
+    i_block = tl.program_id(0).to(tl.int64)
+    p_block = p_slots + (i_block if PAGED else i_block * page_slots)
+    p_row = p_rows + (first + i_block) * (VALUES + sources)
+    begin = tl.load(p_block).to(tl.int64)
+    if PAGED:
+        begin *= page_slots
+    m_begin = (begin >= 0) & (begin < slots) & ((begin < null_first) | (begin >= null_end))
+    # The first slot's position, where it is one.
+    _, word = split_head(tl.load(p_records + begin * 4, mask=m_begin, other=0))
+    position_first = word // STATE_VALUES
+    odd_tokens = tl.where(position_first % page_slots == 0, 0, 1)
+    odd_prefix = odd_tokens * 0
+    outside = odd_tokens * 0
+    total = tl.zeros((), tl.int64)
+    for i in range(0, page_slots, SLOT_TILE):
+        o_place = i + tl.arange(0, SLOT_TILE)
+        m = o_place < page_slots
+        slot, usable = listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED)
+        before, m_before = listed(
+            p_block, begin, o_place - 1, m & (o_place > 0), slots, null_first, null_end, PAGED
+        )  # fmt: skip
+        token, word = split_head(tl.load(p_records + slot * 4, mask=usable, other=0))
+        hash = tl.load(p_records + slot * 4 + 1, mask=usable, other=0)
+        hash_before = tl.load(p_records + before * 4 + 1, mask=m_before, other=0)
+        position = word // STATE_VALUES
+        grown = tl.where(usable, mix(token, position), 0)
+        told = usable & ((word & CONTENT_BITS) == WRITTEN) & (position == position_first + o_place)
+        linked = usable & (hash != 0) & ((o_place == 0) | (m_before & (hash == hash_before + grown)))
+        odd_tokens += tl.sum((m & (told == 0)).to(tl.int32), 0)
+        odd_prefix += tl.sum((m & (linked == 0)).to(tl.int32), 0)
+        outside += tl.sum((m & (usable == 0)).to(tl.int32), 0)
+        total += tl.sum(grown, 0)
+        tl.store(p_row + WORD_HASH + tl.zeros_like(slot), hash, mask=m & (o_place == page_slots - 1))
+    unknown = outside * 0
+    for s in range(0, sources, SOURCE_TILE):
+        o_source = s + tl.arange(0, SOURCE_TILE)
+        value = tl.zeros((SOURCE_TILE,), tl.uint64)
+        for i in range(0, page_slots, SLOT_TILE):
+            o_place = i + tl.arange(0, SLOT_TILE)
+            m = o_place < page_slots
+            slot, usable = listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED)
+            m_value = usable[:, None] & (o_source < sources)[None, :]
+            p_value = p_fingerprints + slot[:, None] * sources + o_source[None, :]
+            found = tl.load(p_value, mask=m_value, other=0)
+            missing = (found == 0) & m[:, None] & (o_source < sources)[None, :]
+            unknown += tl.sum(tl.sum(missing.to(tl.int32), 1), 0)
+            value += tl.sum(found.to(tl.uint64, bitcast=True) * weight(o_place)[:, None], 0)
+        tl.store(p_row + VALUES + o_source, value.to(tl.int64, bitcast=True), mask=o_source < sources)
+    flags = tl.where(odd_tokens > 0, 0, FLAG_TOKENS) + tl.where(odd_prefix > 0, 0, FLAG_PREFIX)
+    flags += tl.where(unknown > 0, 0, FLAG_BYTES) + tl.where(outside > 0, FLAG_OUTSIDE, 0)
+    tl.store(p_row + WORD_SUM, total)
+    tl.store(p_row + WORD_SLOT, begin)
+    tl.store(p_row + WORD_FLAGS, flags.to(tl.int64))
+
+
+@triton.jit
+def listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED: tl.constexpr):
+    """The slots at places of a block, and which of them are live ones of the region."""
+    if PAGED:
+        slot = tl.where(m, begin + o_place, -1)
+    else:
+        slot = tl.load(p_block + o_place, mask=m, other=-1).to(tl.int64)
+    return slot, (slot >= 0) & (slot < slots) & ((slot < null_first) | (slot >= null_end))
+
+
+@triton.jit
+def weight(o_place):
+    """`hashing.weights` of places in a block; uint64."""
+    x = o_place.to(tl.uint64) + WEIGHT
+    x = (x ^ (x >> 30)) * MULTIPLY_1
+    x = (x ^ (x >> 27)) * MULTIPLY_2
+    return (x ^ (x >> 31)) | 1

@@ -1,0 +1,165 @@
+"""What the scrub lists: by an oracle that goes slot by slot, on both back ends."""
+
+import random
+
+import pytest
+import torch
+from ops.scenario import differences, list_slots, ring_rows, twin
+
+from canary_core import CanaryConfig, KVSource, Region
+from canary_core.ops.backends import Backend, torch_backend, triton_backend
+from canary_core.ops.state import RegionState, Shared
+from canary_core.records import (
+    COUNTERS,
+    GAUGES,
+    POSITION,
+    SCRUB_WORDS,
+    STATES,
+    Counter,
+    Cursor,
+    Kind,
+    Row,
+    ScrubWord,
+    State,
+)
+
+BACKENDS = [
+    pytest.param(torch_backend, "cpu", id="torch"),
+    pytest.param(triton_backend, "cpu", id="triton"),
+    pytest.param(triton_backend, "cuda", id="triton-cuda", marks=pytest.mark.gpu),
+]
+PARKED = State.WRITTEN | State.PARKED
+
+
+def state_of(slots: int, device: str = "cpu") -> RegionState:
+    """A region of two short sources, fingerprinted, with nothing written."""
+    pools = [torch.randint(0, 256, (slots, 8), dtype=torch.uint8, device=device) for _ in "kv"]
+    sources = tuple(KVSource(pool, half, 0, 8, 8) for pool, half in zip(pools, "kv", strict=True))
+    config = CanaryConfig(ring_rows=64)
+    state = RegionState(Region("r", slots, sources), 0, Shared.allocate(config, torch.device(device)), config)
+    torch_backend().baseline(state)
+    return state
+
+
+def budget(state: RegionState, slots: int, running: int, passes: int) -> None:
+    """What the host says."""
+    for word, value in ((Cursor.SCRUB_SLOTS, slots), (Cursor.SCRUB_RUNNING, running), (Cursor.SCRUB_PASS, passes)):
+        state.cursors[word] = value
+
+
+def advance(state: RegionState) -> None:
+    """What `check` does before the next scrub."""
+    state.cursors[Cursor.SCRUB :][:SCRUB_WORDS] = state.cursors[Cursor.SCRUB_NEXT :][:SCRUB_WORDS]
+
+
+def listed(state: RegionState) -> list[int]:
+    """What the next scrub compares, after `advance`."""
+    place = int(state.cursors[Cursor.SCRUB + ScrubWord.LIST])
+    slots: list[int] = state.listed[place >> 32, : place & 0xFFFFFFFF].tolist()
+    return slots
+
+
+class Oracle:
+    """One slot after the other."""
+
+    def __init__(self, states: list[int]) -> None:
+        self.states = states
+        self.running = self.parked = 0
+
+    def next(self, most: int, share: int, passes: int) -> list[int]:
+        found: list[int] = []
+        left = {State.WRITTEN: min(passes, len(self.states)), PARKED: min(passes, len(self.states))}
+        for sort, room in ((State.WRITTEN, min(share, most)), (PARKED, most), (State.WRITTEN, most)):
+            while left[sort] and len(found) < room:
+                left[sort] -= 1
+                place = self.parked if sort == PARKED else self.running
+                if self.states[place] == sort:
+                    found.append(place)
+                place = (place + 1) % len(self.states)
+                if sort == PARKED:
+                    self.parked = place
+                else:
+                    self.running = place
+        return found
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_slots_are_listed_as_the_oracle_does(backend, device, seed):
+    """Running ones up to their share, then parked ones, then running ones again; in physical order from where each sort
+    was left, over several tiles, round the pool's end, no further than one may pass. Nothing else is listed."""
+    rng = random.Random(seed)
+    slots = rng.choice([5, 700, 3000])
+    state, scrub = state_of(slots, device), backend().scrub
+    states = rng.choices(
+        [0, State.WRITTEN, PARKED, State.WRITTEN | State.FREED, State.UNKNOWN, State.ALLOCATED], k=slots
+    )
+    if seed % 2:
+        # In runs, as a pool is that was filled from its begin.
+        states.sort(key=lambda s: s not in (State.WRITTEN, PARKED))
+    state.records[:, POSITION] = torch.tensor([rng.randrange(1000) * STATES + s for s in states], dtype=torch.int32)
+    oracle, passed = Oracle(states), 0
+    for _ in range(8):
+        most = rng.choice([0, 1, slots // 3, slots, 2 * slots])
+        share, passes = (
+            rng.choice([0, most // 2, most, 2 * slots]),
+            rng.choice([slots, 2 * slots, rng.randint(0, slots)]),
+        )
+        budget(state, most, share, passes)
+        scrub(state)
+        advance(state)
+        assert listed(state) == oracle.next(min(most, slots), share, passes)
+        place = state.cursors[Cursor.SCRUB :][:SCRUB_WORDS].tolist()
+        assert place[ScrubWord.RUNNING] % slots == oracle.running
+        assert place[ScrubWord.PARKED] % slots == oracle.parked
+        # The host hears of it behind the counters.
+        assert state.shared.counters[COUNTERS:][:GAUGES].tolist() == place[ScrubWord.RUNNING :][:GAUGES]
+        passed = place[ScrubWord.RUNNING]
+    assert int(state.shared.counters[Counter.SCRUBBED_SLOTS]) == passed
+    assert ring_rows(state) == []
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_what_was_listed_is_judged_by_what_it_is_now(backend, device):
+    """A slot that was given back, or is to be written, since it was listed may hold anything; one that was parked since
+    may not."""
+    state = state_of(40, device)
+    state.records[:, POSITION] = int(State.WRITTEN)
+    list_slots(state, range(40))
+    for slot, now in ((3, State.WRITTEN | State.FREED), (4, State.ALLOCATED), (5, State.UNKNOWN), (6, PARKED)):
+        state.records[slot, POSITION] = int(now)
+        state.sources[0].tensor[slot, 2] ^= 8
+    backend().scrub(state)
+    (found,) = ring_rows(state)
+    assert (found[Row.KIND - 1], found[Row.SLOT - 1]) == (Kind.BYTES, 6)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_a_scrub_without_a_check_before_it_loses_nothing(backend, device):
+    """Only `check` lets a list go by: two scrubs in a row compare the same one and make the same next one."""
+    state, scrub = state_of(40, device), backend().scrub
+    state.records[:, POSITION] = int(State.WRITTEN)
+    budget(state, 10, 10, 40)
+    seen = []
+    for _ in range(4):
+        scrub(state)
+        scrub(state)
+        advance(state)
+        seen += listed(state)
+    assert seen == list(range(40))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kernel_equals_reference_over_many_slots(seed):
+    """The same bits, the unused rest of the list included, where a list has more than one tile."""
+    rng = random.Random(seed)
+    state = state_of(2500)
+    state.records[:, POSITION] = torch.tensor(rng.choices([0, 1, 1, 9], k=2500), dtype=torch.int32)
+    budget(state, 900, 600, rng.choice([2500, 1700]))
+    kernels: Backend = triton_backend()
+    for _ in range(3):
+        other = twin(state)
+        torch_backend().scrub(state)
+        kernels.scrub(other)
+        assert differences(state, other, 0) == []
+        advance(state)
