@@ -365,7 +365,8 @@ class Canary:
     def _circumstances(self) -> Circumstances:
         """What a bundle says of this Canary."""
         about = {
-            "settings": {setting.variable: setting.value for setting in settings(self.config)},
+            # Not the directory: a path says nothing here, and may say who runs the engine.
+            "settings": {s.variable: s.value for s in settings(self.config) if s.variable != "CANARY_INCIDENT_DIR"},
             "coverage": self.coverage.event().fields,
             "stats": {**self.stats(), **self.scrub_stats()},
             "backend": self._workspace.backend.name,

@@ -19,6 +19,7 @@ from canary_core.cli import check_plugin, control, doctor, program
 from canary_core.cli.common import AsJson, load_config, print_json, refusal
 from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
+from canary_core.cli.explain import explain
 from canary_core.config import CanaryConfig, settings
 from canary_core.errors import CanaryError, ConfigError, ViolationError
 from canary_core.testing import demo, suite_tests
@@ -64,6 +65,7 @@ def _options(
 app.add_typer(control.app, name="ctl")
 app.command("top")(control.top)
 app.command("doctor")(doctor.doctor)
+app.command("explain")(explain)
 
 
 @app.command("plugins")

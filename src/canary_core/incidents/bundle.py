@@ -195,7 +195,7 @@ def _files(dossier: Dossier) -> dict[str, bytes]:
 
 def versions() -> dict[str, str]:
     """Of Python, the machine, and what of ours and of engines is installed."""
-    out = {"python": sys.version.split()[0], "platform": platform.platform()}
+    out = {"python": sys.version.split()[0], "platform": f"{platform.system()} {platform.machine()}"}
     for name in ("canary-core", "torch", "triton", "sglang", "vllm", "transformers", "flashinfer-python"):
         try:
             out[name] = metadata.version(name)
@@ -237,9 +237,13 @@ def _violation(violation: Violation, tokens: bool) -> dict[str, object]:
 _PRIVATE = ("token", "stored_token", "explanation")
 """Fields of events that may name tokens."""
 
+_PLACES = ("bundle", "directory")
+"""Fields of events that are paths."""
+
 
 def _event(moment: float, event: Event, tokens: bool) -> dict[str, object]:
-    fields = {k: v for k, v in event.fields.items() if tokens or k not in _PRIVATE}
+    left_out = _PLACES if tokens else (*_PRIVATE, *_PLACES)
+    fields = {k: v for k, v in event.fields.items() if k not in left_out}
     return {"time": round(moment, 6), "event": event.name, "level": event.level, **fields}
 
 

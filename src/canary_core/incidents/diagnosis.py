@@ -111,7 +111,7 @@ def _copied(case: Case, damage: "Damage") -> Iterator[Diagnosis]:
         return
     sure = "certain" if explained * 5 > 4 * evidence.looked_up else "possible"
     moved = {c.slot: c.other_slot for c in own}
-    told = tuple(_told_copy(evidence, copy) for copy in _one_of_each(own)[:3])
+    told = tuple(_told_copy(evidence, copy, own) for copy in _one_of_each(own)[:3])
     count = f"of {evidence.looked_up} damaged places, {explained} have bytes that the records of another slot know"
     told = (*told, count, *damage.layout)
     back = [slot for slot, other in moved.items() if moved.get(other) == slot]
@@ -129,7 +129,8 @@ def _copied(case: Case, damage: "Damage") -> Iterator[Diagnosis]:
 
 
 def _one_of_each(copies: Sequence[Copy]) -> list[Copy]:
-    return list({copy.slot: copy for copy in copies}.values())
+    """The first one of each slot."""
+    return list({copy.slot: copy for copy in reversed(copies)}.values())[::-1]
 
 
 def _follows(evidence: Evidence, other: int, slot: int) -> bool:
@@ -140,9 +141,11 @@ def _follows(evidence: Evidence, other: int, slot: int) -> bool:
     return one[WRITER] == two[WRITER] and abs(one[POSITION] // STATES - two[POSITION] // STATES) == 1
 
 
-def _told_copy(evidence: Evidence, copy: Copy) -> str:
+def _told_copy(evidence: Evidence, copy: Copy, copies: Sequence[Copy]) -> str:
     record = evidence.record(copy.other_slot)
-    text = f"slot {copy.slot} has in {copy.source} the bytes that belong to slot {copy.other_slot}"
+    sources = [c.source for c in copies if (c.slot, c.other_slot) == (copy.slot, copy.other_slot)]
+    where = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
+    text = f"slot {copy.slot} has, in {where}, the bytes that belong to slot {copy.other_slot}"
     if record is None or not record[STEP_WRITTEN]:
         return text
     who = evidence.names.get(record[WRITER], "a request whose name is not known")
