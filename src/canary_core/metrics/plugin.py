@@ -25,6 +25,8 @@ class Offers:
         self.readings = readings
         self._process = os.getpid()
         self._tried: set[str] = set()
+        self._imported = False
+        """Whether it is only for a port of ours that there is a prometheus_client in this process."""
         self._lock = threading.Lock()
 
     def begin(self, config: CanaryConfig, tell: Callable[[Event], None]) -> None:
@@ -52,9 +54,10 @@ class Offers:
             # An engine that has no metrics of its own is not made to import their library.
             if shares_metrics():
                 places["shared files"] = lambda: prometheus.SharedFiles(self.readings)
-            elif "prometheus_client" in sys.modules:
+            elif "prometheus_client" in sys.modules and not self._imported:
                 places["registry"] = lambda: prometheus.register(self.readings)
         if config.metrics_listen is not None and config.metrics != "off":
+            self._imported = self._imported or "prometheus_client" not in sys.modules
             address, port = config.metrics_listen.address, config.metrics_listen.port + config.rank
             places[f"http://{address}:{port}/metrics"] = lambda: prometheus.listen(self.readings, address, port)
         return places
