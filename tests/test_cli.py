@@ -175,12 +175,12 @@ def test_config_as_json_and_table():
 
 def test_config_fits_a_terminal_of_80_columns():
     """No variable is cut to pieces, and a value that was set stands beside its default."""
-    lines = run("config", COLUMNS="80", CANARY_MODE="raise").output.splitlines()
+    lines = run("config", COLUMNS="80", CANARY_LOG_LEVEL="error").output.splitlines()
     assert max(map(len, lines)) <= 80
     cells = {line.split("│")[1].strip() for line in lines if line.startswith("│")}
     assert {f"CANARY_{name.upper()}" for name in CanaryConfig.model_fields} == cells - {""}
     details = [" ".join(line.split("│")[2].split()) for line in lines if line.startswith("│")]
-    assert details.count("now raise") == 1
+    assert details.count("now error") == 1
     assert sum(line.startswith("now ") for line in details) == 1
 
 
@@ -235,6 +235,10 @@ def test_bad_setting_is_one_sentence(command, variable, value):
         ("CANARY_SILENCE_S", "nan"),
         ("CANARY_SILENCE_S", "inf"),
         ("CANARY_RANK", "-1"),
+        ("CANARY_METRICS_LISTEN", "0"),
+        ("CANARY_METRICS_LISTEN", "65536"),
+        ("CANARY_METRICS_LISTEN", "localhost"),
+        ("CANARY_METRICS_LISTEN", ":::9464"),
         ("CANARY_FAULTS", "lost_write:probability=2"),
     ],
 )

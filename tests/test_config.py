@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from support.guarded import Guarded
 
-from canary_core import CanaryConfig, ConfigError
+from canary_core import CanaryConfig, ConfigError, ViolationError
 from canary_core.config import settings, unknown_variables
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,53 @@ def test_unknown_variables_and_the_nearest_setting(variable, near, monkeypatch):
     assert unknown_variables() == {variable.upper(): near}
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ("watch", "log", 0, "0.1%", 0, 256, 4, 0)),
+        ({"CANARY_PROFILE": "watch", "CANARY_MODE": "raise"}, ("watch", "raise", 0, "0.1%", 0, 256, 4, 0)),
+        ({"CANARY_PROFILE": "hunt"}, ("hunt", "log", -1, "1%", 32, 1, 1, 0)),
+        ({"CANARY_PROFILE": "ci"}, ("ci", "raise", -1, "1%", 32, 1, 1, 8)),
+        ({"CANARY_MODE": "raise"}, ("hunt", "raise", -1, "1%", 32, 1, 1, 0)),
+        ({"CANARY_PROFILE": "ci", "CANARY_MODE": "log", "CANARY_AUDIT": "0"}, ("ci", "log", -1, "1%", 32, 1, 1, 0)),
+        ({"CANARY_PROFILE": "hunt", "CANARY_READ_CHECK": "7"}, ("hunt", "log", 7, "1%", 32, 1, 1, 0)),
+    ],
+)
+def test_one_dial(environment, expected, monkeypatch):
+    """A profile sets what nobody has set; a variable of its own wins; raise mode alone waits for no round of the
+    scrub."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    c = CanaryConfig.load()
+    found = (c.profile, c.mode, c.read_check, str(c.scrub_budget), c.sweep_interval, c.state_interval)
+    assert (*found, c.read_interval, c.audit) == expected
+
+
+def test_an_argument_wins_over_the_profile(monkeypatch):
+    """As over the environment."""
+    monkeypatch.setenv("CANARY_PROFILE", "ci")
+    config = CanaryConfig.load(mode="log", read_check=3)
+    assert (config.mode, config.read_check, config.state_interval) == ("log", 3, 1)
+
+
+@pytest.mark.parametrize("profile", ["loud", ["hunt"]])
+def test_an_unknown_profile_lists_the_known_ones(profile):
+    """One sentence, with what was given."""
+    with pytest.raises(ConfigError, match=r"CANARY_PROFILE: .*'watch', 'hunt' or 'ci'.*got"):
+        CanaryConfig.load(profile=profile)
+
+
+def test_a_flipped_bit_is_told_at_the_next_forward_in_raise_mode():
+    """Without a profile: the forward that would read the slot is the one that ends."""
+    guarded = Guarded(mode="raise")
+    request = guarded.submit(tokens=6)
+    guarded.step()
+    guarded.engine.v[1][request.slots[2], 3] += 1
+    with pytest.raises(ViolationError) as error:
+        guarded.decode()
+    assert (error.value.violation.kind.name, error.value.violation.source) == ("BYTES", "v.1")
+
+
 def test_config_is_frozen():
     """Settings don't change under a running engine."""
     with pytest.raises(ValidationError):
@@ -133,3 +181,15 @@ def test_only_config_reads_the_environment():
         if re.search(r"\bos\.environ|\bgetenv\b", file.read_text())
     ]
     assert readers == []
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "port"),
+    [("9464", "127.0.0.1", 9464), ("0.0.0.0:80", "0.0.0.0", 80), ("[::1]:65535", "::1", 65535), ("host:1", "host", 1)],
+)
+def test_where_metrics_are_served(text, address, port):
+    """A port alone is of this machine only; it prints as it was written."""
+    found = CanaryConfig.load(metrics_listen=text).metrics_listen
+    assert found is not None
+    assert (found.address, found.port, str(found)) == (address, port, text)
+    assert CanaryConfig.load(metrics_listen="").metrics_listen is None

@@ -544,7 +544,7 @@ def test_installed_lists_everything_without_loading(toy, distribution):
 
 
 def test_built_in_plugins_are_found_without_metadata(monkeypatch):
-    """Where Canary is only on PYTHONPATH, reporting and faults are there all the same."""
+    """Where Canary is only on PYTHONPATH, its own plugins are there all the same."""
 
     def none(name):
         raise metadata.PackageNotFoundError(name)
@@ -554,6 +554,8 @@ def test_built_in_plugins_are_found_without_metadata(monkeypatch):
     assert [(p.name, p.version, p.error) for p in plugins.installed()] == [
         ("reporting", None, None),
         ("faults", None, None),
+        ("metrics", None, None),
+        ("control", None, None),
     ]
     assert Plugins().manager.has_plugin("reporting")
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 from weakref import WeakSet
 
 import pluggy
@@ -16,16 +17,16 @@ from canary_core.audit.footprint import FootprintAudit
 from canary_core.audit.memory import EngineMemory
 from canary_core.audit.running import RunningAudit
 from canary_core.batch import BatchView
-from canary_core.config import CanaryConfig, settings
+from canary_core.config import CanaryConfig, Mode, ScrubBudget, settings
 from canary_core.coverage import Coverage
-from canary_core.errors import AttachError
+from canary_core.errors import AttachError, CanaryError
 from canary_core.events import Event
 from canary_core.incidents.bundle import Circumstances
 from canary_core.incidents.incident import Incident
 from canary_core.ledger import Ledger
 from canary_core.ops.state import RegionState
 from canary_core.ops.warm_up import row_counts, warm_up
-from canary_core.records import Counter
+from canary_core.records import Counter, Kind
 from canary_core.region import Region, Uncovered
 from canary_core.reporting.findings import Findings
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
@@ -114,6 +115,31 @@ class Canary:
     def device(self) -> torch.device:
         """Where the guarded bytes are."""
         return self._workspace.device
+
+    @property
+    def mode(self) -> Mode:
+        """``CANARY_MODE``, or what it was set to since; see `set_mode`."""
+        if self.config.mode == "off":
+            return "off"
+        return "raise" if self._switch.raises else "log"
+
+    def set_mode(self, mode: Literal["log", "raise"]) -> None:
+        """From now on findings are told, or the next one stops the engine; from any thread. Raises `CanaryError` where
+        Canary is off."""
+        self._require_on()
+        if mode == "raise" and not self._switch.raises:
+            self._findings.forget_first()
+        self._switch.raises = mode == "raise"
+        self.tell(Event("mode_changed", "warning", {"mode": mode}))
+
+    def set_budget(self, budget: ScrubBudget) -> None:
+        """How much the scrub may do from one of the next steps on; from any thread. Raises `CanaryError` where Canary
+        is off, or its work is part of a CUDA graph, which always does the same."""
+        self._require_on()
+        if self.step.captured:
+            raise CanaryError("the scrub is part of a CUDA graph of this engine, whose work can't be changed any more")
+        self.step.scrub.budget = budget
+        self.tell(Event("budget_changed", "warning", {"budget": str(budget)}))
 
     @property
     def uncovered(self) -> tuple[Uncovered, ...]:
@@ -235,14 +261,55 @@ class Canary:
         the first round on. Time in which the engine idles doesn't count."""
         return self.step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS]) if self.states else {}
 
+    def overhead_stats(self) -> dict[str, float]:
+        """What Canary costs, measured now and then in the engine itself: ``overhead_host`` and, on a GPU,
+        ``overhead_device``, see `Overhead.stats`."""
+        return self.step.overhead.stats()
+
+    @property
+    def found(self) -> Mapping[tuple[Kind, str], int]:
+        """How many findings were reported, by kind and region."""
+        return self._findings.found
+
+    @property
+    def incident_counts(self) -> Mapping[tuple[Kind, str], int]:
+        """How many incidents there were, by kind and region of the first finding by cause."""
+        return self._findings.incidents.counts
+
+    @property
+    def last_check(self) -> float | None:
+        """When the host last saw that checks go on, in seconds since the epoch; None before the first."""
+        return self._findings.last_check
+
+    @property
+    def unknown_slots(self) -> float:
+        """Slots of a forward's context that can't be judged, as of the last host read."""
+        return self._findings.unknown_slots
+
+    @property
+    def recent_events(self) -> tuple[tuple[float, Event], ...]:
+        """The last events that were told, each with when, in seconds since the epoch."""
+        return tuple(self._switch.recent)
+
+    @property
+    def detection_s(self) -> float | None:
+        """At most so many seconds after a flip in KV that requests use is it told, at the pace of now; None where
+        that is not known, or nothing compares bytes. What waits for the host to read the counters is not in it."""
+        if not self.states or self.config.bytes == "off":
+            return None
+        if self.config.read_check == -1:
+            return self.step.scrub.step_s
+        scrub = self.scrub_stats()
+        return scrub.get("live_period_s", scrub.get("scrub_period_s"))
+
     def tell(self, event: Event) -> None:
         """Hands ``event`` to every plugin; a broken one never stops the engine. Where the settings name the model, so
         does the event; so it does a rank other than 0."""
         self._switch.tell(event)
 
     def tell_stats(self) -> None:
-        """Tells `stats` and `scrub_stats`, as a ``stats`` event."""
-        self.tell(Event("stats", fields={**self.stats(), **self.scrub_stats()}))
+        """Tells `stats`, `scrub_stats` and `overhead_stats`, as a ``stats`` event."""
+        self.tell(Event("stats", fields={**self.stats(), **self.scrub_stats(), **self.overhead_stats()}))
 
     def fail(self, where: str, error: Exception) -> None:
         """An exception of ours, or of an adapter: off for good and loudly in log mode, so that the engine goes on;
@@ -252,6 +319,11 @@ class Canary:
     def guard(self, where: str) -> Failsafe:
         """A context for work of an adapter within the engine: its exceptions go to `fail`, findings pass through."""
         return self._switch.guard(where)
+
+    def _require_on(self) -> None:
+        if not self.enabled:
+            why = "CANARY_MODE is off" if self.config.mode == "off" else "an error switched it off, or it was closed"
+            raise CanaryError(f"nothing is checked here any more ({why}), so there is nothing to change")
 
     def _at_exit(self) -> None:
         """The process ends and nobody has closed this Canary. Never waits for a device that may be lost."""

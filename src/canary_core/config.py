@@ -1,10 +1,13 @@
 """Every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
 
 import difflib
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
@@ -18,7 +21,14 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from canary_core.errors import ConfigError
 from canary_core.faults.spec import FaultSpec
@@ -28,6 +38,24 @@ Bytes = Literal["off", "partial", "all"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Untested = Literal["guard", "refuse"]
+Profile = Literal["watch", "hunt", "ci"]
+
+HUNT: dict[str, Any] = {
+    "read_check": -1,
+    "scrub_budget": "1%",
+    "sweep_interval": 32,
+    "state_interval": 1,
+    "read_interval": 1,
+}
+"""Everything that finds sooner, at a price: reads compared, a busier scrub, sweeps, states every step, counters read
+after every forward."""
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "watch": {},
+    "hunt": HUNT,
+    "ci": {**HUNT, "mode": "raise", "audit": 8},
+}
+"""What each profile sets, of what is given neither by a variable nor by an argument. ``watch`` are the defaults."""
 
 AUDITED_FORWARDS = 4
 """Forwards that are audited where the engine is newer than tested, unless the setting asks for more: a prefill and
@@ -73,6 +101,34 @@ class ScrubBudget:
         return self.text
 
 
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """Where a server listens. Prints as it was written."""
+
+    address: str
+    port: int
+    text: str = field(default="", compare=False)
+
+    @classmethod
+    def parse(cls, value: object) -> "ListenAddress | None":
+        """From ``9464``, ``0.0.0.0:9464`` or ``[::]:9464``; None from an empty text. Raises `ConfigError`."""
+        if value is None or isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        written = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+)):)?(\d{1,5})", text)
+        if not text:
+            return None
+        if written is None or not 0 < int(written[3]) < 1 << 16:
+            raise ConfigError(
+                "CANARY_METRICS_LISTEN must be a port such as 9464, or an address and a port such as 0.0.0.0:9464, got "
+                f"{value!r}"
+            )
+        return cls(written[1] or written[2] or "127.0.0.1", int(written[3]), text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
 _BYTE_SIZE = TypeAdapter(ByteSize)
 _MOST_BYTES = (1 << 63) - 1
 _MOST_SLOTS = (1 << 31) - 1
@@ -88,8 +144,27 @@ def _unit(unit: str) -> dict[str, Any]:
     return {"unit": unit}
 
 
+class _ProfileSource(PydanticBaseSettingsSource):
+    """What the profile sets of all that the arguments and the environment leave open: the source that is asked last.
+    Raise mode without a profile is for tests, where nobody waits for a round of the scrub: it has that of ``hunt``."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The value of one field, None where the profile leaves it alone."""
+        return self._values().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """All that the profile sets. Nothing for a profile that there is not: validation says so."""
+        return self._values()
+
+    def _values(self) -> dict[str, Any]:
+        given = self.current_state
+        profile = given.get("profile", "hunt" if given.get("mode") == "raise" else "watch")
+        return {"profile": profile, **(PROFILES.get(profile, {}) if isinstance(profile, str) else {})}
+
+
 class CanaryConfig(BaseSettings):
-    """Frozen settings. Each field is read from ``CANARY_<NAME>``; an argument wins over the environment.
+    """Frozen settings. Each field is read from ``CANARY_<NAME>``; an argument wins over the environment, and both win
+    over what the ``profile`` sets.
 
     Build it with `CanaryConfig.load`, which turns pydantic's report into one `ConfigError` sentence per setting.
     """
@@ -105,6 +180,12 @@ class CanaryConfig(BaseSettings):
         default="log",
         description="off: nothing is checked. log: findings are reported, the engine always goes on. raise: the first "
         "finding stops the engine with a ViolationError.",
+    )
+    profile: Profile = Field(
+        default="watch",
+        description="One dial for all that follows. watch: made for production. hunt: everything that finds sooner, at "
+        "a price. ci: hunt that stops the engine and audits its first forwards. What is set by itself wins. "
+        "CANARY_MODE=raise without a profile has that of hunt.",
     )
     untested: Untested = Field(
         default="guard",
@@ -258,6 +339,33 @@ class CanaryConfig(BaseSettings):
         default=False,
         description="Bundles hold token ids and prefix hashes; without, nothing of a prompt can be worked out of them.",
     )
+    metrics: Literal["auto", "off", "opentelemetry"] = Field(
+        default="auto",
+        description="auto: the metrics are where the engine's own are, if it uses prometheus_client: in the registry "
+        "of its process, or in the files that its processes share. off: nowhere. opentelemetry: instruments of the "
+        "process's meter provider.",
+    )
+    metrics_listen: Annotated[
+        ListenAddress | None,
+        NoDecode,
+        BeforeValidator(ListenAddress.parse),
+        PlainSerializer(lambda address: str(address or ""), return_type=str),
+    ] = Field(
+        default=None,
+        description="Where the metrics are served over HTTP beside that: a port of this machine, or an address and a "
+        "port. Rank r takes the r-th port after it. Empty: nowhere.",
+        json_schema_extra=_unit("port, or address:port"),
+    )
+    control: Literal["off", "read", "write"] = Field(
+        default="read",
+        description="What canary ctl and canary top may do over the control socket of the process. off: there is none. "
+        "read: ask. write: also change mode and budget, pause and resume.",
+    )
+    control_dir: str = Field(
+        default="",
+        description="Folder of the control sockets, one a process, named after it. Empty: canary-<user id> in the "
+        "system's folder for temporary files.",
+    )
     log_format: LogFormat = Field(
         default="console",
         description="How reports to stderr look. Where the host has configured structlog, its own setup decides.",
@@ -283,6 +391,22 @@ class CanaryConfig(BaseSettings):
         marked = self.model_copy(update={"audit": max(self.audit, AUDITED_FORWARDS)})
         marked._untested_engine = True
         return marked
+
+    def control_folder(self) -> Path:
+        """Where the control sockets are."""
+        return Path(self.control_dir or Path(tempfile.gettempdir(), f"canary-{os.geteuid()}"))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, the environment, the profile."""
+        return init_settings, env_settings, _ProfileSource(settings_cls)
 
     @field_validator("plugins", "ledger_private", mode="before")
     @classmethod
@@ -315,6 +439,11 @@ def unknown_variables() -> dict[str, str | None]:
     names = (name.removeprefix("CANARY_") for name in given if name.startswith("CANARY_"))
     near = {name: difflib.get_close_matches(name, known, n=1) for name in names if name not in known}
     return {f"CANARY_{name}": f"CANARY_{found[0]}" if found else None for name, found in near.items()}
+
+
+def shares_metrics() -> bool:
+    """Whether the engine has told prometheus_client that its processes share their metrics: no setting of ours."""
+    return bool(EnvSettingsSource(CanaryConfig).env_vars.get("prometheus_multiproc_dir"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +483,8 @@ def _shown(value: object) -> str:
     """As it would be written in the environment."""
     if isinstance(value, tuple):
         return ",".join(value)
+    if value is None:
+        return ""
     if isinstance(value, ByteSize):
         text = value.human_readable(separator="")
         return text.replace(".0", "") if _BYTE_SIZE.validate_python(text) == value else str(value)

@@ -32,3 +32,11 @@ class ViolationError(CanaryError):
         super().__init__(str(violation if incident is None else incident))
         self.violation = violation
         self.incident = incident
+
+
+class MetricsError(CanaryError):
+    """Metrics can't be had where they were asked for."""
+
+
+class ControlError(CanaryError):
+    """The control socket can't be made, or nobody answers at it, or what was asked is refused."""

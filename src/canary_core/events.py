@@ -32,6 +32,14 @@ class Event:
     | disabled            | an exception of ours, or a failed audit, switched this canary off; the engine goes on  |
     | misuse              | Canary was called out of order or with arguments that can't be right, and what to do   |
     | wrong_memory        | the first forwards say that an adapter describes other memory than the engine's        |
+    | metrics             | the metrics can be had: at which place                                                 |
+    | metrics_unavailable | they can't, at one place, and why; the engine and its own metrics are as they were     |
+    | control             | the control socket is open: where, and what it allows                                  |
+    | control_unavailable | it is not, and why; the engine goes on                                                 |
+    | mode_changed        | somebody changed the mode of a running engine's guard: to which                        |
+    | budget_changed      | somebody changed how much the scrub may do                                             |
+    | paused              | somebody has paused the guard: forwards are not checked until it is resumed            |
+    | resumed             | it goes on; what slots held by then is not judged until they are written again         |
     | summary             | once, at close or at the process's exit: what was checked, told and found, and zeros   |
     | incident            | findings of one cause: the root, and counts of what follows from it                    |
     | incident_grew       | more was found of an incident that was told: how many, and all counts                  |

@@ -8,11 +8,13 @@ from typing import Any, Protocol, TypeVar
 import pluggy
 
 from canary_core.batch import BatchView
-from canary_core.errors import AttachError
+from canary_core.errors import AttachError, CanaryError
+from canary_core.events import Event
 from canary_core.ledger import Ledger
 from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.reporting.findings import Findings
 from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
+from canary_core.runtime.overhead import Overhead
 from canary_core.runtime.scrub import Scrub
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.watchdog import Watchdog
@@ -130,11 +132,19 @@ class Step:
         self._backend = workspace.backend
         self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
         self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
+        self.overhead = Overhead(workspace.device)
+        """What Canary itself costs."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self.forwards = 0
         """How many began."""
         self.unchecked = 0
         """How many could not be checked: they had no view."""
+        self.passed_by = 0
+        """How many ran while Canary was paused."""
+        self.paused = False
+        """Whether forwards run without Canary until `resume`."""
+        self._missed = False
+        self._passing = False
         self.ends = 0
         """How often `end` was called."""
         self._listeners: list[StepListener] = []
@@ -159,6 +169,32 @@ class Step:
     def inside(self) -> bool:
         """Whether a forward of `run` is being issued."""
         return self._inside
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph has Canary's work in it."""
+        return self._captured
+
+    def pause(self) -> None:
+        """From the next forward on nothing is checked, recorded or scrubbed until `resume`; events of slots are
+        followed all the same. From any thread. Raises `CanaryError` where Canary is off, or its work is part of a CUDA
+        graph, which always does the same."""
+        if not self._switch.enabled:
+            raise CanaryError("nothing is checked here any more, so there is nothing to pause")
+        if self._captured:
+            raise CanaryError(
+                "Canary's work is part of a CUDA graph of this engine, which can't be told to leave it out"
+            )
+        if not self.paused:
+            self.paused = True
+            self._switch.tell(Event("paused", "warning", {"forwards": self.forwards}))
+
+    def resume(self) -> None:
+        """Undoes `pause`. What the forwards in between have written was not recorded, so what slots hold by then is not
+        judged until it is written again. From any thread."""
+        if self.paused:
+            self.paused = False
+            self._switch.tell(Event("resumed", "warning", {"unchecked_forwards": self.passed_by}))
 
     def add(self, listener: StepListener) -> None:
         """``listener`` comes after those that are there."""
@@ -186,6 +222,21 @@ class Step:
         if not self._switch.enabled:
             self.close()
             return forward()
+        if (self.paused or self._missed) and self._passes():
+            return self._unguarded(forward)
+        if not self.overhead.due:
+            return self._guarded(forward, view, batch, overlap, settle)
+        with self.overhead:
+            return self._guarded(self.overhead.leaving_out(forward), view, batch, overlap, settle)
+
+    def _guarded(
+        self,
+        forward: Callable[[], Output],
+        view: Callable[[], BatchView | None],
+        batch: Any,
+        overlap: Overlap,
+        settle: Callable[[BatchView, Output], None] | None,
+    ) -> Output:
         issued_first = self._begin(batch, overlap)
         self._inside = True
         try:
@@ -225,6 +276,12 @@ class Step:
         """Checks every slot that the forward of ``view`` will read. May be captured in a graph."""
         if not self._switch.enabled:
             return
+        if (self.paused or self._missed) and self._passes():
+            self._passing = True
+            return
+        measured = self.overhead.due
+        if measured:
+            self.overhead.enter()
         try:
             if self._view is not None:
                 self._switch.misuse(
@@ -246,7 +303,7 @@ class Step:
             beside = overlap is not Overlap.NONE and not (compared or hooked or self._captured or self._audit.due)
             for name in view.tables:
                 self._states[name].require_capacity(view)
-            with self._workspace.beside(beside):
+            with self._workspace.beside(beside), self.overhead.device(self._captured):
                 self._workspace.queue.settle()
                 if hooked:
                     self._hooks.canary_pre_forward(canary=self._canary, batch=view)
@@ -259,6 +316,9 @@ class Step:
             self._audit.begin(view)
         except Exception as error:
             self._switch.fail("pre_forward", error)
+        finally:
+            if measured:
+                self.overhead.leave()
 
     def after(self, view: BatchView | None = None) -> None:
         """Records the slots that the forward has written, then scrubs the next stretch of every region. May be captured
@@ -266,6 +326,12 @@ class Step:
         was given. Written slots are those that `before` saw in either."""
         if not self._switch.enabled:
             return
+        if self._passing:
+            self._passing = False
+            return
+        measured = self.overhead.due
+        if measured:
+            self.overhead.enter()
         try:
             given, self._view = self._view, None
             if given is None:
@@ -278,10 +344,14 @@ class Step:
             self._record(given if view is None else view)
         except Exception as error:
             self._switch.fail("post_forward", error)
+        finally:
+            if measured:
+                self.overhead.leave()
 
     def abandon(self) -> None:
         """The forward that was checked last has failed: nothing is recorded of it."""
         self._view = None
+        self._passing = False
         self._audit.abandon()
 
     def join(self) -> None:
@@ -304,8 +374,11 @@ class Step:
 
         Raises `ViolationError` with the first finding in raise mode.
         """
-        if not self._switch.enabled:
+        if not self._switch.enabled or (self._missed and not self._read_is_due()):
             return
+        measured = self.overhead.due
+        if measured:
+            self.overhead.enter()
         try:
             workspace = self._workspace
             if self._captured:
@@ -324,6 +397,7 @@ class Step:
                     snapshot = self._findings.collect()
                     self.scrub.adjust(self._captured)
                     self._canary.ledger.send()
+                self.overhead.read()
                 self._audit.look(now_and_then=True)
                 if snapshot is not None:
                     self._findings.open(snapshot, self.forwards)
@@ -334,8 +408,13 @@ class Step:
             interval = self._config.stats_interval
             if interval and not idle and self.ends % interval == 0:
                 self._canary.tell_stats()
+            if not idle:
+                self.overhead.step()
         except Exception as error:
             self._switch.fail("end_step", error)
+        finally:
+            if measured:
+                self.overhead.leave()
         self._audit.judge()
         self._findings.raise_first()
 
@@ -357,9 +436,7 @@ class Step:
         for listener in self._listeners:
             with self._guard(listener, "idle"):
                 listener.idle()
-        now = time.monotonic()
-        if now - self._idle_read >= IDLE_READ_S:
-            self._idle_read = now
+        if self._read_is_due():
             # With nothing in flight this stream does for what would wait for the next forward.
             self._slots.settle()
             self.end()
@@ -371,6 +448,41 @@ class Step:
         for listener in listeners:
             with self._guard(listener, "close"):
                 listener.close()
+
+    def _read_is_due(self) -> bool:
+        """Whether the counters may be read once more while no forward is checked."""
+        now = time.monotonic()
+        if now - self._idle_read < IDLE_READ_S:
+            return False
+        self._idle_read = now
+        return True
+
+    def _passes(self) -> bool:
+        """Whether the forward that comes runs without Canary: between `pause` and `resume`. Nobody records what such
+        forwards write, so before the first of them, and after the last, all slots become unknown: neither a comparison
+        that a plugin asks for in between nor a later check judges by what was there before."""
+        if capturing(self._workspace.device):
+            return False
+        paused = self.paused
+        if paused != self._missed:
+            self._missed = paused
+            for name in self._states:
+                self._slots.forget(name, None)
+        if paused:
+            self.passed_by += 1
+            self.watchdog.feed()
+            self._slots.settle()
+        return paused
+
+    def _unguarded(self, forward: Callable[[], Output]) -> Output:
+        """The forward alone. What was found before is still told."""
+        self._inside = True
+        try:
+            output = forward()
+        finally:
+            self._inside = False
+        self.end()
+        return output
 
     def _begin(self, batch: Any, overlap: Overlap) -> bool:
         """Gives whether the forward is issued before its check."""
@@ -410,7 +522,7 @@ class Step:
         workspace.join(for_good=not beside)
         if hooked:
             hooks.canary_post_forward(canary=self._canary, batch=view)
-        with workspace.beside(beside):
+        with workspace.beside(beside), self.overhead.device(self._captured):
             for name, table in view.tables.items():
                 state = self._states[name]
                 if state.sources and self._schedules[name].now:

@@ -15,7 +15,8 @@ from rich.table import Column, Table
 
 import canary_core
 from canary_core import plugins, scaffold
-from canary_core.cli import check_plugin, program
+from canary_core.cli import check_plugin, control, doctor, program
+from canary_core.cli.common import AsJson, load_config, print_json, refusal
 from canary_core.cli.coverage_log import CoverageLog
 from canary_core.cli.demo_screen import Screen
 from canary_core.cli.explain import explain
@@ -45,8 +46,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -63,6 +62,9 @@ def _options(
     """Canary guards the KV cache of an LLM engine."""
 
 
+app.add_typer(control.app, name="ctl")
+app.command("top")(control.top)
+app.command("doctor")(doctor.doctor)
 app.command("explain")(explain)
 
 
@@ -70,12 +72,12 @@ app.command("explain")(explain)
 def show_plugins(as_json: AsJson = False) -> None:
     """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load. Exit code
     2 if CANARY_PLUGINS names one that is not installed."""
-    config = _config()
+    config = load_config()
     allowed = config.plugins
     found = plugins.installed()
     missing = plugins.not_installed(allowed, (p.name for p in found if not p.built_in))
     if as_json:
-        _print_json([_plugin_fields(p, allowed) for p in (*found, *missing)])
+        print_json([_plugin_fields(p, allowed) for p in (*found, *missing)])
     else:
         _print_plugins(found, config)
     for p in missing:
@@ -98,11 +100,11 @@ def show_config(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
 ) -> None:
     """List every setting: its values or unit, its default, what it is now where that differs, and what it does."""
-    config = _config()
+    config = load_config()
     plugins.tell_unknown_settings(config)
     found = settings(config)
     if as_json:
-        _print_json([asdict(s) for s in found])
+        print_json([asdict(s) for s in found])
         return
     if as_markdown:
         typer.echo("| variable | values | default | what it does |\n|---|---|---|---|")
@@ -131,7 +133,7 @@ def show_coverage(
     found = CoverageLog.read(log)
     events = list(found.coverage.values())
     if as_json:
-        _print_json(events)
+        print_json(events)
     elif events:
         _print_coverage(events)
     if found.problem is not None:
@@ -162,16 +164,16 @@ def run_script(
 ) -> None:
     """Run a Python program under the plugins that CANARY_PLUGINS names, for engines that load no plugins themselves.
     The exit code is the program's; 2 if it can't be started."""
-    config = _config()
+    config = load_config()
     if not is_module:
         try:
             program.require_file(script)
         except CanaryError as error:
-            raise _refusal(error) from error
+            raise refusal(error) from error
     plugins.tell_unknown_settings(config)
     if not config.plugins:
         if config.mode == "raise":
-            raise _refusal(
+            raise refusal(
                 ConfigError(
                     "CANARY_MODE=raise, but CANARY_PLUGINS is empty, so nothing would be guarded; name the engine's "
                     "plugin in it (canary plugins lists them)"
@@ -185,7 +187,7 @@ def run_script(
     try:
         code = program.run(script, arguments or [], is_module)
     except program.ProgramError as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
     finally:
         _uninstall()
     raise typer.Exit(code)
@@ -212,7 +214,7 @@ def demonstrate(
                 else:
                     screen.report(reports[-1])
     except CanaryError as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
     if not as_json:
         screen.summary(reports)
     if not all(r.passed for r in reports):
@@ -233,7 +235,7 @@ def check(
         suite = check_plugin.suite_of(name)
         tests = check_plugin.chosen(suite_tests(suite), only or [])
     except CanaryError as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
     console = Console(stderr=as_json)
     outcomes = check_plugin.show(console, suite, tests)
     if as_json:
@@ -250,6 +252,7 @@ def new_plugin(
     into: Annotated[
         Path, typer.Option("--into", metavar="DIR", help="Where the new folder is made.", show_default="this folder")
     ] = Path(),
+    as_json: AsJson = False,
 ) -> None:
     """Write an installable plugin with its tests, for a toy paged engine that you replace by yours. Exit code 2 if it
     can't be written; nothing is overwritten."""
@@ -258,7 +261,10 @@ def new_plugin(
         names.require_free()
         files = scaffold.write(names, into)
     except CanaryError as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
+    if as_json:
+        print_json({"plugin": name, "distribution": names.distribution, "files": [str(into / f) for f in files]})
+        return
     folder = shlex.quote(str(into / names.distribution))
     typer.echo("\n".join(["Wrote", *(f"  {into / file}" for file in files)]))
     typer.echo(
@@ -274,20 +280,6 @@ def new_plugin(
 def main() -> None:
     """Entry point of the ``canary`` script."""
     app()
-
-
-def _config() -> CanaryConfig:
-    """Settings from the environment; a bad one ends the command with its sentence and exit code 2."""
-    try:
-        return CanaryConfig.load()
-    except CanaryError as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: CanaryError) -> typer.Exit:
-    """Tells ``error`` on stderr and gives what ends the command: exit code 2."""
-    typer.echo(f"canary: {error}", err=True)
-    return typer.Exit(2)
 
 
 def _uninstall() -> None:
@@ -343,10 +335,6 @@ def _lines(details: Mapping[str, str | None]) -> Table:
         if text:
             _add(lines, name, text)
     return lines
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))
 
 
 def _table(*headers: str) -> Table:

@@ -99,6 +99,11 @@ CONSEQUENCES: dict[Kind, dict[Kind, set[Link]]] = {
         Kind.WRITE_SLOT: {Link.REQUEST},
         Kind.NON_FINITE: {Link.STEP, Link.REQUEST},
     },
+    Kind.ARRIVAL: {
+        Kind.ARRIVAL: {Link.STEP, Link.REQUEST, *_OWNERS},
+        Kind.BYTES: _OWNERS,
+        Kind.NON_FINITE: _OWNERS,
+    },
     Kind.LOST_WRITE: {
         Kind.LOST_WRITE: {Link.STEP, *_OWNERS},
         Kind.UNWRITTEN: _OWNERS,

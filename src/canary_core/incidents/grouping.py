@@ -40,6 +40,7 @@ class Incidents:
         self._over: list[Incident] = []
         self._grown: dict[Incident, int] = {}
         self.total = 0
+        self.counts: dict[tuple[Kind, str], int] = {}
         self.limited = 0
         self.last: Incident | None = None
 
@@ -86,6 +87,8 @@ class Incidents:
             self.tell_limited()
         for incident in new:
             self.total += 1
+            place = (incident.root.kind, incident.root.region)
+            self.counts[place] = self.counts.get(place, 0) + 1
             incident.number, incident.told = self.total, True
             if self._limit and len(self._times) >= self._limit:
                 self.limited += 1

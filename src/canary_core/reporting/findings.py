@@ -49,6 +49,12 @@ class Findings:
         self._stalled = 0
         self.counters = [0] * workspace.shared.counters.shape[0]
         self.delivered: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self.found: dict[tuple[Kind, str], int] = {}
+        """What was reported, by kind and region."""
+        self.last_check: float | None = None
+        """When a read last brought checks that had gone on, in seconds since the epoch."""
+        self.unknown_slots = 0.0
+        """Slots that a forward's checks left out as unknown, a mean over those of the last read that brought any."""
         self.repeated = 0
         self.dismissed = 0
 
@@ -81,6 +87,8 @@ class Findings:
         if self._stalled == STALLED_READS:
             reason = "forwards run but no check does; were they captured without Canary?"
             self._switch.tell(Event("silence", "error", {"reason": reason}))
+        if moved:
+            self._notice(snapshot.counters)
         self.counters = snapshot.counters
         if snapshot.tallies is not None:
             self.memory.read(snapshot.tallies)
@@ -113,10 +121,14 @@ class Findings:
     def raise_first(self) -> None:
         """In raise mode: raises `ViolationError` with the first incident of those that began since it was last
         called, and that incident's root."""
-        if self._config.mode == "raise" and self._first is not None:
+        if self._switch.raises and self._first is not None:
             first, self._first = self._first, None
             self.investigator.wait()
             raise ViolationError(first.root, first)
+
+    def forget_first(self) -> None:
+        """Raise mode begins now: what was told before is not raised."""
+        self._first = None
 
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
         """The findings that are new and that nobody dismisses, each after its hooks were called. Those that wait until
@@ -145,8 +157,17 @@ class Findings:
             self.incidents.tell()
         return stand
 
+    def _notice(self, counters: Sequence[int]) -> None:
+        """Checks have gone on since the last read."""
+        self.last_check = time.time()
+        forwards = counters[Counter.CHECKED_FORWARDS] - self.counters[Counter.CHECKED_FORWARDS]
+        unknown = counters[Counter.UNKNOWN_SLOTS] - self.counters[Counter.UNKNOWN_SLOTS]
+        self.unknown_slots = unknown / max(forwards, 1)
+
     def _deliver(self, violation: Violation) -> None:
         self.delivered[violation.kind] += 1
+        place = (violation.kind, violation.region)
+        self.found[place] = self.found.get(place, 0) + 1
         incident = self.incidents.add(violation)
         if self._first is None or self._first not in self.incidents:
             self._first = incident

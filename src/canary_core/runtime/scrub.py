@@ -74,6 +74,11 @@ class Pace:
         """Length of all forwards so far, but for those that took more than a second."""
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds of a step now; None until it is known."""
+        return self._step_s or None
+
+    @property
     def off(self) -> bool:
         """Whether there is never anything to scrub."""
         return not self.budget.share and not self.budget.step_bytes
@@ -230,6 +235,11 @@ class Scrub:
         self._since = 0
         # A graph may be captured before the first forward ends, and a scrub that it lacks would be lacking for good.
         self.adjust(captured=False)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step of the engine now; None until it is known."""
+        return self._pace.step_s
 
     @property
     def budget(self) -> ScrubBudget:

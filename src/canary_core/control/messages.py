@@ -1,0 +1,59 @@
+"""What goes over the control socket: one line of JSON each way. `Request` is one question, `Reply` its answer.
+
+A line has at most `MOST_REQUEST_BYTES` or `MOST_REPLY_BYTES`. Nothing but these models is ever made of what arrives.
+"""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MOST_REQUEST_BYTES = 4096
+MOST_REPLY_BYTES = 1 << 20
+
+Command = Literal["status", "dump", "mode", "budget", "pause", "resume"]
+CHANGES: frozenset[Command] = frozenset({"mode", "budget", "pause", "resume"})
+"""Commands that change something: refused unless ``CANARY_CONTROL=write``."""
+
+
+class Request(BaseModel):
+    """One question. ``value``: what `mode` and `budget` are set to; None for the others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    command: Command
+    value: str | None = Field(default=None, max_length=64)
+
+    @classmethod
+    def parse(cls, line: bytes) -> "Request":
+        """From one line. Raises `ValueError` with a sentence for whoever sent it."""
+        try:
+            return cls.model_validate_json(line)
+        except ValidationError as error:
+            told = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the line'}: {e['msg']}" for e in error.errors()[:3])
+            raise ValueError(f"a request is one line of JSON such as {{'command': 'status'}}, got: {told}") from None
+        except RecursionError:
+            raise ValueError(
+                "a request is one line of JSON such as {'command': 'status'}, got one nested too deep"
+            ) from None
+
+    def line(self) -> bytes:
+        """As it goes over the socket."""
+        return self.model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+class Reply(BaseModel):
+    """One answer. ``error``: why not, in a sentence; None if it worked. ``result``: by command."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    result: dict[str, Any] = {}
+    error: str | None = None
+
+    def line(self) -> bytes:
+        """As it goes over the socket; one that is too long says so instead."""
+        text = json.dumps(self.model_dump(), default=str).encode() + b"\n"
+        if len(text) <= MOST_REPLY_BYTES:
+            return text
+        refused = Reply(error=f"the answer has {len(text)} bytes, and at most {MOST_REPLY_BYTES} are sent")
+        return refused.line()

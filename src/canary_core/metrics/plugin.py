@@ -1,0 +1,82 @@
+"""The built-in plugin ``metrics``: offers the numbers of every `Canary` of this process where they are wanted."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from canary_core.config import CanaryConfig, shares_metrics
+from canary_core.errors import MetricsError
+from canary_core.events import Event
+from canary_core.hookspecs import hookimpl
+from canary_core.metrics import opentelemetry, prometheus
+from canary_core.metrics.readings import READINGS, Readings
+
+if TYPE_CHECKING:
+    from canary_core.canary import Canary
+
+
+class Offers:
+    """Where the metrics of one process are to be had. Each place is tried once; one that can't be had is told, and the
+    engine goes on as if nothing were."""
+
+    def __init__(self, readings: Readings) -> None:
+        self.readings = readings
+        self._process = os.getpid()
+        self._tried: set[str] = set()
+        self._imported = False
+        """Whether it is only for a port of ours that there is a prometheus_client in this process."""
+        self._lock = threading.Lock()
+
+    def begin(self, config: CanaryConfig, tell: Callable[[Event], None]) -> None:
+        """Opens what ``config`` asks for and nobody has opened yet; ``tell`` is given one event for each."""
+        with self._lock:
+            if os.getpid() != self._process:
+                # Forked: threads and ports stay with the parent.
+                self._process, self._tried = os.getpid(), set()
+            for place, open_it in self._places(config).items():
+                if place in self._tried:
+                    continue
+                self._tried.add(place)
+                try:
+                    open_it()
+                except MetricsError as error:
+                    tell(Event("metrics_unavailable", "warning", {"place": place, "reason": str(error)}))
+                else:
+                    tell(Event("metrics", "info", {"place": place}))
+
+    def _places(self, config: CanaryConfig) -> dict[str, Callable[[], object]]:
+        places: dict[str, Callable[[], object]] = {}
+        if config.metrics == "opentelemetry":
+            places["opentelemetry"] = lambda: opentelemetry.observe(self.readings)
+        elif config.metrics == "auto":
+            # An engine that has no metrics of its own is not made to import their library.
+            if shares_metrics():
+                places["shared files"] = lambda: prometheus.SharedFiles(self.readings)
+            elif "prometheus_client" in sys.modules and not self._imported:
+                places["registry"] = lambda: prometheus.register(self.readings)
+        if config.metrics_listen is not None and config.metrics != "off":
+            self._imported = self._imported or "prometheus_client" not in sys.modules
+            address, port = config.metrics_listen.address, config.metrics_listen.port + config.rank
+            places[f"http://{address}:{port}/metrics"] = lambda: prometheus.listen(self.readings, address, port)
+        return places
+
+
+OFFERS = Offers(READINGS)
+"""Those of this process."""
+
+
+class Metrics:
+    """The plugin. Each manager has its own; what it opens is the process's."""
+
+    @hookimpl
+    def canary_attached(self, canary: "Canary") -> None:
+        """Its numbers are to be had from now on."""
+        READINGS.add(canary)
+        OFFERS.begin(canary.config, canary.tell)
+
+    @hookimpl
+    def canary_detached(self, canary: "Canary") -> None:
+        """What it came to stays."""
+        READINGS.end(canary)

@@ -1,0 +1,168 @@
+"""`Reading`: the numbers of one `Canary` as the host knows them; `Readings`: those of all in this process."""
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import TYPE_CHECKING
+from weakref import ref
+
+from canary_core.records import Counter, Kind
+
+if TYPE_CHECKING:
+    from canary_core.canary import Canary
+
+Labels = tuple[str, str]
+"""Rank and model, or kind and region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One `Canary`, as of the last time that the host read its counters. ``skipped``: what was not checked, by reason.
+    ``violations``, ``incidents``: how many were found, by kind and region, whether or not each was told by itself.
+    None: not known, or there is none.
+
+    Taken from any thread, without a look at the device.
+    """
+
+    rank: str
+    model: str
+    mode: str
+    enabled: bool
+    paused: bool
+    forwards: int
+    checked_forwards: int
+    slots_checked: int
+    bytes_checked: int
+    skipped: dict[str, int]
+    violations: dict[Labels, int]
+    incidents: dict[Labels, int]
+    unknown_slots: float
+    coverage: float
+    guarded_bytes: int
+    memory_bytes: int
+    detection_s: float | None
+    scrub_period_s: float | None
+    last_check: float | None
+    overhead: dict[str, float]
+
+    @classmethod
+    def of(cls, canary: "Canary") -> "Reading":
+        """What is known of ``canary`` now."""
+        stats, scrub, overhead = canary.stats(), canary.scrub_stats(), canary.overhead_stats()
+        skipped = {
+            "unknown_slot": stats.get(Counter.UNKNOWN_SLOTS.name.lower(), 0),
+            "unsure": stats.get(Counter.UNSURE.name.lower(), 0),
+            "forward_without_view": canary.step.unchecked,
+            "paused": canary.step.passed_by,
+            "withheld": stats.get("withheld", 0),
+        }
+        return cls(
+            rank=str(canary.config.rank),
+            model=canary.config.model,
+            mode=canary.mode,
+            enabled=canary.enabled and not canary.step.paused,
+            paused=canary.step.paused,
+            forwards=stats["forwards"],
+            checked_forwards=stats.get(Counter.CHECKED_FORWARDS.name.lower(), 0),
+            slots_checked=stats.get(Counter.CHECKED_SLOTS.name.lower(), 0),
+            bytes_checked=stats.get(Counter.CHECKED_BYTES.name.lower(), 0),
+            skipped=skipped,
+            violations=_named(canary.found),
+            incidents=_named(canary.incident_counts),
+            unknown_slots=canary.unknown_slots,
+            coverage=canary.coverage.ratio,
+            guarded_bytes=canary.coverage.guarded_bytes,
+            memory_bytes=sum(state.memory_bytes for state in canary.states.values()),
+            detection_s=canary.detection_s,
+            scrub_period_s=scrub.get("scrub_period_s"),
+            last_check=canary.last_check,
+            overhead={name.removeprefix("overhead_"): ratio for name, ratio in overhead.items()},
+        )
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the Canaries of one rank and model that have ended came to, so that no count goes down."""
+
+    forwards: int = 0
+    checked_forwards: int = 0
+    slots_checked: int = 0
+    bytes_checked: int = 0
+    skipped: "Tally[str]" = field(default_factory=Tally)
+    violations: "Tally[Labels]" = field(default_factory=Tally)
+    incidents: "Tally[Labels]" = field(default_factory=Tally)
+
+    def add(self, reading: Reading) -> None:
+        """One more."""
+        self.forwards += reading.forwards
+        self.checked_forwards += reading.checked_forwards
+        self.slots_checked += reading.slots_checked
+        self.bytes_checked += reading.bytes_checked
+        self.skipped.update(reading.skipped)
+        self.violations.update(reading.violations)
+        self.incidents.update(reading.incidents)
+
+
+class Readings:
+    """The Canaries of this process, those that have ended as `Totals`. Thread-safe; never keeps a Canary alive."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._last: dict[ref[Canary], Reading] = {}
+        self._ended: dict[Labels, Totals] = {}
+
+    def add(self, canary: "Canary") -> None:
+        """``canary`` guards a pool from now on."""
+        with self._lock:
+            self._last[ref(canary)] = Reading.of(canary)
+
+    def end(self, canary: "Canary") -> None:
+        """``canary`` was closed; what it came to stays in the totals. Again, or of one that is not known: nothing."""
+        with self._lock:
+            own = ref(canary)
+            if self._last.pop(own, None) is not None:
+                self._fold(Reading.of(canary))
+
+    def running(self) -> list["Canary"]:
+        """Those that were not closed, the oldest first."""
+        with self._lock:
+            return [canary for canary in (known() for known in self._last) if canary is not None]
+
+    def take(self) -> tuple[list[Reading], dict[Labels, Totals]]:
+        """The readings of those that run, and the totals of the others by rank and model."""
+        with self._lock:
+            for known in list(self._last):
+                canary = known()
+                if canary is None:
+                    # Nobody has closed it: what was read last is what is known.
+                    self._fold(self._last.pop(known))
+                else:
+                    self._last[known] = Reading.of(canary)
+            return list(self._last.values()), dict(self._ended)
+
+    def _fold(self, reading: Reading) -> None:
+        self._ended.setdefault((reading.rank, reading.model), Totals()).add(reading)
+
+
+def _named(counts: Mapping[tuple[Kind, str], int]) -> dict[Labels, int]:
+    """``counts`` by kind, in lower case, and region."""
+    return {(kind.name.lower(), region): number for (kind, region), number in dict(counts).items()}
+
+
+READINGS = Readings()
+"""Those of this process."""
+
+
+def age_s(moment: float | None) -> float | None:
+    """Seconds since ``moment``, of `time.time`."""
+    return None if moment is None else max(time.time() - moment, 0.0)
+
+
+def total(readings: Iterable[Reading]) -> Totals:
+    """All of ``readings`` in one."""
+    added = Totals()
+    for reading in readings:
+        added.add(reading)
+    return added
