@@ -7,7 +7,7 @@ from canary_vllm import plugin
 
 from canary_core.testing import EngineSession, PluginConformance
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("conformance")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("process 0")]
 
 
 @cache
@@ -19,8 +19,8 @@ def engine(model: str):
 
 
 class TestLlama(PluginConformance):
-    """Not declared: a batch that no CUDA graph replays is not padded (`padding`); vLLM forks no requests, and rolls back
-    only what was drafted (`fork`, `roll_back`)."""
+    """Not declared: a batch that no CUDA graph replays is not padded (`padding`); vLLM forks no requests, and rolls
+    back only what was drafted (`fork`, `roll_back`)."""
 
     plugin = plugin
     layers, halves = 2, ("k", "v")
