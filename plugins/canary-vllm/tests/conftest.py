@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -55,6 +54,6 @@ def _marks(setup: Setup) -> list[pytest.MarkDecorator]:
 
 
 @pytest.fixture(scope="session", params=[pytest.param(name, marks=_marks(setup)) for name, setup in SETUPS.items()])
-def engine(request: pytest.FixtureRequest) -> Iterator[Shared]:
+def engine(request: pytest.FixtureRequest) -> Shared:
     """One engine of each of `SETUPS`, loaded once a process; each guard gives it a new KV cache."""
-    yield shared(request.param)
+    return shared(request.param)

@@ -28,7 +28,7 @@ def test_clean_traffic_is_silent_and_answers_stay_the_same(engine):
     assert sorted(regions) == sorted(engine.setup.regions)
     assert audit.fields["unclaimed_bytes"] == 0
     assert coverage.fields["coverage_ratio"] == 1.0
-    assert stats["forwards"] == stats["checked_forwards"] > 30
+    assert stats["forwards"] * len(regions) == stats["checked_forwards"] > 30
     assert min(stats[name] for name in ("checked_slots", "checked_bytes", "recorded_slots", "recorded_bytes")) > 1000
 
 

@@ -12,7 +12,6 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 
 
-@pytest.mark.older_release
 @pytest.mark.parametrize("model", ["llama"])
 def test_the_v2_runner_is_guarded(model):
     """The V2 runner, with Triton's interpreter: silent under preemption and prefix hits, answers as without Canary, and

@@ -7,8 +7,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Setup:
     """``model`` and ``options``: as of `SmallEngine`. ``layers``, ``halves``: what a flip can be in. ``regions``: names
-    of the regions that guard it. ``reach``: how many of a request's last positions every layer still reads. ``process``:
-    engines of one number share a process. ``older``: CI runs it on the older release, too."""
+    of the regions that guard it. ``reach``: how many of a request's last positions every layer still reads.
+    ``process``: engines of one number share a process. ``older``: CI runs it on the older release, too."""
 
     model: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,6 @@
-"""The V2 model runner on a CPU, where Triton's interpreter runs its kernels: a program of its own, since the interpreter
-is chosen when Triton is imported. Prints one line of JSON: what was told, what was answered, what was found of a flip.
+"""The V2 model runner on a CPU, where Triton's interpreter runs its kernels: a program of its own, since the
+interpreter is chosen when Triton is imported. Prints one line of JSON: what was told, what was answered, what was found
+of a flip.
 
     python -m vllm_on_cpu.v2_script MODEL
 """
@@ -47,7 +48,8 @@ def main() -> None:
         guard.canary.drain()
         found = [[v.kind.name, v.layer, v.half, v.position, v.stored_request] for v in guard.findings.violations]
     told = {"runner": type(engine.runner).__mro__[1].__module__, "same": answers == plain, "trouble": trouble}
-    print(json.dumps({**told, "audits": audits, "forwards": stats["checked_forwards"], "found": found}))
+    told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found}
+    sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)
 

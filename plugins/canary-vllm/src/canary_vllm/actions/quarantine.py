@@ -1,4 +1,4 @@
-"""`Quarantine`: evicts corrupted blocks from the prefix cache, and lets the requests that have them be computed again."""
+"""`Quarantine`: evicts corrupted blocks from the prefix cache, and lets requests that have them be computed again."""
 
 import inspect
 import time

@@ -38,8 +38,8 @@ class Load:
 @dataclass(slots=True)
 class Message:
     """All that happened since the message before. ``number`` counts up by one, so that a worker notices a loss.
-    ``broken``: why blocks can't be followed any more, None if they can. ``swept``: what a sweep of the prefix cache came
-    to, None if there was none."""
+    ``broken``: why blocks can't be followed any more, None if they can. ``swept``: what a sweep of the prefix cache
+    came to, None if there was none."""
 
     number: int
     events: list[BlockEvent] = field(default_factory=list)

@@ -25,8 +25,8 @@ class BlockRecorder:
     | `reset_prefix_cache`                                             | evict, of all that are cached              |
     | `allocate_slots` with tokens that a connector has                | arrive                                     |
 
-    Every ``sweep_interval`` calls the pool's structure is looked at, and sent, too. Preemption and abort free blocks in the same way. An exception of ours never reaches the scheduler: the workers are
-    told that blocks can't be followed any more.
+    Preemption and abort free blocks in the same way. Every ``sweep_interval`` outputs the pool's structure is looked
+    at. An exception of ours never reaches the scheduler: the workers are told that blocks can't be followed any more.
     """
 
     def __init__(self, scheduler: Any, sweep_interval: int = 0) -> None:
@@ -38,7 +38,7 @@ class BlockRecorder:
         self._patches = Patches(self._guard)
         pool = self._manager.block_pool
         follow = self._patches.follow
-        follow(pool, "get_new_blocks", lambda blocks, *_, **__: self._tell("alloc", blocks))
+        follow(pool, "get_new_blocks", lambda blocks, *_, **__: self._note("alloc", blocks))
         follow(pool, "touch", self._touched)
         follow(pool, "cache_full_blocks", self._cached)
         follow(pool, "_maybe_evict_cached_block", self._evicted)
@@ -64,7 +64,7 @@ class BlockRecorder:
         """The pool's functions are its own again."""
         self._patches.undo()
 
-    def _tell(self, sort: Sort, blocks: Iterable[Any], group: int | None = None) -> None:
+    def _note(self, sort: Sort, blocks: Iterable[Any], group: int | None = None) -> None:
         self._put(sort, [block.block_id for block in blocks if not block.is_null], group)
 
     def _put(self, sort: Sort, numbers: list[int], group: int | None = None) -> None:
@@ -78,7 +78,7 @@ class BlockRecorder:
             events.append(BlockEvent(sort, self._request, numbers, group))
 
     def _touched(self, _: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
-        self._tell("share", blocks)
+        self._note("share", blocks)
         if self._fresh:
             self._put("same_step", [block.block_id for block in blocks if block.block_id in self._fresh])
 
@@ -89,7 +89,7 @@ class BlockRecorder:
 
     def _evicted(self, evicted: bool, block: Any) -> None:
         if evicted and block.ref_cnt == 0:
-            self._tell("evict", [block])
+            self._note("evict", [block])
 
     def _resets(self, original: Callable[..., bool]) -> Callable[..., bool]:
         pool = self._manager.block_pool
@@ -100,7 +100,7 @@ class BlockRecorder:
             done = original(*args, **kwargs)
             if done:
                 with self._guard("after reset_prefix_cache"):
-                    self._tell("evict", cached)
+                    self._note("evict", cached)
             return done
 
         return reset
@@ -122,7 +122,7 @@ class BlockRecorder:
                     block = own[number]
                     # More than one if it is released more often than it was held.
                     for _ in range(min(times, 1 - block.ref_cnt)):
-                        self._tell("park" if caching and block.block_hash is not None else "free", [block])
+                        self._note("park" if caching and block.block_hash is not None else "free", [block])
             return result
 
         return release
