@@ -4,7 +4,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from canary_core import CanaryConfig, Event, Patches, PluginError, emit
+from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
+from canary_vllm.actions.quarantine import Quarantine, groups_of
 from canary_vllm.allocator.recorder import BlockRecorder
 from canary_vllm.compat import targets
 from canary_vllm.session import Session, attach_runner
@@ -20,6 +21,7 @@ class Hooks:
         self._sessions: dict[int, Session] = {}
         self._recorders: dict[int, BlockRecorder] = {}
         self._running: Session | None = None
+        self._quarantine: Quarantine | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -50,12 +52,20 @@ class Hooks:
             self._left_out("blocks of the scheduler are not followed", missing)
             return
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
-        self._follow(f"{targets.SCHEDULER}.schedule", self._scheduled)
+        self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
+        if config.on_violation == "abort":
+            self._left_out("CANARY_ON_VIOLATION=abort", ["requests are not ended; quarantine computes them again"])
+        if config.on_violation != "report":
+            self._quarantine = Quarantine(lambda: groups_of(self.sessions))
+            hook_manager().register(self._quarantine)
 
     def stop(self) -> None:
         """Closes all sessions; vLLM's functions are its own again."""
         self._config = None
         self._patches.undo()
+        if self._quarantine is not None:
+            hook_manager().unregister(self._quarantine)
+            self._quarantine = None
         while self._recorders:
             self._recorders.popitem()[1].close()
         while self._sessions:
@@ -120,14 +130,24 @@ class Hooks:
         if self._config is None:
             return
         try:
-            self._recorders[id(scheduler)] = BlockRecorder(scheduler)
+            self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
+            if self._quarantine is not None:
+                self._quarantine.joined()
         except Exception as error:
             self._left_out("blocks of the scheduler are not followed", [f"{type(error).__name__}: {error}"])
 
-    def _scheduled(self, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def _schedule(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorders.get(id(scheduler))
+        if recorder is not None and self._quarantine is not None:
+            try:
+                self._quarantine.act(scheduler)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                emit(Event("quarantine_failed", "error", {"reason": reason}))
+        output = original()
         if recorder is not None:
             recorder.scheduled(output)
+        return output
 
     def _left_out(self, what: str, problems: Sequence[str]) -> None:
         emit(Event("hooks_left_out", "error", {"reason": f"{what}: {'; '.join(problems)}"}))

@@ -132,6 +132,10 @@ class SmallEngine:
             for i, tensor in enumerate(bound if isinstance(bound, (list, tuple)) else [bound]):
                 yield (f"{name}[{i}]" if i else name), tensor
 
+    def running(self, request: str) -> bool:
+        """Whether it has blocks."""
+        return request in self.scheduler.requests and any(self.blocks(request))
+
     def blocks(self, request: str) -> tuple[list[int], ...]:
         """The blocks of a running request, for each group of layers."""
         held: tuple[list[int], ...] = self.scheduler.kv_cache_manager.get_block_ids(request)

@@ -6,11 +6,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from canary_core import Canary, Event
+from canary_core import Canary, Event, Kind, Phase, Violation
 from canary_vllm.allocator.messages import BlockEvent, Message
 from canary_vllm.batches.requests import Requests
 from canary_vllm.batches.upload import upload
 from canary_vllm.pools.pool import Group
+from canary_vllm.prefix_cache.structure import Swept
 
 
 class Lifetime:
@@ -43,6 +44,8 @@ class Lifetime:
         blocks = upload([b for event in message.events for b in event.blocks], self._canary.device)
         for events, numbers in _runs(message.events, blocks):
             self._tell(events, numbers)
+        if message.swept is not None:
+            self._swept(message.swept)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks are copied, (from, to), before the next forward: the records go with the bytes."""
@@ -75,6 +78,27 @@ class Lifetime:
     def _slots(self, group: Group, blocks: Tensor) -> Tensor:
         inside = torch.arange(group.block, device=blocks.device)
         return (blocks[:, None] * group.block + inside).flatten()
+
+    def _swept(self, swept: Swept) -> None:
+        """Tells what a sweep found, in the first region: all of them have the pool's blocks."""
+        group, canary = self._groups[0], self._canary
+        found = [
+            Violation(
+                kind=Kind.CACHE_STRUCTURE,
+                region=group.region,
+                phase=Phase.SWEEP,
+                step=canary.forwards,
+                slot=breach.block * group.block,
+                node=breach.block,
+                rule=breach.rule,
+                detail=breach.detail,
+            )
+            for breach in swept.breaches
+        ]
+        new = canary.report(found)
+        fields: dict[str, object] = {"nodes": swept.cached, "findings": new}
+        canary.tell(Event("sweep", "warning" if new else "info", fields))
+        canary.count("sweeps")
 
     def _end(self, reason: str) -> None:
         self._over = True

@@ -9,6 +9,7 @@ from typing import Any
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
 from canary_vllm.allocator.messages import BlockEvent, Load, Message, Sort
+from canary_vllm.prefix_cache.structure import sweep
 
 
 class BlockRecorder:
@@ -24,11 +25,12 @@ class BlockRecorder:
     | `reset_prefix_cache`                                             | evict, of all that are cached              |
     | `allocate_slots` with tokens that a connector has                | arrive                                     |
 
-    Preemption and abort free blocks in the same way. An exception of ours never reaches the scheduler: the workers are
+    Every ``sweep_interval`` calls the pool's structure is looked at, and sent, too. Preemption and abort free blocks in the same way. An exception of ours never reaches the scheduler: the workers are
     told that blocks can't be followed any more.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, sweep_interval: int = 0) -> None:
+        self._sweep_interval = sweep_interval
         self._manager = scheduler.kv_cache_manager
         self._message = Message(0)
         self._request: str | None = None
@@ -50,6 +52,10 @@ class BlockRecorder:
 
     def scheduled(self, output: Any) -> None:
         """The scheduler has made ``output``: what happened since the last one goes with it."""
+        number = self._message.number
+        if self._sweep_interval and number and number % self._sweep_interval == 0:
+            with self._guard("sweep"):
+                self._message.swept = sweep(self._manager)
         messages.attach(output, self._message)
         self._message = Message(self._message.number + 1, broken=self._message.broken)
         self._fresh.clear()
