@@ -556,6 +556,18 @@ def test_the_kernels_do_the_same(monkeypatch):
     assert [f[1:3] for f in found(tier)] == [(4, ("k.1",))]
 
 
+def test_inference_mode_or_not_is_all_the_same():
+    """Engines tell it within inference mode, and it is read in either."""
+    tier = HostTier.make()
+    with torch.inference_mode():
+        tier.save(tier.compute(PROMPT))
+        tier.finish(tier.load(PROMPT))
+    tier.save(tier.compute([t + 40 for t in PROMPT], "other"))
+    tier.load(PROMPT, flip(0, 0))
+    assert [f[1] for f in found(tier)] == [0]
+    assert tier.counts("kept", "matched") == [8, 7]
+
+
 @pytest.mark.gpu
 def test_reloads_on_a_gpu():
     """Compiled, with copies to the host that nobody waits for: hundreds of blocks are silent, a flip is told, and a
