@@ -1,7 +1,7 @@
 """The table of docs/incidents.md: what the first diagnosis of each injury was, from docs/confusion.json.
 
-``python -m support.confusion RESULTS...`` puts what ``tiny.patient`` and ``engines.confusion`` have printed into that file
-and the table into the page.
+``python -m support.confusion RESULTS...`` puts what ``tiny.patient`` and ``engines.confusion`` have printed into that
+file, and the table into the page.
 """
 
 import json
@@ -24,7 +24,7 @@ def table(outcomes: list[dict[str, object]]) -> str:
         cells = []
         for engine in engines:
             told = Counter(f"{o['first']} ({o['sure']})" for o in own if o["engine"] == engine)
-            cells.append(", ".join(f"{number} × {what}" for what, number in told.items()) or "–")
+            cells.append(", ".join(f"{number} x {what}" for what, number in told.items()) or "")
         rows.append(f"| {injury} | `{' or '.join(own[0]['right'])}` | {' | '.join(cells)} |")
     lines = []
     for engine in engines:
@@ -33,10 +33,10 @@ def table(outcomes: list[dict[str, object]]) -> str:
         wrong = [o for o in own if o["first"] not in o["right"]]
         sure = sum(o["sure"] == "certain" for o in wrong)
         classes = len({name for o in own for name in o["right"]})
+        one = sum(o["incidents"] == 1 for o in own)
         lines.append(
-            f"{engine}: {len(own)} injuries of {classes} classes; the first diagnosis was right in {right} of {len(own)} "
-            f"({right / len(own):.0%}), certain and wrong in {sure}; {sum(o['incidents'] == 1 for o in own)} of "
-            f"{len(own)} were one incident."
+            f"{engine}: {len(own)} injuries of {classes} classes. The first diagnosis was right in {right} of "
+            f"{len(own)} ({right / len(own):.0%}), certain and wrong in {sure}. {one} of {len(own)} were one incident."
         )
     return "\n".join(rows) + "\n\n" + "\n\n".join(lines) + "\n"
 

@@ -110,16 +110,7 @@ def overwritten_word(patient: Patient, rng: random.Random) -> None:
 
 
 def _fill(value: int | float) -> Hurt:
-    SEEDS = (1, 2, 3)
-"""Of the table in docs/incidents.md."""
-
-
-def summed_up(told: Outcome) -> Outcome:
-    """What the table in docs/incidents.md needs of an outcome."""
-    return {name: told[name] for name in ("injury", "right", "first", "sure", "incidents")}
-
-
-def hurt(patient: Patient, rng: random.Random) -> None:
+    def hurt(patient: Patient, rng: random.Random) -> None:
         first = _somewhere(patient, rng, 4)
         for cell in patient.cells(ALICE, range(first, first + 4)):
             cell.view(torch.bfloat16).fill_(value) if isinstance(value, float) else cell.fill_(value)

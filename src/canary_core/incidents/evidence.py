@@ -242,7 +242,8 @@ def _table_row(state: RegionState, view: BatchView | None, reader: int | None, p
         return torch.zeros(0, dtype=torch.int64, device=device)
     table = view.tables[name]
     first = max(0, position - TABLE_ROW // 2)
-    row = (view.writers == reader).int().argmax()
+    # One element, not none: an index without dimensions would be read on the host.
+    row = (view.writers == reader).int().argmax()[None]
     places = plan.Places(row.expand(TABLE_ROW), torch.arange(first, first + TABLE_ROW, device=device))
     slot, status = plan.lookup(state.region, table, places)
     there = (view.writers[row] == reader) & (places.position < view.prefix_lens[row] + view.new_lens[row])

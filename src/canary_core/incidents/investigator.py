@@ -18,6 +18,7 @@ from canary_core.incidents.diagnosis import diagnose
 from canary_core.incidents.evidence import Taken, take
 from canary_core.incidents.incident import Incident
 from canary_core.incidents.patterns import Pattern, patterns
+from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.writers import Writers
 
@@ -84,6 +85,8 @@ class Investigator:
         """Takes the evidence on ``incident``. From the engine's thread, on the stream of the forwards, never captured.
         Waits for nothing."""
         if not self._config.diagnose or not self._workspace.states or os.getpid() != self._process:
+            return
+        if capturing(self._workspace.device):
             return
         if self._waiting >= MOST_WAITING:
             self.skipped += 1

@@ -1,6 +1,7 @@
 """Every injury on SGLang with several seeds: ``python -m engines.confusion`` prints what was told, a JSON line each."""
 
 import json
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,8 @@ def main() -> None:
             told = engine.injure(name=name, seed=seed, last=injury.alone)
             if injury.alone:
                 engine.close()
-            print(json.dumps({"engine": f"SGLang {version('sglang')}", **summed_up(told)}), flush=True)
+            sys.stdout.write(json.dumps({"engine": f"SGLang {version('sglang')}", **summed_up(told)}) + "\n")
+            sys.stdout.flush()
     shared.close()
 
 

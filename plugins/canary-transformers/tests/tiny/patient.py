@@ -146,6 +146,7 @@ CANNOT = {
 def main() -> None:
     """Does every injury with several seeds; prints what was told, a JSON line each."""
     import json
+    import sys
     from importlib.metadata import version
 
     for name in (name for name in INJURIES if name not in CANNOT):
@@ -153,7 +154,10 @@ def main() -> None:
             patient = ContinuousPatient()
             told = hurt(patient, name, seed)
             patient.close()
-            print(json.dumps({"engine": f"Transformers {version('transformers')}", **summed_up(told)}), flush=True)
+            sys.stdout.write(
+                json.dumps({"engine": f"Transformers {version('transformers')}", **summed_up(told)}) + "\n"
+            )
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
