@@ -120,12 +120,6 @@ CONSEQUENCES: dict[Kind, dict[Kind, set[Link]]] = {
     Kind.POSITION: {Kind.POSITION: _READ, Kind.TOKEN: _READ, Kind.PREFIX: _READ},
     Kind.TOKEN: {Kind.TOKEN: _READ, Kind.PREFIX: _READ},
     Kind.PREFIX: {Kind.PREFIX: _READ},
-    Kind.ARRIVAL: {
-        # What one connector brings wrong, it brings wrong for all.
-        Kind.ARRIVAL: {Link.STEP, Link.REQUEST, *_OWNERS},
-        Kind.BYTES: _OWNERS,
-        Kind.NON_FINITE: {Link.STEP, *_OWNERS},
-    },
     Kind.BYTES: {
         Kind.BYTES: {Link.SLOT, Link.PAGE, Link.REQUEST, Link.CONTENT},
         Kind.NON_FINITE: {Link.SLOT, Link.STEP},
