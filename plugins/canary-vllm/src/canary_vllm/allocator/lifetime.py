@@ -41,9 +41,10 @@ class Lifetime:
             self._end(f"message {message.number} of the scheduler came where {self._next} was due")
             return
         self._next = message.number + 1
-        blocks = upload([b for event in message.events for b in event.blocks], self._canary.device)
-        for events, numbers in _runs(message.events, blocks):
-            self._tell(events, numbers)
+        if message.events:
+            blocks = upload([b for event in message.events for b in event.blocks], self._canary.device)
+            for events, numbers in _runs(message.events, blocks):
+                self._tell(events, numbers)
         if message.swept is not None:
             self._swept(message.swept)
 
