@@ -9,7 +9,8 @@ from canary_core import CanaryConfig, HookTarget, PluginError, hook_manager
 from canary_core.testing import Findings
 
 pytestmark = pytest.mark.timeout(600)
-ONLY = pytest.mark.parametrize("engine", ["llama"], indirect=True)
+LLAMA = pytest.param("llama", marks=pytest.mark.xdist_group("process 0"))
+ONLY = pytest.mark.parametrize("engine", [LLAMA], indirect=True)
 
 
 @ONLY

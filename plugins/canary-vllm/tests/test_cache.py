@@ -6,7 +6,8 @@ from vllm_on_cpu import guarded
 from canary_core import Kind
 
 pytestmark = pytest.mark.timeout(600)
-ONLY = pytest.mark.parametrize("engine", ["llama"], indirect=True)
+LLAMA = pytest.param("llama", marks=pytest.mark.xdist_group("process 0"))
+ONLY = pytest.mark.parametrize("engine", [LLAMA], indirect=True)
 
 
 def break_ref(pool, block):

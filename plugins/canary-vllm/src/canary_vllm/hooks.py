@@ -72,7 +72,7 @@ class Hooks:
             self._sessions.popitem()[1].close()
 
     def _hook_runner(self, name: str) -> None:
-        self._follow(f"{name}.initialize_kv_cache", self._initialized)
+        self._wrap(f"{name}.initialize_kv_cache", self._initialize)
         self._wrap(f"{name}.execute_model", self._execute)
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
@@ -91,16 +91,18 @@ class Hooks:
     def _follow(self, name: str, told: Callable[..., None]) -> None:
         self._patches.follow(*targets.owner(name), told)
 
-    def _initialized(self, _: Any, runner: Any, cache: Any, profiling: bool = False, *args: Any, **more: Any) -> None:
-        config = self._config
-        if config is None or profiling or more.get("is_profiling"):
-            return
-        old = self._sessions.pop(id(runner), None)
+    def _initialize(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+        old = None if profiling else self._sessions.pop(id(runner), None)
         if old is not None:
+            # While the memory that it describes is still the runner's.
             old.close()
-        session = attach_runner(runner, config)
-        if session is not None:
-            self._sessions[id(runner)] = session
+        result = original()
+        if self._config is not None and not profiling:
+            session = attach_runner(runner, self._config)
+            if session is not None:
+                self._sessions[id(runner)] = session
+        return result
 
     def _execute(self, original: Callable[[], Any], runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(runner))
