@@ -2,6 +2,7 @@
 the first diagnosis of it must be. `Patient` is an engine that they are done to."""
 
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ ALICE, BOB = "alice", "bob"
 
 PROMPT = 37
 """Tokens of a prompt: some pages, the last one not full."""
+
+PATIENCE_S = 60
+"""Seconds that a diagnosis may take on a machine that others use, too."""
 
 Outcome = dict[str, Any]
 
@@ -228,7 +232,7 @@ INJURIES: dict[str, Injury] = {
     "two flipped bits": Injury(("flipped_bit",), two_flipped_bits),
     "a word overwritten": Injury(("overwritten_word",), overwritten_word),
     "zeros": Injury(("zeroed",), _fill(0)),
-    "NaN": Injury(("poisoned",), _fill(float("nan"))),
+    "NaN": Injury(("poisoned",), _fill(float("nan")), alone=True),
     "one byte all over": Injury(("constant",), _fill(0xAB)),
     "shifted by one": Injury(("shifted",), shifted),
     "slots exchanged": Injury(("swapped",), swapped),
@@ -281,6 +285,9 @@ def hurt(patient: Patient, name: str, seed: int) -> Outcome:
     new = [incident for incident in patient.canary.incidents if incident.number not in numbers]
     if not new:
         return {"injury": name, "right": injury.right, "first": "none", "sure": "", "incidents": 0, "before": before}
+    deadline = time.monotonic() + PATIENCE_S
+    while not new[0].diagnoses and time.monotonic() < deadline:
+        time.sleep(0.05)
     diagnosis = new[0].diagnoses[0]
     return {
         "injury": name,

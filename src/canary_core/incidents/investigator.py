@@ -28,8 +28,9 @@ MOST_WAITING = 8
 AFTER_S = 1.0
 """Seconds after a bundle was written, when what happened since is added to it."""
 
-PATIENCE_S = 2.0
-"""Seconds that an engine which ends, or is stopped by a finding, waits for what is still to be looked at."""
+PATIENCE_S = 10.0
+"""Most seconds that an engine which ends, or is stopped by a finding, waits for what is still to be looked at; on a
+machine with time to spare it is a fraction of one."""
 
 
 @dataclass(slots=True, eq=False)
