@@ -45,12 +45,11 @@ class Lifetime:
                 self._canary.slots.clear(group.region, None)
         self._next = message.number + 1
         runs = runs_of(message.events)
-        blocks = upload([b for run in runs for event in run for b in event.blocks], self._canary.device)
-        first = 0
-        for run in runs:
-            end = first + sum(len(event.blocks) for event in run)
-            self._tell(run, blocks[first:end])
-            first = end
+        if runs:
+            counts = [sum(len(event.blocks) for event in run) for run in runs]
+            blocks = upload([b for run in runs for event in run for b in event.blocks], self._canary.device)
+            for run, numbers in zip(runs, blocks.split(counts), strict=True):
+                self._tell(run, numbers)
         if message.swept is not None:
             self._swept(message.swept)
 
