@@ -48,7 +48,6 @@ class BlockRecorder:
                 self._patches.wrap(pool, release, self._releases)
         for name in ("allocate_slots", "free"):
             self._patches.wrap(self._manager, name, self._named)
-        follow(self._manager, "allocate_slots", self._allocated)
 
     def scheduled(self, output: Any) -> None:
         """The scheduler has made ``output``: what happened since the last one goes with it."""
@@ -128,15 +127,20 @@ class BlockRecorder:
         return release
 
     def _named(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``original`` does is its request's doing."""
+        """What ``original`` does is its request's doing. vLLM calls it for each request of each step: nothing here may
+        cost anything unless a connector brings tokens."""
 
         @functools.wraps(original)
         def named(request: Any, *args: Any, **kwargs: Any) -> Any:
-            outer, self._request = self._request, getattr(request, "request_id", None)
+            self._request = request.request_id
             try:
-                return original(request, *args, **kwargs)
+                result = original(request, *args, **kwargs)
             finally:
-                self._request = outer
+                self._request = None
+            if len(args) > 4 or kwargs.get("num_external_computed_tokens"):
+                with self._guard("after allocate_slots"):
+                    self._allocated(result, request, *args, **kwargs)
+            return result
 
         return named
 
