@@ -45,14 +45,31 @@ def options(folder: Path, port: int) -> list[str]:
     return line
 
 
+def generate(url: str, requests: int) -> None:
+    """Some prompts that share a prefix, of a length that differs, so that the prefix cache has something to do."""
+    for number in range(requests):
+        tokens = [5 + i % 200 for i in range(10 + 5 * number)] + [7 + number] * 6
+        sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+        get(f"{url}/generate", {"input_ids": tokens, "sampling_params": sampling})
+
+
+def control(environment: dict[str, str], command: str) -> None:
+    """``canary ctl`` for the server's processes."""
+    line = [sys.executable, "-m", "canary_core", "ctl", command]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_engines_endpoint_has_canarys_metrics(tmp_path):
-    """With ``--enable-metrics`` and nothing else set: forwards, slots and a finding, beside SGLang's own metrics."""
+    """With ``--enable-metrics`` and nothing else set: forwards, slots and a finding, beside SGLang's own metrics. Two
+    pauses in the middle of the traffic before it bring no false alarm."""
     port = free_port()
     ours = ("CANARY_", "TRITON_INTERPRET", "PROMETHEUS_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment |= {
         "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CANARY_PLUGINS": "sglang", "CANARY_PROFILE": "hunt",
-        "CANARY_FAULTS": "real_kv_used:warmup=20,source=v.1", "CANARY_CONTROL_DIR": str(tmp_path / "control"),
+        "CANARY_FAULTS": "real_kv_used:warmup=250,source=v.1", "CANARY_CONTROL": "write",
+        "CANARY_CONTROL_DIR": str(tmp_path / "control"),
     }  # fmt: skip
     log = tmp_path / "log"
     with log.open("w") as out:
@@ -63,16 +80,21 @@ def test_the_engines_endpoint_has_canarys_metrics(tmp_path):
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(server, f"{url}/health", log)
-        for number in range(4):
-            tokens = [5 + (number + i) % 200 for i in range(20)]
-            sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-            get(f"{url}/generate", {"input_ids": tokens, "sampling_params": sampling})
-        deadline = time.monotonic() + 60
+        for command in ("pause", "resume", "pause", "resume"):
+            generate(url, 4)
+            control(environment, command)
+        generate(url, 4)
+        time.sleep(3)
+        before = get(f"{url}/metrics")
+        deadline = time.monotonic() + 120
         while "kv_canary_incidents_total{" not in (text := get(f"{url}/metrics")) and time.monotonic() < deadline:
-            time.sleep(0.5)
+            generate(url, 4)
     finally:
         server.terminate()
         server.wait(60)
+    assert "kv_canary_incidents_total{" not in before
+    (paused,) = re.findall(r'^kv_canary_checks_skipped_total\{.*reason="paused"\} (\S+)$', before, re.M)
+    assert float(paused) > 40
     (found,) = re.findall(r"^kv_canary_incidents_total\{(.*)\} (\S+)$", text, re.M)
     assert 'kind="bytes"' in found[0]
     assert found[1] == "1.0"
