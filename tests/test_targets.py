@@ -79,7 +79,7 @@ def test_what_fits(name, parameters):
         ("toy_engine.Runner.forwards", (), ["toy_engine.Runner.forwards is not there", "there is forward"]),
         ("toy_engine.Worker.forward", (), ["toy_engine.Worker.forward is not there", "Worker"]),
         ("toy_moved.Runner.forward", (), ["toy_moved.Runner.forward is not there", "No module named 'toy_moved'"]),
-        ("toy_broken.Runner.forward", (), ["toy_broken.Runner.forward is not there", "no driver"]),
+        ("toy_broken.Runner.forward", (), ["importing toy_broken itself failed", "no driver"]),
         ("toy_engine.Runner.size", (), ["is no function, got int"]),
         ("toy_engine.Runner.forward", ("plan",), ["has no parameter 'plan'", "it takes (batch, stream)"]),
         ("toy_engine.Runner.forward", ("stream",), ["has 'stream' at another place", "it takes (batch, stream)"]),
@@ -130,3 +130,15 @@ def test_problems_takes_names_as_well():
     assert len(problems(["toy_engine.gone", HookTarget("toy_engine.release", ("gone",))])) == 2
     with pytest.raises(PluginError, match=r"HookTarget or a dotted name, got 3"):
         problems([3])
+
+
+def test_an_engine_whose_import_fails_is_told_once(distribution):
+    """The error of the import itself, not that each function is missing; also where a package comes before it."""
+    modules = {"toy_broken": "import toy_cuda_that_nobody_has"}
+    distribution("toy-engine", {"toy_engine": ENGINE, **modules})
+    targets = [f"toy_broken.Runner.{name}" for name in ("forward", "free", "make")]
+    (sentence,) = problems(targets)
+    assert "importing toy_broken itself failed (ModuleNotFoundError: No module named 'toy_cuda_that" in sentence
+    assert problems(["toy_nowhere.Runner.forward"]) == [
+        "toy_nowhere.Runner.forward is not there (ModuleNotFoundError: No module named 'toy_nowhere')"
+    ]

@@ -13,6 +13,7 @@ from canary_core.errors import ControlError
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
 from canary_core.metrics.readings import READINGS
+from canary_core.plugins.plugin import error_text
 
 if TYPE_CHECKING:
     from canary_core.canary import Canary
@@ -38,8 +39,9 @@ class Socket:
             self.commands.writable = config.control == "write"
             try:
                 self.server = Server(path(config), self.commands.answer)
-            except ControlError as error:
-                return Event("control_unavailable", "warning", {"reason": str(error)})
+            except Exception as error:  # the engine goes on, whatever the system thinks of this
+                reason = str(error) if isinstance(error, ControlError) else error_text(error)
+                return Event("control_unavailable", "warning", {"reason": reason})
             atexit.register(self.server.close)
             return Event("control", "info", {"socket": str(self.server.path), "allows": config.control})
 

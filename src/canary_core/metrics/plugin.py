@@ -12,6 +12,7 @@ from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
 from canary_core.metrics import opentelemetry, prometheus
 from canary_core.metrics.readings import READINGS, Readings
+from canary_core.plugins.plugin import error_text
 
 if TYPE_CHECKING:
     from canary_core.canary import Canary
@@ -41,8 +42,9 @@ class Offers:
                 self._tried.add(place)
                 try:
                     open_it()
-                except MetricsError as error:
-                    tell(Event("metrics_unavailable", "warning", {"place": place, "reason": str(error)}))
+                except Exception as error:  # the engine goes on, whatever a library thinks of this
+                    reason = str(error) if isinstance(error, MetricsError) else error_text(error)
+                    tell(Event("metrics_unavailable", "warning", {"place": place, "reason": reason}))
                 else:
                     tell(Event("metrics", "info", {"place": place}))
 

@@ -1,8 +1,8 @@
 """`HookTarget`: a function of an engine that a plugin hooks, and whether this release of the engine has it."""
 
 import difflib
+import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
@@ -34,10 +34,14 @@ class HookTarget:
         nothing."""
         path, _, function = self.name.rpartition(".")
         try:
-            owner = pkgutil.resolve_name(path) if owner is None else owner
+            owner = _resolve(path) if owner is None else owner
             found = getattr(owner, function, None)
+        except _Missing as error:
+            return None if self.optional else f"{self.name} is not there ({error})"
         except Exception as error:  # whatever the engine raises when it is imported
-            return None if self.optional else f"{self.name} is not there ({error_text(error)})"
+            # The same sentence for each target that this keeps us from seeing.
+            module = self.name.partition(".")[0]
+            return None if self.optional else f"importing {module} itself failed ({error_text(error)})"
         if found is None:
             close = difflib.get_close_matches(function, dir(owner), n=1)
             hint = f" (there is {close[0]})" if close else ""
@@ -66,14 +70,44 @@ class HookTarget:
         return f"{self.name} has {', '.join(map(repr, moved))} at another place; {got}" if moved else None
 
 
+class _Missing(Exception):
+    """A name has no such module or attribute."""
+
+
+def _resolve(path: str) -> Any:
+    """What the dotted name ``path`` names, modules first. Raises `_Missing` where there is no such thing, and whatever
+    a module that is there raises when it is imported, which `pkgutil.resolve_name` would hide."""
+    parts = path.split(".")
+    if "" in parts:
+        raise _Missing(f"{path!r} names no module")
+    found: Any = None
+    for number in range(1, len(parts) + 1):
+        name = ".".join(parts[:number])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            if found is None:
+                raise _Missing(error_text(error)) from error
+            break
+    else:
+        return found
+    for part in parts[number - 1 :]:
+        if not hasattr(found, part):
+            raise _Missing(f"{getattr(found, '__name__', found)} has no {part}")
+        found = getattr(found, part)
+    return found
+
+
 def problems(targets: Iterable[HookTarget | str]) -> Sequence[str]:
-    """Why each of ``targets`` that does not fit can't be hooked; a name stands for a target without parameters. Raises
-    `PluginError` for what is neither."""
-    found = []
+    """Why ``targets`` that don't fit can't be hooked, each sentence once; a name stands for a target without
+    parameters. Raises `PluginError` for what is neither."""
+    found: dict[str, None] = {}
     for target in targets:
         if not isinstance(target, (HookTarget, str)):
             raise PluginError(f"a hook target must be a HookTarget or a dotted name, got {target!r}")
         problem = (HookTarget(target) if isinstance(target, str) else target).problem()
         if problem is not None:
-            found.append(problem)
-    return found
+            found[problem] = None
+    return list(found)
