@@ -128,21 +128,18 @@ def runs_of(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
     """``events`` in runs of one sort, each of which is told as one event: when a batch begins, each of its requests
     shares some blocks and is given others. An event joins an earlier run of its sort, unless it or a run after that is
     about one of its blocks."""
-    runs: list[list[BlockEvent]] = []
-    touched: list[set[int]] = []
+    runs: list[tuple[list[BlockEvent], set[int]]] = []
     for event in events:
-        blocks = set(event.blocks)
-        place = None
-        for i in range(len(runs) - 1, -1, -1):
-            if not touched[i].isdisjoint(blocks):
+        blocks, like = set(event.blocks), (event.sort, event.group)
+        # The last run that this must not come before, or may join.
+        for run, touched in reversed(runs):
+            if touched & blocks or (run[0].sort, run[0].group) == like:
                 break
-            if (runs[i][0].sort, runs[i][0].group) == (event.sort, event.group):
-                place = i
-                break
-        if place is None:
-            runs.append([event])
-            touched.append(blocks)
         else:
-            runs[place].append(event)
-            touched[place] |= blocks
-    return runs
+            run, touched = [], blocks
+        if not run or touched & blocks:
+            runs.append(([event], blocks))
+        else:
+            run.append(event)
+            touched |= blocks
+    return [run for run, _ in runs]
