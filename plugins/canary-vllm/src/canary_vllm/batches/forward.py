@@ -1,6 +1,6 @@
 """A forward of either runner as a `BatchView`. Its tensors are those that vLLM's own kernels read."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import block_table
-from canary_core import BatchAdapter, BatchView, SlotTable
+from canary_core import BatchAdapter, BatchView
 from canary_vllm.batches.requests import TABLE_STEP, Requests
 from canary_vllm.pools.pool import Group
 
@@ -77,32 +77,21 @@ class V2Batches(BatchAdapter[Prepared]):
         new = inputs.num_scheduled_tokens[:rows].tolist()
         prefix_lens, new_lens = self._lengths.of(inputs.seq_lens[:rows], inputs.query_start_loc[: rows + 1], new)
         names = inputs.req_ids
-
-        def computed() -> list[int]:
-            most: list[int] = (
-                inputs.seq_lens_cpu_upper_bound[:rows].numpy() - inputs.num_scheduled_tokens[:rows]
-            ).tolist()
-            return most
-
+        most = inputs.seq_lens_cpu_upper_bound[:rows].numpy() - inputs.num_scheduled_tokens[:rows]
+        slots = batch.slot_mappings
+        tables = {
+            g.region: block_table(batch.block_tables[g.number][:rows], g.page, write_slots=slots[g.number][:tokens])
+            for g in self._groups
+        }
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
             token_ids=inputs.input_ids[:tokens],
             positions=inputs.positions[:tokens],
             writers=self._requests.ids(names),
-            tables=self._tables(batch, rows, tokens),
-            expected_tokens=self._requests.expected(names, computed, new),
+            tables=tables,
+            expected_tokens=self._requests.expected(names, most.tolist, new),
         )
-
-    def _tables(self, batch: Prepared, rows: int, tokens: int) -> Mapping[str, SlotTable]:
-        return {
-            group.region: block_table(
-                batch.block_tables[group.number][:rows],
-                group.page,
-                write_slots=batch.slot_mappings[group.number][:tokens],
-            )
-            for group in self._groups
-        }
 
 
 class _Lengths:
@@ -130,12 +119,4 @@ def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterato
     entries = torch.zeros((rows, TABLE_STEP), dtype=torch.int32, device=device)
     tables = {g.region: block_table(entries, g.page, write_slots=positions) for g in groups}
     for expected in (None, torch.full((rows, TABLE_STEP), -1, dtype=torch.int32, device=device)):
-        yield BatchView(
-            prefix_lens=lengths,
-            new_lens=lengths,
-            token_ids=lengths,
-            positions=positions,
-            writers=lengths,
-            tables=tables,
-            expected_tokens=expected,
-        )
+        yield BatchView(lengths, lengths, lengths, lengths, tables, positions=positions, expected_tokens=expected)
