@@ -10,6 +10,9 @@ BENCH_FLAGS ?=
 # SGLang for test-sglang, in an environment of its own: its pins and ours don't fit together.
 SGLANG ?= 0.5.21
 VENV_SGLANG ?= .venv-sglang-$(SGLANG)
+# vLLM for test-vllm, likewise.
+VLLM ?= 0.32.0
+VENV_VLLM ?= .venv-vllm-$(VLLM)
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # Engines small enough to run in the tests and the demo.
 # The last Transformers for Python 3.10 measures a CPU's memory with psutil, and has none without it.
@@ -21,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 empty :=
 space := $(empty) $(empty)
 
-.PHONY: demo test check test-gpu bench clean
+.PHONY: demo test test-sglang test-vllm check test-gpu bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/canary demo
@@ -35,6 +38,12 @@ test: $(STAMP)
 test-sglang: $(VENV_SGLANG)/.stamp
 	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) plugins/canary-sglang/tests
+
+# Engines of one process (see vllm_on_cpu/setups.py) are a group. PYTEST_FLAGS="-m older_release" is what CI runs on an
+# older release.
+test-vllm: $(VENV_VLLM)/.stamp
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
+		$(PYTEST_FLAGS) plugins/canary-vllm/tests
 
 check: $(STAMP)
 	$(VENV)/bin/python -m ruff check .
@@ -52,7 +61,7 @@ bench: $(filter $(STAMP),$(patsubst $(VENV)/bin/python,$(STAMP),$(GPU_PYTHON)))
 	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks $(BENCH_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(VENV_SGLANG)
+	rm -rf $(VENV) $(VENV_SGLANG) $(VENV_VLLM)
 
 $(STAMP): pyproject.toml constraints-dev.txt $(addsuffix /pyproject.toml,$(PLUGINS))
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -65,4 +74,10 @@ $(VENV_SGLANG)/.stamp: pyproject.toml plugins/canary-sglang/pyproject.toml $(wil
 	$(VENV_SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-dev.txt setuptools
 	$(VENV_SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps \
 		--editable . --editable plugins/canary-sglang
+	touch $@
+
+$(VENV_VLLM)/.stamp: pyproject.toml plugins/canary-vllm/pyproject.toml $(wildcard plugins/canary-vllm/tests/cpu/*)
+	PYTHON=$(PYTHON) plugins/canary-vllm/tests/cpu/setup.sh $(VENV_VLLM) $(VLLM)
+	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps \
+		--editable . --editable plugins/canary-vllm
 	touch $@

@@ -14,7 +14,7 @@ from canary_core.ops.backends import Backend, torch_backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, Cursor, State
+from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, STATES, Cursor, ScrubWord, State
 
 REGION = "kv"
 VOCABULARY = 128_000
@@ -26,9 +26,9 @@ SECTOR_BYTES = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """One of a case's batches. ``state`` is a view of the case's state with scratch of its own (plan, heads, cursors),
-    so that one op of many batches can be launched in a row. ``rows``: its rows among all of the setting's.
-    ``read_slots``: what it reads, for events."""
+    """One of a case's batches. ``state`` is a view of the case's state with scratch of its own (plan, heads, cursors,
+    what the scrub lists), so that one op of many batches can be launched in a row. ``rows``: its rows among all of the
+    setting's. ``read_slots``: what it reads, for events."""
 
     state: RegionState
     batch: BatchView
@@ -119,8 +119,10 @@ class Setting:
         self.write_slots = flat(traffic.slots[:, shape.context_tokens :])
         self.reset()
         if case.scrub_bytes:
-            slots = case.scrub_bytes // state.sources.slot_bytes
-            state.cursors[Cursor.SCRUB_SLOTS] = min(max(slots, 1), state.region.slots)
+            slots = min(max(case.scrub_bytes // state.sources.slot_bytes, 1), state.region.slots)
+            for word in (Cursor.SCRUB_SLOTS, Cursor.SCRUB_RUNNING):
+                state.cursors[word] = slots
+            state.cursors[Cursor.SCRUB_PASS] = state.region.slots
         self.forwards = [self._forward(i) for i in range(shape.sets)]
 
     @classmethod
@@ -201,9 +203,22 @@ class Setting:
         batch = self.traffic.batch(rows, first, first + shape.new_tokens, self.case.tokens)
         view = _scratch(self.state, batch)
         view.cursors = self.state.cursors.clone()
-        view.cursors[Cursor.SCRUB] = number * int(view.cursors[Cursor.SCRUB_SLOTS]) % view.region.slots
+        self._list(view, number)
         read_slots = flat(self.traffic.slots[rows, :first])
         return Forward(view, batch, batch.tables[REGION], rows, read_slots)
+
+    def _list(self, view: RegionState, number: int) -> None:
+        """The scrub of a case's ``number``-th batch compares the next stretch of written slots, and goes on there."""
+        most, slots = int(view.cursors[Cursor.SCRUB_SLOTS]), view.region.slots
+        written = (view.records[:, POSITION] % STATES == State.WRITTEN).nonzero()[:, 0]
+        view.listed = self.state.listed.clone()
+        if not (most and len(written)):
+            return
+        chosen = torch.arange(number * most, (number + 1) * most, device=self.device)[: len(written)] % len(written)
+        view.listed[0, : len(chosen)] = written[chosen].int()
+        for word in (Cursor.SCRUB, Cursor.SCRUB_NEXT):
+            view.cursors[word + ScrubWord.LIST] = len(chosen)
+            view.cursors[word + ScrubWord.RUNNING] = (int(written[chosen[-1]]) + 1) % slots
 
 
 def region(case: Case, traffic: Traffic) -> Region:

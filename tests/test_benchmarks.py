@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import states, step
+from benchmarks import flips, states, step
 from benchmarks.cases import CASES
 from benchmarks.equality import NotEqualError, require_equal
 from benchmarks.measure import Result
@@ -155,3 +155,24 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
 def test_our_memory_is_within_its_bar():
     """Everything a Canary allocates for a Llama-8B pool is under 1 % of the pool."""
     assert step.memory()["met"]
+
+
+def test_flipped_bits_are_told_without_an_engine():
+    """The latency script, on a tiny pool: each bit is told, of running and of parked slots, nothing else is, and none
+    took longer than the bound that Canary gave meanwhile, and the reads."""
+    shape = flips.Shape(pool_bytes=600 * 2 * 2 * 64, layers=2, row_bytes=64, request_tokens=12, step_s=0.0)
+    decodes = flips.Decodes(shape, CPU, scrub_budget="2KiB")
+    found = flips.measure(decodes, flips=4, most_s=30)
+    for sort in flips.SORTS:
+        assert (found[sort]["flips"], found[sort]["told"]) == (4, 4)
+    assert found["other_findings"] == found["unasked"] == []
+    assert found["live_period_s"] > 0
+
+
+def test_a_pool_in_which_nothing_is_parked_has_running_slots_alone():
+    """So is a pool with all of its slots in order."""
+    shape = flips.Shape(pool_bytes=300 * 2 * 64, layers=1, row_bytes=64, parked=0.0, request_tokens=10, step_s=0.0,
+                        scattered=False)  # fmt: skip
+    found = flips.measure(flips.Decodes(shape, CPU, scrub_budget="2KiB"), flips=2, most_s=30)
+    assert found["running"]["told"] == 2
+    assert "parked" not in found

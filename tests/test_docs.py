@@ -1,10 +1,12 @@
 """What the documentation says must be so: examples run, links lead somewhere, names exist, tables are complete."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
+from support import confusion
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -180,6 +182,18 @@ def test_the_table_of_causes_is_the_codes():
     table = "\n".join(rows) + "\n"
     (found,) = re.findall(r"<!-- causes -->\n(.*?)<!-- /causes -->", (DOCS / "incidents.md").read_text(), re.S)
     assert found == table
+
+
+def test_the_table_of_diagnoses_is_that_of_the_runs():
+    """docs/incidents.md shows docs/confusion.json: at least 16 classes on each engine, the first diagnosis right in
+    nine of ten, and none that is certain and wrong."""
+    outcomes = [json.loads(line) for line in confusion.DATA.read_text().splitlines()]
+    assert confusion.table(outcomes) in (DOCS / "incidents.md").read_text()
+    for engine in {o["engine"] for o in outcomes}:
+        own = [o for o in outcomes if o["engine"] == engine]
+        assert len({name for o in own for name in o["right"]}) >= 16
+        assert sum(o["first"] in o["right"] for o in own) >= 0.9 * len(own)
+        assert [o for o in own if o["first"] not in o["right"] and o["sure"] == "certain"] == []
 
 
 def test_every_event_is_listed():

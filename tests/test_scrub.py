@@ -271,3 +271,24 @@ def test_forwards_take_turns_with_the_scrub(monkeypatch, guarded):
         shared.run(captured=forward >= 8)
     assert begins == [0, 5, 10, 15, 20]
     assert int(state.cursors[Cursor.SCRUB_NEXT + ScrubWord.RUNNING_LISTED]) == 25
+
+
+@pytest.mark.parametrize(
+    ("running", "parked", "between_s", "share"),
+    [
+        pytest.param(45, 15, 9.0, 0.75, id="as many as they are, where that is more than two thirds"),
+        pytest.param(20, 40, 9.0, 2 / 3, id="two thirds"),
+        pytest.param(60, 0, 9.0, 7 / 8, id="parked ones are looked for all the same"),
+        pytest.param(10, 50, 0.5, 0.05, id="no more than it takes to compare all of them once a second"),
+    ],
+)
+def test_to_come_first_is_never_to_come_later(guarded, running, parked, between_s, share):
+    """The share of a scrub that running slots have before parked ones, by what the last round found."""
+    state = guarded.canary.states["full"]
+    stretch, slots = scrub.Stretch(state), state.region.slots
+    stretch.resize(100)
+    stretch.slots = 100
+    assert stretch.running_share(between_s) == 2 / 3
+    stretch.progress.add(0.0, [0, 0, 0, 0])
+    stretch.progress.add(4.0, [slots, running, slots, parked])
+    assert stretch.running_share(between_s) == pytest.approx(share)

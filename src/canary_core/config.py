@@ -217,7 +217,7 @@ class CanaryConfig(BaseSettings):
     ] = Field(
         default=ScrubBudget.parse("0.1%"),
         description="How much the scrub may do after each forward: a share of time such as 1%, or bytes per forward "
-        "such as 64MiB; 0 turns it off.",
+        "such as 64MiB; 0 turns it off. Slots of running requests come first; what holds nothing is passed over.",
         json_schema_extra=_unit("share of time, or bytes per forward"),
     )
     sweep_interval: Annotated[int, Field(ge=0)] = Field(

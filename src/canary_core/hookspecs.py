@@ -116,7 +116,8 @@ def canary_incident(incident: "Incident") -> None:
 
 @hookspec
 def canary_event(event: "Event") -> None:
-    """Everything else worth telling: start, coverage, stats, silence, errors of ours. Called on the host."""
+    """Everything else worth telling: start, coverage, stats, silence, errors of ours. Called on the host; a
+    ``diagnosis``, and what goes wrong with it, on a thread of Canary's own."""
 
 
 @hookspec

@@ -26,7 +26,8 @@ def run_kernels(seed: int, device: str) -> None:
     s = scenario(seed, device)
     state = s.state(read_check=-1)
     # All slots and as many again: more than there are is cut.
-    state.cursors[Cursor.SCRUB_SLOTS] = 2 * s.region.slots
+    for word in (Cursor.SCRUB_SLOTS, Cursor.SCRUB_RUNNING, Cursor.SCRUB_PASS):
+        state.cursors[word] = 2 * s.region.slots
     backend.baseline(state)
     for batch, table in history(s, steps=2):
         state.require_capacity(batch)

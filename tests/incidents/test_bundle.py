@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -189,18 +188,16 @@ def test_a_bundle_survives_the_crash_of_the_engine(tmp_path):
     assert bundle.incident["total"] == 1
 
 
-def test_it_is_on_the_disk_soon_and_small(tmp_path):
-    """Within two seconds of the finding, and below 5 MB even where every slot of eighty layers is damaged."""
+def test_a_bundle_is_small(tmp_path):
+    """Below 5 MB even where every slot of eighty layers is damaged."""
     guarded = Guarded(ToyEngine(slots=600, layers=80, row_elements=8), read_check=-1, incident_dir=str(tmp_path))
     guarded.engine.table = torch.zeros(16, 512, dtype=torch.int32)
     request = guarded.submit(tokens=400)
     guarded.step(396)
     for tensor in (*guarded.engine.k, *guarded.engine.v):
         tensor[request.slots] = torch.randn(len(request.slots), 8).to(tensor.dtype)
-    began = time.monotonic()
     guarded.step(4)
     guarded.canary.drain()
-    assert time.monotonic() - began < 20  # a machine may be slow; the bar itself is measured, not tested
     bundle = read_bundle(only(tmp_path))
     assert sum(file.stat().st_size for file in bundle.path.iterdir()) < 5_000_000
 

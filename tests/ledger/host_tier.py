@@ -25,8 +25,8 @@ class HostTier:
     stored: dict[tuple[int, ...], Stored] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, *, origin: Origin | None = None, slots: int = 128, window: int = 0, **settings: object) -> "HostTier":
-        g = Guarded(ToyEngine(slots=slots, window=window), **settings)
+    def make(cls, *, origin: Origin | None = None, engine: ToyEngine | None = None, **settings: object) -> "HostTier":
+        g = Guarded(engine or ToyEngine(slots=128), **settings)
         return cls(g, origin or Origin("tier"))
 
     @property
@@ -42,7 +42,7 @@ class HostTier:
 
     def save(self, request: Request, keep: bool = True) -> None:
         """Stores the complete blocks of ``request``."""
-        slots = torch.tensor(request.slots[: request.cached // PAGE * PAGE])
+        slots = self.on_device(request.slots[: request.cached // PAGE * PAGE])
         for block in range(len(slots) // PAGE):
             of = slots[block * PAGE : (block + 1) * PAGE]
             self.stored[tuple(request.tokens[: (block + 1) * PAGE])] = [t[of].clone() for t in self.tensors]
@@ -60,14 +60,14 @@ class HostTier:
         request.slots = [self.g.engine.free.pop(0) for _ in range(cached)]
         request.cached = cached
         writer = self.g.engine.writers.id(name)
-        slots = torch.tensor(request.slots)
+        slots = self.on_device(request.slots)
         return request, Arrival("full", slots, tokens[:cached], self.origin, PAGE, writer=writer)
 
     def copy(self, request: Request, fault: Callable[[int, int, Tensor], Tensor] | None = None) -> None:
         """The bytes of all blocks that ``request`` found come to its slots. ``fault(block, source, bytes)`` gives other
         ones."""
         for block in range(request.cached // PAGE):
-            of = torch.tensor(request.slots[block * PAGE : (block + 1) * PAGE])
+            of = self.on_device(request.slots[block * PAGE : (block + 1) * PAGE])
             stored = self.stored[tuple(request.tokens[: (block + 1) * PAGE])]
             for source, (tensor, data) in enumerate(zip(self.tensors, stored, strict=True)):
                 tensor[of] = data if fault is None else fault(block, source, data.clone())
@@ -81,6 +81,10 @@ class HostTier:
         self.g.canary.ledger.arrive(arrival)
         self.g.step()
         return request
+
+    def on_device(self, slots: list[int]) -> Tensor:
+        """Where the pool is."""
+        return torch.tensor(slots, dtype=torch.int64, device=self.g.engine.device)
 
     def counts(self, *names: str) -> list[int]:
         """Counters of the ledger, now."""

@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger.host_tier import PAGE, HostTier
+from support.toy import ToyEngine
 
 from canary_core import Kind
 
@@ -15,7 +16,7 @@ def history(seed, backend="torch"):
     forwards that do or do not wait; gives what was broken and what was found, as (request, position, sources), and the
     tier."""
     rng = random.Random(seed)
-    tier = HostTier.make(slots=96, backend=backend)
+    tier = HostTier.make(engine=ToyEngine(slots=96), backend=backend)
     engine, canary = tier.g.engine, tier.g.canary
     prompts = [[rng.choice([5, 6]) for _ in range(rng.randint(5, 17))] for _ in range(4)]
     forward, scale = engine.forward, 1.0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ledger.host_tier import PAGE, HostTier
 from support.guarded import Guarded
+from support.toy import ToyEngine
 
 from canary_core import Arrival, AttachError, Kind, MisuseError, Origin, Phase, State, ViolationError, block_hashes
 from canary_core.ops.backends import triton_backend
@@ -36,7 +37,7 @@ def found(tier):
 def test_clean_reloads_are_silent(expected):
     """Hundreds of blocks that come back as they were, before a forward or while it runs, are compared, and nothing is
     found; the forwards that read them are checked."""
-    tier = HostTier.make(slots=256)
+    tier = HostTier.make(engine=ToyEngine(slots=256))
     prompts = [[7 + i, *PROMPT[1:]] for i in range(5)]
     for prompt in prompts:
         request = tier.compute(prompt)
@@ -315,7 +316,7 @@ def test_where_a_difference_proves_nothing_it_is_counted(origin, count):
 def test_what_was_evicted_is_unknown_for_good():
     """A small ledger forgets. Of what it forgot it never says that bytes are wrong, not even when the prefix is
     computed and kept again."""
-    tier = HostTier.make(slots=512, ledger=3 * 208)
+    tier = HostTier.make(engine=ToyEngine(slots=512), ledger=3 * 208)
     tier.save(tier.compute(PROMPT))
     tier.load(PROMPT, flip(0, 0))
     tier.save(tier.compute(PROMPT, "once more"))
@@ -534,7 +535,7 @@ def test_an_arrival_says_what_is_wrong_with_it():
 
 def test_windows_are_judged_by_their_own_slots():
     """A region of a sliding window has a ledger of its own; slots that it has evicted are left out."""
-    tier = HostTier.make(window=6)
+    tier = HostTier.make(engine=ToyEngine(slots=128, window=6))
     request = tier.compute(PROMPT)
     full = torch.tensor(request.slots[:16])
     windowed = tier.g.canary.regions["window"].slots_of(full)
@@ -553,3 +554,33 @@ def test_the_kernels_do_the_same(monkeypatch):
     assert found(tier) == []
     tier.load(PROMPT, flip(1, 2))
     assert [f[1:3] for f in found(tier)] == [(4, ("k.1",))]
+
+
+def test_inference_mode_or_not_is_all_the_same():
+    """Engines tell it within inference mode, and it is read in either."""
+    tier = HostTier.make()
+    with torch.inference_mode():
+        tier.save(tier.compute(PROMPT))
+        tier.finish(tier.load(PROMPT))
+    tier.save(tier.compute([t + 40 for t in PROMPT], "other"))
+    tier.load(PROMPT, flip(0, 0))
+    assert [f[1] for f in found(tier)] == [0]
+    assert tier.counts("kept", "matched") == [8, 7]
+
+
+@pytest.mark.gpu
+def test_reloads_on_a_gpu():
+    """Compiled, with copies to the host that nobody waits for: hundreds of blocks are silent, a flip is told, and a
+    block kept right before its slots are written again is kept as it was."""
+    tier = HostTier.make(engine=ToyEngine(slots=256, device="cuda"))
+    tier.save(tier.compute(PROMPT))
+    for turn in range(60):
+        tier.finish(tier.load(PROMPT, name=f"again {turn}"))
+    assert found(tier) == []
+    assert tier.counts("matched", "rewritten") == [240, 0]
+    for block in range(4):
+        for source in range(4):
+            tier.finish(tier.load(PROMPT, flip(block, source), f"flip {block} {source}"))
+    assert [(f[1], f[2]) for f in found(tier)] == [
+        (4 * block, (name,)) for block in range(4) for name in ("k.0", "v.0", "k.1", "v.1")
+    ]

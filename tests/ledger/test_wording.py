@@ -31,6 +31,13 @@ def test_layers_and_halves_are_named_once(differing, said):
     assert fold(sources(), list(differing)) == said
 
 
+def test_parts_of_a_half_are_one():
+    """A layer whose keys are in two places is named once."""
+    twice = sources(3, ("k", "k", "v"))
+    assert fold(twice, [3, 4, 5]) == "3 of 9 sources differ: layer 1 K and V"
+    assert fold(twice, [0, 1, 3, 4, 6, 7]) == "6 of 9 sources differ: every layer, K"
+
+
 def test_one_layer_is_not_every_layer():
     """Of a model with one, it is named."""
     assert fold(sources(1), [0, 1]) == "2 of 2 sources differ: layer 0 K and V"

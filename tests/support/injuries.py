@@ -2,6 +2,7 @@
 the first diagnosis of it must be. `Patient` is an engine that they are done to."""
 
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ ALICE, BOB = "alice", "bob"
 
 PROMPT = 37
 """Tokens of a prompt: some pages, the last one not full."""
+
+PATIENCE_S = 60
+"""Seconds that a diagnosis may take on a machine that others use, too."""
 
 Outcome = dict[str, Any]
 
@@ -69,11 +73,13 @@ Hurt = Callable[[Patient, random.Random], None]
 
 @dataclass(frozen=True)
 class Injury:
-    """``right``: names of classes of which the first diagnosis must be one; ``hurt`` does it."""
+    """``right``: names of classes of which the first diagnosis must be one; ``hurt`` does it. ``alone``: the engine's
+    books may be wrong afterwards."""
 
     right: tuple[str, ...]
     hurt: Hurt
     steps: int = 3
+    alone: bool = False
 
 
 def _somewhere(patient: Patient, rng: random.Random, room: int = 1) -> int:
@@ -226,7 +232,7 @@ INJURIES: dict[str, Injury] = {
     "two flipped bits": Injury(("flipped_bit",), two_flipped_bits),
     "a word overwritten": Injury(("overwritten_word",), overwritten_word),
     "zeros": Injury(("zeroed",), _fill(0)),
-    "NaN": Injury(("poisoned",), _fill(float("nan"))),
+    "NaN": Injury(("poisoned",), _fill(float("nan")), alone=True),
     "one byte all over": Injury(("constant",), _fill(0xAB)),
     "shifted by one": Injury(("shifted",), shifted),
     "slots exchanged": Injury(("swapped",), swapped),
@@ -239,22 +245,31 @@ INJURIES: dict[str, Injury] = {
     "a whole page": Injury(("page_overwritten",), page_overwritten),
     "half of a page": Injury(("torn_copy",), torn_copy),
     "the edge of each page": Injury(("page_edge",), page_edge),
-    "a stale table entry": Injury(("stale_table",), stale_table),
-    "table entries exchanged": Injury(("wrong_position",), wrong_position),
-    "all stores lost": Injury(("lost_write",), lost_write),
-    "one layer's store lost": Injury(("lost_write_of_a_layer",), lost_write_of_a_layer),
-    "freed while running": Injury(("use_after_free",), _does("release_running")),
-    "released twice": Injury(("double_free",), _does("release_again")),
-    "handed out twice": Injury(("double_allocation",), _does("hand_out_held")),
-    "evicted in use": Injury(("evicted_in_use",), _does("evict_in_use")),
-    "stored in another slot": Injury(("wrong_write_slot",), _does("misplace_write")),
-    "two tokens in one slot": Injury(("two_writers",), _does("two_writers")),
-    "input tokens exchanged": Injury(("batch_input",), _does("exchange_inputs")),
-    "a prefix of another request": Injury(("foreign_prefix",), _does("foreign_prefix"), steps=4),
-    "padding in a live row": Injury(("padding",), _does("null_entry")),
-    "a prefix published too early": Injury(("unfilled_prefix",), _does("publish_early"), steps=4),
+    "a stale table entry": Injury(("stale_table",), stale_table, alone=True),
+    "table entries exchanged": Injury(("wrong_position",), wrong_position, alone=True),
+    "all stores lost": Injury(("lost_write",), lost_write, alone=True),
+    "one layer's store lost": Injury(("lost_write_of_a_layer",), lost_write_of_a_layer, alone=True),
+    "freed while running": Injury(("use_after_free",), _does("release_running"), alone=True),
+    "released twice": Injury(("double_free",), _does("release_again"), alone=True),
+    "handed out twice": Injury(("double_allocation",), _does("hand_out_held"), alone=True),
+    "evicted in use": Injury(("evicted_in_use",), _does("evict_in_use"), alone=True),
+    "stored in another slot": Injury(("wrong_write_slot",), _does("misplace_write"), alone=True),
+    "two tokens in one slot": Injury(("two_writers",), _does("two_writers"), alone=True),
+    "input tokens exchanged": Injury(("batch_input",), _does("exchange_inputs"), alone=True),
+    "a prefix of another request": Injury(("foreign_prefix",), _does("foreign_prefix"), steps=4, alone=True),
+    "padding in a live row": Injury(("padding",), _does("null_entry"), alone=True),
+    "a prefix published too early": Injury(("unfilled_prefix",), _does("publish_early"), steps=4, alone=True),
 }
 """By what is done."""
+
+
+SEEDS = (1, 2, 3)
+"""Of the table in docs/incidents.md."""
+
+
+def summed_up(told: Outcome) -> Outcome:
+    """What the table in docs/incidents.md needs of an outcome."""
+    return {name: told[name] for name in ("injury", "right", "first", "sure", "incidents")}
 
 
 def hurt(patient: Patient, name: str, seed: int) -> Outcome:
@@ -270,6 +285,9 @@ def hurt(patient: Patient, name: str, seed: int) -> Outcome:
     new = [incident for incident in patient.canary.incidents if incident.number not in numbers]
     if not new:
         return {"injury": name, "right": injury.right, "first": "none", "sure": "", "incidents": 0, "before": before}
+    deadline = time.monotonic() + PATIENCE_S
+    while not new[0].diagnoses and time.monotonic() < deadline:
+        time.sleep(0.05)
     diagnosis = new[0].diagnoses[0]
     return {
         "injury": name,

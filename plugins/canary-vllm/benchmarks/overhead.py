@@ -43,6 +43,7 @@ TINY = dict(
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--asynchronous", action="store_true", help="the scheduler runs ahead, as vllm serve has it")
     parser.add_argument("--arms", default="off,on", help="off, on, on@<scrub budget>")
     parser.add_argument("--workloads", default="batch,prompt")
     parser.add_argument("--pairs", type=int, default=10, help="turns through the arms")
@@ -87,6 +88,9 @@ class Served:
         options: dict[str, Any] = dict(max_model_len=8192, gpu_memory_utilization=0.5, compilation_config=sizes)
         if cpu:
             options = dict(max_model_len=256, enforce_eager=True, block_size=32, num_gpu_blocks_override=100)
+        if args.asynchronous:
+            # In one process vLLM does not schedule ahead by itself, as it does where it is served.
+            options["async_scheduling"] = True
         dtype = "float32" if cpu else "bfloat16"
         self.llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype=dtype, seed=1, max_num_seqs=64,

@@ -1,7 +1,11 @@
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm_on_cpu.setups import SETUPS, Setup
 
 MARKERS = (
     "without_engine: runs where vLLM is not installed, too",
@@ -25,3 +29,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("ignore"))
         if find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vllm is not installed; make test-vllm makes a place for it"))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An engine that tests share, by its `Setup`."""
+
+    setup: Setup
+    small: Any
+
+
+@cache
+def shared(name: str) -> Shared:
+    """Never given up: vLLM could not make another one in this process."""
+    from vllm_on_cpu.engine import SmallEngine
+
+    setup = SETUPS[name]
+    return Shared(setup, SmallEngine(setup.model, **setup.options))
+
+
+def _marks(setup: Setup) -> list[pytest.MarkDecorator]:
+    group = pytest.mark.xdist_group(f"process {setup.process}")
+    return [group, pytest.mark.older_release] if setup.older else [group]
+
+
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=_marks(setup)) for name, setup in SETUPS.items()])
+def engine(request: pytest.FixtureRequest) -> Shared:
+    """One engine of each of `SETUPS`, loaded once a process; each guard gives it a new KV cache."""
+    return shared(request.param)

@@ -7,7 +7,7 @@ from canary_vllm import plugin
 
 from canary_core.testing import EngineSession, PluginConformance
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("conformance")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("process 0")]
 
 
 @cache

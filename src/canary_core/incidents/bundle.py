@@ -267,6 +267,7 @@ def _evidence(evidence: Evidence, seen: Sequence[Pattern], circumstances: Circum
         "copies": [asdict(c) for c in evidence.copies],
         "looked_up": evidence.looked_up,
         "right_slot": evidence.right_slot,
+        "reader_began": evidence.reader_began,
         "table": evidence.table,
         "names": {str(writer): name for writer, name in evidence.names.items()},
     }
@@ -430,6 +431,7 @@ def _evidence_of(raw: Mapping[str, Any], history: Sequence[Mapping[str, Any]], p
         [Copy(**c) for c in raw["copies"]],
         raw["looked_up"],
         raw["right_slot"],
+        raw["reader_began"],
         entries,
         names,
         raw["table"],

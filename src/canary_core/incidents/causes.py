@@ -18,15 +18,15 @@ class Link(Enum):
     """The same page of the same region, or the one beside it."""
     REQUEST = "request"
     """A request that reads or writes, or the one that wrote what is read; of changed bytes only the one that wrote
-    them. Within `NEAR_STEPS`."""
+    them."""
     STEP = "step"
     """The same forward."""
     CONTENT = "content"
     """One has the bytes that the other should have."""
 
 
-NEAR_STEPS = 64
-"""How many forwards after an incident's last finding a request still links another one to it."""
+NEAR_STEPS = {Link.SLOT: 1024, Link.PAGE: 1024, Link.CONTENT: 1024, Link.REQUEST: 64, Link.STEP: 1}
+"""How many forwards after an incident's last finding something still links another one to it."""
 
 _OWNERS = {Link.SLOT, Link.PAGE}
 _READ = {Link.SLOT, Link.PAGE, Link.REQUEST}

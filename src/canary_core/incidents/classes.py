@@ -33,7 +33,7 @@ CLASSES: dict[str, Class] = {
         ("Look at what moves pages: defragmentation, swapping to host memory, a copy with a wrong index list.",),
     ),
     "overwritten": Class(
-        "KV that another slot's KV was written over",
+        "another slot's KV, written over this one's",
         ("sglang#24527", "vllm#54498", "sglang#38319", "llama.cpp#14081"),
         ("Look at who wrote the other slot, and at the slot list of that forward or copy.",),
     ),

@@ -370,6 +370,8 @@ def _read_wrongly(case: Case) -> Iterator[Diagnosis]:
         yield Diagnosis("double_allocation", "possible", tuple(told))
     if root.stored_position == root.position or root.kind is Kind.PREFIX:
         told.append("the position is right, the sequence is another one; the request has never written it itself")
+        if evidence is not None and not evidence.reader_began:
+            told.append("the request has written nothing yet, so a prefix hit brought it")
         yield Diagnosis("foreign_prefix", "likely", tuple(told))
     yield Diagnosis("stale_table", "possible", tuple(told))
 
@@ -400,8 +402,13 @@ def _unwritten(case: Case) -> Iterator[Diagnosis]:
         and root.slot // e.page_slots in e.slots.tolist()
         for e in evidence.history
     )
-    if root.stored_state is State.PARKED or shared:
-        told.append("the prefix cache has it" if root.stored_state is State.PARKED else "a prefix hit brought it")
+    first = evidence is not None and not evidence.reader_began
+    if root.stored_state is State.PARKED or shared or first:
+        told.append(
+            "the prefix cache has it"
+            if root.stored_state is State.PARKED
+            else "a prefix hit brought it" + (": the request has written nothing yet" if first else "")
+        )
         yield Diagnosis("unfilled_prefix", "likely", tuple(told))
         return
     yield Diagnosis("unwritten", "likely", tuple(told))

@@ -82,7 +82,8 @@ class Evidence:
     those whose bytes were taken, the root's first. words: by source, int32 ``[len(read), words]``. copies: see `Copy`.
     looked_up: of how many damaged places the bytes were looked for among the records of their own source. right_slot:
     the slot that holds what the root's request should read there, None if there is none or it was not looked for.
-    history: the calls about the region, oldest first. names: requests by writer id. table: the row of the root's
+    reader_began: whether the root's request had written anything before; if not, all that it reads came with a prefix
+    hit. history: the calls about the region, oldest first. names: requests by writer id. table: the row of the root's
     request around the root's position, as ``first_position`` and ``slots``, None if it was not in the last forward.
     """
 
@@ -100,6 +101,7 @@ class Evidence:
     copies: list[Copy] = field(default_factory=list)
     looked_up: int = 0
     right_slot: int | None = None
+    reader_began: bool = True
     history: list[Entry] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     table: dict[str, Any] | None = None
@@ -171,8 +173,8 @@ class Taken:
             if hit:
                 names = self.sources[column].name, self.sources[other_column].name
                 evidence.copies.append(Copy(slot, names[0], other, names[1]))
-        hit, place = right.tolist()
-        evidence.right_slot = place if hit else None
+        hit, place, began = right.tolist()
+        evidence.right_slot, evidence.reader_began = place if hit else None, bool(began)
         if len(row):
             evidence.table = {"first_position": int(row[0]), "slots": row[1:].tolist()}
         for copy in self.history_copies:
@@ -202,11 +204,13 @@ def take(
     of_writer = written & (state.records[:, WRITER] == state.records[root, WRITER])
     most = min(MOST_OF_WRITER, region.slots)
     mates = torch.where(of_writer, every, region.slots).topk(most, largest=False).values
-    right = torch.zeros(2, dtype=torch.int64, device=device)
+    right = to_device([0, 0, 1], device)
     position = incident.root.position
     if reader is not None and position is not None:
         holds = written & (state.records[:, WRITER] == reader) & (state.records[:, POSITION] // STATES == position)
-        right = torch.stack((holds.any().long(), holds.int().argmax()))
+        earlier = (state.records[:, WRITER] == reader) & (state.records[:, STEP_WRITTEN] < incident.root.step)
+        began = (earlier & (state.records[:, STEP_WRITTEN] > 0)).any()
+        right = torch.stack((holds.any().long(), holds.int().argmax(), began.long()))
     known = slots[: _readable(state)]
     # Where a record has the bytes that were found, its slot's own bytes are worth a look, too.
     donors = torch.where(matches[:, 0] != 0, matches[:, 1], region.slots)[:MOST_READ]
@@ -238,7 +242,8 @@ def _table_row(state: RegionState, view: BatchView | None, reader: int | None, p
         return torch.zeros(0, dtype=torch.int64, device=device)
     table = view.tables[name]
     first = max(0, position - TABLE_ROW // 2)
-    row = (view.writers == reader).int().argmax()
+    # One element, not none: an index without dimensions would be read on the host.
+    row = (view.writers == reader).int().argmax()[None]
     places = plan.Places(row.expand(TABLE_ROW), torch.arange(first, first + TABLE_ROW, device=device))
     slot, status = plan.lookup(state.region, table, places)
     there = (view.writers[row] == reader) & (places.position < view.prefix_lens[row] + view.new_lens[row])

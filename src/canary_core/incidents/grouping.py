@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from canary_core.events import Event
-from canary_core.incidents.causes import NEAR_STEPS, Link, links
+from canary_core.incidents.causes import CONSEQUENCES, NEAR_STEPS, Link, links
 from canary_core.incidents.incident import Incident, total
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
@@ -175,6 +175,12 @@ def _beside(v: Violation) -> Iterator[Key]:
 
 def _follows(link: Link, violation: Violation, incident: Incident) -> bool:
     """Whether ``violation``, which shares ``link`` with ``incident``, may be of the same cause."""
-    if link is Link.REQUEST and abs(violation.step - incident.last_step) > NEAR_STEPS:
+    if abs(violation.step - incident.last_step) > NEAR_STEPS[link]:
         return False
+    if violation.kind is Kind.BYTES and (violation.step_written or 0) > incident.last_step:
+        # What was written since was not there to be damaged.
+        return False
+    if incident.told:
+        # What was told before is the cause, or the same.
+        return any(link in CONSEQUENCES[kind].get(violation.kind, ()) for kind in incident.kinds)
     return any(link in links(kind, violation.kind) for kind in incident.kinds)

@@ -100,9 +100,9 @@ _OF_THE_ROOT = (
 
 
 def precedes(one: Violation, other: Violation) -> bool:
-    """Whether ``one`` comes before ``other`` in a chain of causes: an earlier forward, or in one forward an earlier
-    kind."""
-    return (one.step, ORDER[one.kind]) < (other.step, ORDER[other.kind])
+    """Whether ``one`` comes before ``other`` in a chain of causes: an earlier forward; in one forward what was so
+    before it, then what it did, then what happened after it; of these an earlier kind."""
+    return (one.step, one.phase, ORDER[one.kind]) < (other.step, other.phase, ORDER[other.kind])
 
 
 def total(incidents: Iterable[Incident]) -> dict[Kind, int]:

@@ -18,6 +18,7 @@ from canary_core.incidents.diagnosis import diagnose
 from canary_core.incidents.evidence import Taken, take
 from canary_core.incidents.incident import Incident
 from canary_core.incidents.patterns import Pattern, patterns
+from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.writers import Writers
 
@@ -27,8 +28,9 @@ MOST_WAITING = 8
 AFTER_S = 1.0
 """Seconds after a bundle was written, when what happened since is added to it."""
 
-PATIENCE_S = 2.0
-"""Seconds that an engine which ends, or is stopped by a finding, waits for what is still to be looked at."""
+PATIENCE_S = 10.0
+"""Most seconds that an engine which ends, or is stopped by a finding, waits for what is still to be looked at; on a
+machine with time to spare it is a fraction of one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +86,8 @@ class Investigator:
         """Takes the evidence on ``incident``. From the engine's thread, on the stream of the forwards, never captured.
         Waits for nothing."""
         if not self._config.diagnose or not self._workspace.states or os.getpid() != self._process:
+            return
+        if capturing(self._workspace.device):
             return
         if self._waiting >= MOST_WAITING:
             self.skipped += 1

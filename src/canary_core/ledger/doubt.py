@@ -2,38 +2,42 @@
 
 from collections.abc import Iterable
 
+import torch
+
 PROBES = 4
-_MASK = (1 << 64) - 1
 
 
 class Doubt:
-    """A Bloom filter over 64-bit hashes, with ``size_bytes`` rounded up to a power of 2; memory is taken with the first
-    entry. It may say of a hash that it is in doubt when it isn't, ever more often as it fills: then a comparison counts
-    as unknown, and nothing worse happens. It never errs the other way.
+    """A Bloom filter over 64-bit hashes, with one flag for each of ``size_bytes`` bytes, rounded up to a power of 2;
+    memory is taken as it fills. It may say of a hash that it is in doubt when it isn't, ever more often as it fills:
+    then a comparison counts as unknown, and nothing worse happens. It never errs the other way.
 
     added: how many entries were made. everything: whether all is in doubt.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self._size = 1 << max(size_bytes - 1, 1).bit_length()
-        self._bits = bytearray()
+        self._mask = min(1 << max(size_bytes - 1, 1).bit_length(), 1 << 32) - 1
+        self._flags: torch.Tensor | None = None
         self.added = 0
         self.everything = False
 
-    def add(self, hash: int) -> None:
-        """``hash``: signed or unsigned, 64 bits, as random as a prefix hash is."""
-        if not self._bits:
-            self._bits = bytearray(self._size)
-        self.added += 1
-        for bit in self._places(hash):
-            self._bits[bit >> 3] |= 1 << (bit & 7)
+    def add(self, hashes: Iterable[int]) -> None:
+        """``hashes``: signed, 64 bits, as random as prefix hashes are."""
+        every = torch.tensor([*hashes], dtype=torch.int64)
+        if not len(every):
+            return
+        if self._flags is None:
+            # Else it could be written to only in inference mode, if that is where the first entry is made.
+            with torch.inference_mode(False):
+                self._flags = torch.zeros(self._mask + 1, dtype=torch.bool)
+        self.added += len(every)
+        probe = torch.arange(PROBES)[:, None]
+        # Only the low bits count, in which a signed shift is the same as an unsigned one.
+        self._flags[(every + probe * (every >> 32 | 1)).bitwise_and_(self._mask).flatten()] = True
 
     def __contains__(self, hash: int) -> bool:
-        if self.everything or not self._bits:
+        if self.everything or self._flags is None:
             return self.everything
-        return all(self._bits[bit >> 3] >> (bit & 7) & 1 for bit in self._places(hash))
-
-    def _places(self, hash: int) -> Iterable[int]:
-        hash &= _MASK
         step = hash >> 32 | 1
-        return ((hash + i * step) % (self._size * 8) for i in range(PROBES))
+        flags = self._flags
+        return all(bool(flags[(hash + probe * step) & self._mask]) for probe in range(PROBES))

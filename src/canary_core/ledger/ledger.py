@@ -60,7 +60,7 @@ class Ledger:
 
     Regions of one token a slot are guarded (`KINDS`). With ``CANARY_LEDGER=0``, and without fingerprints
     (``CANARY_BYTES=off``), nothing is kept or compared; slots whose bytes arrive are recorded all the same.
-    Calls with arguments that can't be right are refused as in `SlotEvents`.
+    Calls with arguments that can't be right are refused as in `SlotEvents`. None of them may be captured in a graph.
     """
 
     def __init__(self, facade: Facade, slots: SlotEvents, switch: Switch) -> None:

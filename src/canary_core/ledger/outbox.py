@@ -79,6 +79,8 @@ class Outbox(Generic[About]):
     def _take(self) -> _Slab[About]:
         if self._free:
             return self._free.pop()
-        rows = torch.empty(SLAB_ROWS, self._words, dtype=torch.int64, device=self._device)
-        # Nobody reads this first copy: the next one to the same memory follows it on the device.
-        return _Slab(rows, HostCopy(rows))
+        # Else they could be written to only in inference mode, if that is where they are made.
+        with torch.inference_mode(False):
+            rows = torch.empty(SLAB_ROWS, self._words, dtype=torch.int64, device=self._device)
+            # Nobody reads this first copy: the next one to the same memory follows it on the device.
+            return _Slab(rows, HostCopy(rows))

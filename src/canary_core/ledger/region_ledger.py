@@ -124,8 +124,7 @@ class RegionLedger:
     def import_entries(self, data: bytes | bytearray | memoryview, rank: int) -> int:
         """See `Ledger.import_entries`."""
         entries = self._format(rank).unpack(data)
-        for hash in entries[entries[:, COMPLETE] == 0, HASH].tolist():
-            self.table.doubt.add(hash)
+        self.table.doubt.add(entries[entries[:, COMPLETE] == 0, HASH].tolist())
         self.table.add(entries[:, HASH], entries[:, SUM], entries[:, VALUES:])
         self.counts["imported"] += len(entries)
         return len(entries)
@@ -155,6 +154,7 @@ class RegionLedger:
         kept = rows[whole]
         self.table.add(kept[:, BLOCK_HASH], kept[:, BLOCK_SUM], kept[:, BLOCK_VALUES:])
         self.counts["kept"] += len(kept)
+        doubted = []
         for hash, sum, flag in rows[~whole, : BLOCK_FLAGS + 1].tolist():
             if flag & Block.OUTSIDE:
                 # Evicted from a window, or padding: no bytes that anybody could have stored.
@@ -165,11 +165,12 @@ class RegionLedger:
             else:
                 self.counts["unclear"] += 1
                 if flag & Block.PREFIX:
-                    self.table.doubt.add(hash)
+                    doubted.append(hash)
                 elif flag & Block.TOKENS:
-                    self.table.doubt.add(sum ^ SUM_SALT)
+                    doubted.append(sum ^ SUM_SALT)
                 else:
                     self.table.doubt.everything = True
+        self.table.doubt.add(doubted)
 
     def _doubted(self, hash: int, sum: int) -> bool:
         """Whether something may have been stored under ``hash`` that the table does not have."""

@@ -14,8 +14,8 @@ ENTRY_BYTES = 160
 MOST_VARIANTS = 8
 """Different bytes that are kept of one prefix; more leave it in doubt."""
 
-DOUBT_SHARE = 32
-"""`Doubt` takes one part in so many of the table's memory. With 64 sources the table is overwritten twenty times before
+DOUBT_SHARE = 8
+"""`Doubt` takes one part in so many of the table's memory. With 64 sources the table is overwritten ten times before
 one hash in forty is in doubt by mistake."""
 
 
@@ -43,11 +43,13 @@ class Table:
     def __init__(self, sources: int, size_bytes: int) -> None:
         self.entry_bytes = 8 * (sources + 2) + ENTRY_BYTES
         self.capacity = max(size_bytes // self.entry_bytes, 1)
-        # Memory of which nothing was written yet is not taken.
-        self._values = torch.empty(self.capacity, sources, dtype=torch.int64)
-        self._hashes = torch.empty(self.capacity, dtype=torch.int64)
-        self._sums = torch.empty(self.capacity, dtype=torch.int64)
-        self._condemned = torch.zeros(self.capacity, dtype=torch.bool)
+        # Engines run us in inference mode, and what is made there can be written to only there.
+        with torch.inference_mode(False):
+            # Memory of which nothing was written yet is not taken.
+            self._values = torch.empty(self.capacity, sources, dtype=torch.int64)
+            self._hashes = torch.empty(self.capacity, dtype=torch.int64)
+            self._sums = torch.empty(self.capacity, dtype=torch.int64)
+            self._condemned = torch.zeros(self.capacity, dtype=torch.bool)
         self._rows: dict[int, tuple[int, ...]] = {}
         self._next = 0
         self.doubt = Doubt(size_bytes // DOUBT_SHARE)
@@ -112,30 +114,34 @@ class Table:
         first: dict[int, int] = {}
         again = [i for i, hash in enumerate(listed) if first.setdefault(hash, i) != i]
         fresh = list(first.values())
-        if not first.keys().isdisjoint(self._rows):
+        if not self._rows.keys().isdisjoint(first):
             known = [i for hash, i in first.items() if hash in self._rows]
             variants = set(self._touch([listed[i] for i in known], known, values))
             fresh = [i for hash, i in first.items() if hash not in self._rows or i in variants]
-        rows = torch.tensor(fresh, dtype=torch.int64)
-        self._append(
-            [listed[i] for i in fresh], sums[rows], values[rows], rows.new_full((len(rows),), condemned).bool()
-        )
+        if len(fresh) == len(listed):
+            self._append(listed, sums, values, condemned)
+        elif fresh:
+            rows = torch.tensor(fresh, dtype=torch.int64)
+            self._append([listed[i] for i in fresh], sums[rows], values[rows], condemned)
         self.entries += len(fresh)
         return torch.tensor(again, dtype=torch.int64)
 
     def _touch(self, hashes: list[int], indices: list[int], values: Tensor) -> list[int]:
         """Of ``hashes`` that are known: those whose values, at ``indices``, are not stored yet, as indices. The entries
         of the others move to the front where they are old."""
-        variants, old = [], []
+        variants: list[int] = []
+        old: list[int] = []
+        overfull: list[int] = []
         for hash, i, match in zip(hashes, indices, self.match(hashes, values[indices]), strict=True):
             rows = self._rows[hash]
             if not match.equal:
                 if len(rows) < MOST_VARIANTS:
                     variants.append(i)
                 else:
-                    self.doubt.add(hash)
+                    overfull.append(hash)
             elif self._next - rows[0] > self.capacity // 2:
                 old.append(hash)
+        self.doubt.add(overfull)
         numbers = [(hash, number) for hash in old for number in self._rows.pop(hash)]
         if numbers:
             rows_ = torch.tensor([number for _, number in numbers]) % self.capacity
@@ -143,12 +149,14 @@ class Table:
             self._append([hash for hash, _ in numbers], *kept)
         return variants
 
-    def _append(self, hashes: list[int], sums: Tensor, values: Tensor, condemned: Tensor) -> None:
+    def _append(self, hashes: list[int], sums: Tensor, values: Tensor, condemned: Tensor | bool) -> None:
         """At most `capacity` entries."""
         begin, self._next = self._next, self._next + len(hashes)
-        numbers = torch.arange(begin, self._next)
         self._evict(max(begin - self.capacity, 0), max(self._next - self.capacity, 0))
-        rows = numbers % self.capacity
+        first = begin % self.capacity
+        rows: slice | Tensor = slice(first, first + len(hashes))
+        if first + len(hashes) > self.capacity:
+            rows = torch.arange(begin, self._next) % self.capacity
         self._hashes[rows] = torch.tensor(hashes, dtype=torch.int64)
         self._sums[rows], self._values[rows], self._condemned[rows] = sums, values, condemned
         if len(set(hashes)) == len(hashes) and self._rows.keys().isdisjoint(hashes):
@@ -163,11 +171,13 @@ class Table:
             return
         numbers = range(begin, end)
         hashes = self._hashes[torch.arange(begin, end) % self.capacity].tolist()
+        gone = []
         for number, hash in zip(numbers, hashes, strict=True):
             rows = self._rows.get(hash, ())
             # Else it has moved to the front, or went with another one of its hash.
             if number in rows:
                 del self._rows[hash]
-                self.doubt.add(hash)
+                gone.append(hash)
                 self.entries -= len(rows)
                 self.evicted += len(rows)
+        self.doubt.add(gone)

@@ -1,6 +1,6 @@
 """Which layers and halves differ, in as few words as say it exactly."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from canary_core.region import KVSource
 
@@ -8,15 +8,16 @@ from canary_core.region import KVSource
 def fold(sources: Sequence[KVSource], differing: Sequence[int]) -> str:
     """``differing``: indices among ``sources``, at least one. For example "1 of 64 sources differs: layer 3 V", or "64
     of 64 sources differ: every layer, K and V"."""
-    halves: dict[str, list[int]] = {}
-    every: dict[str, list[int]] = {}
+    # A layer may have several sources of one half, where its bytes are in several places.
+    halves: dict[str, set[int]] = {}
+    every: dict[str, set[int]] = {}
     for source in sources:
-        every.setdefault(source.half, []).append(source.layer)
+        every.setdefault(source.half, set()).add(source.layer)
     for index in differing:
-        halves.setdefault(sources[index].half, []).append(sources[index].layer)
+        halves.setdefault(sources[index].half, set()).add(sources[index].layer)
     alike: dict[tuple[str, bool], list[str]] = {}
     for half, layers in halves.items():
-        whole = sorted(layers) == sorted(every[half]) and len(layers) > 1
+        whole = layers == every[half] and len(layers) > 1
         alike.setdefault(("every layer," if whole else _layers(layers), whole), []).append(_half(half))
     said = "; ".join(f"{where} {_joined(names)}" for (where, _), names in alike.items())
     verb = "differs" if len(differing) == 1 else "differ"
@@ -27,7 +28,7 @@ def _half(half: str) -> str:
     return half.upper() if len(half) <= 2 else half
 
 
-def _layers(layers: Sequence[int]) -> str:
+def _layers(layers: Collection[int]) -> str:
     """``layers 0, 3 to 5 and 9``"""
     runs: list[list[int]] = []
     for layer in sorted(layers):

@@ -195,34 +195,29 @@ class Stretch:
     def __post_init__(self) -> None:
         self.progress = Progress(self.state.region.slots)
 
-    def resize(self, slots: int, running: int | None = None) -> None:
-        """How many slots the next scrubs list, at least one, and how many ``running`` ones first (None: all). Small
+    def resize(self, slots: int, running_share: float = 1.0) -> None:
+        """How many slots the next scrubs list, at least one, and which share of them are running ones first. Small
         changes are left out: each is a tiny copy."""
         most = self.state.region.slots
         slots = max(min(slots, most), 1)
-        running = slots if running is None else max(min(running, slots), 1)
         # Not assignments: those copy the number from the host and wait for the device.
-        if _differs(self.slots, slots):
+        if abs(slots - self.slots) * 5 > self.slots:
             self.slots = slots
             self.state.cursors[Cursor.SCRUB_SLOTS].fill_(slots)
             self.state.cursors[Cursor.SCRUB_PASS].fill_(min(max(PASSED_FOR_ONE * slots, LEAST_PASSED), most))
-        if _differs(self.running, running):
+        running = math.ceil(self.slots * running_share)
+        if abs(running - self.running) * 20 > self.running:
             self.running = running
             self.state.cursors[Cursor.SCRUB_RUNNING].fill_(running)
 
-    def share(self, slots: int, between_s: float) -> int:
-        """How many of ``slots`` are running ones' first, if a scrub comes every ``between_s``."""
+    def running_share(self, between_s: float) -> float:
+        """Which share of a scrub is for running slots first, if one comes every ``between_s``."""
         written = self.progress.written
-        if written is None:
-            return math.ceil(slots * RUNNING_SHARE)
+        if written is None or not self.slots:
+            return RUNNING_SHARE
         running, parked = written
-        own = running / max(running + parked, 1)
-        share = min(max(own, RUNNING_SHARE), MOST_RUNNING_SHARE)
-        return min(math.ceil(running * between_s / RUNNING_S), math.ceil(slots * share))
-
-
-def _differs(old: int, new: int) -> bool:
-    return not old or abs(new - old) * 5 > old
+        most = min(max(running / max(running + parked, 1), RUNNING_SHARE), MOST_RUNNING_SHARE)
+        return min(running * between_s / RUNNING_S / self.slots, most)
 
 
 class Scrub:
@@ -290,7 +285,7 @@ class Scrub:
         weights = [self._written_bytes(stretch) or stretch.state.pool_bytes for stretch in self.stretches]
         for stretch, weight in zip(self.stretches, weights, strict=True):
             slots = int(scrub_bytes * weight / sum(weights) / stretch.state.sources.slot_bytes)
-            stretch.resize(slots, stretch.share(slots, between_s))
+            stretch.resize(slots, stretch.running_share(between_s))
 
     def stats(self, scrubbed_slots: int) -> dict[str, float]:
         """What the scrub comes to after ``scrubbed_slots`` in all, see `Canary.scrub_stats`."""

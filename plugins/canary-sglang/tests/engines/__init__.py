@@ -9,6 +9,10 @@ TESTS = Path(__file__).parents[1]
 """Where the packages ``engines`` and ``tools`` are."""
 
 
+SHARED = TESTS.parents[2] / "tests"
+"""Where the package ``support`` is, which tests of the core and of all plugins share."""
+
+
 def command(module: str, *arguments: str) -> list[str]:
     """How a process runs a module of this package, with `python_path` in its environment."""
     return [sys.executable, "-m", f"engines.{module}", *arguments]
@@ -16,4 +20,4 @@ def command(module: str, *arguments: str) -> list[str]:
 
 def python_path(*folders: Path) -> str:
     """``PYTHONPATH`` of such a process: ``folders``, the tests' packages, and what it would have had anyway."""
-    return os.pathsep.join([*map(str, folders), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join([*map(str, folders), str(TESTS), str(SHARED), os.environ.get("PYTHONPATH", "")])

@@ -27,6 +27,7 @@ from tools import (
     cached_states,
     device_waits,
     fault_injection,
+    injured,
     inspection,
     storms,
     traffic,
@@ -249,6 +250,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse_idle,
         allocator_misuse.misuse_and_fail,
         device_waits.waits,
+        injured.injure,
         beside,
         uninstall,
     )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from canary_core import testing
+from canary_core.config import ScrubBudget
 from canary_core.records import (
     PAYLOAD_RECORD,
     PAYLOAD_STAMP,
@@ -128,11 +129,17 @@ def _serve_on(engine: Any, served: list[Any], slot: int) -> dict[str, Any]:
 
 
 def scrub(engine: Any, prompt: list[int]) -> None:
-    """Steps of a small request until the scrub has gone all round."""
-    for canary in engine.canaries:
-        for stretch in canary.step.scrub.stretches:
-            stretch.resize(stretch.state.region.slots)
-    serve(engine, [prompt], 2)
+    """Steps of a small request until the scrub has gone all round: one lists all that is written, the next compares
+    it."""
+    scrubs = [canary.step.scrub for canary in engine.canaries]
+    budgets = [scrub.budget for scrub in scrubs]
+    for scrub in scrubs:
+        scrub.budget = ScrubBudget.parse("1TiB")
+        scrub.adjust(captured=False)
+    serve(engine, [prompt], 3)
+    for scrub, budget in zip(scrubs, budgets, strict=True):
+        scrub.budget = budget
+        scrub.adjust(captured=False)
 
 
 def _of_prompt(engine: Any, region: str, prompt: list[int]) -> list[int]:

@@ -6,11 +6,11 @@ from typing import Any
 import canary_transformers
 import torch
 from canary_transformers.conformance.continuous import HALVES, LAYERS, PAGE_TOKENS, ContinuousSession
-from support.injuries import ALICE, BOB, PROMPT, Patient
+from support.injuries import ALICE, BOB, INJURIES, PROMPT, SEEDS, Patient, hurt, summed_up
 from torch import Tensor
 
 from canary_core import Canary
-from canary_core.testing import Findings
+from canary_core.testing import FaultInjector, Findings
 
 
 class ContinuousPatient(Patient):
@@ -99,6 +99,10 @@ class ContinuousPatient(Patient):
             self.step()
         self.step()
 
+    def _exchange_inputs(self) -> None:
+        """By the core's own fault."""
+        self.guard.register(FaultInjector.parse(f"next_token_swap:warmup={self.canary.forwards}", seed=1))
+
     def _release_again(self) -> None:
         self._finish("c", [(7 * i) % 100 + 9 for i in range(30)])
         self.canary.drain()
@@ -125,16 +129,6 @@ class ContinuousPatient(Patient):
         ledger.hash_to_block[ledger.block_to_hash[first]] = second
         self.session.submit("e", one, 4)
 
-    def _publish_early(self) -> None:
-        """The hash of a block that is free leads to it, as if it were published before it was filled."""
-        tokens = [(17 * i) % 100 + 9 for i in range(30)]
-        self._finish("c", tokens)
-        allocator = self._allocator
-        first = allocator.match_prefix_blocks(tokens)[0]
-        region = next(iter(self.canary.regions))
-        self.canary.slots.clear(region, torch.arange(first * PAGE_TOKENS, (first + 1) * PAGE_TOKENS))
-        self.session.submit("e", tokens, 4)
-
     def close(self) -> None:
         """Ends engine and guard."""
         self.session.close()
@@ -143,7 +137,28 @@ class ContinuousPatient(Patient):
 
 CANNOT = {
     "two tokens in one slot": "its write list is one tensor for all layers, made anew in each forward",
-    "input tokens exchanged": "it takes input and history from the same list",
+    "a prefix published too early": "its small pool has no free block that was never written",
     "padding in a live row": "its table has no null entry for full attention",
 }
 """Injuries that this engine's tables or lists have no place for."""
+
+
+def main() -> None:
+    """Does every injury with several seeds; prints what was told, a JSON line each."""
+    import json
+    import sys
+    from importlib.metadata import version
+
+    for name in (name for name in INJURIES if name not in CANNOT):
+        for seed in SEEDS:
+            patient = ContinuousPatient()
+            told = hurt(patient, name, seed)
+            patient.close()
+            sys.stdout.write(
+                json.dumps({"engine": f"Transformers {version('transformers')}", **summed_up(told)}) + "\n"
+            )
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

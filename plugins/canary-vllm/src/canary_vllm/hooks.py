@@ -4,7 +4,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from canary_core import CanaryConfig, Event, Patches, PluginError, emit
+from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
+from canary_vllm.actions.quarantine import Quarantine, groups_of
 from canary_vllm.allocator.recorder import BlockRecorder
 from canary_vllm.compat import targets
 from canary_vllm.session import Session, attach_runner
@@ -20,6 +21,7 @@ class Hooks:
         self._sessions: dict[int, Session] = {}
         self._recorders: dict[int, BlockRecorder] = {}
         self._running: Session | None = None
+        self._quarantine: Quarantine | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -50,19 +52,27 @@ class Hooks:
             self._left_out("blocks of the scheduler are not followed", missing)
             return
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
-        self._follow(f"{targets.SCHEDULER}.schedule", self._scheduled)
+        self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
+        if config.on_violation == "abort":
+            self._left_out("CANARY_ON_VIOLATION=abort", ["requests are not ended; quarantine computes them again"])
+        if config.on_violation != "report":
+            self._quarantine = Quarantine(lambda: groups_of(self.sessions))
+            hook_manager().register(self._quarantine)
 
     def stop(self) -> None:
         """Closes all sessions; vLLM's functions are its own again."""
         self._config = None
         self._patches.undo()
+        if self._quarantine is not None:
+            hook_manager().unregister(self._quarantine)
+            self._quarantine = None
         while self._recorders:
             self._recorders.popitem()[1].close()
         while self._sessions:
             self._sessions.popitem()[1].close()
 
     def _hook_runner(self, name: str) -> None:
-        self._follow(f"{name}.initialize_kv_cache", self._initialized)
+        self._wrap(f"{name}.initialize_kv_cache", self._initialize)
         self._wrap(f"{name}.execute_model", self._execute)
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
@@ -81,16 +91,18 @@ class Hooks:
     def _follow(self, name: str, told: Callable[..., None]) -> None:
         self._patches.follow(*targets.owner(name), told)
 
-    def _initialized(self, _: Any, runner: Any, cache: Any, profiling: bool = False, *args: Any, **more: Any) -> None:
-        config = self._config
-        if config is None or profiling or more.get("is_profiling"):
-            return
-        old = self._sessions.pop(id(runner), None)
+    def _initialize(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+        old = None if profiling else self._sessions.pop(id(runner), None)
         if old is not None:
+            # While the memory that it describes is still the runner's.
             old.close()
-        session = attach_runner(runner, config)
-        if session is not None:
-            self._sessions[id(runner)] = session
+        result = original()
+        if self._config is not None and not profiling:
+            session = attach_runner(runner, self._config)
+            if session is not None:
+                self._sessions[id(runner)] = session
+        return result
 
     def _execute(self, original: Callable[[], Any], runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(runner))
@@ -120,14 +132,24 @@ class Hooks:
         if self._config is None:
             return
         try:
-            self._recorders[id(scheduler)] = BlockRecorder(scheduler)
+            self._recorders[id(scheduler)] = BlockRecorder(scheduler, self._config.sweep_interval)
+            if self._quarantine is not None:
+                self._quarantine.joined()
         except Exception as error:
             self._left_out("blocks of the scheduler are not followed", [f"{type(error).__name__}: {error}"])
 
-    def _scheduled(self, output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def _schedule(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorders.get(id(scheduler))
+        if recorder is not None and self._quarantine is not None:
+            try:
+                self._quarantine.act(scheduler)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                emit(Event("quarantine_failed", "error", {"reason": reason}))
+        output = original()
         if recorder is not None:
             recorder.scheduled(output)
+        return output
 
     def _left_out(self, what: str, problems: Sequence[str]) -> None:
         emit(Event("hooks_left_out", "error", {"reason": f"{what}: {'; '.join(problems)}"}))

@@ -1,6 +1,7 @@
 """The plugin ``vllm``, which ``CANARY_PLUGINS=vllm`` turns on. Importing this module does not import vLLM."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from canary_core import (
     CanaryConfig,
@@ -8,6 +9,7 @@ from canary_core import (
     EngineInfo,
     Event,
     HookTarget,
+    PluginError,
     emit,
     hookimpl,
     start_plugins,
@@ -60,3 +62,14 @@ def canary_install(config: CanaryConfig) -> None:
 def canary_uninstall() -> None:
     """Undoes `canary_install`: closes all sessions, and vLLM's functions are its own again."""
     HOOKS.stop()
+
+
+@hookimpl
+def canary_conformance() -> NoReturn:
+    """Raises `PluginError`: the suite is among the tests, since it wants a vLLM that runs on a CPU."""
+    raise PluginError(
+        "the conformance suite of canary-vllm starts small engines on a CPU, for which vLLM needs an environment of "
+        "its own, so it is among the tests. In a checkout of the repository run: make test-vllm "
+        "PYTEST_FLAGS='-k test_conformance'. To check the plugin against the engine that you run, set CANARY_AUDIT=8 "
+        "there"
+    )

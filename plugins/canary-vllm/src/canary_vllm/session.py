@@ -54,17 +54,18 @@ class Session:
             uncovered=pool.uncovered(),
             pool_tensors=pool.pool_tensors,
         )
-        self._groups = pool.groups
-        self._v1 = V1Batches(runner, self._groups, self.requests)
-        self._v2 = V2Batches(self._groups, self.requests)
+        self.groups = pool.groups
+        """What is guarded."""
+        self._v1 = V1Batches(runner, self.groups, self.requests)
+        self._v2 = V2Batches(self.groups, self.requests)
         self._prepared: Prepared | None = None
         self._begun = False
         self._output: Any = None
         origin = connectors.origin(runner, config.ledger_private)
         self._loads: Loads | None = None
         if origin is not None:
-            self._loads = Loads(self.canary, self._groups, self.requests, origin, runners.drafted(runner))
-        self.lifetime = Lifetime(self.canary, self._groups, self.requests, config.lifetime)
+            self._loads = Loads(self.canary, self.groups, self.requests, origin, runners.drafted(runner))
+        self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
         self._filter = EmbeddingFilter(
             partial(embeddings.row, runner), partial(embeddings.elsewhere, runner), [region.name for region in regions]
         )
@@ -143,7 +144,7 @@ class Session:
             self.lifetime.copy([(int(source), int(destination)) for source, destination in copies])
 
     def _padding(self, rows: int) -> Iterable[BatchView]:
-        return padding(rows, self._groups, self.canary.device)
+        return padding(rows, self.groups, self.canary.device)
 
 
 def attach_runner(runner: Any, config: CanaryConfig) -> Session | None:

@@ -79,7 +79,8 @@ def host_tensors(worker: Any) -> list[Any]:
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             if thing.device.type == "cpu" and thing.nbytes > 1 << 20:
-                found[thing.data_ptr()] = thing
+                # Several views of one memory are one.
+                found[thing.untyped_storage().data_ptr()] = thing
         elif isinstance(thing, dict):
             todo += list(thing.values())
         elif isinstance(thing, (list, tuple, set)):
@@ -101,7 +102,8 @@ def flip_in_host_memory(worker: Any, row: bytes, seed: int) -> int:
         memory = memoryview(flat.numpy())
         step = 64 << 20
         for first in range(0, len(memory), step):
-            part = bytes(memory[first : first + step + len(row)])
+            # What begins in the next part is found there.
+            part = bytes(memory[first : first + step + len(row) - 1])
             at = part.find(row)
             while at >= 0:
                 flat[first + at + place] ^= bit

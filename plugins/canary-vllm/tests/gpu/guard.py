@@ -116,7 +116,7 @@ MODELS: dict[str, dict[str, Any]] = {
         norm_topk_prob=False, moe_layer_freq=1, num_key_value_heads=16, head_dim=None,
     ),
 }  # fmt: skip
-POKES = 12
+POKES = int(os.environ.get("GUARD_POKES", "12"))
 DEVICE = os.environ.get("GUARD_DEVICE", "cuda")
 
 
@@ -235,14 +235,14 @@ class Served:
     def traffic(self) -> list[list[int]]:
         """What both engines serve: batches that mix, repeat, share prefixes, and one long prompt."""
         answers = []
-        for seed in range(3):
+        for seed in range(3 if self.scale == 1 else 1):
             mixed = [p for i in range(4) for p in self.prompts(10 * seed + i, 4, 100 + 300 * i)]
             answers += self.generate(mixed, 128)
         shared = self.prompts(77, 12, 900, shared=640)
         answers += self.generate(shared, 64)
         answers += self.generate(shared, 64)
         answers += self.generate(self.prompts(78, 1, 4000), 16)
-        answers += self.generate(self.prompts(79, 40, 200), 200)
+        answers += self.generate(self.prompts(79, 40 if self.scale == 1 else 8, 200), 200)
         return answers
 
     def pokes(self) -> list[dict[str, Any]]:

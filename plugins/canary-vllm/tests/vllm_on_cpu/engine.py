@@ -62,6 +62,8 @@ class SmallEngine:
 
         over = SchedulerOutput.make_empty()
         over.finished_req_ids = {*self.scheduler.requests, *self.scheduler.finished_req_ids, *self.runner_requests()}
+        if self.scheduler.connector is not None:
+            over.kv_connector_metadata = self.scheduler.connector.build_connector_meta(over)
         self.core.model_executor.execute_model(over)
         # vLLM's own runner wants to be initialized only once.
         self.runner.attn_groups.clear()
@@ -129,6 +131,10 @@ class SmallEngine:
             bound = getattr(layer, "kv_cache", None)
             for i, tensor in enumerate(bound if isinstance(bound, (list, tuple)) else [bound]):
                 yield (f"{name}[{i}]" if i else name), tensor
+
+    def running(self, request: str) -> bool:
+        """Whether it has blocks."""
+        return request in self.scheduler.requests and any(self.blocks(request))
 
     def blocks(self, request: str) -> tuple[list[int], ...]:
         """The blocks of a running request, for each group of layers."""

@@ -106,8 +106,8 @@ def gather_blocks_kernel(
         begin *= page_slots
     m_begin = (begin >= 0) & (begin < slots) & ((begin < null_first) | (begin >= null_end))
     # The first slot's position, where it is one.
-    _, word = split_head(tl.load(p_records + begin * 4, mask=m_begin, other=0))
-    position_first = word // STATE_VALUES
+    _, word_first = split_head(tl.load(p_records + begin * 4, mask=m_begin, other=0))
+    position_first = word_first // STATE_VALUES
     odd_tokens = tl.where(position_first % page_slots == 0, 0, 1)
     odd_prefix = odd_tokens * 0
     outside = odd_tokens * 0
@@ -156,9 +156,8 @@ def gather_blocks_kernel(
 @triton.jit
 def listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED: tl.constexpr):
     """The slots at places of a block, and which of them are live ones of the region."""
-    if PAGED:
-        slot = tl.where(m, begin + o_place, -1)
-    else:
+    slot = tl.where(m, begin + o_place, -1)
+    if not PAGED:
         slot = tl.load(p_block + o_place, mask=m, other=-1).to(tl.int64)
     return slot, (slot >= 0) & (slot < slots) & ((slot < null_first) | (slot >= null_end))
 

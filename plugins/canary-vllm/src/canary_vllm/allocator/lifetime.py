@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from canary_core import Canary, Event
+from canary_core import Canary, Event, Kind, Phase, Violation
 from canary_vllm.allocator.messages import BlockEvent, Message
 from canary_vllm.batches.requests import Requests
 from canary_vllm.batches.upload import upload
 from canary_vllm.pools.pool import Group
+from canary_vllm.prefix_cache.structure import Swept
 
 
 class Lifetime:
@@ -44,12 +45,13 @@ class Lifetime:
                 self._canary.slots.clear(group.region, None)
         self._next = message.number + 1
         runs = runs_of(message.events)
-        blocks = upload([b for run in runs for event in run for b in event.blocks], self._canary.device)
-        first = 0
-        for run in runs:
-            end = first + sum(len(event.blocks) for event in run)
-            self._tell(run, blocks[first:end])
-            first = end
+        if runs:
+            counts = [sum(len(event.blocks) for event in run) for run in runs]
+            blocks = upload([b for run in runs for event in run for b in event.blocks], self._canary.device)
+            for run, numbers in zip(runs, blocks.split(counts), strict=True):
+                self._tell(run, numbers)
+        if message.swept is not None:
+            self._swept(message.swept)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Blocks are copied, (from, to), before the next forward: the records go with the bytes."""
@@ -82,6 +84,27 @@ class Lifetime:
     def _slots(self, group: Group, blocks: Tensor) -> Tensor:
         inside = torch.arange(group.block, device=blocks.device)
         return (blocks[:, None] * group.block + inside).flatten()
+
+    def _swept(self, swept: Swept) -> None:
+        """Tells what a sweep found, in the first region: all of them have the pool's blocks."""
+        group, canary = self._groups[0], self._canary
+        found = [
+            Violation(
+                kind=Kind.CACHE_STRUCTURE,
+                region=group.region,
+                phase=Phase.SWEEP,
+                step=canary.forwards,
+                slot=breach.block * group.block,
+                node=breach.block,
+                rule=breach.rule,
+                detail=breach.detail,
+            )
+            for breach in swept.breaches
+        ]
+        new = canary.report(found)
+        fields: dict[str, object] = {"nodes": swept.cached, "findings": new}
+        canary.tell(Event("sweep", "warning" if new else "info", fields))
+        canary.count("sweeps")
 
     def _end(self, reason: str) -> None:
         self._over = True

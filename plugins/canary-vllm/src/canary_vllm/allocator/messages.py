@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from canary_vllm.prefix_cache.structure import Swept
+
 ATTRIBUTE = "canary_lifetime"
 """Under this name a message is an attribute of vLLM's `SchedulerOutput`, which is pickled with its attributes."""
 
@@ -36,12 +38,14 @@ class Load:
 @dataclass(slots=True)
 class Message:
     """All that happened since the message before. ``number`` counts up by one, so that a worker notices a loss.
-    ``broken``: why blocks can't be followed any more, None if they can."""
+    ``broken``: why blocks can't be followed any more, None if they can. ``swept``: what a sweep of the prefix cache
+    came to, None if there was none."""
 
     number: int
     events: list[BlockEvent] = field(default_factory=list)
     broken: str | None = None
     loads: list[Load] = field(default_factory=list)
+    swept: Swept | None = None
 
 
 def attach(output: Any, message: Message) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
 from canary_vllm.allocator.messages import BlockEvent, Load, Message, Sort
+from canary_vllm.prefix_cache.structure import sweep
 
 
 class BlockRecorder:
@@ -24,11 +25,12 @@ class BlockRecorder:
     | `reset_prefix_cache`                                             | evict, of all that are cached              |
     | `allocate_slots` with tokens that a connector has                | arrive                                     |
 
-    Preemption and abort free blocks in the same way. An exception of ours never reaches the scheduler: the workers are
-    told that blocks can't be followed any more.
+    Preemption and abort free blocks in the same way. Every ``sweep_interval`` outputs the pool's structure is looked
+    at. An exception of ours never reaches the scheduler: the workers are told that blocks can't be followed any more.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, sweep_interval: int = 0) -> None:
+        self._sweep_interval = sweep_interval
         self._manager = scheduler.kv_cache_manager
         self._message = Message(0)
         self._request: str | None = None
@@ -36,7 +38,7 @@ class BlockRecorder:
         self._patches = Patches(self._guard)
         pool = self._manager.block_pool
         follow = self._patches.follow
-        follow(pool, "get_new_blocks", lambda blocks, *_, **__: self._tell("alloc", blocks))
+        follow(pool, "get_new_blocks", lambda blocks, *_, **__: self._note("alloc", blocks))
         follow(pool, "touch", self._touched)
         follow(pool, "cache_full_blocks", self._cached)
         follow(pool, "_maybe_evict_cached_block", self._evicted)
@@ -46,10 +48,13 @@ class BlockRecorder:
                 self._patches.wrap(pool, release, self._releases)
         for name in ("allocate_slots", "free"):
             self._patches.wrap(self._manager, name, self._named)
-        follow(self._manager, "allocate_slots", self._allocated)
 
     def scheduled(self, output: Any) -> None:
         """The scheduler has made ``output``: what happened since the last one goes with it."""
+        number = self._message.number
+        if self._sweep_interval and number and number % self._sweep_interval == 0:
+            with self._guard("sweep"):
+                self._message.swept = sweep(self._manager)
         messages.attach(output, self._message)
         self._message = Message(self._message.number + 1, broken=self._message.broken)
         self._fresh.clear()
@@ -58,7 +63,7 @@ class BlockRecorder:
         """The pool's functions are its own again."""
         self._patches.undo()
 
-    def _tell(self, sort: Sort, blocks: Iterable[Any], group: int | None = None) -> None:
+    def _note(self, sort: Sort, blocks: Iterable[Any], group: int | None = None) -> None:
         self._put(sort, [block.block_id for block in blocks if not block.is_null], group)
 
     def _put(self, sort: Sort, numbers: list[int], group: int | None = None) -> None:
@@ -72,7 +77,7 @@ class BlockRecorder:
             events.append(BlockEvent(sort, self._request, numbers, group))
 
     def _touched(self, _: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
-        self._tell("share", blocks)
+        self._note("share", blocks)
         if self._fresh:
             self._put("same_step", [block.block_id for block in blocks if block.block_id in self._fresh])
 
@@ -83,7 +88,7 @@ class BlockRecorder:
 
     def _evicted(self, evicted: bool, block: Any) -> None:
         if evicted and block.ref_cnt == 0:
-            self._tell("evict", [block])
+            self._note("evict", [block])
 
     def _resets(self, original: Callable[..., bool]) -> Callable[..., bool]:
         pool = self._manager.block_pool
@@ -94,7 +99,7 @@ class BlockRecorder:
             done = original(*args, **kwargs)
             if done:
                 with self._guard("after reset_prefix_cache"):
-                    self._tell("evict", cached)
+                    self._note("evict", cached)
             return done
 
         return reset
@@ -116,21 +121,26 @@ class BlockRecorder:
                     block = own[number]
                     # More than one if it is released more often than it was held.
                     for _ in range(min(times, 1 - block.ref_cnt)):
-                        self._tell("park" if caching and block.block_hash is not None else "free", [block])
+                        self._note("park" if caching and block.block_hash is not None else "free", [block])
             return result
 
         return release
 
     def _named(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``original`` does is its request's doing."""
+        """What ``original`` does is its request's doing. vLLM calls it for each request of each step: nothing here may
+        cost anything unless a connector brings tokens."""
 
         @functools.wraps(original)
         def named(request: Any, *args: Any, **kwargs: Any) -> Any:
-            outer, self._request = self._request, getattr(request, "request_id", None)
+            self._request = request.request_id
             try:
-                return original(request, *args, **kwargs)
+                result = original(request, *args, **kwargs)
             finally:
-                self._request = outer
+                self._request = None
+            if len(args) > 4 or kwargs.get("num_external_computed_tokens"):
+                with self._guard("after allocate_slots"):
+                    self._allocated(result, request, *args, **kwargs)
+            return result
 
         return named
 

@@ -47,7 +47,7 @@ class V1Batches(BatchAdapter[Any]):
             table = inputs.block_table[group.number]
             slots = table.slot_mapping.gpu[:tokens]
             tables[group.region] = block_table(table.block_table.gpu[:rows], group.page, write_slots=slots)
-        computed = inputs.num_computed_tokens_cpu[:rows].tolist()
+        computed = inputs.num_computed_tokens_cpu[:rows].tolist
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
@@ -55,9 +55,7 @@ class V1Batches(BatchAdapter[Any]):
             positions=runner.positions[:tokens],
             writers=self._requests.ids(names),
             tables=tables,
-            expected_tokens=self._requests.expected(
-                names, computed, [c + n for c, n in zip(computed, new, strict=True)]
-            ),
+            expected_tokens=self._requests.expected(names, computed, new),
         )
 
 
@@ -79,7 +77,13 @@ class V2Batches(BatchAdapter[Prepared]):
         new = inputs.num_scheduled_tokens[:rows].tolist()
         prefix_lens, new_lens = self._lengths.of(inputs.seq_lens[:rows], inputs.query_start_loc[: rows + 1], new)
         names = inputs.req_ids
-        computed = (inputs.seq_lens_cpu_upper_bound[:rows].numpy() - inputs.num_scheduled_tokens[:rows]).tolist()
+
+        def computed() -> list[int]:
+            most: list[int] = (
+                inputs.seq_lens_cpu_upper_bound[:rows].numpy() - inputs.num_scheduled_tokens[:rows]
+            ).tolist()
+            return most
+
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
@@ -87,9 +91,7 @@ class V2Batches(BatchAdapter[Prepared]):
             positions=inputs.positions[:tokens],
             writers=self._requests.ids(names),
             tables=self._tables(batch, rows, tokens),
-            expected_tokens=self._requests.expected(
-                names, computed, [c + n for c, n in zip(computed, new, strict=True)]
-            ),
+            expected_tokens=self._requests.expected(names, computed, new),
         )
 
     def _tables(self, batch: Prepared, rows: int, tokens: int) -> Mapping[str, SlotTable]:

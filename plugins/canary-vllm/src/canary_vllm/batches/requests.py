@@ -1,6 +1,6 @@
 """`Requests`: what a runner's process knows of the requests by the scheduler's own messages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ class Requests:
         self.writers = writers
         self._device = device
         self._prompts: dict[str, NDArray[np.int64]] = {}
+        # Those whose prompt may not be computed whole yet.
+        self._open: set[str] = set()
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -35,6 +37,8 @@ class Requests:
         """Takes the scheduler's message for the next forward."""
         for name in output.finished_req_ids:
             self._prompts.pop(name, None)
+            self._open.discard(name)
+        self._open.update(name for name in output.scheduled_cached_reqs.resumed_req_ids if name in self._prompts)
         for new in output.scheduled_new_reqs:
             if new.req_id not in self._prompts:
                 # Another request may have had this name.
@@ -44,6 +48,7 @@ class Requests:
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             if tokens is not None and getattr(new, "prompt_embeds", None) is None:
                 self._prompts[new.req_id] = np.array(tokens, dtype=np.int64)
+                self._open.add(new.req_id)
 
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to. The requests
@@ -53,12 +58,20 @@ class Requests:
             self._ids = upload([self.writers.id(name) for name in names], self._device, torch.int32)
         return self._ids
 
-    def expected(self, names: Sequence[str], computed: Sequence[int], ends: Sequence[int]) -> Tensor | None:
+    def expected(
+        self, names: Sequence[str], computed: Callable[[], Sequence[int]], new: Sequence[int]
+    ) -> Tensor | None:
         """The requests' own tokens by position for those that compute their prompt, as
-        `BatchView.expected_tokens`. ``computed``, ``ends``: tokens that each has before and after the forward; the
-        host's idea of them, which may be too high. None if no request computes its prompt."""
+        `BatchView.expected_tokens`. ``computed``, ``new``: tokens that each has before the forward, and gets by it; the
+        host's idea of them, which may be too high. None if no request computes its prompt, as in decode, which costs
+        next to nothing."""
+        if self._open.isdisjoint(names):
+            return None
         prompts = [self._prompts.get(name) for name in names]
-        open_ = [prompt is not None and count < len(prompt) for prompt, count in zip(prompts, computed, strict=True)]
+        counts = computed()
+        ends = [count + more for count, more in zip(counts, new, strict=True)]
+        open_ = [prompt is not None and count < len(prompt) for prompt, count in zip(prompts, counts, strict=True)]
+        self._open.difference_update(name for name, is_open in zip(names, open_, strict=True) if not is_open)
         if not any(open_):
             return None
         longest = max(end for end, is_open in zip(ends, open_, strict=True) if is_open)

@@ -1,0 +1,76 @@
+"""What a scheduler's block pool must not say of its blocks, whatever they hold."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MOST_BREACHES = 32
+"""Breaches of one sweep that are told; what comes after them usually has the same cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """``block`` breaks ``rule``; ``detail`` says how, as the end of a sentence."""
+
+    rule: str
+    block: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """One sweep: how many blocks are cached, and what is wrong."""
+
+    cached: int
+    breaches: tuple[Breach, ...]
+
+
+def sweep(manager: Any) -> Swept:
+    """Looks at all blocks of vLLM's `KVCacheManager` between two calls of its scheduler. Only what can't be right is
+    told: others than requests may have blocks, too."""
+    pool = manager.block_pool
+    found = _breaches(pool, _held(manager), _free(pool))
+    cached = sum(block.block_hash is not None for block in pool.blocks)
+    return Swept(cached, tuple(breach for _, breach in zip(range(MOST_BREACHES), found, strict=False)))
+
+
+def _breaches(pool: Any, held: Counter[int], free: Counter[int]) -> Iterator[Breach]:
+    for block in pool.blocks:
+        number, count = block.block_id, block.ref_cnt
+        if block.is_null:
+            continue
+        if count < 0:
+            yield Breach("ref_negative", number, f"block {number} was released {-count} times more often than taken")
+        if held[number] > max(count, 0):
+            yield Breach("ref_low", number, f"{held[number]} requests have block {number}, its count says {count}")
+        if free[number] and count > 0:
+            yield Breach("in_use_free", number, f"block {number} is in the free list, and its count says {count}")
+        if free[number] > 1:
+            yield Breach("free_twice", number, f"block {number} is in the free list more than once")
+    for key, blocks in pool.cached_block_hash_to_block._cache.items():
+        for block in blocks.values() if isinstance(blocks, dict) else (blocks,):
+            if key != block.block_hash and key not in pool.cached_block_hashes_by_block.get(block.block_id, ()):
+                text = f"the cache finds block {block.block_id} under a hash that is not, or no longer, the block's"
+                yield Breach("hash_stale", block.block_id, text)
+
+
+def _held(manager: Any) -> Counter[int]:
+    """In how many requests each block is."""
+    pool = manager.block_pool
+    held: Counter[int] = Counter()
+    for single in manager.coordinator.single_type_managers:
+        if single.block_pool is pool:
+            for blocks in single.req_to_blocks.values():
+                held.update({block.block_id for block in blocks if not block.is_null})
+    return held
+
+
+def _free(pool: Any) -> Counter[int]:
+    """How often each block is in the free list, which may be broken: no more entries are followed than there can be."""
+    queue, free = pool.free_block_queue, Counter[int]()
+    block = queue.fake_free_list_head.next_free_block
+    while block is not None and block is not queue.fake_free_list_tail and free.total() <= len(pool.blocks):
+        free[block.block_id] += 1
+        block = block.next_free_block
+    return free

@@ -1,0 +1,239 @@
+"""Any connector on a real vLLM: what it brings back right is silent, what it brings back wrong is told, naming it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canary_core import Canary, CanaryConfig, Kind, hook_manager
+from canary_core.testing import Findings
+
+pytestmark = pytest.mark.timeout(600)
+
+CONNECTOR = dict(
+    kv_connector="HostStore", kv_connector_module_path="vllm_on_cpu.host_store", kv_role="kv_both",
+    kv_load_failure_policy="recompute",
+)  # fmt: skip
+SIZE = 32
+
+
+@pytest.fixture(scope="module", params=["no prefix cache", "prefix cache"])
+def engine(request) -> Any:
+    """vLLM with a connector that is not its own; it alone brings KV back, or beside vLLM's own prefix cache."""
+    from vllm_on_cpu.engine import SmallEngine
+
+    caching = request.param == "prefix cache"
+    return SmallEngine("llama", kv_transfer_config=CONNECTOR, enable_prefix_caching=caching)
+
+
+@pytest.fixture
+def store() -> Any:
+    """What the connector has stored: nothing."""
+    from vllm_on_cpu import host_store
+
+    host_store.STORE.__init__()
+    return host_store.STORE
+
+
+class Guarded:
+    """``engine`` while it is guarded."""
+
+    def __init__(self, engine: Any, findings: Findings) -> None:
+        self.engine, self.findings = engine, findings
+
+    @property
+    def canary(self) -> Canary:
+        """That of the engine's runner."""
+        from canary_vllm.hooks import HOOKS
+
+        (session,) = HOOKS.sessions
+        return session.canary
+
+    def serve(self, prompts: list[list[int]], name: str) -> list[list[int]]:
+        """Answers; what vLLM's own cache has is given up, so that the connector is asked."""
+        answers = self.engine.serve(prompts, 6, name)
+        self.engine.scheduler.reset_prefix_cache()
+        return answers
+
+    def found(self) -> list[tuple[Any, ...]]:
+        """All findings by what a user must know."""
+        self.canary.drain()
+        return [(v.kind, v.layer, v.half, v.position, v.origin) for v in self.findings.violations]
+
+    def counts(self, *names: str) -> list[int]:
+        """Counters of the ledger."""
+        self.canary.drain()
+        return [self.canary.stats().get(f"ledger_{name}", 0) for name in names]
+
+
+@contextmanager
+def guard(engine: Any, **settings: Any) -> Iterator[Guarded]:
+    """Guards ``engine`` by nothing but the plugin's hooks. Only this process stores with its connector."""
+    from canary_vllm.hooks import HOOKS
+
+    findings = Findings()
+    hook_manager().register(findings)
+    given = {"read_check": -1, "stats_interval": 0, "ledger_private": "HostStore", **settings}
+    try:
+        HOOKS.start(CanaryConfig.load(**given))
+        engine.renew()
+        yield Guarded(engine, findings)
+    finally:
+        HOOKS.stop()
+        hook_manager().unregister(findings)
+
+
+def prompts(seed: int, count: int = 4) -> list[list[int]]:
+    """Some share their first two blocks."""
+    draw = random.Random(seed)
+    head = [draw.randrange(3, 500) for _ in range(2 * SIZE)]
+    return [
+        (head if i % 2 else []) + [draw.randrange(3, 500) for _ in range(draw.randrange(SIZE, 3 * SIZE))]
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("wait_steps", [0, 3], ids=["while the forward runs", "steps before"])
+def test_clean_reloads_are_silent(engine, store, wait_steps):
+    """Hundreds of blocks come back as they were stored: each is compared, none is told, and the answers stay."""
+    asked = prompts(1)
+    with guard(engine) as guarded:
+        store.wait_steps = wait_steps
+        first = guarded.serve(asked, "first")
+        for turn in range(25):
+            assert guarded.serve(asked, f"again {turn}") == first
+        assert guarded.found() == []
+        assert [e.name for e in guarded.findings.events if e.level in ("warning", "error")] == []
+        matched, compared, unclear, unknown = guarded.counts("matched", "compared", "unclear", "unknown")
+        assert matched == compared == store.loads > 100
+        assert (unclear, unknown) == (0, 0)
+        assert guarded.canary.stats()["unknown_slots"] == 0
+
+
+@pytest.mark.parametrize("wait_steps", [0, 3], ids=["while the forward runs", "steps before"])
+def test_what_comes_back_wrong_is_told(engine, store, wait_steps):
+    """A flipped bit in what is stored, with layer and half; a layer that is not copied; another prefix's block."""
+    asked = prompts(2, count=1)
+    with guard(engine) as guarded:
+        guarded.serve(asked, "first")
+        store.wait_steps = wait_steps
+        block = tuple(asked[0][:SIZE])
+        layer = next(name for name in store.blocks[block] if ".1." in name)
+
+        def flipped(prefix, name, data):
+            if (prefix, name) == (block, layer):
+                # CPU attention has K of a block before its V.
+                data.view(-1).view(guarded_bits(data))[-3] ^= 4
+            return data
+
+        store.fault = flipped
+        guarded.serve(asked, "flipped")
+        assert guarded.found() == [(Kind.ARRIVAL, 1, "v", 0, "HostStore")]
+        store.fault = lambda prefix, name, data: None if (prefix, name) == (block, layer) else data
+        guarded.serve(asked, "left out")
+        guarded.found()
+        told = guarded.findings.violations[-1]
+        assert (told.kind, told.position, told.origin) == (Kind.ARRIVAL, 0, "HostStore")
+        assert told.detail.endswith("layer 1 K and V")
+        other = prompts(3, count=1)
+        store.fault = None
+        guarded.serve(other, "other")
+        wrong = store.blocks[tuple(other[0][:SIZE])]
+        store.fault = lambda prefix, name, data: wrong[name] if prefix == block else data
+        guarded.serve(asked, "another's")
+        guarded.found()
+        told = guarded.findings.violations[-1]
+        assert told.request.startswith("another's")
+        assert "every layer, K and V" in told.detail
+        assert {v.kind for v in guarded.findings.violations} == {Kind.ARRIVAL}
+
+
+def guarded_bits(data):
+    """An integer type as wide as the elements of ``data``."""
+    import torch
+
+    return {2: torch.int16, 4: torch.int32}[data.element_size()]
+
+
+@pytest.mark.parametrize("wait_steps", [0, 3], ids=["while the forward runs", "steps before"])
+def test_loads_that_fail_are_not_judged(engine, store, wait_steps):
+    """The connector says which blocks it could not bring; vLLM computes them again. Whatever is there meanwhile is
+    nobody's word."""
+    asked = prompts(4, count=2)
+    with guard(engine) as guarded:
+        first = guarded.serve(asked, "first")
+        store.wait_steps = wait_steps
+        store.failing = {tuple(asked[1][: 2 * SIZE])}
+        assert guarded.serve(asked, "failing") == first
+        store.failing = set()
+        assert guarded.serve(asked, "again") == first
+        assert guarded.found() == []
+        assert guarded.counts("matched")[0] > 0
+
+
+def test_a_full_hit_computes_its_last_token_again(engine, store):
+    """All of a prompt comes back, and the forward writes the last token to the block that came: no finding, neither
+    then nor when it comes back once more."""
+    asked = [prompt[: len(prompt) // SIZE * SIZE] for prompt in prompts(5)]
+    with guard(engine) as guarded:
+        first = guarded.serve(asked, "first")
+        store.wait_steps, store.whole = 2, True
+        for turn in range(4):
+            assert guarded.serve(asked, f"again {turn}") == first
+        assert guarded.found() == []
+        assert guarded.counts("matched")[0] > 20
+
+
+def test_preempted_requests_come_back(engine, store):
+    """More requests than the pool has blocks for: what is computed again may be loaded instead, in the middle of an
+    answer."""
+    asked = [[*prompt, *prompt[:SIZE]] for prompt in prompts(6, count=8)]
+    with guard(engine) as guarded:
+        for turn in range(3):
+            engine.serve(asked, 40, f"crowd {turn}")
+            store.wait_steps = turn
+        assert guarded.found() == []
+        assert guarded.counts("matched")[0] > 10
+        assert guarded.counts("unclear", "differing") == [0, 0]
+
+
+def test_a_store_that_others_fill_proves_nothing(engine, store):
+    """Of a connector that the plugin does not know nobody can say that this engine alone stores with it: differences
+    are counted, unless the user says so."""
+    asked = prompts(7, count=1)
+    with guard(engine, ledger_private="") as guarded:
+        guarded.serve(asked, "first")
+        store.fault = lambda prefix, name, data: data * 2
+        guarded.serve(asked, "doubled")
+        assert guarded.found() == []
+        differing, unknown = guarded.counts("differing", "unknown")
+        assert differing == 0
+        assert unknown > 0
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_v2_runner_is_told_as_well():
+    """In a process of its own, with Triton's interpreter: clean reloads are silent, a flip is named, whether blocks
+    come while the forward runs or steps before."""
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "CANARY_PLUGINS": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "vllm_on_cpu.v2_loads_script"],
+        capture_output=True, text=True, env=environment, timeout=500, check=False,
+    )  # fmt: skip
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    assert lines, run.stderr[-3000:]
+    told = json.loads(lines[-1])
+    assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
+    assert told["trouble"] == []
+    assert all(told["same"])
+    assert told["matched"] > told["loads"] > 10
+    assert told["found"] == [["ARRIVAL", 1, "v", 0, "HostStore"]] * 2

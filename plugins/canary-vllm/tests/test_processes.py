@@ -1,0 +1,46 @@
+"""Engines that want a process of their own, or several."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
+
+
+@pytest.mark.parametrize("model", ["llama"])
+def test_the_v2_runner_is_guarded(model):
+    """The V2 runner, with Triton's interpreter: silent under preemption and prefix hits, answers as without Canary, and
+    a flipped bit is named."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "CANARY_PLUGINS": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "vllm_on_cpu.v2_script", model],
+        capture_output=True, text=True, env=environment, timeout=500, check=False,
+    )  # fmt: skip
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    assert lines, run.stderr[-3000:]
+    told = json.loads(lines[-1])
+    assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
+    assert told["trouble"] == []
+    assert told["same"]
+    assert told["audits"] == [0]
+    assert told["forwards"] > 10
+    assert told["found"] == [["BYTES", 1, "v", 0, "flip"]]
+
+
+def test_two_ranks_are_guarded_through_the_entry_point(tmp_path):
+    """Tensor parallelism, started by ``CANARY_PLUGINS`` alone: the scheduler's events reach both workers, which are
+    silent, answer as without Canary, and both name each flip."""
+    environment = {**os.environ, "OUT": str(tmp_path), "GUARD_POKES": "3"}
+    run = subprocess.run(
+        [sys.executable, str(HERE / "gpu" / "guard.py"), "tp2", "--device", "cpu"],
+        capture_output=True, text=True, env=environment, timeout=560, check=False,
+    )  # fmt: skip
+    told = json.loads((tmp_path / "guard-tp2.json").read_text())
+    assert told["ok"], (told, run.stdout[-2000:])
+    assert len(told["forwards"]) == 2
+    assert told["flips"] == "3/3"

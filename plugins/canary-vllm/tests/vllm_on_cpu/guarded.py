@@ -1,0 +1,75 @@
+"""An engine under guard, and random traffic."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from canary_vllm.hooks import HOOKS
+
+from canary_core import Canary, CanaryConfig, hook_manager
+from canary_core.testing import FaultInjector, FaultSpec, Findings
+from vllm_on_cpu.engine import SmallEngine
+
+
+class Guarded:
+    """``engine`` while it is guarded. ``findings``: all that Canary tells."""
+
+    def __init__(self, engine: SmallEngine, findings: Findings) -> None:
+        self.engine = engine
+        self.findings = findings
+
+    @property
+    def canary(self) -> Canary:
+        """That of the engine's runner."""
+        (session,) = HOOKS.sessions
+        return session.canary
+
+    def trouble(self) -> list[str]:
+        """All that is no good news, after a drain."""
+        for session in HOOKS.sessions:
+            session.canary.drain()
+        told = [f"{e.name} {e.fields}" for e in self.findings.events if e.level in ("warning", "error")]
+        return [*map(str, self.findings.violations), *told]
+
+
+@contextmanager
+def guard(engine: SmallEngine, *plugins: object, **settings: Any) -> Iterator[Guarded]:
+    """Guards ``engine``, whose KV cache is made anew for it, by nothing but the plugin's hooks."""
+    findings = Findings()
+    listeners = (findings, *plugins)
+    for listener in listeners:
+        hook_manager().register(listener)
+    try:
+        HOOKS.start(CanaryConfig.load(**{"read_check": -1, "scrub_budget": "0", "stats_interval": 0, **settings}))
+        engine.renew()
+        yield Guarded(engine, findings)
+    finally:
+        HOOKS.stop()
+        for listener in listeners:
+            hook_manager().unregister(listener)
+
+
+def prompts(seed: object, count: int = 8, longest: int = 110) -> list[list[int]]:
+    """Prompts of all lengths, of which most begin like others."""
+    draw = random.Random(f"vllm {seed}")
+    head = [draw.randrange(3, 500) for _ in range(longest)]
+    return [
+        head[: draw.choice((0, 20, 40, 70, 100))] + [draw.randrange(3, 500) for _ in range(draw.randrange(1, 40))]
+        for _ in range(count)
+    ]
+
+
+def traffic(engine: SmallEngine, rounds: int, seed: object = 0, new_tokens: int = 24) -> list[list[list[int]]]:
+    """Answers of so many rounds of requests at once; every third round asks what the one before did."""
+    asked: Sequence[Sequence[int]] = ()
+    answers = []
+    for turn in range(rounds):
+        asked = asked if turn % 3 == 2 else prompts(f"{seed} {turn}")
+        answers.append(engine.serve(asked, new_tokens, f"t{turn}"))
+    return answers
+
+
+def injector(fault: str, source: str | None = None) -> FaultInjector:
+    """Injects one fault of Canary's own."""
+    return FaultInjector([FaultSpec(fault=fault, warmup=2, probability=1.0, source=source)], seed=1)

@@ -1,0 +1,58 @@
+"""The V2 model runner on a CPU, where Triton's interpreter runs its kernels: a program of its own, since the
+interpreter is chosen when Triton is imported. Prints one line of JSON: what was told, what was answered, what was found
+of a flip.
+
+    python -m vllm_on_cpu.v2_script MODEL
+"""
+
+import json
+import os
+import sys
+import types
+
+os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+import triton.backends
+
+
+class _NoDriver:
+    """vLLM asks which of Triton's drivers is there."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return False
+
+
+triton.backends.backends["cpu"] = types.SimpleNamespace(driver=_NoDriver, compiler=None)
+
+
+def main() -> None:
+    """Serves without and with Canary, then flips a bit."""
+    from vllm_on_cpu import guarded
+    from vllm_on_cpu.engine import SmallEngine
+
+    engine = SmallEngine(sys.argv[1], num_gpu_blocks_override=9)
+    plain = guarded.traffic(engine, 2, new_tokens=6)
+    with guarded.guard(engine, audit=8, read_check=128) as guard:
+        answers = guarded.traffic(engine, 2, new_tokens=6)
+        trouble = guard.trouble()
+        audits = [event.fields["unclaimed_bytes"] for event in guard.findings.told("audit")]
+        stats = guard.canary.stats()
+    with guarded.guard(engine) as guard:
+        engine.submit("flip", guarded.prompts("flip")[0], 12)
+        while len(engine.answers["flip"]) < 3:
+            engine.step()
+        engine.poke(1, "v", "flip", 0)
+        while engine.step():
+            pass
+        guard.canary.drain()
+        found = [[v.kind.name, v.layer, v.half, v.position, v.stored_request] for v in guard.findings.violations]
+    told = {"runner": type(engine.runner).__mro__[1].__module__, "same": answers == plain, "trouble": trouble}
+    told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found}
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Compiles every kernel for a GPU that need not be there: ``python tests/ops/compile_script.py FIRST END``, for the
+layouts of `scenario` with these seeds.
+
+The interpreter runs what no compiler takes: a variable that changes its shape in a loop, a missing constant. Prints, as
+JSON, how often each kernel was compiled. In a process of its own, since Triton decides once whether it interprets.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import triton
+from ops.scenario import blocks, events, history, ownership, scenario
+from triton.backends.compiler import GPUTarget
+
+from canary_core.ops.backends import triton_backend
+from canary_core.ops.kernels import blocks as block_kernels
+from canary_core.ops.kernels import check, compare, fingerprint, launch, lifetime, record
+from canary_core.records import BLOCK_VALUES
+
+ROOMS = (check, compare, fingerprint, lifetime, record, block_kernels)
+EVENTS = ("alloc", "park", "share", "evict", "free")
+
+
+class AbsentGPU:
+    """What Triton asks its driver before it compiles: an H100 or H200 (compute capability 9.0)."""
+
+    def get_current_target(self) -> GPUTarget:
+        """Of the device that there is not."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """Its number."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """No stream."""
+        return 0
+
+
+def compile_all(seed: int) -> None:
+    """Every op of a region of random layout."""
+    backend: Any = triton_backend()
+    s = scenario(seed)
+    state = s.state(read_check=-1)
+    batch, table = history(s, steps=1)[0]
+    state.require_capacity(batch)
+    if state.sources:
+        backend.baseline(state)
+    for op in ("check", "read_check", "fingerprint", "record"):
+        getattr(backend, op)(state, batch, table)
+    backend.scrub(state)
+    for op in ("verify", "adopt"):
+        getattr(backend, op)(state, events(s))
+    for op in EVENTS:
+        getattr(backend, op)(state, *ownership(s))
+    for block, slots in blocks(s, table):
+        rows = torch.zeros((block.blocks(len(slots)), BLOCK_VALUES + len(state.sources)), dtype=torch.int64)
+        backend.gather_blocks(state, slots, block, rows, 0)
+
+
+def main() -> None:
+    """Prints the numbers."""
+    triton.runtime.driver.set_active(AbsentGPU())
+    # Whatever would be launched is compiled only.
+    launch._compiling_together = True
+    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+        compile_all(seed)
+    kernels = [k for room in ROOMS for k in vars(room).values() if isinstance(k, triton.runtime.jit.JITFunction)]
+    compiled = {k.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels}
+    sys.stdout.write(json.dumps({name: count for name, count in compiled.items() if name.endswith("_kernel")}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
