@@ -54,7 +54,7 @@ def test_what_is_shown_fits_80_columns(arguments, engine):
     result = canary(engine, *arguments)
     assert result.exit_code == 0, result.output
     assert max(map(len, result.stdout.splitlines())) <= 80
-    for part in (f"process {engine[0]}", "read and write", "64 slots", "100.00%", "1 incidents", "bytes in full 1"):
+    for part in (f"process {engine[0]}", "read and write", "64 slots", "100.00%", "1 incident:", "bytes in full 1"):
         assert part in result.stdout
 
 

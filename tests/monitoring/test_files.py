@@ -64,7 +64,7 @@ def test_every_alert_has_a_page():
 
 def test_every_metric_is_documented():
     """docs/metrics.md has each, with its labels, as the code has them."""
-    rows = re.findall(r"^\| `(kv_canary_\w+)` \| (\w+) \| ([^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    rows = re.findall(r"^\| `(kv_canary_\w+)` \| (\w+) \|([^|]*)\|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
     assert [(name, kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows] == [
         (family.full_name, family.kind, list(family.extra)) for family in FAMILIES
     ]

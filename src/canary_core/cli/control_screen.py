@@ -65,7 +65,8 @@ def _findings(canary: Mapping[str, Any]) -> str:
     if not canary["findings"]:
         return "[green]none[/green]"
     kinds = ", ".join(f"{where} {number}" for where, number in canary["findings"].items())
-    return f"[bold red]{canary['incidents']} incidents[/bold red]: {escape(kinds)}"
+    many = "" if canary["incidents"] == 1 else "s"
+    return f"[bold red]{canary['incidents']} incident{many}[/bold red]: {escape(kinds)}"
 
 
 def _scrub(canary: Mapping[str, Any]) -> str:
@@ -130,7 +131,9 @@ def _ago(seconds: float | None) -> str:
 
 
 def _time(seconds: float) -> str:
-    """``0.4 s``, ``25 s``, ``3 min``, ``2.5 h``."""
+    """``4 ms``, ``1.4 s``, ``25 s``, ``3 min``, ``2.5 h``."""
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.0f} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 120:
