@@ -258,6 +258,20 @@ def test_a_socket_left_behind_is_taken_over(folder):
     assert not path.exists()
 
 
+def test_sockets_of_the_dead_are_swept(listening, folder):
+    """By the next process that opens one; not what lives, what is new, or what is no socket."""
+    for name in ("2", "3"):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(folder / f"{name}.sock"))
+    folder.joinpath("4.sock").write_text("mine")
+    for name in ("1", "2", "4"):
+        os.utime(folder / f"{name}.sock", (0, 0))
+    made = Server(folder / "5.sock", lambda request: Reply())
+    assert sorted(path.stem for path in folder.glob("*.sock")) == ["1", "3", "4", "5"]
+    made.close()
+    assert client.ask(listening.path, Request(command="status"))["canaries"]
+
+
 @pytest.mark.parametrize("trouble", ["a file", "a link", "too long", "no folder", "anybody's folder"])
 def test_where_no_socket_can_be_it_is_one_sentence(trouble, folder):
     """Nothing that was there is touched."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, multiprocess
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
@@ -34,8 +35,10 @@ def test_the_v2_runner_is_guarded(model):
 
 def test_two_ranks_are_guarded_through_the_entry_point(tmp_path):
     """Tensor parallelism, started by ``CANARY_PLUGINS`` alone: the scheduler's events reach both workers, which are
-    silent, answer as without Canary, and both name each flip."""
-    environment = {**os.environ, "OUT": str(tmp_path), "GUARD_POKES": "3"}
+    silent, answer as without Canary, and both name each flip, as their metrics say, too."""
+    shared = tmp_path / "metrics"
+    shared.mkdir()
+    environment = {**os.environ, "OUT": str(tmp_path), "GUARD_POKES": "3", "PROMETHEUS_MULTIPROC_DIR": str(shared)}
     run = subprocess.run(
         [sys.executable, str(HERE / "gpu" / "guard.py"), "tp2", "--device", "cpu"],
         capture_output=True, text=True, env=environment, timeout=560, check=False,
@@ -44,3 +47,9 @@ def test_two_ranks_are_guarded_through_the_entry_point(tmp_path):
     assert told["ok"], (told, run.stdout[-2000:])
     assert len(told["forwards"]) == 2
     assert told["flips"] == "3/3"
+    # What vLLM's own endpoint gives out is read from these files.
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(shared))
+    for rank in "01":
+        labels = {"kind": "bytes", "region": "full", "rank": rank, "model": ""}
+        assert registry.get_sample_value("kv_canary_incidents_total", labels) == 3

@@ -22,6 +22,9 @@ MOST_CLIENTS = 16
 PATIENCE_S = 10.0
 """A client that neither asks nor takes its answer for so long is cut off."""
 
+STALE_S, MOST_SWEPT = 60.0, 256
+"""Age of a socket from which on nobody is about to listen at it, and how many are looked at."""
+
 MOST_PATH_BYTES = 103
 """Length of a unix socket's path: 108 on Linux and 104 on macOS, with a zero at the end."""
 
@@ -163,6 +166,7 @@ def _bound(path: Path) -> socket.socket:
             f"{len(os.fsencode(path))}; name a shorter folder in CANARY_CONTROL_DIR"
         )
     _require_own_folder(path.parent)
+    _sweep(path.parent)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() or path.is_symlink():
@@ -213,6 +217,14 @@ def _clear(path: Path) -> None:
         except OSError:
             pass
     raise ControlError(f"another process listens at {str(path)!r}; give each its own folder in CANARY_CONTROL_DIR")
+
+
+def _sweep(folder: Path) -> None:
+    """Takes away sockets of processes that were killed. One that is new may be about to listen."""
+    for left in list(folder.glob("*.sock"))[:MOST_SWEPT]:
+        with contextlib.suppress(OSError, ControlError):
+            if time.time() - left.stat().st_mtime > STALE_S:
+                _clear(left)
 
 
 def _may(connection: socket.socket) -> bool:
