@@ -2,13 +2,14 @@
 sorts; and where that is not followed, an event says why."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 from packaging.version import Version
 
 pytestmark = pytest.mark.timeout(900)
 
-UNIFIED = Version("0.5.19") <= Version(version("sglang"))
+UNIFIED = find_spec("sglang") is not None and Version("0.5.19") <= Version(version("sglang"))
 """Whether this release has a `UnifiedRadixCache` unless it is told otherwise."""
 NAMESPACES = [None, "adapter", "other"]
 """As LoRA adapters have them, which SGLang adds to a request's key in the same way."""
