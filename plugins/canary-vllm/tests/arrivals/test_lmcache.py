@@ -42,7 +42,8 @@ def server(tmp_path):
     try:
         until = time.monotonic() + 120
         while "cache server is running" not in log.read_text():
-            assert running.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+            assert running.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < until, log.read_text()[-3000:]
             time.sleep(0.2)
         yield port, memory
     finally:
