@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ledger.host_tier import HostTier
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
@@ -207,3 +208,17 @@ def test_a_look_that_fails_is_told_and_harms_nobody(served, monkeypatch):
     assert "no memory" in event.fields["error"]
     assert guarded.canary.enabled
     assert len(guarded.findings.told("incident")) == 1
+
+
+def test_what_a_connector_brought_back_wrong_is_named():
+    """By the ledger: bytes that are not those that were stored. No forward has read them yet."""
+    tier = HostTier.make()
+    prompt = list(range(5, 22))
+    tier.save(tier.compute(prompt))
+    tier.load(prompt, lambda block, source, data: data * 2 if (block, source) == (2, 1) else data)
+    tier.g.canary.drain()
+    (incident,) = tier.g.canary.incidents
+    (diagnosis,) = incident.diagnoses
+    assert (incident.root.kind, diagnosis.name, diagnosis.sure) == (Kind.ARRIVAL, "load_back", "likely")
+    assert diagnosis.name in CLASSES
+    assert "1 of 4 sources differs: layer 0 V" in diagnosis.evidence[0]

@@ -99,8 +99,11 @@ CLASSES: dict[str, Class] = {
     ),
     "load_back": Class(
         "damage only in what was loaded back",
-        ("sglang#36738", "sglang#35769", "sglang#31427", "LMCache#4385"),
-        ("Look at the fence between the load and the first read, and whether pages are released in between.",),
+        ("sglang#36738", "sglang#35769", "sglang#31427", "LMCache#4385", "LMCache#4463"),
+        (
+            "Look at the fence between the load and the first read, and whether pages are released in between.",
+            "If every load differs: does what moves the pages read the cache's shape and strides as the engine does?",
+        ),
     ),
     "stray_write": Class(
         "a stray write",

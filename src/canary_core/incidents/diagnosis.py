@@ -459,5 +459,6 @@ _RULES: dict[Kind, Callable[[Case], Iterator[Diagnosis]]] = {
     Kind.NULL_SLOT: _named("padding"),
     Kind.CACHE_STRUCTURE: _named("broken_cache"),
     Kind.NON_FINITE: _named("non_finite"),
+    Kind.ARRIVAL: _named("load_back"),
 }
 """By the kind of the root."""

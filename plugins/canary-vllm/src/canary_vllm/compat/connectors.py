@@ -2,7 +2,6 @@
 
 import os
 import pkgutil
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 from canary_core import Origin
 
 LMCACHE_SHARED = (
-    "remote_url", "remote_storage_plugins", "local_disk", "enable_p2p", "enable_pd", "gds_path", "weka_path",
-    "enable_controller",
+    "remote_url", "remote_storage_plugins", "storage_plugins", "external_backends", "local_disk", "enable_p2p",
+    "enable_pd", "enable_xpyd", "gds_path", "weka_path", "maru_path", "enable_controller", "remote_config_url",
 )  # fmt: skip
-"""Settings of LMCache that let others store where it loads from: servers, other engines, disks of earlier runs."""
+"""Settings of LMCache that let others store where it loads from: servers, other engines, disks of earlier runs, and
+settings that a server may add. Old names are among them."""
 LOSSY = ("cachegen", "kivi")
 """Its serializers that do not give back what they were given."""
 
@@ -49,8 +49,8 @@ def _lmcache(extra: Mapping[str, Any]) -> tuple[bool, bool]:
     settings: dict[str, Any] = {}
     path = os.environ.get("LMCACHE_CONFIG_FILE")
     if path:
-        # YAML without nesting.
-        settings |= dict(re.findall(r"^(\w+):[ \t]*[\"']?([^\"'#\n]*)", Path(path).read_text(), re.M))
+        # vLLM needs it, so it is there.
+        settings |= pkgutil.resolve_name("yaml:safe_load")(Path(path).read_text()) or {}
     for variable, value in os.environ.items():
         if variable.startswith("LMCACHE_"):
             settings[variable.removeprefix("LMCACHE_").lower()] = value
@@ -58,12 +58,14 @@ def _lmcache(extra: Mapping[str, Any]) -> tuple[bool, bool]:
         if key.startswith("lmcache."):
             settings[key.removeprefix("lmcache.").lower()] = value
     shared = any(_on(settings.get(name)) for name in LMCACHE_SHARED)
+    # A storage that is chosen in here only.
+    shared = shared or "enable_nixl_storage" in str(settings.get("extra_config"))
     lossy = str(settings.get("remote_serde", "")).lower() in LOSSY or _on(settings.get("enable_blending"))
     return shared, lossy
 
 
 def _on(value: Any) -> bool:
-    return str(value).strip().lower() not in ("", "none", "null", "false", "0", "no", "off")
+    return str(value).strip().lower() not in ("", "none", "null", "false", "0", "no", "off", "[]", "{}")
 
 
 _KNOWN: Mapping[str, Callable[[Mapping[str, Any]], tuple[bool, bool]]] = {
