@@ -21,7 +21,7 @@ def told(findings):
     slot_map = torch.zeros(17, dtype=torch.int64)
     source = KVSource(tensor, "k", 0, chunk_bytes=32, slot_stride_bytes=32)
     region = Region("swa", 16, (source,), RegionKind.WINDOW, WINDOW, slot_map=slot_map, null_slot=0)
-    canary = Canary([region], CanaryConfig.load(divergence_interval=2))
+    canary = Canary([region], CanaryConfig.load(divergence_interval=2, silence_s=0))
     entries = torch.zeros(4, 10, dtype=torch.int32)
     entries[1, :6] = torch.tensor([1, 2, 3, 4, 5, 6])
     entries[3, :3] = torch.tensor([7, 8, 9])
