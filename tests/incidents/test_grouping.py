@@ -49,6 +49,16 @@ def test_findings_that_share_nothing_are_incidents_of_their_own():
     assert all("consequences" not in e.fields for e in guarded.findings.told("incident"))
 
 
+def test_a_finding_beyond_the_pool_is_told_and_nothing_is_read_there():
+    """One that a plugin made on the host may name any slot; to read beyond a tensor would end a GPU's process."""
+    guarded = Guarded()
+    guarded.canary.report([replace(FLIP, slot=1 << 20)])
+    (incident,) = guarded.canary.incidents
+    guarded.canary.drain()
+    assert guarded.findings.told("diagnosis_failed") == []
+    assert incident.root.slot == 1 << 20
+
+
 def test_two_findings_that_a_third_one_joins_are_one_incident():
     """One of slot 5, one of a request, and one of both."""
     guarded = Guarded()

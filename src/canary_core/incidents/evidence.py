@@ -19,6 +19,7 @@ from canary_core.ops.reference import plan
 from canary_core.ops.reference.stack import stacks, to_device
 from canary_core.ops.state import RegionState
 from canary_core.records import POSITION, STATES, STEP_WRITTEN, WRITER, Kind, State, Status
+from canary_core.region import Region
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.journal import Entry
 from canary_core.violation import Violation
@@ -286,7 +287,7 @@ def _lookups(incident: Incident, state: RegionState) -> list[tuple[int, int, int
     like it, since a copy may have gone to another layer."""
     columns = {s.name: i for i, s in enumerate(state.sources)}
     out: list[tuple[int, int, int]] = []
-    for violation in _of_bytes(incident, state.region.name):
+    for violation in _of_bytes(incident, state.region):
         column = columns[violation.source or ""]
         slot = violation.slot or 0
         out.append((slot, column, column))
@@ -296,8 +297,10 @@ def _lookups(incident: Incident, state: RegionState) -> list[tuple[int, int, int
     return out
 
 
-def _of_bytes(incident: Incident, region: str) -> list[Violation]:
-    found = [v for v in incident.findings if v.kind is Kind.BYTES and v.region == region and v.found_value and v.source]
+def _of_bytes(incident: Incident, region: Region) -> list[Violation]:
+    of_region = [v for v in incident.findings if v.kind is Kind.BYTES and v.region == region.name]
+    # A finding that a plugin made may name anything, and an index beyond a tensor ends a GPU's process.
+    found = [v for v in of_region if v.found_value and v.source and 0 <= (v.slot or 0) < region.slots]
     # From everywhere in the list, not from one end of it.
     return found[:1] + found[1 :: -(-len(found) // MOST_LOOKUPS)] if len(found) > MOST_LOOKUPS else found
 
