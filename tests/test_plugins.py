@@ -531,6 +531,30 @@ def test_a_failed_start_is_never_silent(variable, value, error, monkeypatch, log
     assert value in logs[0]["error"]
 
 
+@pytest.mark.usefixtures("fresh_process")
+def test_start_for_a_plugin_that_is_not_named_does_nothing(toy, monkeypatch):
+    """An engine's plugin loader calls it in every process; only where CANARY_PLUGINS names the plugin anything starts."""
+    monkeypatch.setenv("CANARY_PLUGINS", "other")
+    plugins.start_for("toy")
+    assert plugins.load(CanaryConfig(plugins=())) == ()
+    monkeypatch.setenv("CANARY_PLUGINS", "toy")
+    plugins.start_for("toy")
+    plugins.start_for("toy")
+    (plugin,) = plugins.start()
+    assert plugin.target.calls == [("install", "log")]
+
+
+@pytest.mark.usefixtures("fresh_process")
+@pytest.mark.parametrize(("mode", "error"), [("log", PluginError), ("raise", SystemExit)])
+def test_a_failed_start_for_a_plugin_ends_the_process_in_raise_mode(mode, error, monkeypatch, logs):
+    """Engines log and swallow what plugins raise, which must not leave a process unguarded in raise mode."""
+    monkeypatch.setenv("CANARY_MODE", mode)
+    monkeypatch.setenv("CANARY_PLUGINS", "toy,nope")
+    with pytest.raises(error):
+        plugins.start_for("toy")
+    assert [e["event"] for e in logs] == ["start_failed"]
+
+
 def test_installed_lists_everything_without_loading(toy, distribution):
     """The listing holds built-in, allowed, other and broken plugins, and changes no manager."""
     distribution("canary-broken", {"canary_broken": "1/0"}, {"broken": "canary_broken"})

@@ -23,6 +23,7 @@ from canary_core.ops.record_buffers import RecordBuffers
 from canary_core.patches import Patches
 from canary_core.plugins import EngineInfo, HookTarget, emit, hook_manager, private_hooks, require_engine
 from canary_core.plugins import start as start_plugins
+from canary_core.plugins import start_for as start_plugins_for
 from canary_core.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
@@ -99,5 +100,6 @@ __all__ = [
     "report_unguarded",
     "require_engine",
     "start_plugins",
+    "start_plugins_for",
     "tensors_of",
 ]

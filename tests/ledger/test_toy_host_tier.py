@@ -10,8 +10,7 @@ from canary_toy.pool import REGION
 from canary_toy.toy_engine import LAYERS, PAGE, Engine, Request
 from torch import Tensor
 
-from canary_core import Arrival, Canary, CanaryConfig, Kind, Origin, Patches, hook_manager
-from canary_core.testing import Findings
+from canary_core import Arrival, Canary, CanaryConfig, Kind, Origin, Patches
 
 Tokens = tuple[int, ...]
 
@@ -63,15 +62,6 @@ class HostTier:
         engine.cache.insert(tokens[: end * PAGE], [*cached, *pages])
         engine.release([*cached, *pages])
         self.loads += len(pages)
-
-
-@pytest.fixture
-def findings() -> Iterator[Findings]:
-    """What is told while a test runs."""
-    collector = Findings()
-    hook_manager().register(collector)
-    yield collector
-    hook_manager().unregister(collector)
 
 
 @pytest.fixture

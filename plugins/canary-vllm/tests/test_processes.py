@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, multiprocess
+from vllm_on_cpu.scripts import told_by
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
@@ -17,14 +18,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 def test_the_v2_runner_is_guarded(model):
     """The V2 runner, with Triton's interpreter: silent under preemption and prefix hits, answers as without Canary, and
     a flipped bit is named."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "CANARY_PLUGINS": ""}
-    run = subprocess.run(
-        [sys.executable, "-m", "vllm_on_cpu.v2_script", model],
-        capture_output=True, text=True, env=environment, timeout=500, check=False,
-    )  # fmt: skip
-    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    assert lines, run.stderr[-3000:]
-    told = json.loads(lines[-1])
+    told = told_by("v2_script", model)
     assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
     assert told["trouble"] == []
     assert told["same"]

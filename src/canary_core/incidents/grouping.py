@@ -25,8 +25,7 @@ class Incidents:
 
     All work is the host's, and there is none without a finding. ``limit``: incidents that are told within `LIMIT_S`,
     0 for all; those beyond it are counted, and told as one ``incidents_limited`` event. ``hand_on`` is called with each
-    one that is told, before its event. ``total`` counts all incidents, ``limited`` those that had no event of their
-    own.
+    one that is told, before its event. ``total`` counts all incidents.
     """
 
     def __init__(self, tell: Callable[[Event], None], limit: int, hand_on: Callable[[Incident], None]) -> None:
@@ -41,7 +40,6 @@ class Incidents:
         self._grown: dict[Incident, int] = {}
         self.total = 0
         self.counts: dict[tuple[Kind, str], int] = {}
-        self.limited = 0
         self.last: Incident | None = None
 
     def __iter__(self) -> Iterator[Incident]:
@@ -91,7 +89,6 @@ class Incidents:
             self.counts[place] = self.counts.get(place, 0) + 1
             incident.number, incident.told = self.total, True
             if self._limit and len(self._times) >= self._limit:
-                self.limited += 1
                 self._over.append(incident)
                 continue
             self._times.append(now)

@@ -15,6 +15,7 @@ from canary_core.plugins.process import (
     private_hooks,
     require_engine,
     start,
+    start_for,
     tell_unknown_settings,
     uninstall,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "refusal",
     "require_engine",
     "start",
+    "start_for",
     "tell_unknown_settings",
     "uninstall",
 ]

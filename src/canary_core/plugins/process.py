@@ -81,6 +81,26 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
         raise
 
 
+def start_for(plugin: str) -> None:
+    """For the function of ``plugin`` that an engine's own plugin loader calls, in each of its processes: `start`, if
+    ``CANARY_PLUGINS`` names the plugin. A second call changes nothing.
+
+    Raises `CanaryError` after a ``start_failed`` event. In raise mode the process must not run unguarded, though
+    engines log and swallow what their plugins raise, so it raises `SystemExit` instead.
+    """
+    config: CanaryConfig | None = None
+    try:
+        config = CanaryConfig.load()
+        if plugin in config.plugins:
+            start(config)
+    except CanaryError as error:
+        if config is None:
+            emit(Event("start_failed", "error", {"error": str(error)}))
+        elif config.mode == "raise":
+            raise SystemExit(f"canary: {error}") from error
+        raise
+
+
 def require_engine(
     plugin: str, engine: EngineInfo, targets: Iterable[HookTarget | str], config: CanaryConfig
 ) -> CanaryConfig:

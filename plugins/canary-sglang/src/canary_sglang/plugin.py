@@ -5,14 +5,11 @@ from typing import NoReturn
 
 from canary_core import (
     CanaryConfig,
-    CanaryError,
     EngineInfo,
-    Event,
     HookTarget,
     PluginError,
-    emit,
     hookimpl,
-    start_plugins,
+    start_plugins_for,
 )
 from canary_sglang import version
 from canary_sglang.compat import targets
@@ -28,17 +25,7 @@ def start() -> None:
     SGLang only logs exceptions of its plugins. In log mode that is right. In raise mode the process must not run
     unguarded, so `SystemExit` is raised instead.
     """
-    config: CanaryConfig | None = None
-    try:
-        config = CanaryConfig.load()
-        if "sglang" in config.plugins:
-            start_plugins(config)
-    except CanaryError as error:
-        if config is None:
-            emit(Event("start_failed", "error", {"error": str(error)}))
-        elif config.mode == "raise":
-            raise SystemExit(f"canary: {error}") from error
-        raise
+    start_plugins_for("sglang")
 
 
 @hookimpl

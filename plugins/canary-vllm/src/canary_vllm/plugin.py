@@ -1,5 +1,6 @@
 """The plugin ``vllm``, which ``CANARY_PLUGINS=vllm`` turns on. Importing this module does not import vLLM."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -7,12 +8,10 @@ from canary_core import (
     CanaryConfig,
     CanaryError,
     EngineInfo,
-    Event,
     HookTarget,
     PluginError,
-    emit,
     hookimpl,
-    start_plugins,
+    start_plugins_for,
 )
 from canary_vllm import version
 from canary_vllm.compat import targets
@@ -28,16 +27,8 @@ def start() -> None:
     vLLM does not start if a plugin raises. In log mode that must not happen, so the reason is only told; in raise mode
     the process must not run unguarded, so `SystemExit` is raised.
     """
-    config: CanaryConfig | None = None
-    try:
-        config = CanaryConfig.load()
-        if "vllm" in config.plugins:
-            start_plugins(config)
-    except CanaryError as error:
-        if config is None:
-            emit(Event("start_failed", "error", {"error": str(error)}))
-        elif config.mode == "raise":
-            raise SystemExit(f"canary: {error}") from error
+    with contextlib.suppress(CanaryError):
+        start_plugins_for("vllm")
 
 
 @hookimpl

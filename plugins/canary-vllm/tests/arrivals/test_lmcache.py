@@ -1,6 +1,5 @@
 """The real LMCache beside the real vLLM: its server in a process of its own, and its connector, none of it changed."""
 
-import json
 import os
 import socket
 import subprocess
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from vllm_on_cpu.scripts import told_by
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -58,16 +58,7 @@ def test_lmcache_is_compared(server, mode):
     tensors, and Canary is silent. A bit that is flipped in LMCache's memory is told at the next reload, with connector,
     layer, half and block, and nothing else is."""
     port, memory = server
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH"))))
-    run = subprocess.run(
-        [sys.executable, "-m", "vllm_on_cpu.lmcache_script", str(port), str(memory), mode],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "CANARY_PLUGINS": ""}, timeout=300,
-        check=False,
-    )  # fmt: skip
-    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    assert lines, run.stderr[-3000:]
-    told = json.loads(lines[-1])
+    told = told_by("lmcache_script", str(port), str(memory), mode, timeout_s=300)
     assert told["at_first"] == 0
     assert told["trouble"] == []
     assert all(told["same"])

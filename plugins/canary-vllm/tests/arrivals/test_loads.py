@@ -1,16 +1,12 @@
 """Any connector on a real vLLM: what it brings back right is silent, what it brings back wrong is told, naming it."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_on_cpu.scripts import told_by
 
 from canary_core import Canary, CanaryConfig, Kind, hook_manager
 from canary_core.testing import Findings
@@ -222,16 +218,7 @@ def test_a_store_that_others_fill_proves_nothing(engine, store):
 def test_the_v2_runner_is_told_as_well():
     """In a process of its own, with Triton's interpreter: clean reloads are silent, a flip is named, whether blocks
     come while the forward runs or steps before."""
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "CANARY_PLUGINS": ""}
-    run = subprocess.run(
-        [sys.executable, "-m", "vllm_on_cpu.v2_loads_script"],
-        capture_output=True, text=True, env=environment, timeout=500, check=False,
-    )  # fmt: skip
-    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    assert lines, run.stderr[-3000:]
-    told = json.loads(lines[-1])
+    told = told_by("v2_loads_script")
     assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
     assert told["trouble"] == []
     assert all(told["same"])

@@ -196,6 +196,9 @@ class Served:
         own = dict(
             gpu_memory_utilization=0.5 if name == "8b" else 0.2, max_model_len=8192, max_num_seqs=64, dtype="bfloat16"
         )
+        if name != "8b":
+            # A pool of a fixed size: then several features fit one GPU side by side.
+            own["kv_cache_memory_bytes"] = 8 << 30
         self.scale = 1
         if DEVICE == "cpu":
             options.pop("compilation_config", None)

@@ -16,8 +16,7 @@ from canary_core.ops.kernels.common import (
     split_head,
 )
 from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, spread
-from canary_core.ops.kernels.launch import Launcher, arguments, group_launches, jit, region_arguments
-from canary_core.ops.kernels.tiles import SCRUB_TILES
+from canary_core.ops.kernels.launch import Launcher, arguments, jit, launch_over, region_arguments
 from canary_core.ops.state import RegionState
 from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SLOT, BLOCK_SUM, BLOCK_VALUES, Block
 
@@ -43,10 +42,7 @@ WEIGHT = tl.constexpr((hashing.WEIGHT_SEED + hashing.GOLDEN) % (1 << 64))
 
 def adopt(state: RegionState, slots: Tensor) -> None:
     """As `canary_core.ops.reference.blocks.adopt`. One launch a source group."""
-    given = arguments(slots, slots.shape[0])
-    for launch in group_launches(state, "adopt", adopt_kernel, SCRUB_TILES):
-        needed = max(-(-slots.shape[0] // launch.slots), 1)
-        launch.launch((launch.blocks, min(needed, launch.programs)), given)
+    launch_over(state, "adopt", adopt_kernel, slots)
 
 
 def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Tensor, first: int) -> None:

@@ -19,7 +19,7 @@ from canary_core.ops.kernels.common import (
     split_head,
 )
 from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, load_strip, spread
-from canary_core.ops.kernels.launch import VARYING, arguments, batch_arguments, group_launches, jit
+from canary_core.ops.kernels.launch import VARYING, arguments, batch_arguments, group_launches, jit, launch_over
 from canary_core.ops.kernels.tiles import READ_CHECK_TILES, SCRUB_TILES
 from canary_core.ops.state import RegionState
 from canary_core.records import (
@@ -80,10 +80,7 @@ def scrub(state: RegionState) -> None:
 
 def verify(state: RegionState, slots: Tensor) -> None:
     """As `canary_core.ops.reference.compare.verify`. One launch a source group."""
-    given = arguments(slots, slots.shape[0])
-    for launch in group_launches(state, "verify", verify_kernel, SCRUB_TILES):
-        needed = max(-(-slots.shape[0] // launch.slots), 1)
-        launch.launch((launch.blocks, min(needed, launch.programs)), given)
+    launch_over(state, "verify", verify_kernel, slots)
 
 
 @jit(*VARYING)

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.kernels.tiles import Tiles, constants, is_long
+from canary_core.ops.kernels.tiles import SCRUB_TILES, Tiles, constants, is_long
 from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, TableConstants
 from canary_core.ops.sources import SourceGroup
 from canary_core.ops.state import RegionState
@@ -207,6 +207,15 @@ def programs(state: RegionState, per_processor: int) -> int:
     """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch."""
     device = state.records.device
     return INTERPRETED_PROGRAMS if device.type == "cpu" else processors(device) * per_processor
+
+
+def launch_over(state: RegionState, op: str, kernel: Any, slots: Tensor) -> None:
+    """Launches ``kernel`` once for each source group of the region, over a list of slots that it goes through in tiles
+    of the scrub's size; its arguments after those of `group_launches` are the list and its length."""
+    given = arguments(slots, slots.shape[0])
+    for launch in group_launches(state, op, kernel, SCRUB_TILES):
+        needed = max(-(-slots.shape[0] // launch.slots), 1)
+        launch.launch((launch.blocks, min(needed, launch.programs)), given)
 
 
 def group_launches(

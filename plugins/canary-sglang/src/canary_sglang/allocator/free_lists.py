@@ -7,7 +7,6 @@ lengths on the host. The pages themselves are views of the lists, which SGLang r
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -210,7 +209,7 @@ class _Run:
         ordered = self._shares if self.place[1] else self._shares[::-1]
         shares = [share for group in ordered for share in group]
         ids, counts = [writer for writer, _ in shares], [count for _, count in shares]
-        return ids[0] if len(set(ids)) == 1 else partial(writers.spread, ids, counts)
+        return writers.each(ids, counts)
 
 
 def _known_shares(shares: Sequence[tuple[int, int]], count: int) -> Sequence[tuple[int, int]]:

@@ -80,8 +80,7 @@ class Lifetime:
     def cache_called(self, call: CacheCall, original: Callable[..., Any], cache: Any) -> Any:
         """Runs a function of `targets.PARKING` and tells Canary which slots nobody holds after it."""
         run = partial(original, cache, *call.args, **call.kwargs)
-        if id(cache) not in self._caches:
-            self.meet(cache)
+        self.meet(cache)
         if not self._canary.enabled or self.parking is None or cache is not self.parking.cache:
             return run()
         if call.change != "evict":

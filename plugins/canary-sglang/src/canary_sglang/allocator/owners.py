@@ -48,9 +48,8 @@ class Owners:
         return -1 if self._request is None else self._writers.id(self._request.rid)
 
     def each(self, ids: Sequence[int], counts: Sequence[int]) -> int | Callable[[], Tensor]:
-        """Writer ``ids`` of which each has so many pages: the id if they are all the same, else a function that gives
-        int32 ``[sum(counts)]``."""
-        return ids[0] if len(set(ids)) == 1 else partial(self._writers.spread, ids, counts)
+        """See `RequestWriters.each`."""
+        return self._writers.each(ids, counts)
 
     def taker(self, count: int, shares: Sequence[int] | None) -> int | Callable[[], int | Tensor]:
         """Who gets ``count`` pages: a writer id, -1 if unknown, or a function that gives an int or int32 ``[count]``.

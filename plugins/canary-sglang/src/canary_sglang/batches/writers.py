@@ -1,7 +1,8 @@
 """`RequestWriters`: writer ids of a batch's requests, on the device."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -53,6 +54,11 @@ class RequestWriters:
         """As `repeated`, for writer ids instead of names."""
         host = torch.tensor(ids, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
+
+    def each(self, ids: Sequence[int], counts: Sequence[int]) -> int | Callable[[], Tensor]:
+        """Who has slots of which each of writer ``ids`` has so many: the id if they are all the same, else a function
+        that gives one for each slot."""
+        return ids[0] if len(set(ids)) == 1 else partial(self.spread, ids, counts)
 
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to."""

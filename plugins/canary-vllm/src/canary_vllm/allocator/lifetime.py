@@ -1,6 +1,6 @@
 """`Lifetime`: tells Canary, in a worker, what the scheduler did with blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -74,12 +74,13 @@ class Lifetime:
             elif sort == "alloc":
                 slots.clear(group.region, self._slots(group, numbers))
 
-    def _writers(self, events: Sequence[BlockEvent]) -> "int | _Each":
+    def _writers(self, events: Sequence[BlockEvent]) -> int | Callable[[], Tensor]:
         ids = [-1 if event.request is None else self._requests.writers.id(event.request) for event in events]
         if len(set(ids)) == 1:
             return ids[0]
         every = [i for i, event in zip(ids, events, strict=True) for _ in event.blocks]
-        return _Each(upload(every, self._canary.device, torch.int32))
+        each = upload(every, self._canary.device, torch.int32)
+        return lambda: each
 
     def _slots(self, group: Group, blocks: Tensor) -> Tensor:
         inside = torch.arange(group.block, device=blocks.device)
@@ -112,16 +113,6 @@ class Lifetime:
         for region in regions:
             self._canary.slots.end_lifetime(region)
         self._canary.tell(Event("lifetime_off", "error", {"reason": reason, "regions": regions}))
-
-
-class _Each:
-    """A writer for each block, as `SlotEvents` wants it."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self._ids = ids
-
-    def __call__(self) -> Tensor:
-        return self._ids
 
 
 def runs_of(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:

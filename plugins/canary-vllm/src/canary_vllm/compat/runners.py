@@ -65,11 +65,6 @@ def connector(runner: Any) -> str | None:
     return None if config is None else str(config.kv_connector)
 
 
-def model_name(runner: Any) -> str:
-    """The architecture of the served model, for errors."""
-    return ", ".join(getattr(runner.model_config.hf_config, "architectures", None) or ["?"])
-
-
 def rank() -> int:
     """This process's rank within its engine."""
     import torch.distributed as dist

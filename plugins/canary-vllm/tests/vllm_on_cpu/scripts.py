@@ -1,0 +1,24 @@
+"""Runs a script of this package in a process of its own, for engines that can't share one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+
+
+def told_by(script: str, *arguments: str, timeout_s: int = 500) -> dict[str, Any]:
+    """The last JSON object that the script ``vllm_on_cpu.script`` prints, in an environment without plugins."""
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    run = subprocess.run(
+        [sys.executable, "-m", f"vllm_on_cpu.{script}", *arguments],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "CANARY_PLUGINS": ""}, timeout=timeout_s,
+        check=False,
+    )  # fmt: skip
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    assert lines, run.stderr[-3000:]
+    told: dict[str, Any] = json.loads(lines[-1])
+    return told
