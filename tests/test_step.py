@@ -433,7 +433,7 @@ def test_a_listener_that_raises_switches_canary_off(method):
     served = Served(fails=(method,))
     LISTENERS[method](served)
     (event,) = served.findings.told("disabled")
-    assert event.fields["where"] == ("begin_forward" if method == "begin" else f"Recorder.{method}")
+    assert event.fields["where"] == f"Recorder.{method}"
     assert f"{method} failed" in event.fields["error"]
     assert not served.canary.enabled
     served.take()

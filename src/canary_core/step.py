@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -114,7 +115,7 @@ class Step:
     is always the same.
 
     `run` does it all around a function. Engines that call at two places use `before` and `after`, and `abandon` where a
-    forward failed. Called in another order, Canary says so with a ``misuse`` event, or raises `MisuseError` in raise
+    forward failed; `issues_first` and `beside` give them what `run` has from `Overlap.ALL`. Called in another order, Canary says so with a ``misuse`` event, or raises `MisuseError` in raise
     mode. In log mode nothing of this raises into the engine; in raise mode `end` raises the first finding.
     """
 
@@ -243,7 +244,7 @@ class Step:
             if issued_first:
                 # The device has the forward before the host works for us.
                 output = forward()
-                with self._workspace.beside(True):
+                with self.beside():
                     seen = self._check(batch, view, overlap)
             else:
                 seen = self._check(batch, view, overlap)
@@ -271,6 +272,29 @@ class Step:
         if not self._switch.enabled:
             self.close()
         return output
+
+    def issues_first(self, overlap: Overlap) -> bool:
+        """For engines that call `before` and `after`: a forward is issued next, on the current stream. Gives whether it
+        may be issued before the host works for Canary. If so, tell the events of slots, make the view and call `before`
+        as soon as it was issued, all of it within `beside`; if not, now."""
+        if not self._switch.enabled or self.paused or self._missed:
+            return False
+        with self._switch.guard("issues_first"):
+            # A view may be made in the tensors of the one before.
+            self._workspace.join(for_good=True)
+            side = self._workspace.side
+            if overlap is not Overlap.ALL or side is None or self._captured or self._audit.due:
+                return False
+            if self._hooks.canary_pre_forward.get_hookimpls() or any(s.reads for s in self._states.values()):
+                return False
+            side.mark()
+            return True
+        return False
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What is issued within comes after what the forwards' stream had to do at `issues_first`, not after the
+        forward that was issued since. Only where that said so."""
+        return self._workspace.beside(True)
 
     def before(self, view: BatchView, overlap: Overlap = Overlap.NONE) -> None:
         """Checks every slot that the forward of ``view`` will read. May be captured in a graph."""
@@ -352,13 +376,16 @@ class Step:
         """The forward that was checked last has failed: nothing is recorded of it."""
         self._view = None
         self._passing = False
+        if self._workspace.side is not None:
+            self._workspace.side.unmark()
         self._audit.abandon()
 
     def join(self) -> None:
         """The current stream waits for what of Canary's runs beside the forwards: before anything but a forward writes
         to tensors of the last view (`run` and `before` do it by themselves)."""
         if self._switch.enabled:
-            self._workspace.join()
+            with self._switch.guard("join"):
+                self._workspace.join()
 
     def follow_check(self) -> None:
         """After `after`: what the current stream does from now on comes after that forward's check. For a stream other
@@ -487,18 +514,12 @@ class Step:
     def _begin(self, batch: Any, overlap: Overlap) -> bool:
         """Gives whether the forward is issued before its check."""
         with self._switch.guard("begin_forward"):
-            # A view may be made in the tensors of the one before.
+            # A listener may write to the tensors of the view before.
             self._workspace.join(for_good=True)
-            for listener in self._listeners:
+        for listener in self._listeners:
+            with self._guard(listener, "begin"):
                 listener.begin(batch)
-            side = self._workspace.side
-            if overlap is not Overlap.ALL or side is None or self._captured or self._audit.due:
-                return False
-            if self._hooks.canary_pre_forward.get_hookimpls() or any(s.reads for s in self._states.values()):
-                return False
-            side.mark()
-            return True
-        return False
+        return self.issues_first(overlap)
 
     def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
         seen: BatchView | None = None
