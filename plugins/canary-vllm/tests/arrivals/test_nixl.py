@@ -14,10 +14,10 @@ BLOCK = 32
 
 
 def test_what_nixl_hands_over_is_compared():
-    """Where the ledger's entries are handed over with the request, every block that NIXL brings is compared: those that
-    are the same bytes, by our own comparison of both engines' tensors, are silent. A bit that is flipped in the sender's
-    pool before it is read is told with layer, half and block; so are blocks that a transfer leaves out; the hand-over
-    after that is silent again."""
+    """Where the ledger's entries are handed over with the request, every block that NIXL brings is compared: those
+    that are the same bytes, by our own comparison of both engines' tensors, are silent. A bit that is flipped in the
+    sender's pool before it is read is told with layer, half and block; so are blocks that a transfer leaves out; the
+    hand-over after that is silent again."""
     told = told_by("nixl_script", "decode", timeout_s=480)
     clean = told["clean"]
     assert len(clean) == 12

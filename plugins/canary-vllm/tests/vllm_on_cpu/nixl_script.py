@@ -136,16 +136,17 @@ def decode() -> None:
 
     from vllm_on_cpu.engine import BLOCK
 
-    assert other.stdin is not None and other.stdout is not None
-    assert json.loads(other.stdout.readline())["ready"]
+    asks, answers = other.stdin, other.stdout
+    assert asks is not None
+    assert answers is not None
+    assert json.loads(answers.readline())["ready"]
     draw = random.Random(8)
 
     def hand_over(number: int, flip: tuple[int, str, int] | None = None) -> dict[str, Any]:
         prompt = [draw.randrange(3, 500) for _ in range(BLOCKS * BLOCK + 1)]
-        assert other.stdin is not None and other.stdout is not None
-        other.stdin.write(json.dumps({"name": f"p{number}", "prompt": prompt, "flip": flip}) + "\n")
-        other.stdin.flush()
-        there = json.loads(other.stdout.readline())
+        asks.write(json.dumps({"name": f"p{number}", "prompt": prompt, "flip": flip}) + "\n")
+        asks.flush()
+        there = json.loads(answers.readline())
         before = len(side.findings.violations)
         side.guard.canary.ledger.import_entries("full", BLOCK, base64.b64decode(there["entries"]))
         here = side.serve(f"d{number}", prompt, 4, {**there["transfer"], "do_remote_prefill": True})
@@ -186,7 +187,7 @@ def decode() -> None:
     told["after"] = hand_over(201)
     print(json.dumps(told))
     sys.stdout.flush()
-    other.stdin.close()
+    asks.close()
     other.wait(60)
     # NIXL's threads keep the process alive.
     os._exit(0)
