@@ -10,7 +10,8 @@ from canary_core.records import Kind, Phase, State
 class Violation:
     """One finding. Unknown fields are None. ``step`` is the forward, counted from 1, whose check found it. ``node`` is
     the engine's number of a prefix cache's node; ``rule`` names what its structure breaks, ``detail`` says how.
-    ``origin`` brought bytes that differ in ``sources``."""
+    ``origin`` brought bytes that differ in ``sources``. ``identity``: of a request that reads what was computed for
+    another one, ``stored_identity``, in words (`Identities`)."""
 
     kind: Kind
     region: str
@@ -39,6 +40,8 @@ class Violation:
     detail: str | None = None
     origin: str | None = None
     sources: tuple[str, ...] | None = None
+    identity: str | None = None
+    stored_identity: str | None = None
 
     def fields(self) -> dict[str, object]:
         """The known fields as plain values, for an event or JSON; hashes as hexadecimal text."""
@@ -78,6 +81,8 @@ class Violation:
             origin=self.origin or "something",
             place=_counted("slot", self.slot) if self.page is None or self.page < 0 else f"page {self.page}",
             different=f", {self.detail}" if self.detail else "",
+            identity=self.identity,
+            stored_identity=self.stored_identity or "an identity whose name is not known",
             detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
         )
@@ -227,6 +232,13 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         lambda v: v.step_written is not None,
         "{reader} will read {position} from {where}, which holds nothing since it was cleared or rolled back; {writer} "
         "wrote it{written}: it was cleared too early, or the table still names it.",
+    ),
+    (
+        Kind.PREFIX,
+        lambda v: bool(v.identity),
+        "{reader} will read {position} from {where}, which {writer} computed{written} for another identity: "
+        "{stored_identity}; {reader} has {identity}. A prefix hit across identities: the key of the prefix cache lacks "
+        "what tells them apart.",
     ),
     (
         Kind.WRITE_INPUT,

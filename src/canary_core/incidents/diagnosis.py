@@ -344,6 +344,11 @@ def _read_wrongly(case: Case) -> Iterator[Diagnosis]:
     here = f"slot {root.slot} at position {root.position} of {root.request or 'a request'}"
     own = root.request is not None and root.stored_request == root.request
     told = [f"{here} holds position {root.stored_position} of {root.stored_request or 'somebody'}"]
+    if root.identity:
+        other = root.stored_identity or "another identity"
+        told = [f"{told[0]}, which was computed for {other}; {root.request or 'the reader'} has {root.identity}"]
+        yield Diagnosis("foreign_prefix", "certain", tuple(told))
+        return
     found = case.of(Kind.POSITION, Kind.TOKEN, Kind.PREFIX)
     moved = Counter(
         v.stored_position - v.position for v in found if v.position is not None and v.stored_position is not None

@@ -210,6 +210,9 @@ class Findings:
         # Zero where the slot was never written: then the record's writer is nobody, not the one with id 0.
         written = row[Row.STEP_WRITTEN] != 0
         freed = row[Row.FREED] not in (-1, 0)
+        whose = None
+        if kind is Kind.PREFIX and row[Row.POSITION] == 0 and stored:
+            whose = self._writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
         return Violation(
             kind=kind,
             region=state.region.name,
@@ -233,6 +236,8 @@ class Findings:
             step_freed=(row[Row.FREED] & 0xFFFFFFFF or None) if freed else None,
             freed_by=self._writers.name(row[Row.FREED] >> 32) if freed else None,
             rank=self._config.rank,
+            identity=whose and whose[0],
+            stored_identity=whose and whose[1],
         )
 
     def _repeats(self, v: Violation) -> bool:
