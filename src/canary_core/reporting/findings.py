@@ -226,6 +226,7 @@ class Findings:
             position=_known(row[Row.POSITION]),
             token=_known(row[Row.TOKEN]),
             stored_state=State.of(word) if stored else None,
+            arrived=True if stored and word & State.ARRIVED else None,
             stored_position=word // STATES if stored else None,
             stored_token=row[Row.STORED_TOKEN] if stored else None,
             stored_value=row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None,
