@@ -7,37 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from support.any_finding import FINDINGS
 from support.guarded import Guarded
 
 from canary_core import Kind, Phase, State, Violation
-
-NUMBERS = st.sampled_from([None, -1, 0, 1, 7, 4096])
-NAMES = st.sampled_from([None, "", "0", "77", "-1", "chat_3", "None of these"])
-
-FINDINGS = st.builds(
-    Violation,
-    kind=st.sampled_from(Kind),
-    region=st.just("full"),
-    phase=st.sampled_from(Phase),
-    step=st.integers(0, 9),
-    **dict.fromkeys(
-        (
-            "slot", "page", "layer", "position", "token", "stored_position", "stored_token", "stored_value",
-            "found_value", "step_written", "step_freed", "node",
-        ),
-        NUMBERS,
-    ),
-    **dict.fromkeys(("request", "stored_request", "freed_by"), NAMES),
-    source=st.sampled_from([None, "k.1"]),
-    half=st.sampled_from([None, "k"]),
-    stored_state=st.sampled_from([None, *State]),
-    rule=st.sampled_from([None, "parent"]),
-    detail=st.sampled_from([None, "", "slot 4 is in the free list"]),
-    origin=st.sampled_from([None, "", "LMCacheConnectorV1"]),
-    sources=st.sampled_from([None, ("k.1",), ("k.1", "v.1")]),
-)  # fmt: skip
-"""Any kind, with any of its fields missing, unknown to the device (-1), or 0."""
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -54,6 +27,7 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
         assert not re.search(r"(by|to|since|for|but|although) \d+\b(?! of)", text)
         assert "{" not in text
         assert "  " not in text
+        assert "''" not in text
         assert not re.search(r" [.,:;]|[.,:;]{2}", text)
         assert text.endswith(".")
     assert "step 0" not in str(found)
@@ -133,6 +107,11 @@ def freed_and_handed_out(guarded: Guarded, slot: torch.Tensor) -> None:
     guarded.canary.slots.alloc("full", slot, guarded.engine.writers.id("next"))
 
 
+def use_after_free(guarded: Guarded, slot: torch.Tensor) -> None:
+    """The allocator has it back, and the table still names it."""
+    guarded.canary.slots.free("full", slot)
+
+
 def cleared(guarded: Guarded, slot: torch.Tensor) -> None:
     """A roll-back of what a request still has."""
     guarded.canary.slots.clear("full", slot)
@@ -152,6 +131,7 @@ def handed_out(guarded: Guarded, slot: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("mechanism", "says", "writer"),
     [
+        (use_after_free, "was freed by the engine at step 1; victim wrote it at step 1: use after free", "victim"),
         (freed_and_handed_out, "was handed out again since victim wrote it at step 1, and not written since", "victim"),
         (cleared, "holds nothing since it was cleared or rolled back; victim wrote it at step 1", "victim"),
         (never_written, "slot 40 (page 40), which no forward has written", None),
@@ -166,7 +146,7 @@ def test_unwritten_says_what_became_of_the_slot(
     guarded.decode()
     mechanism(guarded, torch.tensor(victim.slots[:1]))
     guarded.decode()
-    found = next(v for v in guarded.violations if v.kind is Kind.UNWRITTEN)
+    found = next(v for v in guarded.violations if v.kind in (Kind.UNWRITTEN, Kind.FREED))
     assert says in found.explanation
     assert (found.stored_request, found.step_written) == (writer, 1 if writer else None)
 
@@ -309,6 +289,40 @@ def test_a_prefix_that_was_cached_before_it_was_filled_is_said_to_be(guarded):
     guarded.decode()
     found = next(v for v in guarded.violations if v.kind is Kind.UNWRITTEN)
     assert "which the prefix cache keeps although nothing was written there since" in found.explanation
+    assert "; before wrote it at step 1: a prefix was published" in found.explanation
+
+
+@pytest.mark.parametrize("way", ["copy", "import"])
+def test_bytes_that_came_by_a_copy_or_a_load_are_not_said_to_be_written_there(guarded, way):
+    """Who wrote them wrote them elsewhere. What a forward writes there afterwards is its own again."""
+    request = guarded.submit("a")
+    guarded.decode()
+    old, new = torch.tensor(request.slots[:2]), torch.tensor([40, 41])
+    rows = guarded.canary.slots.export_records("full", old)
+    for tensor in (*guarded.engine.k, *guarded.engine.v):
+        tensor[new] = tensor[old]
+    if way == "copy":
+        guarded.canary.slots.copy("full", old, new)
+    else:
+        guarded.canary.slots.import_records("full", new, rows)
+    guarded.engine.k[0][40] += 1
+    guarded.canary.slots.check("full", new)
+    request.slots[0] = 41
+    guarded.decode()
+    guarded.canary.drain()
+    flipped, misread = guarded.violations
+    assert (flipped.kind, flipped.slot, flipped.arrived) == (Kind.BYTES, 40, True)
+    assert "40) of k.0, which were copied or loaded there, are not those that its record tells of (a at step 1)" in (
+        flipped.explanation
+    )
+    assert (misread.kind, misread.slot, misread.arrived) == (Kind.POSITION, 41, True)
+    assert "what was copied or loaded there is position 1 of a: wrong slot mapping" in misread.explanation
+    written = torch.tensor(request.slots[2:3])
+    guarded.engine.k[0][written] += 1
+    guarded.canary.slots.check("full", written)
+    guarded.canary.drain()
+    assert (guarded.violations[-1].kind, guarded.violations[-1].arrived) == (Kind.BYTES, None)
+    assert "changed since a wrote them at step 1" in guarded.violations[-1].explanation
 
 
 def test_a_parked_slot_that_was_never_written_accuses_no_writer(guarded):

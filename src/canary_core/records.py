@@ -5,7 +5,7 @@ Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int3
 | word | constant        | content                                                                    |
 |------|-----------------|----------------------------------------------------------------------------|
 | 0    | `TOKEN`         | token id                                                                   |
-| 1    | `POSITION`      | ``position * 16 + state``                                                  |
+| 1    | `POSITION`      | ``position * 32 + state``                                                  |
 | 2, 3 | `PREFIX_HASH`   | prefix hash up to and including this token, int64 little endian            |
 | 4    | `STEP_WRITTEN`  | step of the forward that wrote the slot                                    |
 | 5    | `WRITER`        | writer id of the request that wrote it                                     |
@@ -45,8 +45,8 @@ RECORD_WORDS = 8
 TOKEN, POSITION, PREFIX_HASH, STEP_WRITTEN, WRITER, STEP_FREED, FREED_BY = 0, 1, 2, 4, 5, 6, 7
 """First int32 word of each record field."""
 
-STATES = 16
-"""Values of a record's state: the four low bits of its position word. With the sign that leaves 27 for positions."""
+STATES = 32
+"""Values of a record's state: the five low bits of its position word. With the sign that leaves 26 for positions."""
 
 CONTENT = 3
 """The bits of a state that say what a slot holds, whoever has it."""
@@ -54,7 +54,7 @@ CONTENT = 3
 PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
 """First int64 word of each part of a payload row."""
 
-PAYLOAD_VERSION = 2
+PAYLOAD_VERSION = 3
 """Counts up when the meaning of a payload, a record or a fingerprint changes."""
 
 BLOCK_HASH, BLOCK_SUM, BLOCK_FLAGS, BLOCK_SLOT, BLOCK_VALUES = 0, 1, 2, 3, 4
@@ -94,6 +94,8 @@ class State(IntEnum):
     """A bit: given back to the allocator. The bits below it say what the slot was."""
     PARKED = 8
     """A bit: kept by the prefix cache, and no request has the slot. The two lowest bits say what it holds."""
+    ARRIVED = 16
+    """A bit: what was written came by a copy or a load; the writer wrote it elsewhere."""
 
     @classmethod
     def of(cls, word: int) -> "State":
@@ -103,8 +105,9 @@ class State(IntEnum):
         return cls.PARKED if word & cls.PARKED else cls(word & CONTENT)
 
 
-UNPARKED = STATES - 1 - State.PARKED
-"""The bits of a state but `State.PARKED`: to read a parked slot is as legal as to read one that a request has."""
+UNPARKED = STATES - 1 - State.PARKED - State.ARRIVED
+"""The bits of a state that matter to who reads a slot: to read a parked slot, or one that something was copied to, is
+as legal as to read one that a request has and wrote."""
 
 
 class Kind(IntEnum):
@@ -318,7 +321,7 @@ class Row(IntEnum):
     """Token the request expects there, -1 if unknown."""
     STORED_TOKEN = 7
     STORED_POSITION = 8
-    """The record's position word: ``position * 16 + state``."""
+    """The record's position word: ``position * 32 + state``."""
     STORED_VALUE = 9
     """Recorded prefix hash or fingerprint; for `WRITE_SLOT` the slot of the table; for `TWO_WRITERS` the winner's
     token index."""

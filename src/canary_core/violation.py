@@ -10,7 +10,9 @@ from canary_core.records import Kind, Phase, State
 class Violation:
     """One finding. Unknown fields are None. ``step`` is the forward, counted from 1, whose check found it. ``node`` is
     the engine's number of a prefix cache's node; ``rule`` names what its structure breaks, ``detail`` says how.
-    ``origin`` brought bytes that differ in ``sources``."""
+    ``origin`` brought bytes that differ in ``sources``. ``identity``: of a request that reads what was computed for
+    another one, ``stored_identity``, in words (`Identities`). ``arrived``: the slot's content was copied or loaded
+    there, the writer wrote it elsewhere."""
 
     kind: Kind
     region: str
@@ -39,6 +41,9 @@ class Violation:
     detail: str | None = None
     origin: str | None = None
     sources: tuple[str, ...] | None = None
+    arrived: bool | None = None
+    identity: str | None = None
+    stored_identity: str | None = None
 
     def fields(self) -> dict[str, object]:
         """The known fields as plain values, for an event or JSON; hashes as hexadecimal text."""
@@ -64,20 +69,23 @@ class Violation:
             where=self._where(),
             reader=self._reader(),
             node=self._node(),
-            writer=_named(self.stored_request) or NAMELESS,
+            writer=named(self.stored_request) or NAMELESS,
             written=_at("step", self.step_written),
-            freer=_named(self.freed_by) or "the engine",
+            freer=named(self.freed_by) or "the engine",
             freed=_at("step", self.step_freed) or " before the first forward",
-            slot=_counted("slot", self.slot),
+            slot=counted("slot", self.slot),
             null=self._null(),
-            position=_counted("position", self.position),
-            token=_counted("token", self.token),
-            stored_position=_counted("position", self.stored_position, "another"),
-            stored_token=_counted("token", self.stored_token, "another"),
-            other_token=_counted("token", self.stored_value, "another"),
+            position=counted("position", self.position),
+            token=counted("token", self.token),
+            stored_position=counted("position", self.stored_position, "another"),
+            stored_token=counted("token", self.stored_token, "another"),
+            other_token=counted("token", self.stored_value, "another"),
+            wrote=self._wrote(),
             origin=self.origin or "something",
-            place=_counted("slot", self.slot) if self.page is None or self.page < 0 else f"page {self.page}",
+            place=counted("slot", self.slot) if self.page is None or self.page < 0 else f"page {self.page}",
             different=f", {self.detail}" if self.detail else "",
+            identity=self.identity,
+            stored_identity=self.stored_identity or "an identity whose name is not known",
             detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
         )
@@ -89,7 +97,16 @@ class Violation:
     def _reader(self) -> str:
         if self.phase is Phase.SWEEP:
             return f"a hit on {self._node()}"
-        return _named(self.request) or ("the engine" if self.phase is Phase.EVENT else NAMELESS)
+        return named(self.request) or ("the engine" if self.phase is Phase.EVENT else NAMELESS)
+
+    def _wrote(self) -> str:
+        """The clause on who wrote the slot before; empty where nobody is known to have."""
+        if self.step_written is None:
+            return ""
+        writer = named(self.stored_request) or NAMELESS
+        if self.arrived:
+            return f"; what was copied or loaded there before is of {writer}"
+        return f"; {writer} wrote it{_at('step', self.step_written)}"
 
     def _node(self) -> str:
         cache = "the prefix cache"
@@ -103,16 +120,17 @@ class Violation:
     def _where(self) -> str:
         source = f" of {self.source}" if self.source else ""
         page = "" if self.page is None or self.page < 0 else f" (page {self.page})"
-        return f"{_counted('slot', self.slot)}{page}{source}"
+        return f"{counted('slot', self.slot)}{page}{source}"
 
 
 NAMELESS = "a request whose name is not known"
 """The subject of a sentence where nobody has given the writer's number a name, or it was forgotten."""
 
 
-def _named(request: str | None) -> str | None:
-    """A request as the subject of a sentence. A name that is only a number says what it is the number of."""
-    name = None if request is None else str(request)
+def named(request: str | None) -> str | None:
+    """A request as the subject of a sentence, None where it has no name. A name that is only a number says what it is
+    the number of."""
+    name = str(request) if request else None
     return f"request {name}" if name and name.lstrip("-").isdigit() else name
 
 
@@ -120,8 +138,8 @@ def _at(what: str, number: int | None) -> str:
     return "" if number is None or number < 1 else f" at {what} {number}"
 
 
-def _counted(what: str, number: int | None, article: str = "a") -> str:
-    """``article``: before what has no number."""
+def counted(what: str, number: int | None, article: str = "a") -> str:
+    """Such as ``slot 4``; where the number is not known, ``a slot``, or with another ``article``."""
     return f"{article} {what}" if number is None or number < 0 else f"{what} {number}"
 
 
@@ -132,9 +150,9 @@ _EXPLANATIONS = {
     "entry was evicted while still readable.",
     Kind.UNWRITTEN: "{reader} will read {position} from {where}, which no forward has written: a prefix was published "
     "before it was filled, a write was lost, or the table points elsewhere.",
-    Kind.FREED: "{reader} will read {position} from {where}, which was freed by {freer}{freed}: use after free.",
+    Kind.FREED: "{reader} will read {position} from {where}, which was freed by {freer}{freed}{wrote}: use after free.",
     Kind.POSITION: "{reader} will read {position} from {where}, but {writer} wrote {stored_position} "
-    "there{written}: wrong slot mapping, or the slot was handed out twice.",
+    "there{written}: wrong slot mapping, a prefix match that is out of date, or the slot was handed out twice.",
     Kind.TOKEN: "{reader} expects {token} at {position}, {where} holds {stored_token} written by "
     "{writer}{written}: another request's prefix, or a rejected draft left behind.",
     Kind.PREFIX: "{reader} will read {position} from {where}, whose prefix is not the one before it: it belongs to a "
@@ -148,7 +166,7 @@ _EXPLANATIONS = {
     Kind.WRITE_SLOT: "{reader} writes {position} to {where}, but will read it from slot {v.stored_value}: the slot "
     "list and the table disagree.",
     Kind.TWO_WRITERS: "two tokens of one batch are written to {where}; {reader} ({position}) lost to "
-    "{other_token} of the batch: the slot was handed out twice.",
+    "{other_token} of the batch: the slot was handed out twice, or padding stores in a slot of the pool.",
     Kind.DOUBLE_FREE: "{where} was freed by {reader} although it was free, since {freer} freed it{freed}: freed twice.",
     Kind.DOUBLE_ALLOC: "{where} was handed out to {reader} while {writer}, who wrote it{written}, still has it: "
     "allocated twice, or a free was lost.",
@@ -207,7 +225,7 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         Kind.UNWRITTEN,
         lambda v: v.stored_state is State.PARKED,
         "{reader} will read {position} from {where}, which the prefix cache keeps although nothing was written there "
-        "since it was handed out or cleared: a prefix was published before it was filled, or a write was lost.",
+        "since it was handed out or cleared{wrote}: a prefix was published before it was filled, or a write was lost.",
     ),
     (
         Kind.UNWRITTEN,
@@ -225,8 +243,27 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     (
         Kind.UNWRITTEN,
         lambda v: v.step_written is not None,
-        "{reader} will read {position} from {where}, which holds nothing since it was cleared or rolled back; {writer} "
-        "wrote it{written}: it was cleared too early, or the table still names it.",
+        "{reader} will read {position} from {where}, which holds nothing since it was cleared or rolled back{wrote}: "
+        "it was cleared too early, or the table still names it.",
+    ),
+    (
+        Kind.BYTES,
+        lambda v: bool(v.arrived),
+        "the bytes of {where}, which were copied or loaded there, are not those that its record tells of "
+        "({writer}{written}): a bad copy or transfer, a stray write, a race, or a flipped bit.",
+    ),
+    (
+        Kind.POSITION,
+        lambda v: bool(v.arrived),
+        "{reader} will read {position} from {where}, but what was copied or loaded there is {stored_position} of "
+        "{writer}: wrong slot mapping, a copy to the wrong slot, or a prefix match that is out of date.",
+    ),
+    (
+        Kind.PREFIX,
+        lambda v: bool(v.identity),
+        "{reader} will read {position} from {where}, which {writer} computed{written} for another identity: "
+        "{stored_identity}; {reader} has {identity}. A prefix hit across identities: the key of the prefix cache lacks "
+        "what tells them apart.",
     ),
     (
         Kind.WRITE_INPUT,

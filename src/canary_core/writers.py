@@ -2,9 +2,13 @@
 
 from collections import OrderedDict, deque
 
+from canary_core.identities import Identities
+
 
 class Writers:
-    """Request ids ↔ writer ids. Ids count up from 0 and are not reused; the last ``capacity`` names are remembered."""
+    """Request ids ↔ writer ids. Ids count up from 0 and are not reused; the last ``capacity`` names are remembered.
+
+    ``identities``: of what sort requests are, for `BatchView.anchors`."""
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity
@@ -12,6 +16,7 @@ class Writers:
         self._names: dict[int, str] = {}
         self._forgotten: deque[int] = deque()
         self._next = 0
+        self.identities = Identities(capacity)
 
     def id(self, request: str) -> int:
         """Writer id of a request; the same request gets the same id as long as it is remembered."""

@@ -10,7 +10,7 @@ from support.toy import ToyEngine
 
 from canary_core import Arrival, AttachError, Kind, MisuseError, Origin, Phase, State, ViolationError, block_hashes
 from canary_core.ops.backends import triton_backend
-from canary_core.records import POSITION
+from canary_core.records import POSITION, STATES
 
 PROMPT = list(range(5, 22))
 """Four complete blocks and a token."""
@@ -385,7 +385,7 @@ def test_partial_blocks_are_counted_and_recorded():
     tier.g.canary.ledger.arrive(part)
     assert tier.counts("matched", "partial") == [2, 3]
     words = tier.g.canary.states["full"].records[part.slots, POSITION].tolist()
-    assert [word // 16 for word in words] == list(range(2, 15))
+    assert [word // STATES for word in words] == list(range(2, 15))
     assert {State.of(word) for word in words} == {State.WRITTEN}
 
 

@@ -13,7 +13,7 @@ from support.toy import ToyEngine
 from canary_core import AttachError, Kind, State
 from canary_core.ops.backends import Backend, torch_backend, triton_backend
 from canary_core.ops.payload import PayloadLayout, check_payload, export_records, fingerprint_bytes, import_records
-from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER
+from canary_core.records import FREED_BY, PAYLOAD_RECORD, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER
 from canary_core.testing import read_bytes, write_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -228,6 +228,7 @@ def test_numbers_that_are_no_slots_are_left_out():
     assert torch.equal(state.records, before[0])
     assert torch.equal(state.fingerprints, before[1])
     g.canary.slots.import_records("full", torch.tensor([-1, 20, 99, -7]), payload)
+    state.records[20, POSITION] -= int(State.ARRIVED)
     assert torch.equal(state.records[20], before[0][3])
     state.records[20] = 0
     state.fingerprints[20] = before[1][20]
@@ -243,10 +244,10 @@ def test_freed_or_not_is_the_slots_own():
     g.canary.slots.free("full", torch.tensor([2, 3]), writer=9)
     g.canary.drain()
     import_records(state, torch.tensor([20]), export_records(state, torch.tensor([2])))
-    assert state.records[20, POSITION] == 1 * STATES + State.WRITTEN
+    assert state.records[20, POSITION] == 1 * STATES + State.WRITTEN + State.ARRIVED
     assert state.records[20, [STEP_FREED, FREED_BY]].tolist() == [0, 0]
     import_records(state, torch.tensor([3]), export_records(state, torch.tensor([5])))
-    assert state.records[3, POSITION] == 4 * STATES + State.WRITTEN + State.FREED
+    assert state.records[3, POSITION] == 4 * STATES + State.WRITTEN + State.FREED + State.ARRIVED
     assert state.records[3, FREED_BY] == 9
 
 
@@ -266,6 +267,7 @@ def test_content_that_arrives_after_an_allocation_stays(arrival):
     else:
         g.canary.slots.forget("full", new)
     again = g.canary.slots.export_records("full", new)
+    again[:, PAYLOAD_RECORD] &= ~(int(State.ARRIVED) << 32)
     assert torch.equal(again[:, 1:], payload[:, 1:]) == (arrival != "forget")
     (request,) = g.engine.requests
     request.slots = new.tolist()
@@ -285,9 +287,9 @@ def test_slots_without_bytes_have_no_fingerprint():
     assert payload[0, 5 + column] != 0
     assert payload[1, 5 + column] == 0
     import_records(state, torch.tensor([6, 7]), payload)
-    assert state.records[[6, 7], POSITION].tolist() == [State.WRITTEN] * 2
+    assert state.records[[6, 7], POSITION].tolist() == [State.WRITTEN + State.ARRIVED] * 2
     import_records(state, torch.tensor([10]), payload[1:])
-    assert state.records[10, POSITION] == State.WRITTEN
+    assert state.records[10, POSITION] == State.WRITTEN + State.ARRIVED
     assert state.fingerprints[10, column] == 0
 
 
@@ -299,7 +301,8 @@ def test_a_slot_whose_bytes_are_not_known_stays_what_it_is_when_it_moves():
     old, new = torch.arange(1, 13), torch.arange(20, 32)
     state.fingerprints[old] = 0
     g.canary.slots.copy("full", old, new)
-    assert (state.records[new, POSITION] % STATES).tolist() == [State.WRITTEN] * 12
+    assert (state.records[new, POSITION] % STATES).tolist() == [State.WRITTEN + State.ARRIVED] * 12
+    state.records[new, POSITION] &= ~int(State.ARRIVED)
     assert torch.equal(state.records[new], state.records[old])
     g.canary.slots.check("full", new)
     g.canary.drain()

@@ -43,7 +43,7 @@ from canary_core.records import POSITION, PREFIX_HASH, TOKEN, Kind, Phase, State
 from canary_core.runtime.journal import Entry
 from canary_core.violation import Violation
 
-FORMAT, VERSION = "canary-incident", 1
+FORMAT, VERSION = "canary-incident", 2
 
 MOST_CELLS = 60_000
 """Slots times sources in one bundle: what keeps it below 5 MB."""
@@ -462,4 +462,4 @@ def violation_of(fields: Mapping[str, Any]) -> Violation:
 
 def state_of(record: Sequence[int]) -> str:
     """What a record says of its slot, in a word."""
-    return State.of(record[POSITION] & 15).name.lower()
+    return State.of(record[POSITION]).name.lower()

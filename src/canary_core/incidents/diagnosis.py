@@ -10,7 +10,7 @@ from canary_core.incidents.evidence import Copy, Evidence
 from canary_core.incidents.incident import Incident
 from canary_core.incidents.patterns import Pattern
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER, Kind, Phase, State
-from canary_core.violation import Violation
+from canary_core.violation import NAMELESS, Violation, counted, named
 
 FILLS = ("zeros", "constant", "nan")
 """Shapes of bytes that say by themselves what they are, whoever else has such."""
@@ -148,11 +148,11 @@ def _told_copy(evidence: Evidence, copy: Copy, copies: Sequence[Copy]) -> str:
     text = f"slot {copy.slot} has, in {where}, the bytes that belong to slot {copy.other_slot}"
     if record is None or not record[STEP_WRITTEN]:
         return text
-    who = evidence.names.get(record[WRITER], "a request whose name is not known")
+    who = named(evidence.names.get(record[WRITER])) or NAMELESS
     text += f", which {who} wrote at step {record[STEP_WRITTEN]} as position {record[POSITION] // STATES}"
     if record[POSITION] & State.FREED and record[STEP_FREED]:
         text += f"; it was freed at step {record[STEP_FREED]}"
-        freer = evidence.names.get(record[FREED_BY])
+        freer = named(evidence.names.get(record[FREED_BY]))
         text += f" by {freer}" if freer else ""
     return text
 
@@ -328,11 +328,12 @@ def _lost(case: Case) -> Iterator[Diagnosis]:
     sources = sorted({v.source for v in lost if v.source})
     every = len(case.evidence.sources) if case.evidence is not None else 0
     layers = {v.layer for v in lost}
-    named = ", ".join([*sources[:4], *(["..."] if len(sources) > 4 else [])])
-    told = [f"{len({v.slot for v in lost})} slots of {named} were not written at step {case.root.step}"]
+    listed = ", ".join([*sources[:4], *(["..."] if len(sources) > 4 else [])])
+    where = f" of {listed}" if listed else ""
+    told = [f"{len({v.slot for v in lost})} slots{where} were not written at step {case.root.step}"]
     elsewhere = case.of(Kind.BYTES)
     if elsewhere:
-        told.append(f"the bytes of slot {elsewhere[0].slot} changed at the same time: the store may have gone there")
+        told.append(f"the bytes of {_slot(elsewhere[0])} changed at the same time: the store may have gone there")
     everything = len(sources) == every if every else len(layers) > 1
     yield Diagnosis("lost_write" if everything else "lost_write_of_a_layer", "likely", tuple(told))
 
@@ -341,16 +342,22 @@ def _read_wrongly(case: Case) -> Iterator[Diagnosis]:
     """The root is a slot that holds another position, token or sequence than the one that is read."""
     root, evidence = case.root, case.evidence
     right = None if evidence is None else evidence.right_slot
-    here = f"slot {root.slot} at position {root.position} of {root.request or 'a request'}"
+    here = f"{_slot(root)} at {counted('position', root.position)} of {_reader(root)}"
     own = root.request is not None and root.stored_request == root.request
-    told = [f"{here} holds position {root.stored_position} of {root.stored_request or 'somebody'}"]
+    writer = named(root.stored_request) or NAMELESS
+    told = [f"{here} holds {counted('position', root.stored_position, 'another')} of {writer}"]
+    if root.identity:
+        other = root.stored_identity or "another identity"
+        told = [f"{told[0]}, which was computed for {other}; {_reader(root)} has {root.identity}"]
+        yield Diagnosis("foreign_prefix", "certain", tuple(told))
+        return
     found = case.of(Kind.POSITION, Kind.TOKEN, Kind.PREFIX)
     moved = Counter(
         v.stored_position - v.position for v in found if v.position is not None and v.stored_position is not None
     )
     if right is not None and right != root.slot:
         told.append(f"what it should read is intact in slot {right}")
-        if own and root.stored_position != root.position:
+        if own and root.stored_position != root.position and moved:
             ((off, count),) = moved.most_common(1)
             told.append(f"{count} of {len(found)} findings are {off:+d} positions off")
             yield Diagnosis("wrong_position", "likely", tuple(told))
@@ -358,7 +365,8 @@ def _read_wrongly(case: Case) -> Iterator[Diagnosis]:
             yield Diagnosis("stale_table", "likely", tuple(told))
         return
     if own and root.stored_position == root.position:
-        told.append(f"the request itself wrote another token there at step {root.step_written}")
+        when = "" if root.step_written is None else f" at step {root.step_written}"
+        told.append(f"the request itself wrote another token there{when}")
         yield Diagnosis("rolled_back", "likely", tuple(told))
         return
     if own:
@@ -368,12 +376,23 @@ def _read_wrongly(case: Case) -> Iterator[Diagnosis]:
     if later:
         told.append(later)
         yield Diagnosis("double_allocation", "possible", tuple(told))
-    if root.stored_position == root.position or root.kind is Kind.PREFIX:
+    in_place = root.stored_position == root.position or root.kind is Kind.PREFIX
+    began = evidence is None or evidence.reader_began
+    if in_place:
         told.append("the position is right, the sequence is another one; the request has never written it itself")
-        if evidence is not None and not evidence.reader_began:
-            told.append("the request has written nothing yet, so a prefix hit brought it")
+    if not began:
+        told.append("the request has written nothing yet, so a prefix hit brought it")
+    if in_place or not began:
         yield Diagnosis("foreign_prefix", "likely", tuple(told))
     yield Diagnosis("stale_table", "possible", tuple(told))
+
+
+def _slot(root: Violation) -> str:
+    return counted("slot", root.slot)
+
+
+def _reader(root: Violation) -> str:
+    return named(root.request) or NAMELESS
 
 
 def _handed_out(evidence: Evidence, root: Violation) -> str:
@@ -389,7 +408,7 @@ def _handed_out(evidence: Evidence, root: Violation) -> str:
 
 def _unwritten(case: Case) -> Iterator[Diagnosis]:
     root, evidence = case.root, case.evidence
-    told = [f"slot {root.slot} at position {root.position} of {root.request or 'a request'} holds nothing"]
+    told = [f"{_slot(root)} at {counted('position', root.position)} of {_reader(root)} holds nothing"]
     right = None if evidence is None else evidence.right_slot
     if right is not None and right != root.slot:
         told.append(f"what it should read is intact in slot {right}")
@@ -417,13 +436,13 @@ def _unwritten(case: Case) -> Iterator[Diagnosis]:
 
 def _freed(case: Case) -> Iterator[Diagnosis]:
     root = case.root
-    who, when = root.freed_by or "the engine", root.step_freed
-    told = [f"{who} freed slot {root.slot}" + (f" at step {when}" if when else "")]
+    who, when = named(root.freed_by) or "the engine", root.step_freed
+    told = [f"{who} freed {_slot(root)}" + (f" at step {when}" if when else "")]
     if root.phase is Phase.EVENT:
-        told.append(f"{root.request or 'a request'} was given it by the prefix cache")
+        told.append(f"{_reader(root)} was given it by the prefix cache")
     else:
         told.append(
-            f"{root.request or 'a request'} reads it at step {root.step}"
+            f"{_reader(root)} reads it at step {root.step}"
             + (": the same request" if root.freed_by and root.freed_by == root.request else "")
         )
     pages = len(case.incident.pages)

@@ -16,6 +16,7 @@ from canary_core.records import (
     RECORD_WORDS,
     STATES,
     TOKEN,
+    UNPARKED,
     Clock,
     State,
 )
@@ -51,7 +52,7 @@ def still_expected(state: RegionState, slots: Tensor, rows: Tensor) -> Tensor:
     wanted = rows[:, PAYLOAD_RECORD:].contiguous().view(torch.int32).view(-1, RECORD_WORDS)
     same = (record[:, TOKEN] == wanted[:, TOKEN]) & (record[:, PREFIX_HASH] == wanted[:, PREFIX_HASH])
     same &= record[:, PREFIX_HASH + 1] == wanted[:, PREFIX_HASH + 1]
-    same &= record[:, POSITION] & ~int(State.PARKED) == wanted[:, POSITION]
+    same &= record[:, POSITION] & UNPARKED - STATES == wanted[:, POSITION]
     same &= (state.fingerprints[slot] == 0).all(1)
     return inside & same & ~_in_flight(state, slot, inside)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from canary_core.ops.mapping import int64_words
 from canary_core.ops.state import RegionState
-from canary_core.records import CHAINS, POSITION, PREFIX_HASH, STATES, State
+from canary_core.records import CHAINS, POSITION, PREFIX_HASH, STATES, UNPARKED, State
 
 
 def expect_sequences(
@@ -25,7 +25,7 @@ def expect_sequences(
     record = source.records[torch.where(there, slots, 0)]
     hashes = int64_words(record, PREFIX_HASH)
     sure = there & (lengths > 0) & (writers >= 0) & (hashes != 0)
-    sure &= record[:, POSITION].long() & ~int(State.PARKED) == (lengths - 1) * STATES + int(State.WRITTEN)
+    sure &= record[:, POSITION].long() & UNPARKED - STATES == (lengths - 1) * STATES + int(State.WRITTEN)
     # Other rows repeat the first sure one: the same value written twice does no harm.
     row = torch.where(sure, torch.arange(len(slots), device=slots.device), sure.int().argmax())
     entry = writers[row].clamp(min=0) % CHAINS

@@ -85,8 +85,21 @@ def anchor(*salt: str) -> int:
     value = COMMON_ANCHOR
     for text in salt:
         for byte in text.encode() + b"\0":
-            value = int(splitmix(torch.tensor(value ^ byte)))
+            value = _splitmix(value ^ byte)
     return value
+
+
+def mixed(token: int, position: int) -> int:
+    """`mix` of one token, on the host."""
+    return _splitmix(position << 32 | token & 0xFFFFFFFF)
+
+
+def _splitmix(x: int) -> int:
+    """`splitmix` of one number: a tensor would take milliseconds for the anchor of a long name."""
+    x = (x + GOLDEN) & _MASK
+    x = (x ^ x >> 30) * MULTIPLY_1 & _MASK
+    x = (x ^ x >> 27) * MULTIPLY_2 & _MASK
+    return signed(x ^ x >> 31)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

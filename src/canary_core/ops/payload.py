@@ -264,6 +264,7 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
     own = known & (payload[:, PAYLOAD_STAMP] & 0xFFFFFFFF == layout.origin)
     fingerprints = torch.where(known[:, None], payload[:, PAYLOAD_FINGERPRINTS:], 0)
     content = torch.where(known, new[:, POSITION] & CONTENT, int(State.UNKNOWN))
+    content = torch.where(content == State.WRITTEN, content + int(State.ARRIVED), content)
     owned = old[:, POSITION] & _OWNED
     new = torch.where(known[:, None], new, 0)
     new[:, POSITION] = new[:, POSITION] // STATES * STATES + content + owned

@@ -210,6 +210,9 @@ class Findings:
         # Zero where the slot was never written: then the record's writer is nobody, not the one with id 0.
         written = row[Row.STEP_WRITTEN] != 0
         freed = row[Row.FREED] not in (-1, 0)
+        whose = None
+        if kind is Kind.PREFIX and row[Row.POSITION] == 0 and stored:
+            whose = self._writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
         return Violation(
             kind=kind,
             region=state.region.name,
@@ -223,6 +226,7 @@ class Findings:
             position=_known(row[Row.POSITION]),
             token=_known(row[Row.TOKEN]),
             stored_state=State.of(word) if stored else None,
+            arrived=True if stored and word & State.ARRIVED else None,
             stored_position=word // STATES if stored else None,
             stored_token=row[Row.STORED_TOKEN] if stored else None,
             stored_value=row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None,
@@ -233,6 +237,8 @@ class Findings:
             step_freed=(row[Row.FREED] & 0xFFFFFFFF or None) if freed else None,
             freed_by=self._writers.name(row[Row.FREED] >> 32) if freed else None,
             rank=self._config.rank,
+            identity=whose and whose[0],
+            stored_identity=whose and whose[1],
         )
 
     def _repeats(self, v: Violation) -> bool:

@@ -67,7 +67,8 @@ class Session:
         self.model = runners.draft_name(runner)
         regions = [_named(self.model, region) for region in pool.regions()]
         uncovered = [_named(self.model, item) for item in pool.uncovered()]
-        self.requests = requests or RequestWriters(Writers(), regions[0].device)
+        adapters = runners.disaggregation(runner) == "null"
+        self.requests = requests or RequestWriters(Writers(), regions[0].device, adapters)
         # The first batch may come minutes after this, so the watchdog of `Hooks` starts with it instead.
         rank = config.rank or runners.rank()
         # A draft model has the slots of the served one, so only the served one's session follows the allocator.

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from canary_sglang.batches.forward import Anchors
+from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat.drafts import shared_with_next_token
+
+from canary_core import Writers
 
 pytestmark = pytest.mark.without_engine
 
@@ -31,7 +34,7 @@ def test_where_a_shared_prefix_may_end_in_anothers_token(draft, eagle, states, r
         req_to_token_pool=pool,
     )
     assert shared_with_next_token(runner) is sure
-    anchors = Anchors(runner)
+    anchors = Anchors(runner, RequestWriters(Writers(), torch.device("cpu")))
     assert (anchors.of(torch.zeros(3)) is None) is sure
     if not sure:
         assert anchors.of(torch.zeros(3, dtype=torch.int32)).tolist() == [0, 0, 0]

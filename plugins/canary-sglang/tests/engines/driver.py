@@ -27,6 +27,7 @@ from tools import (
     cached_states,
     device_waits,
     fault_injection,
+    identities,
     injured,
     inspection,
     storms,
@@ -117,9 +118,12 @@ class Engine:
         """Canary's memory of all regions, a draft model's included."""
         return {name: state for canary in self.canaries for name, state in canary.states.items()}
 
-    def submit(self, prompt: list[int], new_tokens: int, name: str | None = None, namespace: str | None = None) -> Any:
+    def submit(
+        self, prompt: list[int], new_tokens: int, name: str | None = None, namespace: str | None = None, **more: Any
+    ) -> Any:
         """One more request, named by its number unless it has a name; gives SGLang's `Req`. ``namespace``: of the
-        prefix cache, as each LoRA adapter has one of its own; None for the common one."""
+        prefix cache, as each LoRA adapter has one of its own; None for the common one. ``more``: fields of SGLang's
+        message. Raises `TypeError` for one that this release has not."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -137,7 +141,10 @@ class Engine:
         )
         if "array" not in str(getattr(TokenizedGenerateReqInput, "__annotations__", {}).get("input_ids", "")):
             values["input_ids"] = list(prompt)
-        known = {key: value for key, value in values.items() if key in fields}
+        unknown = more.keys() - set(fields)
+        if unknown:
+            raise TypeError(f"this SGLang's requests have no {', '.join(sorted(unknown))}")
+        known = {key: value for key, value in values.items() if key in fields} | more
         self.scheduler.process_input_requests([TokenizedGenerateReqInput(**known)])
         self.requests.append(next(r for r in self.scheduler.waiting_queue if r.rid == name))
         return self.requests[-1]
@@ -251,6 +258,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse_and_fail,
         device_waits.waits,
         injured.injure,
+        identities.serve_in_turn,
+        identities.forget_in_keys,
         beside,
         uninstall,
     )

@@ -147,7 +147,7 @@ def _of_prompt(engine: Any, region: str, prompt: list[int]) -> list[int]:
     records = engine.session.canary.states[region].records
     found: list[int] = []
     for position, token in list(enumerate(prompt))[-12:]:
-        here = (records[:, POSITION] & ~State.PARKED == position * STATES + State.WRITTEN) & (
+        here = (records[:, POSITION] & UNPARKED - STATES == position * STATES + State.WRITTEN) & (
             records[:, TOKEN] == token
         )
         found += here.nonzero()[:, 0].tolist()

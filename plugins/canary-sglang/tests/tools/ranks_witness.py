@@ -14,7 +14,7 @@ import torch
 
 from canary_core import testing
 from canary_core.hookspecs import hookimpl
-from canary_core.records import POSITION, STATES, WRITER, State
+from canary_core.records import POSITION, STATES, UNPARKED, WRITER, State
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
 BROKEN_RANK = 1
@@ -49,7 +49,7 @@ def victims(canary: Any, batch: Any, wanted: str) -> list[int]:
     """Slots to choose from, with the token at position 10: ``cached`` by a request that is over, or written by the last
     one of those that are decoding (``running``), or none."""
     records = canary.states["full"].records
-    written = records[:, POSITION] & ~State.PARKED == 10 * STATES + State.WRITTEN
+    written = records[:, POSITION] & UNPARKED - STATES == 10 * STATES + State.WRITTEN
     last = records[:, WRITER] == batch.writers[-1]
     if wanted == "cached":
         return [int(s) for s in (written & ~last).nonzero()[:, 0]]

@@ -14,7 +14,7 @@ from canary_core.ops.kernels.common import (
     ALLOCATED,
     CONTENT_BITS,
     FREED,
-    NOT_PARKED,
+    READ_WORD,
     STATE_VALUES,
     STATUS_NULL,
     STATUS_OK,
@@ -192,7 +192,7 @@ def check_kernel(
             first, hash = load_head(p_records, slot, usable)
             prior_first, before = load_head(p_records, prior_slot, prior_usable)
             token, stored = split_head(first)
-            good = ((stored & NOT_PARKED) == position * STATE_VALUES + WRITTEN) & (hash != 0)
+            good = ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN) & (hash != 0)
             if p_expected is not None:
                 o_own = (position + 1) * GROUP - 1
                 p_token = p_expected + i_row.to(tl.int64) * expected_stride + o_own
@@ -201,7 +201,7 @@ def check_kernel(
             good = good & usable
             _, prior_stored = split_head(prior_first)
             known = (start == read_first) | (
-                prior_usable & ((prior_stored & NOT_PARKED) == prior * STATE_VALUES + WRITTEN) & (before != 0)
+                prior_usable & ((prior_stored & READ_WORD) == prior * STATE_VALUES + WRITTEN) & (before != 0)
             )
             before = tl.where(start == 0, anchor, before)
 
@@ -256,7 +256,7 @@ def check_kernel(
                 _, head_stored = split_head(head_first)
                 writer = tl.load(p_writers + i_row).to(tl.int64)
                 chain_hash, chained = ended_at(p_chains, writer, prefix)
-                holds = head_usable & ((head_stored & NOT_PARKED) == head_position * STATE_VALUES + WRITTEN)
+                holds = head_usable & ((head_stored & READ_WORD) == head_position * STATE_VALUES + WRITTEN)
                 head = tl.where(holds, head, tl.where(chained, chain_hash, 0))
                 tl.store(p_heads + i_row, tl.where(prefix == 0, anchor, head))
 
@@ -339,7 +339,7 @@ def judge(
     prior_usable = m_link & (prior_status == STATUS_OK)
     prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
     _, prior_stored = split_head(prior_first)
-    prior_known = prior_usable & ((prior_stored & NOT_PARKED) == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
+    prior_known = prior_usable & ((prior_stored & READ_WORD) == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
     prior_hash = tl.where(position == 0, anchor, prior_hash)
     should_be = prior_hash + mix(token, position)
     link_ok = (hash == should_be) | (hash == 0) | ((prior_known | (position == 0)) == 0)
@@ -347,7 +347,7 @@ def judge(
     end_ok = (at_end == 0) | (hash == chain_hash)
 
     state = tl.where((stored & FREED) != 0, FREED, stored & CONTENT_BITS)
-    placed = usable & ((stored & NOT_PARKED) == position * STATE_VALUES + WRITTEN)
+    placed = usable & ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN)
     kind = tl.full((JUDGED,), NOTHING, tl.int64)
     kind = tl.where(placed & own & ((link_ok & end_ok) == 0), KIND_PREFIX, kind)
     kind = tl.where(placed & (own == 0), KIND_TOKEN, kind)

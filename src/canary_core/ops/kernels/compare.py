@@ -8,8 +8,9 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import (
+    ARRIVED,
     PARKED,
-    STATE_UNPARKED,
+    READ_STATE,
     STATE_VALUES,
     STATUS_OK,
     WRITTEN,
@@ -240,7 +241,7 @@ def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
             slot = begin + passed + o_tile
             slot = tl.where(slot < slots, slot, slot - slots)
             word = tl.load(p_words + slot.to(tl.int64) * RECORD + POSITION_WORD, mask=m, other=0)
-            is_sort = m & ((word & (STATE_VALUES - 1)) == sort)
+            is_sort = m & ((word & (STATE_VALUES - 1 - ARRIVED)) == sort)
             rank = tl.cumsum(is_sort.to(tl.int32), 0)
             left = room - found
             taken = is_sort & (rank <= left)
@@ -365,4 +366,4 @@ def compare(
 @triton.jit
 def is_written(first):
     """Whether the record that begins with ``first`` says that its slot holds something that was written."""
-    return (first >> 32 & STATE_UNPARKED) == WRITTEN
+    return (first >> 32 & READ_STATE) == WRITTEN

@@ -81,7 +81,7 @@ def _list_next(state: RegionState, place: list[int]) -> list[int]:
             continue
         o_slot = torch.arange(following[word], place[word] + passes, device=state.records.device) % slots
         sort = State.WRITTEN | State.PARKED if word is ScrubWord.PARKED else State.WRITTEN
-        found = (state.records[o_slot, POSITION] % STATES == sort).nonzero()[:room, 0]
+        found = (state.records[o_slot, POSITION] & STATES - 1 - State.ARRIVED == sort).nonzero()[:room, 0]
         state.listed[half, listed : listed + len(found)] = o_slot[found].int()
         # All are passed, unless there is no room for the next one.
         following[word] = following[word] + int(found[-1]) + 1 if len(found) == room else place[word] + passes

@@ -32,7 +32,7 @@ class DraftBatches:
         self._regions = tuple(regions)
         self._writers = writers
         self._uniform = UniformLens()
-        self._anchors = Anchors(runner)
+        self._anchors = Anchors(runner, writers)
         self._tokens = torch.zeros(0, dtype=torch.int64, device=self._entries.device)
 
     def steps(self, batch: Any, written: int) -> BatchView:
@@ -95,13 +95,14 @@ class DraftBatches:
 
     def _view(self, batch: Any, tokens: Tensor, written: int, slots: Tensor | None) -> BatchView:
         table = slot_table(self._entries, batch.req_pool_indices, slots)
+        names = [request.rid for request in batch.reqs]
         return BatchView(
             prefix_lens=batch.seq_lens,
             new_lens=self._uniform.of(written, batch.seq_lens),
             token_ids=tokens,
-            writers=self._writers.ids([request.rid for request in batch.reqs]),
+            writers=self._writers.ids(names),
             tables=dict.fromkeys(self._regions, table),
-            anchors=self._anchors.of(batch.seq_lens),
+            anchors=self._anchors.of(batch.seq_lens, names),
         )
 
     def _room(self, tokens: int) -> Tensor:

@@ -39,20 +39,31 @@ class UniformLens:
 
 
 class Anchors:
-    """The anchors of one runner's rows, from which their prefix hashes start. Usually that is the common anchor. Where
-    a shared prefix may end in another request's token (`drafts.shared_with_next_token`), it is 0, which makes the
-    hashes unknown. Then positions, written tokens and bytes are still checked in this pool. Whether all slots of a row
-    are of one sequence is checked in the served model's pool, whose rows have the same slots.
+    """The anchors of one runner's rows, from which their prefix hashes start: those of the requests' identities, which
+    is mostly the common one. Where a shared prefix may end in another request's token
+    (`drafts.shared_with_next_token`), they are 0, which makes the hashes unknown. Then positions, written tokens and
+    bytes are still checked in this pool. Whether all slots of a row are of one sequence is checked in the served
+    model's pool, whose rows have the same slots.
 
-    ``common``: whether the common anchor is used."""
+    ``common``: whether there are any, and not 0."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, requests: RequestWriters) -> None:
+        self._requests = requests
         self.common = drafts.shared_with_next_token(runner)
+        self._adapters = runners.has_adapters(runner)
         self._zeros = UniformLens()
 
-    def of(self, rows: Tensor) -> Tensor | None:
-        """`BatchView.anchors` for as many rows as ``rows`` has. Must not be written to."""
-        return None if self.common else self._zeros.of(0, rows, torch.int64)
+    def of(self, rows: Tensor, names: Sequence[str] = ()) -> Tensor | None:
+        """`BatchView.anchors` for as many rows as ``rows`` has, of the requests ``names``; without names they are rows
+        of padding. Must not be written to."""
+        return self._requests.anchors(names) if self.common else self._zeros.of(0, rows, torch.int64)
+
+    def padding(self, rows: Tensor) -> Iterator[Tensor | None]:
+        """What `of` may give for batches of so many rows: with LoRA adapters there will be anchors. For other
+        identities kernels are compiled when the first one comes."""
+        yield self.of(rows)
+        if self.common and self._adapters:
+            yield self._zeros.of(0, rows, torch.int64)
 
 
 class ForwardBatches(BatchAdapter[Any]):
@@ -68,7 +79,7 @@ class ForwardBatches(BatchAdapter[Any]):
         self._regions = tuple(regions)
         self._writers = writers
         self._uniform = UniformLens()
-        self._anchors = Anchors(runner)
+        self._anchors = Anchors(runner, writers)
         self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
         # A draft model's slot at position p holds the token at p + 1.
         self._ahead = int(runners.draft_name(runner) is not None)
@@ -103,7 +114,7 @@ class ForwardBatches(BatchAdapter[Any]):
             tables=tables,
             positions=positions,
             expected_tokens=expected,
-            anchors=self._anchors.of(prefix_lens),
+            anchors=self._anchors.of(prefix_lens, names),
         )
 
     def padding(self, rows: int) -> Iterator[BatchView]:
@@ -112,17 +123,18 @@ class ForwardBatches(BatchAdapter[Any]):
         lengths = self._entries.new_zeros(rows, dtype=torch.int32)
         known = lengths.new_full((rows, TABLE_STEP), UNKNOWN)
         tables = dict.fromkeys(self._regions, slot_table(self._entries, numbers, numbers))
-        for lens, expected in ((numbers, None), (lengths, known)):
-            yield BatchView(
-                prefix_lens=lens,
-                new_lens=lens,
-                token_ids=numbers,
-                writers=lengths,
-                tables=tables,
-                positions=numbers,
-                expected_tokens=expected,
-                anchors=self._anchors.of(lens),
-            )
+        for anchors in self._anchors.padding(numbers):
+            for lens, expected in ((numbers, None), (lengths, known)):
+                yield BatchView(
+                    prefix_lens=lens,
+                    new_lens=lens,
+                    token_ids=numbers,
+                    writers=lengths,
+                    tables=tables,
+                    positions=numbers,
+                    expected_tokens=expected,
+                    anchors=anchors,
+                )
 
     def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         rows = seq_lens.shape[0]

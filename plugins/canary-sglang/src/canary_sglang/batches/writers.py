@@ -4,26 +4,35 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
 from canary_core import Writers
+from canary_sglang.compat import schedulers
 
 
 class RequestWriters:
     """Writer ids of a batch's requests. The requests of the batch before in the same order, as in decode, cost one
     comparison of lists; others one small copy from pinned memory. To be asked when the forward is issued, on its
-    stream, so that the ids are those of this batch and not of a later one."""
+    stream, so that the ids are those of this batch and not of a later one.
 
-    def __init__(self, writers: Writers, device: torch.device) -> None:
+    ``adapters``: whether LoRA adapters tell requests apart; not where records come from another engine, which has other
+    ids for the same adapters."""
+
+    def __init__(self, writers: Writers, device: torch.device, adapters: bool = True) -> None:
         self.writers = writers
+        self._adapters = adapters
         self._device = device
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._noticed: list[ref[Any]] = []
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
+        # Of requests that may not share slots with all others; the rest have the common anchor.
+        self._anchors: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._anchored: list[str] = []
+        self._row_anchors: Tensor | None = None
 
     def notice(self, requests: Sequence[Any]) -> None:
         """Takes SGLang's `Req` objects of the next forward. A new object with a known name is another request, so the
@@ -36,7 +45,10 @@ class RequestWriters:
             if self._requests.get(request.rid) is not request:
                 self._requests[request.rid] = request
                 self.writers.forget(request.rid)
-                self._names = []
+                self._names, self._anchored = [], []
+                identity = schedulers.identity(request, self._adapters)
+                if identity:
+                    self._anchors[request] = self.writers.identities.anchor(**identity)
 
     def request(self, name: str) -> Any | None:
         """The `Req` object with this name, None if it was not noticed or no longer exists."""
@@ -68,3 +80,18 @@ class RequestWriters:
             host = torch.tensor(ids, dtype=torch.int32, pin_memory=self._device.type == "cuda")
             self._ids = host.to(self._device, non_blocking=True)
         return self._ids
+
+    def anchors(self, names: Sequence[str]) -> Tensor | None:
+        """The start of each request's prefix hash, as `BatchView.anchors`; None where all have the common one. As long
+        as no request has another, it looks at nothing; else it costs what `ids` costs. Must not be written to."""
+        if not self._anchors:
+            return None
+        if names != self._anchored:
+            self._anchored = list(names)
+            common = self.writers.identities.anchor()
+            own = [self._anchors.get(self._requests.get(name), common) for name in names]
+            self._row_anchors = None
+            if any(anchor != common for anchor in own):
+                host = torch.tensor(own, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+                self._row_anchors = host.to(self._device, non_blocking=True)
+        return self._row_anchors

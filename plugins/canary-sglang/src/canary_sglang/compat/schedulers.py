@@ -40,6 +40,16 @@ def _row_number(request: Any) -> Any:
     return getattr(request if hasattr(request, "req_pool_idx") else kv, "req_pool_idx", None)
 
 
+def identity(request: Any, adapters: bool = True) -> dict[str, str]:
+    """What a request's KV depends on beside its tokens, as `Identities.anchor` takes it: empty for most. Without
+    ``adapters`` its LoRA adapter is left out. SGLang joins the id of that to the key of the prefix cache."""
+    lora, key = getattr(request, "lora_id", None), getattr(request, "extra_key", None)
+    if lora and key and key.endswith(lora):
+        key = key[: -len(lora)]
+    parts = {"lora": lora if adapters else None, "extra_key": key, "cache_salt": getattr(request, "cache_salt", None)}
+    return {name: str(value) for name, value in parts.items() if value}
+
+
 def abort(scheduler: Any, request: Any, message: str) -> bool:
     """Ends a running request after its next forward, as SGLang ends requests that time out: its client gets ``message``
     with status 503, and its KV does not enter the prefix cache. False if the request ends already."""

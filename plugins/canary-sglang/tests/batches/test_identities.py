@@ -1,0 +1,85 @@
+"""Real SGLang: requests that are alike but for LoRA adapter, cache salt or extra key share nothing; where they do, that
+is found, and told as what it is."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from packaging.version import Version
+
+try:
+    SALTED = Version(version("sglang")) >= Version("0.5.21")
+except PackageNotFoundError:
+    SALTED = False
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("mha")]
+
+PROMPT = [(7 * i) % 240 + 3 for i in range(40)]
+NONE = "no LoRA adapter, cache salt or extra key"
+KEYS = [{}, {"extra_key": "tenant-a"}, {"extra_key": "tenant-b"}, {"extra_key": "tenant-a"}, {}]
+
+
+def test_identities_share_nothing_and_are_silent(launch):
+    """The same prompt for three identities, twice for two of them: each hits its own prefix only, nothing is found, and
+    each has a prefix hash of its own."""
+    engine = launch({}, like="mha")
+    told = engine.serve_in_turn(prompt=PROMPT, identities=KEYS)
+    assert engine.findings()["violations"] == []
+    first, a, b, again, last = told["hashes"]
+    assert (again, last) == (a, first)
+    assert len({tuple(first), tuple(a), tuple(b)}) == 3, told
+    assert [bool(cached) for cached in told["cached"]] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["mha", "pressure", "swa", "hicache", "mamba2", "eagle", "standalone"])
+def test_mixed_traffic_of_several_identities_is_clean(start, name):
+    """Requests of three identities in the same batches: prefix hits within each, chunked prefills, retraction, windows,
+    host memory, recurrent states and draft models. Nothing is found, and nothing is unknown."""
+    engine = start(name)
+    cached = retracted = 0
+    for _ in range(2):
+        served = engine.serve(
+            prompts=engine.setup.traffic(3), new_tokens=engine.setup.new_tokens, namespaces=["a", None, "b"]
+        )
+        cached, retracted = cached + sum(served["cached"]), retracted + served["retracted"]
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["unknown_slots"] == 0
+    assert found["stats"]["checked_slots"] > 0
+    assert cached > 0
+    assert (retracted > 0) == (name == "pressure")
+
+
+@pytest.mark.parametrize(
+    ("field", "identities", "said"),
+    [
+        ("extra_key", [{"extra_key": "tenant-a"}, {"extra_key": "tenant-b"}], ("extra key #", "extra key #")),
+        pytest.param(
+            "cache_salt",
+            [{"cache_salt": "tenant-a"}, {"cache_salt": "tenant-b"}],
+            ("cache salt #", "cache salt #"),
+            marks=pytest.mark.skipif(not SALTED, reason="older releases join the salt to the extra key"),
+        ),
+        ("extra_key", [{}, {"lora_id": "adapter-b"}], (NONE, "LoRA adapter adapter-b")),
+        ("extra_key", [{"lora_id": "adapter-a"}, {}], ("LoRA adapter adapter-a", NONE)),
+    ],
+)
+def test_a_prefix_hit_across_identities_is_told(launch, field, identities, said):
+    """The key of SGLang's own radix cache forgets what tells requests apart: the second one is given the first one's
+    prefix. One finding says who computed it, and for what."""
+    engine = launch({}, like="mha")
+    engine.forget_in_keys(field=field)
+    told = engine.serve_in_turn(prompt=PROMPT, identities=identities)
+    assert told["cached"][1] == len(PROMPT) - 1
+    (found,) = engine.findings()["violations"]
+    writer, reader = told["names"]
+    assert (found["kind"], found["position"], found["request"], found["stored_request"]) == (
+        "prefix",
+        0,
+        reader,
+        writer,
+    )
+    assert found["stored_identity"].startswith(said[0])
+    assert found["identity"].startswith(said[1])
+    assert found["identity"] != found["stored_identity"]
+    assert f"which {writer} computed at step {found['step_written']} for another identity" in found["explanation"]
+    assert "tenant" not in found["explanation"]
