@@ -2,17 +2,18 @@
 
     python3 tests/soak --seconds 600                                              every engine, one after the other
     python3 tests/soak --setups vllm/ngram sglang/mha --seed 7 --rounds 12        these rounds, again
-    python3 tests/soak --device cuda --engines vllm --side-by-side 8 --seconds 460
+    python3 tests/soak --device cuda --engines vllm --side-by-side 8 --seconds 330 --until $(($(date +%s) + 460))
 
 Each setup is an engine in a process of its own. It serves rounds of random requests: of all lengths, with shared
 prefixes, given up in the middle, its cache flushed now and then. The same seed asks the same. Nothing may be found, and
 where answers are the same whenever a round is served, some rounds are served once more while Canary is paused, and must
-be answered the same. ``--seconds`` is for everything, engines' starts included; ``--until`` is the same as an absolute
-time. Settings are Canary's defaults and CANARY_READ_CHECK=64, so that 64 slots a forward have their bytes compared
+be answered the same. ``--seconds`` is how long traffic lasts, which all setups share; their starts come on top of it.
+After ``--until``, in seconds of the epoch, there is no traffic in any case. Settings are Canary's defaults and CANARY_READ_CHECK=64, so that 64 slots a forward have their bytes compared
 before it; any CANARY_* variable wins.
 
-Results go to ``--out``, a JSON file a setup, written every few seconds. The table comes last, its totals at its end.
-Exits with 1 if a setup failed; each failure is printed with its seed and the command that repeats it.
+Results of all setups go to ``--out``/soak.json every few seconds, so that a killed run leaves its counts; the table,
+its totals last, to soak.txt, too. Each setup's own JSON and log go to ``--work``. Exits with 1 if a setup failed; each
+failure is printed with its seed and the command that repeats it.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -35,8 +37,10 @@ from soak.results import Result, machine, show, totals  # noqa: E402
 from soak.setups import ROOT, TESTS_OF, Setup, setups  # noqa: E402
 
 ENGINES = ("transformers", "sglang", "vllm")
-END_S = 30
-"""What a child has after ``until`` to come to its end, before it is killed."""
+START_S, END_S = 400, 40
+"""What an engine has to start, and after its time to come to its end, before it is killed."""
+SHOWN_S = 5
+"""Between two times at which ``soak.json`` is written."""
 
 SETTINGS = {"CANARY_READ_CHECK": "64", "CANARY_LOG_FORMAT": "json"}
 
@@ -44,17 +48,18 @@ SETTINGS = {"CANARY_READ_CHECK": "64", "CANARY_LOG_FORMAT": "json"}
 class Child:
     """A process with an engine."""
 
-    def __init__(self, name: str, setup: Setup, args: argparse.Namespace, until: float) -> None:
+    def __init__(self, name: str, setup: Setup, args: argparse.Namespace, seconds: float) -> None:
         self.name = name
         file = name.replace("/", "-")
-        self._out = args.out / f"{file}.json"
+        self._out = args.work / f"{file}.json"
         self._out.unlink(missing_ok=True)
-        self.log = args.out / f"{file}.log"
+        self.log = args.work / f"{file}.log"
         again = f"python3 tests/soak --device {args.device} --setups {name} --seed {args.seed}"
         self._job = Job(
-            name, args.device, args.seed, until, str(self._out), again, args.first, args.rounds, args.plant
-        )
-        self._kill_at = until + END_S
+            name, args.device, args.seed, seconds, args.until, str(self._out), again, args.first, args.rounds,
+            args.plant,
+        )  # fmt: skip
+        self._kill_at = min(args.until, time.time() + START_S + seconds) + END_S
         with self.log.open("w") as log:
             python = args.python.get(setup.engine, sys.executable)
             self._process = subprocess.Popen(
@@ -88,19 +93,30 @@ def environment(setup: Setup) -> dict[str, str]:
 
 
 def run(chosen: dict[str, Setup], args: argparse.Namespace, console: Console) -> list[Result]:
-    """So many at a time; those that begin later share the time that is left."""
+    """So many at a time; they share the time."""
     waiting, running, results = list(chosen), list[Child](), list[Result]()
+    seconds = args.seconds / -(-len(chosen) // args.side_by_side)
+    written = time.time()
     while waiting or running:
         for child in [child for child in running if child.over()]:
             running.remove(child)
             results.append(tell(child, console))
         while waiting and len(running) < args.side_by_side:
-            turns = -(-(len(waiting)) // args.side_by_side)
             name = waiting.pop(0)
-            until = min(args.until, time.time() + (args.until - time.time()) / max(turns, 1))
-            running.append(Child(name, chosen[name], args, until))
+            running.append(Child(name, chosen[name], args, seconds))
+        if time.time() > written + SHOWN_S:
+            written = time.time()
+            write([*results, *(child.result() for child in running)], args)
         time.sleep(0.2)
     return results
+
+
+def write(results: list[Result], args: argparse.Namespace) -> None:
+    """All of it, with the totals, as far as it is known."""
+    whole = {"seed": args.seed, **machine(), "settings": SETTINGS, "totals": totals(results)}
+    part = args.out / "soak.part"
+    part.write_text(json.dumps({**whole, "setups": [asdict(r) for r in results]}, default=str, indent=1))
+    os.replace(part, args.out / "soak.json")
 
 
 def tell(child: Child, console: Console) -> Result:
@@ -124,18 +140,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--setups", nargs="+", help="only these, e.g. vllm/ngram; all unless it is given")
     parser.add_argument("--list", action="store_true", help="names all setups, and ends")
     parser.add_argument("--seed", type=int, help="chosen at random unless it is given")
-    parser.add_argument("--seconds", type=float, default=600, help="of everything, starts included")
-    parser.add_argument("--until", type=float, help="the same as an absolute time, in seconds of the epoch")
+    parser.add_argument("--seconds", type=float, default=600, help="of traffic, for all setups together")
+    parser.add_argument("--until", type=float, default=float("inf"), help="an end in any case, in seconds of the epoch")
     parser.add_argument("--rounds", type=int, help="most rounds of a setup")
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--plant", type=int, default=-1, help="a round in which a bit is flipped: the soak must fail")
     parser.add_argument("--side-by-side", type=int, default=1, help="how many engines run at a time")
-    parser.add_argument("--python", nargs="*", default=[], metavar="ENGINE=PYTHON", help="interpreters, if not this one")
+    parser.add_argument(
+        "--python", nargs="*", default=[], metavar="ENGINE=PYTHON", help="interpreters, if not this one"
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "/tmp/canary-soak")))
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "canary-soak-work")
     args = parser.parse_args()
     args.python = dict(one.split("=", 1) for one in args.python)
     args.seed = random.SystemRandom().randrange(1 << 31) if args.seed is None else args.seed
-    args.until = args.until or time.time() + args.seconds
     if args.setups:
         args.engines = tuple(dict.fromkeys(name.partition("/")[0] for name in args.setups))
     return args
@@ -155,13 +173,15 @@ def main() -> int:
     if args.list:
         console.print("\n".join(chosen), highlight=False)
         return 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    console.print(f"seed {args.seed}, {len(chosen)} setups, {args.until - time.time():.0f} s", highlight=False)
+    for folder in (args.out, args.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    console.print(f"seed {args.seed}, {len(chosen)} setups, {args.seconds:.0f} s of traffic", highlight=False)
     results = run(chosen, args, console)
-    about = {"seed": args.seed, **machine(), "settings": SETTINGS, "totals": totals(results)}
-    (args.out / "soak.json").write_text(json.dumps({**about, "setups": [asdict(r) for r in results]}, default=str))
-    show(results, console)
-    console.print(f"seed {args.seed}, results in {args.out}", highlight=False)
+    write(results, args)
+    with (args.out / "soak.txt").open("w") as file:
+        for one in (console, Console(file=file, width=220)):
+            show(results, one)
+            one.print(f"seed {args.seed}, results in {args.out}, logs in {args.work}", highlight=False)
     return 0 if results and all(result.good for result in results) else 1
 
 

@@ -21,7 +21,6 @@ from soak.results import Result
 from soak.served import Late, Served
 from soak.setups import Setup, setups
 
-CLASSES = {"vllm": "on_vllm.VLLM", "sglang": "on_sglang.SGLang", "transformers": "on_transformers.Transformers"}
 WRITE_S = 2.0
 """Between two times at which the result is written."""
 
@@ -38,13 +37,15 @@ canary = canary_sglang.plugin:start
 
 @dataclass(frozen=True)
 class Job:
-    """``until``: seconds of the epoch, when the traffic ends. ``first``, ``rounds``: numbers of the rounds that are
+    """``seconds``: how long the traffic lasts, once the engine is up, and ``until`` which second of the epoch at most.
+    ``first``, ``rounds``: numbers of the rounds that are
     served, as far as the time allows; no end if ``rounds`` is None. ``plant``: the round in which a bit is flipped, -1
     for none. ``again``: the command that repeats it, up to the number of rounds."""
 
     setup: str
     device: str
     seed: int
+    seconds: float
     until: float
     out: str
     again: str
@@ -62,6 +63,7 @@ class Soak:
         self.result = Result(job.setup, job.seed, job.device)
         self.result.settings = {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
         self._out = Path(job.out)
+        self._until = job.until
         self._written = 0.0
         self._told = 0
         self._troubles = 0
@@ -77,6 +79,7 @@ class Soak:
             self.result.state = "serving"
             self.write()
             began = time.time()
+            self._until = min(self.job.until, began + self.job.seconds)
             try:
                 self._serve(engine)
             finally:
@@ -94,7 +97,7 @@ class Soak:
 
     def _serve(self, engine: Served) -> None:
         number, began = self.job.first, time.time()
-        while time.time() < self.job.until and (self.job.rounds is None or number < self.job.rounds):
+        while time.time() < self._until and (self.job.rounds is None or number < self.job.rounds):
             try:
                 self._round(engine, number)
             except Late:
@@ -114,7 +117,7 @@ class Soak:
             engine.counts["flushed"] += 1
             compare = engine.flush() and compare
         draw = random.Random(f"flip {self.job.seed} {number}") if number == self.job.plant else None
-        answers = engine.serve(asked, self.job.until, flip=draw)
+        answers = engine.serve(asked, self._until, flip=draw)
         self.result.requests += len(asked.asked)
         self.result.tokens += sum(map(len, answers.values()))
         if compare and engine.flush():
@@ -125,7 +128,7 @@ class Soak:
         asked = plan(self.setup.shape, self.job.seed, self.job.setup, number)
         engine.pause()
         try:
-            plain = engine.serve(asked, self.job.until, name="-plain")
+            plain = engine.serve(asked, self._until, name="-plain")
             # What was written meanwhile is known to nobody; it is not to be hit.
             engine.flush()
         finally:
@@ -171,9 +174,8 @@ def make(setup: Setup, device: str) -> Served:
         info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: canary_of_this_checkout\nVersion: 0\n")
         info.joinpath("entry_points.txt").write_text(POINTS)
         sys.path.insert(0, str(site))
-    module, _, name = CLASSES[setup.engine].partition(".")
     folder = Path(tempfile.mkdtemp(prefix="canary-soak-model-"))
-    engine: Served = getattr(import_module(f"soak.{module}"), name)(setup, device, folder)
+    engine: Served = import_module(f"soak.on_{setup.engine}").make(setup, device, folder)
     if not engine.witness.canaries and setup.engine != "transformers":
         raise RuntimeError(f"no Canary attached: {engine.witness.trouble()}")
     return engine

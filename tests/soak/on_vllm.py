@@ -19,6 +19,8 @@ class VLLM(Stepwise):
 
     def __init__(self, setup: Setup, device: str, folder: Path) -> None:
         super().__init__()
+        if device == "cpu" and setup.environment.get("VLLM_USE_V2_MODEL_RUNNER"):
+            import vllm_on_cpu.v2_script  # noqa: F401  (what must be done before Triton is imported)
         from vllm import LLM
 
         model = (gpu_models if device == "cuda" else models).folder(setup.model, folder)
@@ -121,3 +123,8 @@ def randomize(model: torch.nn.Module) -> None:
                 weight.normal_(0, 0.15)
             elif "norm" in name:
                 weight.fill_(1.0)
+
+
+def make(setup: Setup, device: str, folder: Path) -> VLLM:
+    """The engine of the setup."""
+    return VLLM(setup, device, folder)

@@ -10,9 +10,7 @@ ROUNDS_OF_ONE_PREFIX = 6
 @dataclass(frozen=True)
 class Shape:
     """How large a round is. ``prompt``, ``new``: most tokens of a prompt and of an answer. ``requests``: of a round,
-    ``burst``: most of them that come at once, ``gap``: most turns of the engine until the next ones. ``together``: a
-    request comes only when fewer than so many are there; a turn can't tell, so it is the engine's setup that waits.
-    ``aborts``, ``flushes``: shares of requests and of rounds. ``vocabulary``: tokens are below it."""
+    ``burst``: most of them that come at once, ``gap``: most turns of the engine until the next ones. ``aborts``, ``flushes``: shares of requests and of rounds. ``vocabulary``: tokens are below it."""
 
     prompt: int = 100
     new: int = 24
@@ -67,9 +65,7 @@ def _prefixes(shape: Shape, seed: int, setup: str, number: int) -> list[list[int
     return [[_token(shape, draw) for _ in range(shape.prompt * 3 // 4)] for _ in range(3)]
 
 
-def _prompts(
-    shape: Shape, seed: int, setup: str, number: int, prefixes: list[list[int]]
-) -> list[tuple[int, ...]]:
+def _prompts(shape: Shape, seed: int, setup: str, number: int, prefixes: list[list[int]]) -> list[tuple[int, ...]]:
     if number % 3 == 2:
         return _prompts(shape, seed, setup, number - 1, prefixes)
     draw = random.Random(f"soak prompts {seed} {setup} {number}")

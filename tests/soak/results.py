@@ -71,7 +71,11 @@ class Result:
 
 def machine() -> dict[str, Any]:
     """Where this was run."""
-    about: dict[str, Any] = {"machine": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
+    about: dict[str, Any] = {
+        "machine": platform.platform(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     for name in ("torch", "triton"):
         try:
             about[name] = metadata.version(name)

@@ -60,7 +60,9 @@ class Served(ABC):
         """Of the engine."""
 
     @abstractmethod
-    def serve(self, plan: Plan, until: float, name: str = "", flip: random.Random | None = None) -> dict[str, list[int]]:
+    def serve(
+        self, plan: Plan, until: float, name: str = "", flip: random.Random | None = None
+    ) -> dict[str, list[int]]:
         """A round: answers by name, without those of requests that were given up. ``name`` makes the names of a second
         serving others. Raises `Late` once ``until`` (seconds of the epoch) is over. ``flip``: a bit of a running
         request's KV is flipped in its course, by the engine's own tables."""
@@ -119,7 +121,9 @@ class Stepwise(Served):
     def flip(self, draw: random.Random) -> bool:
         """Flips a bit of KV that a running request is about to read; False if there is none now."""
 
-    def serve(self, plan: Plan, until: float, name: str = "", flip: random.Random | None = None) -> dict[str, list[int]]:
+    def serve(
+        self, plan: Plan, until: float, name: str = "", flip: random.Random | None = None
+    ) -> dict[str, list[int]]:
         """As `Served.serve` says."""
         going = Round(self, plan, until, name)
         going.flip = flip

@@ -29,10 +29,15 @@ class Setup:
 
 def setups(device: str, engines: tuple[str, ...]) -> dict[str, Setup]:
     """All of these engines that run on that device."""
+    makers = {
+        ("vllm", "cpu"): _vllm_on_cpu,
+        ("vllm", "cuda"): _vllm_on_gpu,
+        ("transformers", "cpu"): _transformers,
+    }
     return {
         f"{engine}/{name}": setup
         for engine in engines
-        for name, setup in {"vllm": _vllm_on_cpu, "vllm cuda": _vllm_on_gpu}[f"{engine} {device}".removesuffix(" cpu")]()
+        for name, setup in makers.get((engine, device), lambda: iter(()))()
     }
 
 
@@ -61,6 +66,29 @@ def _vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
                 Shape(vocabulary=500),
             ),
         )
+
+    yield from _more_vllm_on_cpu()
+
+
+def _more_vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
+    """A connector that brings KV back from host memory, and vLLM's other model runner, whose kernels Triton's
+    interpreter runs."""
+    from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS
+
+    environment = {**VLLM_ENVIRONMENT, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "all"}
+    connector = dict(
+        kv_connector="HostStore", kv_connector_module_path="vllm_on_cpu.host_store", kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )  # fmt: skip
+    yield (
+        "connector",
+        Setup(
+            "vllm", "llama", {**OPTIONS, "kv_transfer_config": connector},
+            {**environment, "CANARY_LEDGER_PRIVATE": "HostStore"}, Shape(vocabulary=500),
+        ),
+    )  # fmt: skip
+    v2 = {**environment, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    yield "v2", Setup("vllm", "llama", OPTIONS, v2, Shape(prompt=60, new=8, requests=6, vocabulary=500), compare=4)
 
 
 ON_GPU: dict[str, Any] = dict(
@@ -102,3 +130,10 @@ def _vllm_on_gpu() -> Iterator[tuple[str, Setup]]:
                 repeatable=name != "offload", compare=20,
             ),
         )  # fmt: skip
+
+
+def _transformers() -> Iterator[tuple[str, Setup]]:
+    shape = Shape(prompt=60, new=24, vocabulary=128)
+    for model in ("llama", "gemma3"):
+        yield model, Setup("transformers", model, {"model": model}, {}, shape)
+    yield "generate", Setup("transformers", "generate", {}, {}, Shape(prompt=40, new=16, vocabulary=250, gap=1))
