@@ -2,14 +2,14 @@
 
     python3 tests/soak --seconds 600                                              every engine, one after the other
     python3 tests/soak --setups vllm/ngram sglang/mha --seed 7 --rounds 12        these rounds, again
-    python3 tests/soak --device cuda --engines vllm --side-by-side 8 --seconds 330 --until $(($(date +%s) + 460))
+    python3 tests/soak --device cuda --engines vllm --side-by-side 8 --seconds 330 --until $(($(date +%s)+460))
 
 Each setup is an engine in a process of its own. It serves rounds of random requests: of all lengths, with shared
 prefixes, given up in the middle, its cache flushed now and then. The same seed asks the same. Nothing may be found, and
 where answers are the same whenever a round is served, some rounds are served once more while Canary is paused, and must
 be answered the same. ``--seconds`` is how long traffic lasts, which all setups share; their starts come on top of it.
-After ``--until``, in seconds of the epoch, there is no traffic in any case. Settings are Canary's defaults and CANARY_READ_CHECK=64, so that 64 slots a forward have their bytes compared
-before it; any CANARY_* variable wins.
+After ``--until``, in seconds of the epoch, there is no traffic in any case. Settings are Canary's defaults and
+CANARY_READ_CHECK=64, so that 64 slots a forward have their bytes compared before it; any CANARY_* variable wins.
 
 Results of all setups go to ``--out``/soak.json every few seconds, so that a killed run leaves its counts; the table,
 its totals last, to soak.txt, too. Each setup's own JSON and log go to ``--work``. Exits with 1 if a setup failed; each
@@ -55,6 +55,8 @@ class Child:
         self._out.unlink(missing_ok=True)
         self.log = args.work / f"{file}.log"
         again = f"python3 tests/soak --device {args.device} --setups {name} --seed {args.seed}"
+        again += f" --plant {args.plant}" if args.plant >= 0 else ""
+        again += f" --python {setup.engine}={args.python[setup.engine]}" if setup.engine in args.python else ""
         self._job = Job(
             name, args.device, args.seed, seconds, args.until, str(self._out), again, args.first, args.rounds,
             args.plant,

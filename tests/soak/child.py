@@ -3,6 +3,7 @@
 ``JOB``: a JSON object, `Job`. What it came to so far is written to ``JOB.out`` every few seconds.
 """
 
+import gc
 import json
 import os
 import random
@@ -23,6 +24,9 @@ from soak.setups import Setup, setups
 
 WRITE_S = 2.0
 """Between two times at which the result is written."""
+
+TOLD = ("ledger_matched", "ledger_unknown", "unsure", "dismissed", "withheld")
+"""Counters of Canary's that are shown beside what happened: loads that were judged, and what was not told."""
 
 POINTS = """[canary]
 sglang = canary_sglang.plugin
@@ -75,6 +79,9 @@ class Soak:
         try:
             engine = make(self.setup, self.job.device)
             self.result.version = engine.version
+            # What is there by now is no garbage, and need not be looked through again.
+            gc.collect()
+            gc.freeze()
             self.result.start_s = time.time() - began
             self.result.state = "serving"
             self.write()
@@ -124,21 +131,23 @@ class Soak:
             self._compare(engine, number, answers)
 
     def _compare(self, engine: Served, number: int, answers: dict[str, list[int]]) -> None:
-        """Serves the round once more without Canary."""
+        """Serves the round once more, without Canary where it may be paused."""
         asked = plan(self.setup.shape, self.job.seed, self.job.setup, number)
-        engine.pause()
+        if self.setup.pauses:
+            engine.pause()
         try:
             plain = engine.serve(asked, self._until, name="-plain")
-            # What was written meanwhile is known to nobody; it is not to be hit.
+            # What was written in a pause is known to nobody; it is not to be hit.
             engine.flush()
         finally:
-            engine.resume()
+            if self.setup.pauses:
+                engine.resume()
         both = answers.keys() & plain.keys()
         self.result.compared += len(both)
         for name in sorted(both):
             if answers[name] != plain[name]:
                 self.result.different += 1
-                self._fail(number, {"different": name, "guarded": answers[name], "plain": plain[name]})
+                self._fail(number, {"different": name, "first": answers[name], "second": plain[name]})
 
     def _judge(self, engine: Served, number: int) -> None:
         found = engine.violations()
@@ -150,8 +159,9 @@ class Soak:
             self._fail(number, {"told": trouble})
         self._troubles = len(troubles)
         self.result.coverage = [str(event.fields.get("summary")) for event in engine.witness.told("coverage")]
-        self.result.counts = dict(engine.counts)
         self.result.stats = engine.stats()
+        told = {name: self.result.stats[name] for name in TOLD if self.result.stats.get(name)}
+        self.result.counts = {**engine.counts, **told}
 
     def _fail(self, number: int, what: dict[str, Any]) -> None:
         self.result.fail(number, f"{self.job.again} --rounds {number + 1}", what)

@@ -28,7 +28,7 @@ class VLLM(Stepwise):
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._ended: dict[str, list[int]] = {}
-        randomize(self._runner.model)
+        randomize(self._runner.get_model())
         self._count_preemptions()
 
     @property
@@ -117,7 +117,7 @@ def randomize(model: torch.nn.Module) -> None:
     """Weights with which answers depend on the whole prompt; those that vLLM makes up are so small that every prompt
     has the same answer. Graphs that were captured before see them."""
     torch.manual_seed(0)
-    with torch.no_grad():
+    with torch.inference_mode():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and weight.is_floating_point() and weight.element_size() > 1:
                 weight.normal_(0, 0.15)

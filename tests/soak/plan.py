@@ -10,7 +10,8 @@ ROUNDS_OF_ONE_PREFIX = 6
 @dataclass(frozen=True)
 class Shape:
     """How large a round is. ``prompt``, ``new``: most tokens of a prompt and of an answer. ``requests``: of a round,
-    ``burst``: most of them that come at once, ``gap``: most turns of the engine until the next ones. ``aborts``, ``flushes``: shares of requests and of rounds. ``vocabulary``: tokens are below it."""
+    ``burst``: most of them that come at once, ``gap``: most turns of the engine until the next ones.
+    ``aborts``, ``flushes``: shares of requests and of rounds. ``vocabulary``: tokens are below it."""
 
     prompt: int = 100
     new: int = 24
