@@ -116,7 +116,8 @@ class Step:
 
     `run` does it all around a function. Engines that call at two places use `before` and `after`, and `abandon` where a
     forward failed; `issues_first` and `beside` give them what `run` has from `Overlap.ALL`. Called in another order,
-    Canary says so with a ``misuse`` event, or raises `MisuseError` in raise mode. In log mode nothing of this raises into the engine; in raise mode `end` raises the first finding.
+    Canary says so with a ``misuse`` event, or raises `MisuseError` in raise mode. In log mode nothing of this raises
+    into the engine; in raise mode `end` raises the first finding.
     """
 
     def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Findings) -> None:
