@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import torch
 from tools import (
     allocator_misuse,
+    bad_copies,
     bit_flips,
     builtin_canary,
     cache_faults,
@@ -251,6 +252,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse_and_fail,
         device_waits.waits,
         injured.injure,
+        bad_copies.break_copies,
+        bad_copies.serve_until_found,
         beside,
         uninstall,
     )
