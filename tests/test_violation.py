@@ -52,6 +52,10 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
         ({"kind": Kind.WRITE_INPUT, "position": 82, "stored_token": 3}, "who is at position 82"),
         ({"kind": Kind.BYTES, "slot": 4}, "since a request whose name is not known wrote them"),
         ({"kind": Kind.BYTES, "slot": 4, "stored_request": "0"}, "since request 0 wrote them"),
+        (
+            {"kind": Kind.BYTES, "slot": 4, "source": "v.1", "phase": Phase.EVENT, "stored_request": "r6"},
+            "the bytes that were copied or loaded to slot 4 of v.1 are not those that r6 wrote",
+        ),
         ({"kind": Kind.UNWRITTEN, "slot": 4}, "a request whose name is not known will read a position from slot 4,"),
         (
             {"kind": Kind.DOUBLE_FREE, "slot": 4, "step_freed": 0, "freed_by": "a"},
@@ -98,7 +102,7 @@ def test_a_writer_that_nobody_named_is_no_number(guarded, writer):
     guarded.canary.drain()
     (found,) = guarded.violations
     assert (found.kind, found.stored_request) == (Kind.BYTES, None)
-    assert "since a request whose name is not known wrote them at step 1" in found.explanation
+    assert "are not those that a request whose name is not known wrote at step 1" in found.explanation
 
 
 def freed_and_handed_out(guarded: Guarded, slot: torch.Tensor) -> None:

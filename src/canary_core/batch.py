@@ -57,6 +57,8 @@ class SlotTable:
     ``rows`` rows only the first ``slots`` belong to this region (pages of several layers in one tensor): row ``n`` is
     slot ``n // rows * slots + n % rows``, and a row with ``n % rows >= slots`` is out of range. None: they are slots.
     checkpoints: slots into which the forward copies states as well, None for none; only in regions of one token a slot.
+    carried: the bytes of the new tokens came by copies that `SlotEvents.copy` was told of, not by the forward: what
+    these tokens are is recorded, and what bytes they should have stays what the copies brought.
     """
 
     entries: Tensor
@@ -67,6 +69,7 @@ class SlotTable:
     stored_tokens: int = 0
     pool_page: tuple[int, int] | None = None
     checkpoints: StateCheckpoints | None = None
+    carried: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.ring_slots < 0 or self.stored_tokens < 0:

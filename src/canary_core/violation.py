@@ -222,6 +222,12 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         "{reader} was given {where} by the prefix cache, but {freer} freed it{freed}: a prefix hit on a freed slot.",
     ),
     (
+        Kind.BYTES,
+        lambda v: v.phase is Phase.EVENT,
+        "the bytes that were copied or loaded to {where} are not those that {writer} wrote{written}: they were left "
+        "out, came from the wrong place or too early, or had changed before.",
+    ),
+    (
         Kind.UNWRITTEN,
         lambda v: v.stored_state is State.PARKED,
         "{reader} will read {position} from {where}, which the prefix cache keeps although nothing was written there "

@@ -52,6 +52,7 @@ class Hooks:
             targets.FLUSH: (self._flushed, "AFTER"),
             targets.IDLE: (self._idle, "AFTER"),
             targets.STATE_COPY: (mamba.copied, "AFTER"),
+            targets.STATE_CLONES: (mamba.cloned, "AROUND"),
             targets.STATE_LOAD: (mamba.loaded, "AFTER"),
             targets.TURN: (self._turn, "BEFORE"),
             targets.LOOP: (self._loop, "AROUND"),

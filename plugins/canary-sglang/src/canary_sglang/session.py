@@ -113,7 +113,7 @@ class Session:
         # `ModelRunner.forward` never writes to a batch's tensors: it replaces them. Draft workers do, see `DraftHooks`.
         overlap, settle = self._overlap, None
         if batches.speculates(batch):
-            overlap, settle = Overlap.CHECK, partial(self._forget_tree, batch)
+            overlap, settle = Overlap.CHECK, partial(self._forget_tree, batch, self._batches.trees_followed)
         elif overlap is Overlap.ALL:
             # The view may be made after the forward was issued, when the engine has put other tensors into the batch.
             batch = copy.copy(batch)
@@ -124,6 +124,23 @@ class Session:
         """Makes ``slots`` unknown in all regions; they are numbered as in the engine's tables."""
         for name in self._paged:
             self.canary.slots.forget(name, self.canary.regions[name].slots_of(slots))
+
+    @contextlib.contextmanager
+    def following_trees(self) -> Iterator[None]:
+        """Within it, a tree that is verified is recorded: the caller tells by `carry` what of it was moved, records the
+        accepted path and forgets the rest."""
+        self._batches.trees_followed = True
+        try:
+            yield
+        finally:
+            self._batches.trees_followed = False
+
+    def carry(self, source: Tensor, destination: Tensor) -> None:
+        """SGLang copied slots ``source`` to ``destination``, numbered as in its tables, -1 for none: what is known of
+        them goes along, and the bytes that arrived are compared."""
+        for name in self._paged:
+            region = self.canary.regions[name]
+            self.canary.slots.copy(name, region.slots_of(source), region.slots_of(destination), check=True)
 
     def last_words(self) -> None:
         """Reports what was found in the last forwards of an engine that has failed; where the device can't be read any
@@ -180,9 +197,9 @@ class Session:
         if self.model is not None:
             self.canary.warm_up(self.drafts.padding, rows)
 
-    def _forget_tree(self, batch: Any, view: BatchView, output: Any) -> None:
-        """Makes the slots unknown that a verified tree has written."""
-        if batches.is_tree(batch):
+    def _forget_tree(self, batch: Any, followed: bool, view: BatchView, output: Any) -> None:
+        """Makes the slots unknown that a verified tree has written, unless that is ``followed``."""
+        if not followed and batches.is_tree(batch):
             self.forget_slots(batch.out_cache_loc)
 
     def _padding(self, rows: int) -> Iterable[BatchView]:

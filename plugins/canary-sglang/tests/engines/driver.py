@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import torch
 from tools import (
     allocator_misuse,
+    bad_copies,
     bit_flips,
     builtin_canary,
     cache_faults,
@@ -260,6 +261,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         injured.injure,
         identities.serve_in_turn,
         identities.forget_in_keys,
+        bad_copies.break_copies,
+        bad_copies.serve_until_found,
         beside,
         uninstall,
     )
