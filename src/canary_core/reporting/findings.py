@@ -210,6 +210,10 @@ class Findings:
         # Zero where the slot was never written: then the record's writer is nobody, not the one with id 0.
         written = row[Row.STEP_WRITTEN] != 0
         freed = row[Row.FREED] not in (-1, 0)
+        value = row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None
+        if kind is Kind.WRITE_INPUT and value == -1:
+            # Nothing is known of the sampler.
+            value = None
         return Violation(
             kind=kind,
             region=state.region.name,
@@ -225,7 +229,7 @@ class Findings:
             stored_state=State.of(word) if stored else None,
             stored_position=word // STATES if stored else None,
             stored_token=row[Row.STORED_TOKEN] if stored else None,
-            stored_value=row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None,
+            stored_value=value,
             found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
             request=self._writers.name(row[Row.WRITER]),
             stored_request=self._writers.name(row[Row.STORED_WRITER]) if written else None,

@@ -30,6 +30,7 @@ from tools import (
     injured,
     inspection,
     storms,
+    token_faults,
     traffic,
 )
 
@@ -251,6 +252,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse_and_fail,
         device_waits.waits,
         injured.injure,
+        token_faults.mix_up,
         beside,
         uninstall,
     )

@@ -66,6 +66,8 @@ class DraftHooks:
         result = original(worker, batch, *args, **kwargs)
         if session is not None and tree:
             _accept(session, batch, drafted, result)
+        if session is not None and not batch.forward_mode.is_idle():
+            session.sampled.verified(batch, result)
         return result
 
     def _ngram(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +77,7 @@ class DraftHooks:
         result = original(worker, batch, *args, **kwargs)
         if session is not None and verifies:
             _accept(session, batch, batch.spec_info, result)
+            session.sampled.verified(batch, result)
         return result
 
 

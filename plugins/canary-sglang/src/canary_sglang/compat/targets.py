@@ -19,9 +19,10 @@ STATE_COPY = "sglang.srt.mem_cache.memory_pool.MambaPool.copy_from"
 STATE_LOAD = "sglang.srt.mem_cache.memory_pool.MambaPool.load_cpu_copy"
 TURN = f"{SCHEDULER}.get_next_batch_to_run"
 LOOP = f"{SCHEDULER}.run_event_loop"
+SAMPLE = f"{RUNNER}.sample"
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
-OPTIONAL = (RESIZE, LOOP)
+OPTIONAL = (RESIZE, LOOP, SAMPLE)
 
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     FORWARD: ("forward_batch",),
