@@ -50,6 +50,33 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
             "uses a negative slot number for position 2",
         ),
         ({"kind": Kind.WRITE_INPUT, "position": 82, "stored_token": 3}, "who is at position 82"),
+        (
+            {
+                "kind": Kind.WRITE_INPUT,
+                "request": "a",
+                "position": 82,
+                "token": 9,
+                "stored_token": 3,
+                "stored_value": 9,
+            },
+            "the sampler gave a token 9 for position 82, but the forward computed token 3 there: the next tokens",
+        ),
+        (
+            {
+                "kind": Kind.TOKEN,
+                "phase": Phase.POST_FORWARD,
+                "request": "a",
+                "position": 82,
+                "token": 9,
+                "slot": 4,
+                "stored_token": 3,
+                "stored_value": 9,
+                "stored_request": "a",
+                "step_written": 7,
+            },
+            "the sampler gave a token 9 for position 82, but slot 4, from which it was read, holds token 3 that a "
+            "wrote at step 7: a rejected draft was kept",
+        ),
         ({"kind": Kind.BYTES, "slot": 4}, "since a request whose name is not known wrote them"),
         ({"kind": Kind.BYTES, "slot": 4, "stored_request": "0"}, "since request 0 wrote them"),
         (

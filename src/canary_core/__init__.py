@@ -30,6 +30,7 @@ from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import StreamSet
 from canary_core.runtime.watchdog import Watchdog
+from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
 from canary_core.step import Overlap, Step, StepListener
 from canary_core.violation import Violation
@@ -75,6 +76,7 @@ __all__ = [
     "Region",
     "RegionKind",
     "Role",
+    "SampledTokens",
     "SlotEvents",
     "SlotTable",
     "State",

@@ -20,6 +20,7 @@ from canary_core.runtime.scrub import Scrub
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import Switch
+from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
 
 Output = TypeVar("Output")
@@ -84,6 +85,7 @@ class Facade(Protocol):
     """What a step needs of its `Canary`, which plugins are told of."""
 
     ledger: Ledger
+    sampled: SampledTokens
 
     def tell_stats(self) -> None:
         """Tells the counters, as a ``stats`` event."""
@@ -320,6 +322,7 @@ class Step:
             self._captured = self._captured or capturing(self._workspace.device)
             self.require_place(view)
             self._view = self.last_view = view
+            self._canary.sampled.begin()
             self._overlap = overlap
             compared = [name for name in view.tables if self._schedules[name].begin(view, self._captured)]
             compared = [name for name in compared if self._states[name].reads]
@@ -367,6 +370,7 @@ class Step:
                 return
             self._audit.end()
             self._record(given if view is None else view)
+            self._canary.sampled.recorded(given if view is None else view)
         except Exception as error:
             self._switch.fail("post_forward", error)
         finally:
@@ -496,6 +500,7 @@ class Step:
             self._missed = paused
             for name in self._states:
                 self._slots.forget(name, None)
+            self._canary.sampled.forget()
         if paused:
             self.passed_by += 1
             self.watchdog.feed()
@@ -580,6 +585,7 @@ class Step:
         for listener in self._listeners:
             with self._guard(listener, "forget"):
                 listener.forget(batch)
+        self._canary.sampled.forget()
         # With no check before the forward, nothing else lets queued events take effect.
         self._slots.settle()
         self._audit.end()

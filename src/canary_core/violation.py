@@ -56,7 +56,7 @@ class Violation:
                 value = value.name.lower()
             elif name == "sources":
                 value = list(value)
-            elif name in ("stored_value", "found_value") and self.kind not in (Kind.WRITE_SLOT, Kind.TWO_WRITERS):
+            elif name in ("stored_value", "found_value") and not self._has_number:
                 value = f"{value & (1 << 64) - 1:016x}"
             out[name] = value
         return {**out, "explanation": self.explanation}
@@ -93,6 +93,12 @@ class Violation:
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step > 0 else "before the first forward"
         return f"{self.kind.name.lower()} in region {self.region}, {step}: {self.explanation}"
+
+    @property
+    def _has_number(self) -> bool:
+        """Whether ``stored_value`` is a slot or a token, and no hash."""
+        sampled = self.kind is Kind.TOKEN and self.phase is Phase.POST_FORWARD
+        return sampled or self.kind in (Kind.WRITE_SLOT, Kind.TWO_WRITERS, Kind.WRITE_INPUT)
 
     def _reader(self) -> str:
         if self.phase is Phase.SWEEP:
@@ -270,6 +276,18 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         "{reader} will read {position} from {where}, which {writer} computed{written} for another identity: "
         "{stored_identity}; {reader} has {identity}. A prefix hit across identities: the key of the prefix cache lacks "
         "what tells them apart.",
+    ),
+    (
+        Kind.WRITE_INPUT,
+        lambda v: v.stored_value is not None and v.stored_value >= 0,
+        "the sampler gave {reader} {token} for {position}, but the forward computed {stored_token} there: the next "
+        "tokens of two requests changed places, a rejected draft was kept, or a sequence length is wrong.",
+    ),
+    (
+        Kind.TOKEN,
+        lambda v: v.phase is Phase.POST_FORWARD,
+        "the sampler gave {reader} {token} for {position}, but {where}, from which it was read, holds {stored_token} "
+        "that {writer} wrote{written}: a rejected draft was kept, or a sequence length is wrong.",
     ),
     (
         Kind.WRITE_INPUT,

@@ -213,6 +213,10 @@ class Findings:
         whose = None
         if kind is Kind.PREFIX and row[Row.POSITION] == 0 and stored:
             whose = self._writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
+        value = row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None
+        if kind is Kind.WRITE_INPUT and value == -1:
+            # Nothing is known of the sampler.
+            value = None
         return Violation(
             kind=kind,
             region=state.region.name,
@@ -229,7 +233,7 @@ class Findings:
             arrived=True if stored and word & State.ARRIVED else None,
             stored_position=word // STATES if stored else None,
             stored_token=row[Row.STORED_TOKEN] if stored else None,
-            stored_value=row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None,
+            stored_value=value,
             found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
             request=self._writers.name(row[Row.WRITER]),
             stored_request=self._writers.name(row[Row.STORED_WRITER]) if written else None,

@@ -31,6 +31,7 @@ from canary_core import (
 from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.draft import DraftBatches
 from canary_sglang.batches.forward import ForwardBatches
+from canary_sglang.batches.sampled import SampledRows
 from canary_sglang.batches.unguarded import UnguardedForwards
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches, embeddings, runners
@@ -90,9 +91,12 @@ class Session:
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)
         self._batches = ForwardBatches(runner, self._paged, self.requests)
+        self.sampled = SampledRows(self.canary, self.requests)
         try:
             hook_manager().register(self._filter)
             self._listen(state)
+            if self.model is None:
+                self.canary.sampled.follow()
             self._warm_up()
             self.lifetime = Lifetime(runner, self.canary, self.requests) if lifetime else None
         except Exception:
@@ -110,6 +114,7 @@ class Session:
         # Without names it is the engine's own warm-up, or a graph is being captured, where no host code may run.
         if batch.rids is None:
             return original()
+        self.sampled.forward(batch)
         # `ModelRunner.forward` never writes to a batch's tensors: it replaces them. Draft workers do, see `DraftHooks`.
         overlap, settle = self._overlap, None
         if batches.speculates(batch):

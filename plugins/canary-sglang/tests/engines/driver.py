@@ -32,6 +32,7 @@ from tools import (
     injured,
     inspection,
     storms,
+    token_faults,
     traffic,
 )
 
@@ -263,6 +264,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         identities.forget_in_keys,
         bad_copies.break_copies,
         bad_copies.serve_until_found,
+        token_faults.mix_up,
         beside,
         uninstall,
     )

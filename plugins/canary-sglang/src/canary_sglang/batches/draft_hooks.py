@@ -68,11 +68,16 @@ class DraftHooks:
         session = self._session_of(worker.target_worker.model_runner)
         drafted = batch.spec_info
         tree = not batch.forward_mode.is_idle() and drafted.topk > 1 and drafted.draft_token_num > 1
-        if session is None or not tree:
+        if session is None:
             return original(worker, batch, *args, **kwargs)
-        with self._following(session) as verified:
+        if tree:
+            with self._following(session) as verified:
+                result = original(worker, batch, *args, **kwargs)
+            _accept(verified, batch, drafted, result)
+        else:
             result = original(worker, batch, *args, **kwargs)
-        _accept(verified, batch, drafted, result)
+        if not batch.forward_mode.is_idle():
+            session.sampled.verified(batch, result)
         return result
 
     def _ngram(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +88,7 @@ class DraftHooks:
         with self._following(session) as verified:
             result = original(worker, batch, *args, **kwargs)
         _accept(verified, batch, batch.spec_info, result)
+        session.sampled.verified(batch, result)
         return result
 
     @contextlib.contextmanager

@@ -20,9 +20,10 @@ STATE_LOAD = "sglang.srt.mem_cache.memory_pool.MambaPool.load_cpu_copy"
 TURN = f"{SCHEDULER}.get_next_batch_to_run"
 LOOP = f"{SCHEDULER}.run_event_loop"
 STATE_CLONES = f"{RUNNER}._maybe_execute_deferred_mamba_cow_and_clear"
+SAMPLE = f"{RUNNER}.sample"
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
-OPTIONAL = (RESIZE, LOOP, STATE_CLONES)
+OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE)
 
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     FORWARD: ("forward_batch",),
