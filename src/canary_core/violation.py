@@ -86,6 +86,8 @@ class Violation:
             different=f", {self.detail}" if self.detail else "",
             identity=self.identity,
             stored_identity=self.stored_identity or "an identity whose name is not known",
+            table=self.detail or "a table of the attention backend",
+            kept=counted("slot", self.stored_value, "another"),
             detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
         )
@@ -98,7 +100,8 @@ class Violation:
     def _has_number(self) -> bool:
         """Whether ``stored_value`` is a slot or a token, and no hash."""
         sampled = self.kind is Kind.TOKEN and self.phase is Phase.POST_FORWARD
-        return sampled or self.kind in (Kind.WRITE_SLOT, Kind.TWO_WRITERS, Kind.WRITE_INPUT)
+        numbered = (Kind.WRITE_SLOT, Kind.TWO_WRITERS, Kind.WRITE_INPUT, Kind.READ_TABLE)
+        return sampled or self.kind in numbered
 
     def _reader(self) -> str:
         if self.phase is Phase.SWEEP:
@@ -183,6 +186,8 @@ _EXPLANATIONS = {
     Kind.CACHE_STRUCTURE: "{node} is broken: {detail}.",
     Kind.ARRIVAL: "the bytes that came back are not those that were stored for this prefix: {origin} brought {place} "
     "for {reader}{different}.",
+    Kind.READ_TABLE: "{table} names {where} for {position} of {reader}, for which the engine keeps {kept}: attention "
+    "was given a table that is stale or was made wrongly.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
 
@@ -294,6 +299,18 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         lambda v: v.token is None or v.token < 0,
         "the forward computed {stored_token} at {stored_position} for {reader}, who is at "
         "{position}: the batch was assembled wrongly.",
+    ),
+    (
+        Kind.READ_TABLE,
+        lambda v: v.slot is None or v.slot < 0,
+        "{table} names no slot for {position} of {reader}, for which the engine keeps {kept}: attention was given a "
+        "table that is stale or was made wrongly.",
+    ),
+    (
+        Kind.READ_TABLE,
+        lambda v: v.stored_state is State.WRITTEN and v.step_written is not None,
+        "{table} names {where} for {position} of {reader}, for which the engine keeps {kept}; {writer} wrote "
+        "{stored_position} to {where}{written}. Attention was given a table that is stale or was made wrongly.",
     ),
     (
         Kind.WRITE_SLOT,

@@ -14,6 +14,7 @@ from ops.scenario import (
     events,
     history,
     ownership,
+    read_table,
     ring_rows,
     sample,
     scenario,
@@ -24,13 +25,14 @@ from ops.scenario import (
 from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.ops.kernels import check as check_kernels
 from canary_core.ops.kernels import record as record_kernels
+from canary_core.ops.kernels import tables as table_kernels
 from canary_core.ops.reference import check as check_reference
 from canary_core.records import ALL_TILES, BLOCK_VALUES, Counter, Cursor, Kind, Phase
 
 EVENTS = ("alloc", "park", "share", "evict", "free")
 """What happens to who has a slot."""
 
-OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", *EVENTS)
+OPS = ("check", "compare_tables", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", *EVENTS)
 """In the order of a step."""
 
 
@@ -40,6 +42,8 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(check_kernels, "TILE", 8)
     monkeypatch.setattr(check_reference, "CHECK_TILE", 8)
     monkeypatch.setattr(record_kernels, "TILE", 4)
+    monkeypatch.setattr(table_kernels, "TILE", 4)
+    monkeypatch.setattr(table_kernels, "PARTS", 2)
 
 
 def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
@@ -63,6 +67,10 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
                 arguments = ()
             elif op in ("verify", "adopt"):
                 arguments = (events(s),)
+            elif op == "compare_tables":
+                if s.region.tokens_per_slot > 1:
+                    continue
+                arguments = (read_table(s, batch, table), 3)
             elif op in EVENTS:
                 arguments = ownership(s)
             getattr(reference, op)(state, *arguments)
