@@ -16,12 +16,15 @@ class StateCheckpoints:
     one of its new tokens, for other requests to go on from.
 
     slots, positions: int64 ``[batch rows]``: the slot, -1 for none, and the position of that token.
+    copied: where that token is a row's last one, the slot is a copy of the row's own state as the forward leaves it,
+    bit for bit: so the two are compared.
 
     Raises `AttachError` if they don't fit together.
     """
 
     slots: Tensor
     positions: Tensor
+    copied: bool = False
 
     def __post_init__(self) -> None:
         require_tensor("checkpoints: slots", self.slots)

@@ -50,6 +50,8 @@ class Session:
         self._device = torch.device(cache.device)
         self._groups = compat.kv_groups(cache)
         self._changes: list[_Change] = []
+        # Records of blocks that are in host memory, by request and group.
+        self._away: dict[tuple[str, int], Tensor] = {}
         self._stepping = False
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
@@ -102,17 +104,47 @@ class Session:
             self.canary.close()
 
     def copied(self, group: int | None, source: Sequence[int], destination: Sequence[int]) -> None:
-        """A fork: records go where the bytes went."""
+        """A fork: records go where the bytes went, and the bytes are compared."""
         with self._ours("copy"):
             for g in self._of(group):
-                self.canary.slots.copy(g.name, self._slots(g, source), self._slots(g, destination))
+                copies = self._slots(g, destination)
+                self.canary.slots.copy(g.name, self._slots(g, source), copies)
+                self.canary.slots.check(g.name, copies)
 
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
         """Content without records: not judged until it is written again."""
-        with self._ours("restore"):
+        with self._ours("arrival"):
             for g in self._of(group):
                 if blocks:
                     self.canary.slots.forget(g.name, self._slots(g, blocks))
+
+    def left(self, group: int, blocks: Sequence[int], request: str) -> None:
+        """Keeps the records of blocks that go to host memory."""
+        with self._ours("offload"):
+            for g in self._of(group):
+                if blocks:
+                    self._away[request, g.index] = self.canary.slots.export_records(g.name, self._slots(g, blocks))
+
+    def returned(self, group: int, blocks: Sequence[int], request: str) -> None:
+        """Blocks came back from host memory: their bytes are compared with what left. Where nobody saw them leave, they
+        are not judged."""
+        with self._ours("restore"):
+            for g in self._of(group):
+                payload = self._away.pop((request, g.index), None)
+                if not blocks:
+                    continue
+                slots = self._slots(g, blocks)
+                if payload is None:
+                    self.canary.slots.forget(g.name, slots)
+                    continue
+                back = min(len(payload), len(slots))
+                self.canary.slots.import_records(g.name, slots[:back], payload[:back])
+                self.canary.slots.check(g.name, slots[:back])
+
+    def dropped(self, request: str) -> None:
+        """Lets go of the records of blocks that are in host memory."""
+        for group in self._groups:
+            self._away.pop((request, group.index), None)
 
     def changed_hands(
         self, event: compat.Ownership, group: int, blocks: Sequence[int], request: str | None = None
@@ -133,6 +165,7 @@ class Session:
         """The pool was reset: who had a block does not matter any more."""
         with self._ours("reset"):
             self._changes.clear()
+            self._away.clear()
             for g in self._groups:
                 self.canary.slots.clear(g.name, None)
 
