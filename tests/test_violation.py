@@ -92,6 +92,36 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
             "for this prefix: something brought slot 5 for the engine.",
         ),
         (
+            {
+                "kind": Kind.READ_TABLE,
+                "slot": 5,
+                "position": 2,
+                "stored_value": 7,
+                "request": "a",
+                "detail": "kv_indices",
+            },
+            "kv_indices names slot 5 for position 2 of a, for which the engine keeps slot 7: attention was given a",
+        ),
+        (
+            {"kind": Kind.READ_TABLE, "slot": -1, "position": 2, "stored_value": 7, "request": "a"},
+            "a table of the attention backend names no slot for position 2 of a, for which the engine keeps slot 7",
+        ),
+        (
+            {
+                "kind": Kind.READ_TABLE,
+                "slot": 5,
+                "position": 2,
+                "stored_value": 7,
+                "request": "a",
+                "detail": "pages",
+                "stored_state": State.WRITTEN,
+                "stored_position": 9,
+                "stored_request": "b",
+                "step_written": 4,
+            },
+            "keeps slot 7; b wrote position 9 to slot 5 at step 4. Attention was given a table that is stale",
+        ),
+        (
             {"kind": Kind.CACHE_STRUCTURE, "rule": "parent"},
             "cache is broken: it contradicts itself (parent).",
         ),

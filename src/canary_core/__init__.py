@@ -4,7 +4,7 @@ from canary_core.adapters import BatchAdapter, PoolAdapter
 from canary_core.attach import attach, report_unguarded
 from canary_core.audit.footprint import Footprint, FootprintAudit
 from canary_core.audit.memory import tensors_of
-from canary_core.batch import BatchView, SlotTable, StateCheckpoints
+from canary_core.batch import BatchView, ReadTable, SlotTable, StateCheckpoints
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
@@ -70,6 +70,7 @@ __all__ = [
     "Phase",
     "PluginError",
     "PoolAdapter",
+    "ReadTable",
     "RecordBuffers",
     "RecordSweep",
     "Region",

@@ -251,6 +251,7 @@ class Canary:
             **kinds,
             **self.audit.counts,
             **self.ledger.stats(),
+            **self.step.tables.stats(),
             **self._counts,
         }
 

@@ -148,6 +148,8 @@ class Kind(IntEnum):
     """The prefix cache gave up a slot that a request still has."""
     ARRIVAL = 18
     """Bytes that came back without a forward are not those that were stored for this prefix."""
+    READ_TABLE = 22
+    """The table that attention was given names another slot than the one that the engine keeps."""
 
 
 class Counter(IntEnum):
@@ -320,10 +322,10 @@ class Row(IntEnum):
     STORED_POSITION = 8
     """The record's position word: ``position * 16 + state``."""
     STORED_VALUE = 9
-    """Recorded prefix hash or fingerprint; for `WRITE_SLOT` the slot of the table; for `TWO_WRITERS` the winner's
-    token index."""
+    """Recorded prefix hash or fingerprint; for `WRITE_SLOT` and `READ_TABLE` the slot of the engine's table; for
+    `TWO_WRITERS` the winner's token index."""
     FOUND_VALUE = 10
-    """Prefix hash or fingerprint that was found."""
+    """Prefix hash or fingerprint that was found; for `READ_TABLE` the number of the table's name."""
     WRITER = 11
     """Writer id of the request that reads or writes now, -1 for the scrub."""
     STORED_WRITER = 12

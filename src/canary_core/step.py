@@ -17,6 +17,7 @@ from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.overhead import Overhead
 from canary_core.runtime.scrub import Scrub
 from canary_core.runtime.streams import capturing
+from canary_core.runtime.table_check import TableCheck
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import Switch
 from canary_core.slots import SlotEvents
@@ -132,6 +133,9 @@ class Step:
         self._backend = workspace.backend
         self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
         self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
+        self.tables = TableCheck(workspace, switch, config.table_interval)
+        """Whether attention is given the slots that the engine keeps."""
+        findings.table_names = self.tables.names
         self.overhead = Overhead(workspace.device)
         """What Canary itself costs."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
@@ -367,6 +371,7 @@ class Step:
         if self._switch.enabled and self._workspace.side is not None:
             with self._switch.guard("follow_check"):
                 self._workspace.side.follow()
+                self.tables.follow()
 
     def end(self) -> None:
         """Host only, never captured: starts a late read of the counters and reports what the last one brought. On the
@@ -410,6 +415,7 @@ class Step:
                 self._canary.tell_stats()
             if not idle:
                 self.overhead.step()
+                self.tables.ended()
         except Exception as error:
             self._switch.fail("end_step", error)
         finally:
@@ -535,7 +541,9 @@ class Step:
                 self._backend.record(state, view, table)
                 if table.checkpoints is not None:
                     record_checkpoints(self._backend, state, view, table)
-            self.scrub.run(self._captured)
+            # A forward has either a scrub or a comparison of tables, so that it has no launch more.
+            if not self.tables.took_turn() or self._captured:
+                self.scrub.run(self._captured)
         if hooked:
             hooks.canary_recorded(canary=self._canary, batch=view)
         if beside and workspace.side is not None:

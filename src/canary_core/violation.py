@@ -51,7 +51,7 @@ class Violation:
                 value = value.name.lower()
             elif name == "sources":
                 value = list(value)
-            elif name in ("stored_value", "found_value") and self.kind not in (Kind.WRITE_SLOT, Kind.TWO_WRITERS):
+            elif name in ("stored_value", "found_value") and self.kind not in _NUMBERED:
                 value = f"{value & (1 << 64) - 1:016x}"
             out[name] = value
         return {**out, "explanation": self.explanation}
@@ -78,6 +78,8 @@ class Violation:
             origin=self.origin or "something",
             place=_counted("slot", self.slot) if self.page is None or self.page < 0 else f"page {self.page}",
             different=f", {self.detail}" if self.detail else "",
+            table=self.detail or "a table of the attention backend",
+            kept=_counted("slot", self.stored_value, "another"),
             detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
         )
@@ -105,6 +107,9 @@ class Violation:
         page = "" if self.page is None or self.page < 0 else f" (page {self.page})"
         return f"{_counted('slot', self.slot)}{page}{source}"
 
+
+_NUMBERED = (Kind.WRITE_SLOT, Kind.TWO_WRITERS, Kind.READ_TABLE)
+"""Kinds whose ``stored_value`` is a number, not a hash."""
 
 NAMELESS = "a request whose name is not known"
 """The subject of a sentence where nobody has given the writer's number a name, or it was forgotten."""
@@ -159,6 +164,8 @@ _EXPLANATIONS = {
     Kind.CACHE_STRUCTURE: "{node} is broken: {detail}.",
     Kind.ARRIVAL: "the bytes that came back are not those that were stored for this prefix: {origin} brought {place} "
     "for {reader}{different}.",
+    Kind.READ_TABLE: "{table} names {where} for {position} of {reader}, for which the engine keeps {kept}: attention "
+    "was given a table that is stale or was made wrongly.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
 
@@ -233,6 +240,18 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         lambda v: v.token is None or v.token < 0,
         "the forward computed {stored_token} at {stored_position} for {reader}, who is at "
         "{position}: the batch was assembled wrongly.",
+    ),
+    (
+        Kind.READ_TABLE,
+        lambda v: v.slot is None or v.slot < 0,
+        "{table} names no slot for {position} of {reader}, for which the engine keeps {kept}: attention was given a "
+        "table that is stale or was made wrongly.",
+    ),
+    (
+        Kind.READ_TABLE,
+        lambda v: v.stored_state is State.WRITTEN and v.step_written is not None,
+        "{table} names {where} for {position} of {reader}, for which the engine keeps {kept}; {writer} wrote "
+        "{stored_position} to {where}{written}. Attention was given a table that is stale or was made wrongly.",
     ),
     (
         Kind.WRITE_SLOT,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
+from canary_core import BatchView, CanaryConfig, KVSource, ReadTable, Region, RegionKind, SlotTable
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
+from canary_core.ops.reference import plan
 from canary_core.ops.state import RegionState, Shared
 from canary_core.records import POSITION, STATES, Cursor, ScrubWord
 from canary_core.region import Role
@@ -187,6 +188,32 @@ def blocks(s: Scenario, table: SlotTable) -> list[tuple[BlockShape, torch.Tensor
         (BlockShape(page_slots), torch.tensor(random_slots, dtype=kind, device=s.device)),
         (BlockShape(page_slots, paged=True), torch.tensor(pages, dtype=kind, device=s.device)),
     ]
+
+
+def read_table(s: Scenario, batch: BatchView, table: SlotTable) -> ReadTable:
+    """What attention was given beside ``table``: a copy of it, or one list of numbers of slots, or of the region's own
+    slots, for some of the positions; with some entries that are others."""
+    rng = random.Random(f"tables {s.random.random()}")
+    rows, device, kind = batch.rows, s.device, rng.choice([torch.int32, torch.int64])
+    first = torch.tensor([rng.choice([0, 0, 3, -1]) for _ in range(rows)], dtype=kind, device=device)
+    end = batch.prefix_lens.to(kind) + rng.choice([0, 0, 1, -2])
+    own_slots = False
+    if rng.random() < 0.4:
+        given = replace(table, entries=table.entries.clone(), write_slots=None)
+        flat = given.elements
+    else:
+        places = plan.expand(first.clamp(min=0).long(), torch.maximum(end, first.clamp(min=0)).long())
+        flat, _ = plan.numbers(table, places)
+        own_slots = rng.random() < 0.3
+        if own_slots:
+            flat, _ = plan.lookup(s.region, table, places)
+        flat = torch.cat((flat, flat.new_zeros(1))).to(kind)
+        count = torch.maximum(end, first.clamp(min=0)) - first.clamp(min=0)
+        starts = (count.cumsum(0) - count - first.clamp(min=0)).to(kind)
+        given = SlotTable(flat.as_strided((1, len(flat)), (1, 1)), starts, pool_page=s.pool_page)
+    for _ in range(rng.choice([0, 1, 5])):
+        flat[rng.randrange(len(flat))] = rng.choice([-1, 0, 5, s.region.slots - 1, s.region.slots + 70])
+    return ReadTable("kv_indices", "r", given, table, first, end, batch.writers, own_slots)
 
 
 def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:

@@ -5,18 +5,31 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ops.scenario import blocks, differences, disturb, events, history, ownership, ring_rows, scenario, twin, write
+from ops.scenario import (
+    blocks,
+    differences,
+    disturb,
+    events,
+    history,
+    ownership,
+    read_table,
+    ring_rows,
+    scenario,
+    twin,
+    write,
+)
 
 from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.ops.kernels import check as check_kernels
 from canary_core.ops.kernels import record as record_kernels
+from canary_core.ops.kernels import tables as table_kernels
 from canary_core.ops.reference import check as check_reference
 from canary_core.records import ALL_TILES, BLOCK_VALUES, Cursor, Kind
 
 EVENTS = ("alloc", "park", "share", "evict", "free")
 """What happens to who has a slot."""
 
-OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", *EVENTS)
+OPS = ("check", "compare_tables", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", *EVENTS)
 """In the order of a step."""
 
 
@@ -26,6 +39,8 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(check_kernels, "TILE", 8)
     monkeypatch.setattr(check_reference, "CHECK_TILE", 8)
     monkeypatch.setattr(record_kernels, "TILE", 4)
+    monkeypatch.setattr(table_kernels, "TILE", 4)
+    monkeypatch.setattr(table_kernels, "PARTS", 2)
 
 
 def run(seed: int, device: str) -> set[int]:
@@ -47,6 +62,10 @@ def run(seed: int, device: str) -> set[int]:
                 arguments = ()
             elif op in ("verify", "adopt"):
                 arguments = (events(s),)
+            elif op == "compare_tables":
+                if s.region.tokens_per_slot > 1:
+                    continue
+                arguments = (read_table(s, batch, table), 3)
             elif op in EVENTS:
                 arguments = ownership(s)
             getattr(reference, op)(state, *arguments)
