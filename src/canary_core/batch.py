@@ -240,7 +240,7 @@ class ReadTable:
         for name in ("first", "end", "writers"):
             require_index_tensor(f"{self.name}: {name}", getattr(self, name), device, dims=1)
         for name, table in (("given", self.given), ("kept", self.kept)):
-            have = table.entries.shape[0] if table.rows is None else table.rows.shape[0]
+            have = self.rows if table.rows is None else table.rows.shape[0]
             if table.entries.device != device or have < self.rows:
                 raise AttachError(
                     f"{self.name}: {name} has {have} rows on {table.entries.device}, to be compared are {self.rows} on "

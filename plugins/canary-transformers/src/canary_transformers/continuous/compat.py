@@ -78,6 +78,18 @@ def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
     return _layer_groups_5_17(cache)
 
 
+def blocks_of(cache: Any, group: KVGroup, requests: Sequence[str]) -> list[Sequence[int] | None]:
+    """The blocks that the cache keeps for each of ``requests`` in ``group``, by position; None for one that it does not
+    know any more. Not to be written to."""
+    table = _block_tables(cache)[group.index]
+    return [table.get(request) for request in requests]
+
+
+def keeps_rings(cache: Any) -> bool:
+    """Whether a window's position ``p`` lies where position ``p % window`` does."""
+    return hasattr(cache, "cache_allocators")
+
+
 def cleared(cache: Any) -> bool:
     """Whether a new cache starts as zeros."""
     return hasattr(cache, "cache_allocators")

@@ -15,6 +15,7 @@ from canary_core import BatchView, Canary, CanaryConfig, Patches, ViolationError
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import PagedCachePool
+from canary_transformers.continuous.tables import GivenTables
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload, upload_lists
 from canary_transformers.filters import EarlierBytesFilter
@@ -70,6 +71,7 @@ class Session:
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
             self._writers = writers
             self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
+            self._tables = GivenTables(self.canary, cache, self._groups)
             if not (fresh and compat.cleared(cache)):
                 hooks.register(EarlierBytesFilter())
                 for group in self._groups:
@@ -192,7 +194,10 @@ class Session:
     def _view(self, arguments: dict[str, Any]) -> BatchView | None:
         view = None
         with self._ours("batch"):
-            view = self._batch.view(ContinuousForward(compat.requests(self._io), arguments))
+            requests = compat.requests(self._io)
+            view = self._batch.view(ContinuousForward(requests, arguments))
+            if view is not None and self.canary.step.tables.due:
+                self._tables.compare(view, [request.state.request_id for request in requests], arguments)
         return view
 
     def _tell_changes(self) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from canary_adapters import upload
 from canary_core import Arrival, Canary, Origin, Patches
 from canary_vllm.allocator.messages import Load, Message
-from canary_vllm.arrivals.held import Held
+from canary_vllm.arrivals.held import Held, computed_before
 from canary_vllm.batches.requests import Requests
-from canary_vllm.batches.upload import upload
 from canary_vllm.compat import connectors
 from canary_vllm.pools.pool import Group
 
@@ -34,7 +34,7 @@ class Loads:
         self._requests = requests
         self._origin = origin
         # With asynchronous scheduling the host learns a step late which of them were accepted.
-        self._held = Held(2 * drafted + 1 if drafted else 0)
+        self._held = Held(requests.blocks, 2 * drafted + 1 if drafted else 0)
         self._waiting: dict[str, list[Load]] = {}
         self._landing: list[tuple[Arrival, frozenset[int]]] = []
         self._patches = Patches(canary.guard)
@@ -51,7 +51,7 @@ class Loads:
         now: dict[str, list[Load]] = {}
         for load in message.loads if message is not None else ():
             now.setdefault(load.request, []).append(load)
-        for name, computed in _computed(output):
+        for name, computed in computed_before(output):
             for load in self._waiting.pop(name, ()):
                 for arrival, _ in self._arrivals(load, computed):
                     self._canary.ledger.arrive(arrival)
@@ -114,10 +114,3 @@ class Loads:
             arrival = Arrival(group.region, on_device, tokens, self._origin, group.block, writer=writer)
             found.append((arrival, frozenset(block.tolist())))
         return found
-
-
-def _computed(output: Any) -> Sequence[tuple[str, int]]:
-    """The requests of the next forward, and how many tokens each has before it."""
-    cached = output.scheduled_cached_reqs
-    new = [(r.req_id, int(r.num_computed_tokens)) for r in output.scheduled_new_reqs]
-    return [*new, *zip(cached.req_ids, map(int, cached.num_computed_tokens), strict=True)]
