@@ -30,6 +30,7 @@ from tools import (
     identities,
     injured,
     inspection,
+    mechanisms,
     storms,
     traffic,
 )
@@ -260,6 +261,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         injured.injure,
         identities.serve_in_turn,
         identities.forget_in_keys,
+        mechanisms.mechanism,
         beside,
         uninstall,
     )
