@@ -261,6 +261,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         injured.injure,
         identities.serve_in_turn,
         identities.forget_in_keys,
+        identities.serve_images,
+        identities.match_any_image,
         mechanisms.mechanism,
         beside,
         uninstall,
