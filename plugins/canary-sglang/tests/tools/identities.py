@@ -63,8 +63,8 @@ def serve_images(
 
 def _image(seed: int, prompt: int, at: int, length: int) -> Any:
     """What SGLang's processor makes of an image, but for the embeddings, which are given."""
-    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputFormat
     from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputFormat
 
     item = MultimodalDataItem(modality=Modality.IMAGE, offsets=[(at, at + length - 1)])
     item.format = MultimodalInputFormat.PRECOMPUTED_EMBEDDING
