@@ -13,6 +13,10 @@ VENV_SGLANG ?= .venv-sglang-$(SGLANG)
 # vLLM for test-vllm, likewise.
 VLLM ?= 0.32.0
 VENV_VLLM ?= .venv-vllm-$(VLLM)
+# Minutes of traffic that all engines of the soak share, their starts not counted; the same seed asks the same.
+SOAK_MINUTES ?= 10
+SOAK_SEED ?=
+SOAK_FLAGS ?=
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # Engines small enough to run in the tests and the demo.
 # The last Transformers for Python 3.10 measures a CPU's memory with psutil, and has none without it.
@@ -24,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 empty :=
 space := $(empty) $(empty)
 
-.PHONY: demo test test-sglang test-vllm check test-gpu bench clean
+.PHONY: demo test test-sglang test-vllm soak check test-gpu bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/canary demo
@@ -44,6 +48,11 @@ test-sglang: $(VENV_SGLANG)/.stamp
 test-vllm: $(VENV_VLLM)/.stamp
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) plugins/canary-vllm/tests
+
+# Random traffic over every engine under guard. SOAK_FLAGS="--setups vllm/ngram --rounds 3", "--list", ...
+soak: $(STAMP) $(VENV_SGLANG)/.stamp $(VENV_VLLM)/.stamp
+	$(VENV)/bin/python tests/soak --seconds $$(( 60 * $(SOAK_MINUTES) )) $(addprefix --seed ,$(SOAK_SEED)) \
+		--python sglang=$(VENV_SGLANG)/bin/python vllm=$(VENV_VLLM)/bin/python $(SOAK_FLAGS)
 
 check: $(STAMP)
 	$(VENV)/bin/python -m ruff check .

@@ -173,6 +173,14 @@ CASES: dict[str, Case] = {
             ("gather_blocks",), Shape(16, 16, sets=16, layers=32), layout="llama",
         ),
         Case(
+            "compare_tables/256x4096", "the list of slots that attention was given for 256 × 4096 tokens, against the "
+            "table", ("compare_tables",), Shape(256, 4096), quick=True,
+        ),
+        Case(
+            "compare_tables/1x131072", "the same of 1 request × 131,072 tokens", ("compare_tables",),
+            Shape(1, 131072, sets=24),
+        ),
+        Case(
             "lifetime/8192", "the allocator gets 8192 slots back and hands them out again: two events", EVENTS,
             Shape(2, 4096, sets=16),
         ),

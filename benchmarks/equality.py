@@ -71,7 +71,9 @@ def _victims(setting: Setting) -> torch.Tensor:
 
 
 def _flip(setting: Setting, slots: torch.Tensor) -> None:
-    """Flips a bit of some slots' first byte in the first source; a second call flips it back."""
+    """Flips a bit of some slots' first byte in the first source, and of some entries of the list that attention was
+    given; a second call flips it back."""
+    setting.forwards[0].given[: len(slots)] ^= 1
     if not setting.case.has_bytes:
         return
     source = setting.state.region.sources[0]

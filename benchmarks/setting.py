@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.cases import CACHE_EVENTS, EVENTS, Case
 from benchmarks.layouts import LAYOUTS
-from canary_core import BatchView, CanaryConfig, Region, SlotTable
+from canary_adapters import ragged_table
+from canary_core import BatchView, CanaryConfig, ReadTable, Region, SlotTable
 from canary_core.ops.backends import Backend, torch_backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
@@ -28,13 +29,14 @@ SECTOR_BYTES = 32
 class Forward:
     """One of a case's batches. ``state`` is a view of the case's state with scratch of its own (plan, heads, cursors,
     what the scrub lists), so that one op of many batches can be launched in a row. ``rows``: its rows among all of the
-    setting's. ``read_slots``: what it reads, for events."""
+    setting's. ``read_slots``: what it reads, for events. ``given``: the same as a list that attention was given."""
 
     state: RegionState
     batch: BatchView
     table: SlotTable
     rows: slice
     read_slots: Tensor
+    given: Tensor
 
     def run(self, backend: Backend, op: str) -> None:
         """Launches ``op`` for this batch."""
@@ -46,6 +48,8 @@ class Forward:
             getattr(backend, op)(state, self.read_slots, self.rows.start)
         elif op in ("verify", "adopt"):
             getattr(backend, op)(state, self.read_slots)
+        elif op == "compare_tables":
+            backend.compare_tables(state, self._read_table(), 0)
         elif op == "gather_blocks":
             slots = self.read_slots[: len(self.read_slots) // BLOCK_SLOTS * BLOCK_SLOTS]
             words = BLOCK_VALUES + len(state.sources)
@@ -56,6 +60,14 @@ class Forward:
             getattr(backend, op)(state)
         else:
             getattr(backend, op)(state, self.batch, self.table)
+
+    def _read_table(self) -> ReadTable:
+        """``given`` beside the table: every row reads as many positions."""
+        batch = self.batch
+        starts = batch.prefix_lens.cumsum(0) - batch.prefix_lens
+        first = torch.zeros_like(batch.prefix_lens)
+        given = ragged_table(self.given, starts)
+        return ReadTable("kv_indices", REGION, given, self.table, first, batch.prefix_lens, batch.writers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +180,7 @@ class Setting:
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "adopt": reads * (8 + prints + state.sources.slot_bytes),
+                "compare_tables": reads * (entry + 8),
                 "gather_blocks": reads * (8 + SECTOR_BYTES + prints * (1 + 1 / BLOCK_SLOTS)),
                 **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES)),
                 "baseline": state.region.slots * (prints + state.sources.slot_bytes),
@@ -205,7 +218,7 @@ class Setting:
         view.cursors = self.state.cursors.clone()
         self._list(view, number)
         read_slots = flat(self.traffic.slots[rows, :first])
-        return Forward(view, batch, batch.tables[REGION], rows, read_slots)
+        return Forward(view, batch, batch.tables[REGION], rows, read_slots, read_slots.clone())
 
     def _list(self, view: RegionState, number: int) -> None:
         """The scrub of a case's ``number``-th batch compares the next stretch of written slots, and goes on there."""

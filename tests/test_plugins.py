@@ -533,7 +533,7 @@ def test_a_failed_start_is_never_silent(variable, value, error, monkeypatch, log
 
 @pytest.mark.usefixtures("fresh_process")
 def test_start_for_a_plugin_that_is_not_named_does_nothing(toy, monkeypatch):
-    """An engine's plugin loader calls it in every process; only where CANARY_PLUGINS names the plugin anything starts."""
+    """An engine's plugin loader calls it in every process; only what CANARY_PLUGINS names is started."""
     monkeypatch.setenv("CANARY_PLUGINS", "other")
     plugins.start_for("toy")
     assert plugins.load(CanaryConfig(plugins=())) == ()

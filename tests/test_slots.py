@@ -370,6 +370,49 @@ def test_records_that_arrive_leave_a_parked_slot_parked(guarded):
     assert guarded.violations == []
 
 
+def copied(guarded: Guarded, halves: str, check: bool) -> torch.Tensor:
+    """Slots 1 to 3 of a request are copied to 20 to 22, in a layer 1 only those of ``halves``; gives where to."""
+    engine, source, destination = guarded.engine, torch.tensor([1, 2, 3]), torch.tensor([20, 21, 22])
+    for layer, pair in enumerate(zip(engine.k, engine.v, strict=True)):
+        for half, tensor in zip("kv", pair, strict=True):
+            if layer == 0 or half in halves:
+                tensor[destination] = tensor[source]
+    guarded.canary.slots.copy("full", source, destination, check=check)
+    return destination
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("halves", ["kv", "k", ""])
+def test_a_copy_is_judged_against_its_source(halves, check):
+    """K alone is copied, or nothing, in one layer: that layer and half of each slot is found, at once where the copy is
+    checked, else when somebody reads or compares it. What lies there is never taken for right. A whole copy is fine."""
+    guarded = served()
+    destination = copied(guarded, halves, check)
+    if not check:
+        guarded.canary.drain()
+        assert guarded.violations == []
+        guarded.canary.slots.check("full", destination)
+    guarded.canary.drain()
+    missing = {(slot, f"{half}.1") for slot in (20, 21, 22) for half in "kv" if half not in halves}
+    assert {(v.slot, v.source) for v in guarded.violations} == missing
+    for found in guarded.violations:
+        assert (found.kind, found.phase, found.stored_request) == (Kind.BYTES, Phase.EVENT, "a")
+        assert found.explanation.startswith(f"the bytes that were copied or loaded to slot {found.slot} (page")
+
+
+def test_a_copy_that_has_to_wait_is_left_to_the_scrub():
+    """Events of the allocator still wait for the next forward, so the copy does, too: nothing is compared before."""
+    guarded = served()
+    guarded.canary.slots.alloc("full", torch.tensor([20, 21, 22]))
+    copied(guarded, "k", check=True)
+    guarded.canary.slots.settle()
+    guarded.canary.drain()
+    assert guarded.violations == []
+    guarded.canary.slots.check("full", torch.tensor([20, 21, 22]))
+    guarded.canary.drain()
+    assert {v.source for v in guarded.violations} == {"v.1"}
+
+
 def test_an_allocator_that_is_followed_no_longer_frees_nothing(guarded):
     """After `end_lifetime` a slot that was freed or parked is what it was before."""
     request = guarded.submit("a")

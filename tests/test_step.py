@@ -433,7 +433,7 @@ def test_a_listener_that_raises_switches_canary_off(method):
     served = Served(fails=(method,))
     LISTENERS[method](served)
     (event,) = served.findings.told("disabled")
-    assert event.fields["where"] == ("begin_forward" if method == "begin" else f"Recorder.{method}")
+    assert event.fields["where"] == f"Recorder.{method}"
     assert f"{method} failed" in event.fields["error"]
     assert not served.canary.enabled
     served.take()
@@ -667,3 +667,27 @@ def test_on_a_gpu_the_forward_may_come_before_its_view(overlap, hooked, first):
     assert served.guarded.violations == []
     assert served.counter(Counter.CHECKED_FORWARDS) == 3
     assert served.counter(Counter.RECORDED_SLOTS) == 6
+
+
+def test_what_was_carried_keeps_the_fingerprints_that_came_with_it(guarded):
+    """The tokens of a step whose bytes came by a copy are recorded, and their bytes stay those of the copy's source:
+    what the copy left out is found, and not taken for what was written."""
+    guarded.submit("a", tokens=3)
+    guarded.step()
+    engine, canary = guarded.engine, guarded.canary
+    request = guarded.submit("b", tokens=3)
+    batch = engine.batch()
+    source, destination = torch.tensor([1, 2, 3]), torch.tensor(request.slots)
+    for tensor in (*engine.k, engine.v[1]):
+        tensor[destination] = tensor[source]
+    canary.slots.copy("full", source, destination)
+    tables = {name: replace(table, carried=True) for name, table in batch.tables.items()}
+    canary.step.run(lambda: None, lambda: replace(batch, tables=tables))
+    for r, new in zip(engine.requests, engine.news, strict=True):
+        r.cached += new
+    canary.slots.check("full", destination)
+    canary.drain()
+    assert {(v.kind, v.slot, v.source) for v in guarded.violations} == {
+        (Kind.BYTES, slot, "v.0") for slot in request.slots
+    }
+    assert {v.stored_request for v in guarded.violations} == {"b"}

@@ -50,8 +50,39 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
             "uses a negative slot number for position 2",
         ),
         ({"kind": Kind.WRITE_INPUT, "position": 82, "stored_token": 3}, "who is at position 82"),
+        (
+            {
+                "kind": Kind.WRITE_INPUT,
+                "request": "a",
+                "position": 82,
+                "token": 9,
+                "stored_token": 3,
+                "stored_value": 9,
+            },
+            "the sampler gave a token 9 for position 82, but the forward computed token 3 there: the next tokens",
+        ),
+        (
+            {
+                "kind": Kind.TOKEN,
+                "phase": Phase.POST_FORWARD,
+                "request": "a",
+                "position": 82,
+                "token": 9,
+                "slot": 4,
+                "stored_token": 3,
+                "stored_value": 9,
+                "stored_request": "a",
+                "step_written": 7,
+            },
+            "the sampler gave a token 9 for position 82, but slot 4, from which it was read, holds token 3 that a "
+            "wrote at step 7: a rejected draft was kept",
+        ),
         ({"kind": Kind.BYTES, "slot": 4}, "since a request whose name is not known wrote them"),
         ({"kind": Kind.BYTES, "slot": 4, "stored_request": "0"}, "since request 0 wrote them"),
+        (
+            {"kind": Kind.BYTES, "slot": 4, "source": "v.1", "phase": Phase.EVENT, "stored_request": "r6"},
+            "the bytes that were copied or loaded to slot 4 of v.1 are not those that r6 wrote",
+        ),
         ({"kind": Kind.UNWRITTEN, "slot": 4}, "a request whose name is not known will read a position from slot 4,"),
         (
             {"kind": Kind.DOUBLE_FREE, "slot": 4, "step_freed": 0, "freed_by": "a"},
@@ -64,6 +95,36 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
         (
             {"kind": Kind.ARRIVAL, "slot": 5, "phase": Phase.EVENT},
             "for this prefix: something brought slot 5 for the engine.",
+        ),
+        (
+            {
+                "kind": Kind.READ_TABLE,
+                "slot": 5,
+                "position": 2,
+                "stored_value": 7,
+                "request": "a",
+                "detail": "kv_indices",
+            },
+            "kv_indices names slot 5 for position 2 of a, for which the engine keeps slot 7: attention was given a",
+        ),
+        (
+            {"kind": Kind.READ_TABLE, "slot": -1, "position": 2, "stored_value": 7, "request": "a"},
+            "a table of the attention backend names no slot for position 2 of a, for which the engine keeps slot 7",
+        ),
+        (
+            {
+                "kind": Kind.READ_TABLE,
+                "slot": 5,
+                "position": 2,
+                "stored_value": 7,
+                "request": "a",
+                "detail": "pages",
+                "stored_state": State.WRITTEN,
+                "stored_position": 9,
+                "stored_request": "b",
+                "step_written": 4,
+            },
+            "keeps slot 7; b wrote position 9 to slot 5 at step 4. Attention was given a table that is stale",
         ),
         (
             {"kind": Kind.CACHE_STRUCTURE, "rule": "parent"},
@@ -98,7 +159,7 @@ def test_a_writer_that_nobody_named_is_no_number(guarded, writer):
     guarded.canary.drain()
     (found,) = guarded.violations
     assert (found.kind, found.stored_request) == (Kind.BYTES, None)
-    assert "since a request whose name is not known wrote them at step 1" in found.explanation
+    assert "are not those that a request whose name is not known wrote at step 1" in found.explanation
 
 
 def freed_and_handed_out(guarded: Guarded, slot: torch.Tensor) -> None:

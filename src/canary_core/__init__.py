@@ -4,7 +4,7 @@ from canary_core.adapters import BatchAdapter, PoolAdapter
 from canary_core.attach import attach, report_unguarded
 from canary_core.audit.footprint import Footprint, FootprintAudit
 from canary_core.audit.memory import tensors_of
-from canary_core.batch import BatchView, SlotTable, StateCheckpoints
+from canary_core.batch import BatchView, ReadTable, SlotTable, StateCheckpoints
 from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
@@ -30,6 +30,7 @@ from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import StreamSet
 from canary_core.runtime.watchdog import Watchdog
+from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
 from canary_core.step import Overlap, Step, StepListener
 from canary_core.violation import Violation
@@ -70,11 +71,13 @@ __all__ = [
     "Phase",
     "PluginError",
     "PoolAdapter",
+    "ReadTable",
     "RecordBuffers",
     "RecordSweep",
     "Region",
     "RegionKind",
     "Role",
+    "SampledTokens",
     "SlotEvents",
     "SlotTable",
     "State",

@@ -1,4 +1,4 @@
-"""What one forward reads and writes: `BatchView`, with one `SlotTable` per region."""
+"""What one forward reads and writes: `BatchView`, with one `SlotTable` per region, and `ReadTable`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +57,8 @@ class SlotTable:
     ``rows`` rows only the first ``slots`` belong to this region (pages of several layers in one tensor): row ``n`` is
     slot ``n // rows * slots + n % rows``, and a row with ``n % rows >= slots`` is out of range. None: they are slots.
     checkpoints: slots into which the forward copies states as well, None for none; only in regions of one token a slot.
+    carried: the bytes of the new tokens came by copies that `SlotEvents.copy` was told of, not by the forward: what
+    these tokens are is recorded, and what bytes they should have stays what the copies brought.
     """
 
     entries: Tensor
@@ -67,6 +69,7 @@ class SlotTable:
     stored_tokens: int = 0
     pool_page: tuple[int, int] | None = None
     checkpoints: StateCheckpoints | None = None
+    carried: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.ring_slots < 0 or self.stored_tokens < 0:
@@ -202,3 +205,51 @@ class BatchView:
     def device(self) -> torch.device:
         """Where all tensors of the batch are."""
         return self._device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTable:
+    """A table that an attention backend was given for one forward, beside the one that the engine keeps: both must name
+    the same slot at each position ``[first, end)`` of each row.
+
+    name: what the table is called in a finding, e.g. ``kv_indices of TritonAttnBackend``. region: whose slots it names;
+    one of one token a slot.
+    given: as the backend's kernels read it. kept: as the engine keeps it, with numbers of slots as in the region's own
+    table; where it has no slot, or a padding one, nothing is compared.
+    first, end, writers: int32 or int64 ``[rows]``, contiguous. A row with ``end`` not above ``first`` is left out.
+    own_slots: entries of ``given`` are the region's own slots, since the backend has translated them; else they are
+    numbered as those of ``kept``.
+
+    Raises `AttachError` if they don't fit together.
+    """
+
+    name: str
+    region: str
+    given: SlotTable
+    kept: SlotTable
+    first: Tensor
+    end: Tensor
+    writers: Tensor
+    own_slots: bool = False
+
+    def __post_init__(self) -> None:
+        device = self.writers.device
+        for name in ("first", "end", "writers"):
+            require_index_tensor(f"{self.name}: {name}", getattr(self, name), device, dims=1)
+        for name, table in (("given", self.given), ("kept", self.kept)):
+            have = table.entries.shape[0] if table.rows is None else table.rows.shape[0]
+            if table.entries.device != device or have < self.rows:
+                raise AttachError(
+                    f"{self.name}: {name} has {have} rows on {table.entries.device}, to be compared are {self.rows} on "
+                    f"{device}; give a row for each"
+                )
+        if not self.first.shape == self.end.shape == self.writers.shape:
+            raise AttachError(
+                f"{self.name}: first, end and writers must have one number a row, got shapes "
+                f"{tuple(self.first.shape)}, {tuple(self.end.shape)} and {tuple(self.writers.shape)}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Batch rows that are compared."""
+        return self.writers.shape[0]

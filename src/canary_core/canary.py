@@ -30,6 +30,7 @@ from canary_core.records import Counter, Kind
 from canary_core.region import Region, Uncovered
 from canary_core.reporting.findings import Findings
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
+from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
 from canary_core.step import Step
 from canary_core.summary import Summary
@@ -94,6 +95,8 @@ class Canary:
         """What happens to slots beside forwards."""
         self.ledger = Ledger(self, self.slots, self._switch)
         """What was stored of the pool, and whether what comes back is the same."""
+        self.sampled = SampledTokens(self._workspace, self._switch)
+        """What the sampler gave, to be compared with what the next forward computes."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
         self.audit.forget = self.slots.forget
@@ -251,6 +254,7 @@ class Canary:
             **kinds,
             **self.audit.counts,
             **self.ledger.stats(),
+            **self.step.tables.stats(),
             **self._counts,
         }
 

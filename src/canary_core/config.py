@@ -45,6 +45,7 @@ HUNT: dict[str, Any] = {
     "scrub_budget": "1%",
     "sweep_interval": 32,
     "state_interval": 1,
+    "table_interval": 1,
     "read_interval": 1,
 }
 """Everything that finds sooner, at a price: reads compared, a busier scrub, sweeps, states every step, counters read
@@ -236,6 +237,13 @@ class CanaryConfig(BaseSettings):
         default=256,
         description="Decode steps between two whose recurrent states (Mamba, linear attention) are fingerprinted and "
         "compared before the next step, since every step rewrites all their bytes; prefills always are. 1: every step.",
+        json_schema_extra=_unit("forwards"),
+    )
+    table_interval: Annotated[int, Field(ge=0)] = Field(
+        default=16,
+        description="Forwards between two in which a table that attention was given (a page table, a list of slots, "
+        "the buffers of a CUDA graph) is compared with the one that the engine keeps, where its plugin can; such a "
+        "forward has no scrub. 1: every forward, 0: never.",
         json_schema_extra=_unit("forwards"),
     )
     on_violation: Literal["report", "abort", "quarantine"] = Field(

@@ -66,6 +66,7 @@ class Event:
     | quarantined         | what a finding concerns was evicted from the prefix cache: kind, region, slot, tokens  |
     | quarantine_failed   | nothing could be done about a finding, or can't be in this engine, and why             |
     | hooks_left_out      | functions that a plugin hooks are missing or changed: which, and what is unguarded     |
+    | tables_left_out     | tables of an attention backend are not compared with the engine's own: which, and why  |
     | lifetime_off        | an engine's allocator can't be followed (any more); of these regions nothing is freed  |
     | parking_off         | cached slots that no request has can't be told (any more): of which cache, and why     |
     | adopted             | a cache that held tokens already was taken over; they are not judged until rewritten   |

@@ -36,6 +36,18 @@ Block row: what `gather_blocks` says of some slots in sequence order, int64 ``[B
 | 3     | `BLOCK_SLOT`   | number of the first slot                                                       |
 | 4 ... | `BLOCK_VALUES` | one value for each source: the slots' fingerprints, each times an odd weight    |
 
+Sample: what the sampler gave a request for a position, one int64, 0 for nothing:
+
+| bits     | constant                | content                                                                    |
+|----------|-------------------------|----------------------------------------------------------------------------|
+| 0 to 21  | `SAMPLE_TOKEN_BITS`     | token id                                                                   |
+| 22 to 42 | `SAMPLE_POSITION_BITS`  | position, never 0: a prompt has a token                                    |
+| 43 to 62 | `SAMPLE_WRITER_BITS`    | writer id modulo ``2**20``                                                 |
+
+One word, so that no reader sees the token of one request and the position of another. Larger tokens and positions are
+not remembered. A request's last `SAMPLE_TOKENS` are kept at ``writer % SAMPLE_WRITERS * SAMPLE_TOKENS + position %
+SAMPLE_TOKENS``.
+
 Violation row: `ROW_WORDS` int64, see `Row`. Counters: one int64 each, see `Counter`.
 """
 
@@ -151,6 +163,8 @@ class Kind(IntEnum):
     """The prefix cache gave up a slot that a request still has."""
     ARRIVAL = 18
     """Bytes that came back without a forward are not those that were stored for this prefix."""
+    READ_TABLE = 22
+    """The table that attention was given names another slot than the one that the engine keeps."""
 
 
 class Counter(IntEnum):
@@ -178,6 +192,8 @@ class Counter(IntEnum):
     SCRUBBED_SLOTS = 33
     """Slots that the scrub has passed in search of those of running requests: divided by the region's slots, how often
     it went round."""
+    SAMPLED_TOKENS = 34
+    """Tokens that a forward computed or read, and that were compared with what the sampler gave."""
 
 
 COUNTERS = 40
@@ -275,6 +291,20 @@ CHAINS = 65536
 """Entries of a region's chain table, int64 ``[CHAINS, 2]``: (``writer * 2**32 + length``, prefix hash there), at
 ``writer % CHAINS``. It remembers where each request's sequence ended, so that a whole foreign row is noticed."""
 
+SAMPLE_WRITERS, SAMPLE_TOKENS = 4096, 16
+"""Of how many requests the sampled tokens are remembered, and how many of each. Requests with the same remainder push
+each other out."""
+
+SAMPLE_TOKEN_BITS, SAMPLE_POSITION_BITS, SAMPLE_WRITER_BITS = 22, 21, 20
+
+TAIL_WORDS = 3
+"""What `check` notes of each of the last `SAMPLE_TOKENS` positions that a row reads, for `record` to compare: a sample
+without its writer, 0 for nothing; the slot; and the record's words `STEP_WRITTEN` and `WRITER` as one number."""
+
+NO_SAMPLE, NOT_SAMPLED = -1, -2
+"""In the place of a token: nothing was sampled for this position, and what was known of it holds no more; nothing is
+said of this position."""
+
 DESCRIPTOR_WORDS = 12
 
 
@@ -323,10 +353,11 @@ class Row(IntEnum):
     STORED_POSITION = 8
     """The record's position word: ``position * 32 + state``."""
     STORED_VALUE = 9
-    """Recorded prefix hash or fingerprint; for `WRITE_SLOT` the slot of the table; for `TWO_WRITERS` the winner's
-    token index."""
+    """Recorded prefix hash or fingerprint; for `WRITE_SLOT` and `READ_TABLE` the slot of the engine's table; for
+    `TWO_WRITERS` the winner's token index; for `WRITE_INPUT`, and `TOKEN` after a forward, the token that was sampled,
+    -1 for none."""
     FOUND_VALUE = 10
-    """Prefix hash or fingerprint that was found."""
+    """Prefix hash or fingerprint that was found; for `READ_TABLE` the number of the table's name."""
     WRITER = 11
     """Writer id of the request that reads or writes now, -1 for the scrub."""
     STORED_WRITER = 12

@@ -17,6 +17,7 @@ from canary_core.ops.state import RegionState
 from canary_core.records import CONTENT, POSITION, STATES, STEP_WRITTEN, UNPARKED, State
 from canary_core.region import KVSource
 from canary_core.runtime.event_queue import QueuedEvent
+from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 
 Owner = int | Callable[[], int | Tensor]
@@ -126,15 +127,22 @@ class SlotEvents:
                 self.workspace.join()
                 self._queue.put_arrival(partial(_forget_releases, state))
 
-    def copy(self, region: str, source: Tensor, destination: Tensor) -> None:
-        """The engine copied slots ``source`` to ``destination``: records travel with the bytes. Call it when the copy
-        was issued, on the same stream. Overlaps are read first."""
+    def copy(self, region: str, source: Tensor, destination: Tensor, check: bool = False) -> None:
+        """The engine copied slots ``source`` to ``destination``: what is known of them travels with the bytes, their
+        fingerprints too. So a copy that went wrong is found like any other change, and what lies in ``destination`` is
+        never taken for right. Call it when the copy was issued, on the same stream. Overlaps are read first.
+
+        ``check``: compares the bytes of ``destination`` at once, in one more launch, where the scrub would come by only
+        later: for few slots, on the stream of the forwards. Not where a graph is captured, or where events of the
+        allocator still wait."""
         state = self._told("copy", region, source=source, destination=destination)
         if state is not None:
             self.audit.claim(region, destination)
             with self._switch.guard("copy_slots"):
                 self.workspace.join()
                 self._queue.put_arrival(partial(_copy_records, state, source, destination), source, destination)
+                if check and state.sources and not len(self._queue) and not capturing(self.workspace.device):
+                    self.workspace.backend.verify(state, destination)
 
     def clear(self, region: str, slots: Tensor | None) -> None:
         """``slots`` (None: all of the region) hold nothing any more (a roll-back, a reset): reading one before it is

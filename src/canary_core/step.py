@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -17,8 +18,10 @@ from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.overhead import Overhead
 from canary_core.runtime.scrub import Scrub
 from canary_core.runtime.streams import capturing
+from canary_core.runtime.table_check import TableCheck
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import Switch
+from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
 
 Output = TypeVar("Output")
@@ -83,6 +86,7 @@ class Facade(Protocol):
     """What a step needs of its `Canary`, which plugins are told of."""
 
     ledger: Ledger
+    sampled: SampledTokens
 
     def tell_stats(self) -> None:
         """Tells the counters, as a ``stats`` event."""
@@ -114,8 +118,9 @@ class Step:
     is always the same.
 
     `run` does it all around a function. Engines that call at two places use `before` and `after`, and `abandon` where a
-    forward failed. Called in another order, Canary says so with a ``misuse`` event, or raises `MisuseError` in raise
-    mode. In log mode nothing of this raises into the engine; in raise mode `end` raises the first finding.
+    forward failed; `issues_first` and `beside` give them what `run` has from `Overlap.ALL`. Called in another order,
+    Canary says so with a ``misuse`` event, or raises `MisuseError` in raise mode. In log mode nothing of this raises
+    into the engine; in raise mode `end` raises the first finding.
     """
 
     def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Findings) -> None:
@@ -132,6 +137,9 @@ class Step:
         self._backend = workspace.backend
         self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
         self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
+        self.tables = TableCheck(workspace, switch, config.table_interval)
+        """Whether attention is given the slots that the engine keeps."""
+        findings.table_names = self.tables.names
         self.overhead = Overhead(workspace.device)
         """What Canary itself costs."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
@@ -243,7 +251,7 @@ class Step:
             if issued_first:
                 # The device has the forward before the host works for us.
                 output = forward()
-                with self._workspace.beside(True):
+                with self.beside():
                     seen = self._check(batch, view, overlap)
             else:
                 seen = self._check(batch, view, overlap)
@@ -272,6 +280,29 @@ class Step:
             self.close()
         return output
 
+    def issues_first(self, overlap: Overlap) -> bool:
+        """For engines that call `before` and `after`: a forward is issued next, on the current stream. Gives whether it
+        may be issued before the host works for Canary. If so, tell the events of slots, make the view and call `before`
+        as soon as it was issued, all of it within `beside`; if not, now."""
+        if not self._switch.enabled or self.paused or self._missed:
+            return False
+        with self._switch.guard("issues_first"):
+            # A view may be made in the tensors of the one before.
+            self._workspace.join(for_good=True)
+            side = self._workspace.side
+            if overlap is not Overlap.ALL or side is None or self._captured or self._audit.due:
+                return False
+            if self._hooks.canary_pre_forward.get_hookimpls() or any(s.reads for s in self._states.values()):
+                return False
+            side.mark()
+            return True
+        return False
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What is issued within comes after what the forwards' stream had to do at `issues_first`, not after the
+        forward that was issued since. Only where that said so."""
+        return self._workspace.beside(True)
+
     def before(self, view: BatchView, overlap: Overlap = Overlap.NONE) -> None:
         """Checks every slot that the forward of ``view`` will read. May be captured in a graph."""
         if not self._switch.enabled:
@@ -295,6 +326,7 @@ class Step:
             self._captured = self._captured or capturing(self._workspace.device)
             self.require_place(view)
             self._view = self.last_view = view
+            self._canary.sampled.begin()
             self._overlap = overlap
             compared = [name for name in view.tables if self._schedules[name].begin(view, self._captured)]
             compared = [name for name in compared if self._states[name].reads]
@@ -342,6 +374,7 @@ class Step:
                 return
             self._audit.end()
             self._record(given if view is None else view)
+            self._canary.sampled.recorded(given if view is None else view)
         except Exception as error:
             self._switch.fail("post_forward", error)
         finally:
@@ -352,13 +385,16 @@ class Step:
         """The forward that was checked last has failed: nothing is recorded of it."""
         self._view = None
         self._passing = False
+        if self._workspace.side is not None:
+            self._workspace.side.unmark()
         self._audit.abandon()
 
     def join(self) -> None:
         """The current stream waits for what of Canary's runs beside the forwards: before anything but a forward writes
         to tensors of the last view (`run` and `before` do it by themselves)."""
         if self._switch.enabled:
-            self._workspace.join()
+            with self._switch.guard("join"):
+                self._workspace.join()
 
     def follow_check(self) -> None:
         """After `after`: what the current stream does from now on comes after that forward's check. For a stream other
@@ -367,6 +403,7 @@ class Step:
         if self._switch.enabled and self._workspace.side is not None:
             with self._switch.guard("follow_check"):
                 self._workspace.side.follow()
+                self.tables.follow()
 
     def end(self) -> None:
         """Host only, never captured: starts a late read of the counters and reports what the last one brought. On the
@@ -410,6 +447,7 @@ class Step:
                 self._canary.tell_stats()
             if not idle:
                 self.overhead.step()
+                self.tables.ended()
         except Exception as error:
             self._switch.fail("end_step", error)
         finally:
@@ -468,6 +506,7 @@ class Step:
             self._missed = paused
             for name in self._states:
                 self._slots.forget(name, None)
+            self._canary.sampled.forget()
         if paused:
             self.passed_by += 1
             self.watchdog.feed()
@@ -487,18 +526,12 @@ class Step:
     def _begin(self, batch: Any, overlap: Overlap) -> bool:
         """Gives whether the forward is issued before its check."""
         with self._switch.guard("begin_forward"):
-            # A view may be made in the tensors of the one before.
+            # A listener may write to the tensors of the view before.
             self._workspace.join(for_good=True)
-            for listener in self._listeners:
+        for listener in self._listeners:
+            with self._guard(listener, "begin"):
                 listener.begin(batch)
-            side = self._workspace.side
-            if overlap is not Overlap.ALL or side is None or self._captured or self._audit.due:
-                return False
-            if self._hooks.canary_pre_forward.get_hookimpls() or any(s.reads for s in self._states.values()):
-                return False
-            side.mark()
-            return True
-        return False
+        return self.issues_first(overlap)
 
     def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
         seen: BatchView | None = None
@@ -525,7 +558,10 @@ class Step:
         with workspace.beside(beside), self.overhead.device(self._captured):
             for name, table in view.tables.items():
                 state = self._states[name]
-                if state.sources and self._schedules[name].now:
+                if table.carried:
+                    # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
+                    pass
+                elif state.sources and self._schedules[name].now:
                     first = None if self._captured else workspace.proof.writes(state, view)
                     self._backend.fingerprint(state, view, table)
                     if first is not None:
@@ -535,7 +571,9 @@ class Step:
                 self._backend.record(state, view, table)
                 if table.checkpoints is not None:
                     record_checkpoints(self._backend, state, view, table)
-            self.scrub.run(self._captured)
+            # A forward has either a scrub or a comparison of tables, so that it has no launch more.
+            if not self.tables.took_turn() or self._captured:
+                self.scrub.run(self._captured)
         if hooked:
             hooks.canary_recorded(canary=self._canary, batch=view)
         if beside and workspace.side is not None:
@@ -555,6 +593,7 @@ class Step:
         for listener in self._listeners:
             with self._guard(listener, "forget"):
                 listener.forget(batch)
+        self._canary.sampled.forget()
         # With no check before the forward, nothing else lets queued events take effect.
         self._slots.settle()
         self._audit.end()

@@ -56,7 +56,7 @@ class Violation:
                 value = value.name.lower()
             elif name == "sources":
                 value = list(value)
-            elif name in ("stored_value", "found_value") and self.kind not in (Kind.WRITE_SLOT, Kind.TWO_WRITERS):
+            elif name in ("stored_value", "found_value") and not self._has_number:
                 value = f"{value & (1 << 64) - 1:016x}"
             out[name] = value
         return {**out, "explanation": self.explanation}
@@ -86,6 +86,8 @@ class Violation:
             different=f", {self.detail}" if self.detail else "",
             identity=self.identity,
             stored_identity=self.stored_identity or "an identity whose name is not known",
+            table=self.detail or "a table of the attention backend",
+            kept=counted("slot", self.stored_value, "another"),
             detail=self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             v=self,
         )
@@ -93,6 +95,13 @@ class Violation:
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step > 0 else "before the first forward"
         return f"{self.kind.name.lower()} in region {self.region}, {step}: {self.explanation}"
+
+    @property
+    def _has_number(self) -> bool:
+        """Whether ``stored_value`` is a slot or a token, and no hash."""
+        sampled = self.kind is Kind.TOKEN and self.phase is Phase.POST_FORWARD
+        numbered = (Kind.WRITE_SLOT, Kind.TWO_WRITERS, Kind.WRITE_INPUT, Kind.READ_TABLE)
+        return sampled or self.kind in numbered
 
     def _reader(self) -> str:
         if self.phase is Phase.SWEEP:
@@ -177,6 +186,8 @@ _EXPLANATIONS = {
     Kind.CACHE_STRUCTURE: "{node} is broken: {detail}.",
     Kind.ARRIVAL: "the bytes that came back are not those that were stored for this prefix: {origin} brought {place} "
     "for {reader}{different}.",
+    Kind.READ_TABLE: "{table} names {where} for {position} of {reader}, for which the engine keeps {kept}: attention "
+    "was given a table that is stale or was made wrongly.",
     Kind.NON_FINITE: "{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding.",
 }
 
@@ -220,6 +231,12 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         Kind.FREED,
         lambda v: v.phase is Phase.EVENT,
         "{reader} was given {where} by the prefix cache, but {freer} freed it{freed}: a prefix hit on a freed slot.",
+    ),
+    (
+        Kind.BYTES,
+        lambda v: v.phase is Phase.EVENT,
+        "the bytes that were copied or loaded to {where} are not those that {writer} wrote{written}: they were left "
+        "out, came from the wrong place or too early, or had changed before.",
     ),
     (
         Kind.UNWRITTEN,
@@ -267,9 +284,33 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     ),
     (
         Kind.WRITE_INPUT,
+        lambda v: v.stored_value is not None and v.stored_value >= 0,
+        "the sampler gave {reader} {token} for {position}, but the forward computed {stored_token} there: the next "
+        "tokens of two requests changed places, a rejected draft was kept, or a sequence length is wrong.",
+    ),
+    (
+        Kind.TOKEN,
+        lambda v: v.phase is Phase.POST_FORWARD,
+        "the sampler gave {reader} {token} for {position}, but {where}, from which it was read, holds {stored_token} "
+        "that {writer} wrote{written}: a rejected draft was kept, or a sequence length is wrong.",
+    ),
+    (
+        Kind.WRITE_INPUT,
         lambda v: v.token is None or v.token < 0,
         "the forward computed {stored_token} at {stored_position} for {reader}, who is at "
         "{position}: the batch was assembled wrongly.",
+    ),
+    (
+        Kind.READ_TABLE,
+        lambda v: v.slot is None or v.slot < 0,
+        "{table} names no slot for {position} of {reader}, for which the engine keeps {kept}: attention was given a "
+        "table that is stale or was made wrongly.",
+    ),
+    (
+        Kind.READ_TABLE,
+        lambda v: v.stored_state is State.WRITTEN and v.step_written is not None,
+        "{table} names {where} for {position} of {reader}, for which the engine keeps {kept}; {writer} wrote "
+        "{stored_position} to {where}{written}. Attention was given a table that is stale or was made wrongly.",
     ),
     (
         Kind.WRITE_SLOT,

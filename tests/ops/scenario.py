@@ -7,16 +7,31 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
+from canary_core import BatchView, CanaryConfig, KVSource, ReadTable, Region, RegionKind, SlotTable
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
+from canary_core.ops.reference import plan
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import POSITION, STATES, Cursor, ScrubWord
+from canary_core.records import (
+    NO_SAMPLE,
+    NOT_SAMPLED,
+    POSITION,
+    SAMPLE_POSITION_BITS,
+    SAMPLE_TOKEN_BITS,
+    SAMPLE_TOKENS,
+    SAMPLE_WRITERS,
+    STATES,
+    Cursor,
+    ScrubWord,
+)
 from canary_core.region import Role
 
 TABLES = ("records", "fingerprints", "chains", "cursors", "listed")
 SCRATCH = ("claims", "heads", "plan")
 """Tensors of a `RegionState` and of its scratch that ops change."""
+
+SAMPLES = ("table", "given", "ends", "tails")
+"""The same of what is known of the sampler."""
 
 TOKENS = 50
 """Vocabulary: small, so that equal tokens meet."""
@@ -36,6 +51,8 @@ class Scenario:
     """Chooses the fingerprints that are not known, and leaves the other choices as they are."""
     scrub: random.Random
     """The same for what the scrub has listed and how far it goes."""
+    sampler: random.Random
+    """The same for what the sampler gives."""
 
     def state(self, **settings: object) -> RegionState:
         config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, **settings})
@@ -47,6 +64,8 @@ class Scenario:
         # What was listed may be free again by now, or written anew.
         list_slots(state, self.scrub.sample(range(self.region.slots), self.scrub.randint(0, self.region.slots)))
         state.fingerprints.random_(-(2**62), 2**62)
+        if self.region.tokens_per_slot == 1 and self.sampler.random() < 0.9:
+            state.follow_sampler()
         return state
 
 
@@ -92,7 +111,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
     pool_page = rng.choice([None, None, (7, 5)])
     unknown = random.Random(f"unknown {seed}")
     scrub = random.Random(f"scrub {seed}")
-    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown, scrub)
+    sampler = random.Random(f"sampler {seed}")
+    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown, scrub, sampler)
 
 
 def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
@@ -189,6 +209,32 @@ def blocks(s: Scenario, table: SlotTable) -> list[tuple[BlockShape, torch.Tensor
     ]
 
 
+def read_table(s: Scenario, batch: BatchView, table: SlotTable) -> ReadTable:
+    """What attention was given beside ``table``: a copy of it, or one list of numbers of slots, or of the region's own
+    slots, for some of the positions; with some entries that are others."""
+    rng = random.Random(f"tables {s.random.random()}")
+    rows, device, kind = batch.rows, s.device, rng.choice([torch.int32, torch.int64])
+    first = torch.tensor([rng.choice([0, 0, 3, -1]) for _ in range(rows)], dtype=kind, device=device)
+    end = batch.prefix_lens.to(kind) + rng.choice([0, 0, 1, -2])
+    own_slots = False
+    if rng.random() < 0.4:
+        given = replace(table, entries=table.entries.clone(), write_slots=None)
+        flat = given.elements
+    else:
+        places = plan.expand(first.clamp(min=0).long(), torch.maximum(end, first.clamp(min=0)).long())
+        flat, _ = plan.numbers(table, places)
+        own_slots = rng.random() < 0.3
+        if own_slots:
+            flat, _ = plan.lookup(s.region, table, places)
+        flat = torch.cat((flat, flat.new_zeros(1))).to(kind)
+        count = torch.maximum(end, first.clamp(min=0)) - first.clamp(min=0)
+        starts = (count.cumsum(0) - count - first.clamp(min=0)).to(kind)
+        given = SlotTable(flat.as_strided((1, len(flat)), (1, 1)), starts, pool_page=s.pool_page)
+    for _ in range(rng.choice([0, 1, 5])):
+        flat[rng.randrange(len(flat))] = rng.choice([-1, 0, 5, s.region.slots - 1, s.region.slots + 70])
+    return ReadTable("kv_indices", "r", given, table, first, end, batch.writers, own_slots)
+
+
 def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:
     """An allocator's event: slots or pages, one writer or one for each, slots of a page."""
     slots, page_slots = events(s), s.random.choice([1, 1, 3, 4])
@@ -198,6 +244,41 @@ def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:
         return slots, s.random.randint(-1, 5), page_slots
     writers = [s.random.randint(-1, 5) for _ in slots]
     return slots, torch.tensor(writers, dtype=torch.int32, device=s.device), page_slots
+
+
+def sample(s: Scenario, state: RegionState, batch: BatchView, following: BatchView | None) -> None:
+    """The sampler gives the rows of ``batch`` tokens, one or several of each, now and then none, and tokens that are
+    too large to be kept. What it gave for the positions around the beginning of each row of ``following`` is known from
+    earlier; mostly that is what the row computes, or what a slot holds."""
+    if state.samples is None:
+        return
+    rng = s.sampler
+    tokens = torch.full((batch.rows, rng.choice([1, 1, 3, 20])), NO_SAMPLE, dtype=torch.int64)
+    for row in range(batch.rows):
+        for column in range(tokens.shape[1]):
+            tokens[row, column] = rng.choice([NO_SAMPLE, NOT_SAMPLED, 1 << 22, rng.randrange(TOKENS)])
+    tokens = tokens.to(rng.choice([torch.int32, torch.int64])).to(s.device)
+    if tokens.shape[1] == 1 and rng.random() < 0.8:
+        tokens = tokens[:, 0]
+    if rng.random() < 0.9:
+        state.samples.give(tokens, tuple(rng.sample(range(batch.rows), rng.choice([0, 0, 1]))))
+    if following is None:
+        return
+    first, words = 0, state.records[:, POSITION].tolist()
+    held = {word // STATES: token for word, token in zip(words, state.records[:, 0].tolist(), strict=True) if word > 0}
+    rows = zip(following.prefix_lens.tolist(), following.new_lens.tolist(), following.writers.tolist(), strict=True)
+    for prefix, new, writer in rows:
+        for position in range(max(prefix - 9, 1), prefix + 4):
+            index = first + position - prefix
+            computed = prefix <= position < prefix + new and index < following.tokens
+            token = int(following.token_ids[index]) if computed else held.get(position, 0) & 0xFFFF
+            if rng.random() < 0.2:
+                token = rng.randrange(TOKENS)
+            if writer >= 0 and rng.random() < 0.7:
+                kept = writer % SAMPLE_WRITERS * SAMPLE_TOKENS + position % SAMPLE_TOKENS
+                key = writer << SAMPLE_POSITION_BITS | position
+                state.samples.table[kept] = key << SAMPLE_TOKEN_BITS | token
+        first += new
 
 
 def disturb(s: Scenario, state: RegionState) -> None:
@@ -248,6 +329,10 @@ def twin(state: RegionState) -> RegionState:
     other.scratch = copy.copy(state.scratch)
     for name in SCRATCH:
         setattr(other.scratch, name, getattr(state.scratch, name).clone())
+    if state.samples is not None:
+        other.samples = copy.copy(state.samples)
+        for name in SAMPLES:
+            setattr(other.samples, name, getattr(state.samples, name).clone())
     # Launches on the original know its addresses.
     other.launches = LaunchCache()
     return other
@@ -257,6 +342,8 @@ def differences(state: RegionState, other: RegionState, tokens: int) -> list[str
     """Names of the tensors that differ. Ring rows are compared as a set: the order of atomics is free."""
     pairs = {name: (getattr(state, name), getattr(other, name)) for name in TABLES}
     pairs |= {name: (getattr(state.scratch, name), getattr(other.scratch, name)) for name in SCRATCH}
+    if state.samples is not None:
+        pairs |= {name: (getattr(state.samples, name), getattr(other.samples, name)) for name in SAMPLES}
     pairs["plan"] = (state.scratch.plan[:tokens], other.scratch.plan[:tokens])
     pairs["counters"] = (state.shared.counters, other.shared.counters)
     pairs["clock"] = (state.shared.clock, other.shared.clock)

@@ -1,22 +1,38 @@
 """Every op is there twice, and both give the same bits: the Triton kernels (on the interpreter, or on a GPU) and their
 torch reference."""
 
+from collections import Counter as Counts
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ops.scenario import blocks, differences, disturb, events, history, ownership, ring_rows, scenario, twin, write
+from ops.scenario import (
+    blocks,
+    differences,
+    disturb,
+    events,
+    history,
+    ownership,
+    read_table,
+    ring_rows,
+    sample,
+    scenario,
+    twin,
+    write,
+)
 
 from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.ops.kernels import check as check_kernels
 from canary_core.ops.kernels import record as record_kernels
+from canary_core.ops.kernels import tables as table_kernels
 from canary_core.ops.reference import check as check_reference
-from canary_core.records import ALL_TILES, BLOCK_VALUES, Cursor, Kind
+from canary_core.records import ALL_TILES, BLOCK_VALUES, Counter, Cursor, Kind, Phase
 
 EVENTS = ("alloc", "park", "share", "evict", "free")
 """What happens to who has a slot."""
 
-OPS = ("check", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", *EVENTS)
+OPS = ("check", "compare_tables", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", *EVENTS)
 """In the order of a step."""
 
 
@@ -26,16 +42,20 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(check_kernels, "TILE", 8)
     monkeypatch.setattr(check_reference, "CHECK_TILE", 8)
     monkeypatch.setattr(record_kernels, "TILE", 4)
+    monkeypatch.setattr(table_kernels, "TILE", 4)
+    monkeypatch.setattr(table_kernels, "PARTS", 2)
 
 
-def run(seed: int, device: str) -> set[int]:
-    """Runs a history on both back ends, comparing after every op; gives the kinds that were found."""
+def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
+    """Runs a history on both back ends, comparing after every op; gives the kinds that were found, and adds the
+    device's counters to ``seen``."""
     reference, kernels = torch_backend(), triton_backend()
     s = scenario(seed, device)
     state = s.state(read_check=s.random.choice([-1, 40]))
     state.cursors[Cursor.CHECK_TILES] = s.random.choice([ALL_TILES, 3])
     kinds: set[int] = set()
-    for batch, table in history(s, steps=3):
+    forwards = history(s, steps=3)
+    for i, (batch, table) in enumerate(forwards):
         state.require_capacity(batch)
         disturb(s, state)
         for op in OPS:
@@ -47,11 +67,16 @@ def run(seed: int, device: str) -> set[int]:
                 arguments = ()
             elif op in ("verify", "adopt"):
                 arguments = (events(s),)
+            elif op == "compare_tables":
+                if s.region.tokens_per_slot > 1:
+                    continue
+                arguments = (read_table(s, batch, table), 3)
             elif op in EVENTS:
                 arguments = ownership(s)
             getattr(reference, op)(state, *arguments)
             getattr(kernels, op)(other, *arguments)
             assert differences(state, other, batch.tokens) == [], f"seed {seed}, op {op}"
+        sample(s, state, batch, forwards[i + 1][0] if i + 1 < len(forwards) else None)
         for block, slots in blocks(s, table):
             first = s.random.randint(0, 2)
             shape = (first + block.blocks(len(slots)), BLOCK_VALUES + len(state.sources))
@@ -61,6 +86,10 @@ def run(seed: int, device: str) -> set[int]:
             assert torch.equal(rows[0], rows[1]), f"seed {seed}, {block}"
             assert bool((rows[0, :first] == -7).all())
         kinds |= {row[0] for row in ring_rows(state)}
+    if seen is not None:
+        seen.update({c.name: int(state.shared.counters[c]) for c in Counter})
+        seen["input"] += sum(row[0] == Kind.WRITE_INPUT and row[8] >= 0 for row in ring_rows(state))
+        seen["tail"] += sum(row[0] == Kind.TOKEN and row[14] % 8 == Phase.POST_FORWARD for row in ring_rows(state))
     return kinds
 
 
@@ -86,3 +115,13 @@ def test_kernels_equal_reference_whatever_is_found():
     for seed in (*range(14), 23):
         found |= run(seed, "cpu")
     assert {Kind(k) for k in found} == set(Kind) - {Kind.CACHE_STRUCTURE, Kind.ARRIVAL}
+
+
+def test_kernels_equal_reference_where_tokens_were_sampled():
+    """The same over seeds in which forwards compute, and read, tokens that the sampler gave and others, and some that
+    the engine has replaced."""
+    seen: Counts[str] = Counts()
+    for seed in (24, 33, 42, 74):
+        run(seed, "cpu", seen)
+    assert seen["SAMPLED_TOKENS"] > seen["input"] + seen["tail"] + seen["UNSURE"]
+    assert min(seen["input"], seen["tail"], seen["UNSURE"]) > 0

@@ -165,6 +165,11 @@ CLASSES: dict[str, Class] = {
         ("trtllm#15546", "vllm#42273", "sglang#27586"),
         ("Look who wrote this row of the table last, and whether the copy to the device was done.",),
     ),
+    "wrong_table_copy": Class(
+        "a table that attention was given and that is not the engine's own",
+        ("trtllm#15546", "vllm#42273"),
+        ("Look when the backend made this table, from what, and who has written to its buffer since.",),
+    ),
     "wrong_position": Class(
         "a table that names the request's own slots in a wrong order",
         ("vllm#9730", "sglang#26329", "vllm#54498"),

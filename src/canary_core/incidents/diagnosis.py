@@ -479,5 +479,6 @@ _RULES: dict[Kind, Callable[[Case], Iterator[Diagnosis]]] = {
     Kind.CACHE_STRUCTURE: _named("broken_cache"),
     Kind.NON_FINITE: _named("non_finite"),
     Kind.ARRIVAL: _named("load_back"),
+    Kind.READ_TABLE: _named("wrong_table_copy"),
 }
 """By the kind of the root."""

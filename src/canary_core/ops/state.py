@@ -9,6 +9,7 @@ from torch import Tensor
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.ops.launches import LaunchCache
+from canary_core.ops.samples import Samples
 from canary_core.ops.sources import SourceTable
 from canary_core.records import (
     ALL_TILES,
@@ -96,6 +97,7 @@ class RegionState:
     cursors: see `Cursor`. listed: int32 ``[2, slots]``, slots that a scrub compares, see `ScrubWord.LIST`. sources:
     what is fingerprinted. scratch: what the ops of one forward hand to each other.
     launches: what the back ends remember of this region. reads: whether forwards compare bytes before they read them.
+    samples: what the sampler gave, None in regions that are not compared with it.
     """
 
     def __init__(self, region: Region, index: int, shared: Shared, config: CanaryConfig) -> None:
@@ -111,6 +113,7 @@ class RegionState:
         self.listed = torch.zeros(2, region.slots, dtype=torch.int32, device=device)
         self.scratch = Scratch(region.slots, device)
         self.launches = LaunchCache()
+        self.samples: Samples | None = None
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind in (RegionKind.STATE, RegionKind.RING):
             read_tiles = ALL_TILES
@@ -121,7 +124,16 @@ class RegionState:
 
     def require_capacity(self, batch: BatchView) -> None:
         """Before a forward's ops: makes room for the batch's rows and tokens, see `Scratch.grow`."""
-        if self.scratch.grow(batch):
+        grown = self.scratch.grow(batch)
+        if self.samples is not None:
+            grown |= self.samples.grow(batch)
+        if grown:
+            self.launches.clear()
+
+    def follow_sampler(self) -> None:
+        """From the next forward on its tokens are compared with what the sampler gave. Never captured."""
+        if self.samples is None:
+            self.samples = Samples(self.records.device)
             self.launches.clear()
 
     def forget_written(self) -> None:
@@ -139,7 +151,8 @@ class RegionState:
     def memory_bytes(self) -> int:
         """Device memory of ours for this region."""
         own = sum(t.nbytes for t in (self.records, self.fingerprints, self.chains, self.cursors, self.listed))
-        return own + self.sources.memory_bytes + self.scratch.memory_bytes
+        sampled = 0 if self.samples is None else self.samples.memory_bytes
+        return own + self.sources.memory_bytes + self.scratch.memory_bytes + sampled
 
     def rebind(self, sources: Sequence[KVSource]) -> None:
         """New addresses for the same sources, see `SourceTable.rebind`. Raises `AttachError`. Never captured."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from canary_core.batch import BatchView, SlotTable
+from canary_core.batch import BatchView, ReadTable, SlotTable
 from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
 from canary_core.ops.blocks import BlockShape
@@ -49,6 +49,11 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
     state.cursors[Cursor.SCRUB_SLOTS].fill_(0)
     state.cursors[Cursor.SCRUB :].zero_()
     backend.check(state, batch, table)
+    if state.region.tokens_per_slot == 1:
+        lens = batch.prefix_lens
+        backend.compare_tables(
+            state, ReadTable("padding", state.region.name, table, table, lens, lens, batch.writers), 0
+        )
     if state.reads:
         backend.read_check(state, batch, table)
     if state.sources:

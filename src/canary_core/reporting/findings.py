@@ -55,6 +55,8 @@ class Findings:
         """When a read last brought checks that had gone on, in seconds since the epoch."""
         self.unknown_slots = 0.0
         """Slots that a forward's checks left out as unknown, a mean over those of the last read that brought any."""
+        self.table_names: Sequence[str] = ()
+        """Names of tables by the numbers that findings have of them."""
         self.repeated = 0
         self.dismissed = 0
 
@@ -213,6 +215,10 @@ class Findings:
         whose = None
         if kind is Kind.PREFIX and row[Row.POSITION] == 0 and stored:
             whose = self._writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
+        value = row[Row.STORED_VALUE] if stored or kind in (Kind.WRITE_SLOT, Kind.READ_TABLE) else None
+        if kind is Kind.WRITE_INPUT and value == -1:
+            # Nothing is known of the sampler.
+            value = None
         return Violation(
             kind=kind,
             region=state.region.name,
@@ -229,7 +235,7 @@ class Findings:
             arrived=True if stored and word & State.ARRIVED else None,
             stored_position=word // STATES if stored else None,
             stored_token=row[Row.STORED_TOKEN] if stored else None,
-            stored_value=row[Row.STORED_VALUE] if stored or kind is Kind.WRITE_SLOT else None,
+            stored_value=value,
             found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
             request=self._writers.name(row[Row.WRITER]),
             stored_request=self._writers.name(row[Row.STORED_WRITER]) if written else None,
@@ -237,6 +243,7 @@ class Findings:
             step_freed=(row[Row.FREED] & 0xFFFFFFFF or None) if freed else None,
             freed_by=self._writers.name(row[Row.FREED] >> 32) if freed else None,
             rank=self._config.rank,
+            detail=self.table_names[row[Row.FOUND_VALUE]] if kind is Kind.READ_TABLE else None,
             identity=whose and whose[0],
             stored_identity=whose and whose[1],
         )

@@ -52,9 +52,11 @@ class Hooks:
             targets.FLUSH: (self._flushed, "AFTER"),
             targets.IDLE: (self._idle, "AFTER"),
             targets.STATE_COPY: (mamba.copied, "AFTER"),
+            targets.STATE_CLONES: (mamba.cloned, "AROUND"),
             targets.STATE_LOAD: (mamba.loaded, "AFTER"),
             targets.TURN: (self._turn, "BEFORE"),
             targets.LOOP: (self._loop, "AROUND"),
+            targets.SAMPLE: (self._sampled, "AFTER"),
         }
         REGISTRAR.register({name: hooks[name] for name in targets.targets()})
         REGISTRAR.register(allocator_hooks(lambda: self.session))
@@ -111,6 +113,11 @@ class Hooks:
             self._watchdog.feed()
         batch = args[0] if args else kwargs["forward_batch"]
         return session.forward(lambda: original(runner, *args, **kwargs), batch)
+
+    def _sampled(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        session = self._by_runner.get(id(runner))
+        if session is not None:
+            session.sampled.after(kwargs.get("forward_batch", args[-1] if args else None), result)
 
     def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if self._config is not None:

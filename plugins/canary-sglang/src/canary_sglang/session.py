@@ -31,6 +31,7 @@ from canary_core import (
 from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.draft import DraftBatches
 from canary_sglang.batches.forward import ForwardBatches
+from canary_sglang.batches.sampled import SampledRows
 from canary_sglang.batches.unguarded import UnguardedForwards
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches, embeddings, runners
@@ -90,9 +91,12 @@ class Session:
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)
         self._batches = ForwardBatches(runner, self._paged, self.requests)
+        self.sampled = SampledRows(self.canary, self.requests)
         try:
             hook_manager().register(self._filter)
             self._listen(state)
+            if self.model is None:
+                self.canary.sampled.follow()
             self._warm_up()
             self.lifetime = Lifetime(runner, self.canary, self.requests) if lifetime else None
         except Exception:
@@ -110,10 +114,11 @@ class Session:
         # Without names it is the engine's own warm-up, or a graph is being captured, where no host code may run.
         if batch.rids is None:
             return original()
+        self.sampled.forward(batch)
         # `ModelRunner.forward` never writes to a batch's tensors: it replaces them. Draft workers do, see `DraftHooks`.
         overlap, settle = self._overlap, None
         if batches.speculates(batch):
-            overlap, settle = Overlap.CHECK, partial(self._forget_tree, batch)
+            overlap, settle = Overlap.CHECK, partial(self._forget_tree, batch, self._batches.trees_followed)
         elif overlap is Overlap.ALL:
             # The view may be made after the forward was issued, when the engine has put other tensors into the batch.
             batch = copy.copy(batch)
@@ -128,6 +133,23 @@ class Session:
         """Makes ``slots`` unknown in all regions; they are numbered as in the engine's tables."""
         for name in self._paged:
             self.canary.slots.forget(name, self.canary.regions[name].slots_of(slots))
+
+    @contextlib.contextmanager
+    def following_trees(self) -> Iterator[None]:
+        """Within it, a tree that is verified is recorded: the caller tells by `carry` what of it was moved, records the
+        accepted path and forgets the rest."""
+        self._batches.trees_followed = True
+        try:
+            yield
+        finally:
+            self._batches.trees_followed = False
+
+    def carry(self, source: Tensor, destination: Tensor) -> None:
+        """SGLang copied slots ``source`` to ``destination``, numbered as in its tables, -1 for none: what is known of
+        them goes along, and the bytes that arrived are compared."""
+        for name in self._paged:
+            region = self.canary.regions[name]
+            self.canary.slots.copy(name, region.slots_of(source), region.slots_of(destination), check=True)
 
     def last_words(self) -> None:
         """Reports what was found in the last forwards of an engine that has failed; where the device can't be read any
@@ -184,9 +206,9 @@ class Session:
         if self.model is not None:
             self.canary.warm_up(self.drafts.padding, rows)
 
-    def _forget_tree(self, batch: Any, view: BatchView, output: Any) -> None:
-        """Makes the slots unknown that a verified tree has written."""
-        if batches.is_tree(batch):
+    def _forget_tree(self, batch: Any, followed: bool, view: BatchView, output: Any) -> None:
+        """Makes the slots unknown that a verified tree has written, unless that is ``followed``."""
+        if not followed and batches.is_tree(batch):
             self.forget_slots(batch.out_cache_loc)
 
     def _padding(self, rows: int) -> Iterable[BatchView]:

@@ -43,12 +43,22 @@ def test_an_accepted_path_is_recorded_at_the_front(drafts):
     result = SimpleNamespace(
         next_token_ids=torch.tensor([21, 22, 0, 0, 31, 0, 0, 0], dtype=torch.int32), accept_lens=torch.tensor([2, 1])
     )
-    view = batches.accepted(batch, torch.tensor([20, 30]), result)
+    view = batches.accepted(batch, torch.tensor([20, 30]), result, carried=True)
+    assert view.tables["draft/full"].carried
     assert view.token_ids.tolist() == [20, 21, 22, 0, 30, 31, 0, 0]
     assert view.prefix_lens.tolist() == [5, 8]
     assert view.new_lens.tolist() == [4, 4]
     slots = batches.rejected_slots(batch, result)
     assert slots[slots > 0].tolist() == [107, 108, 209, 210, 211]
+
+
+def test_an_accepted_path_moves_to_the_front(drafts):
+    """From where its tokens lie in the tree to the slots that follow the prefix, whatever gaps the path has."""
+    batches, batch = drafts
+    batch.out_cache_loc = torch.tensor([105, 106, 107, 108, 208, 209, 210, 211], dtype=torch.int64)
+    source, destination = batches.moved(batch, torch.tensor([[0, 2, 3], [4, -1, -1]], dtype=torch.int32))
+    assert source.tolist() == [105, 107, 108, 208, -1, -1]
+    assert destination.tolist() == [105, 106, 107, 208, -1, -1]
 
 
 def test_guesses_are_known_after_the_steps(drafts):

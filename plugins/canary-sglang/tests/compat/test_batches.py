@@ -17,18 +17,21 @@ class NgramVerifyInput(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("drafted", "tokens"),
+    ("drafted", "tokens", "tree"),
     [
-        (EagleVerifyInput(topk=1, draft_token_num=4), 4),
-        (EagleVerifyInput(topk=2, draft_token_num=5), 0),
-        (EagleVerifyInput(topk=2, draft_token_num=1), 1),
-        (NgramVerifyInput(draft_token_num=4), 0),
-        (SimpleNamespace(topk=1, draft_token_num=4), None),
+        (EagleVerifyInput(topk=1, draft_token_num=4), 4, False),
+        (EagleVerifyInput(topk=2, draft_token_num=5), 5, True),
+        (EagleVerifyInput(topk=2, draft_token_num=1), 1, False),
+        (NgramVerifyInput(draft_token_num=4), 4, True),
+        (SimpleNamespace(topk=1, draft_token_num=4), None, False),
     ],
 )
-def test_only_chains_have_a_place_for_each_token(drafted, tokens):
-    """A tree's tokens share positions; what another algorithm verifies is not known."""
-    assert batches.verified_tokens(SimpleNamespace(spec_info=drafted)) == tokens
+def test_what_a_verification_writes(drafted, tokens, tree):
+    """How many tokens, and whether they are a tree, in which some share positions; what another algorithm verifies is
+    not known."""
+    batch = SimpleNamespace(spec_info=drafted, forward_mode=SimpleNamespace(name="TARGET_VERIFY"))
+    assert batches.verified_tokens(batch) == tokens
+    assert batches.is_tree(batch) is tree
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import torch
 from tools import (
     allocator_misuse,
+    bad_copies,
     bit_flips,
     builtin_canary,
     cache_faults,
@@ -32,6 +33,7 @@ from tools import (
     inspection,
     mechanisms,
     storms,
+    token_faults,
     traffic,
 )
 
@@ -264,6 +266,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         identities.serve_images,
         identities.match_any_image,
         mechanisms.mechanism,
+        bad_copies.break_copies,
+        bad_copies.serve_until_found,
+        token_faults.mix_up,
         beside,
         uninstall,
     )

@@ -59,12 +59,16 @@ class Session:
         self._v1 = V1Batches(runner, self.groups, self.requests)
         self._v2 = V2Batches(self.groups, self.requests)
         self._prepared: Prepared | None = None
-        self._begun = False
+        self._issued_first = self._begun = False
         self._output: Any = None
+        self._told = True
         origin = connectors.origin(runner, config.ledger_private)
         self._loads: Loads | None = None
         if origin is not None:
             self._loads = Loads(self.canary, self.groups, self.requests, origin, runners.drafted(runner))
+        # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
+        alone = runners.is_v2(runner) and runners.connector(runner) is None and not runners.speculates(runner)
+        self._overlap = Overlap.ALL if alone else Overlap.CHECK
         self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
         self._filter = EmbeddingFilter(
             partial(embeddings.row, runner), partial(embeddings.elsewhere, runner), [region.name for region in regions]
@@ -81,24 +85,23 @@ class Session:
         step = self.canary.step
         # What vLLM makes within it are inference tensors, which can be written to only in this mode.
         with torch.inference_mode():
-            with self.canary.guard("scheduled"):
-                # What the side stream still reads is written to next.
-                step.join()
-                self.requests.notice(output)
-                message = messages.attached(output)
-                self.lifetime.replay(message)
-                if self._loads is not None:
-                    self._loads.scheduled(output, message)
-                self._copied(output)
-            self._output = output
+            # What the side stream still reads is written to next.
+            step.join()
+            self._output, self._told = output, False
+            if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
+                self._scheduled()
             try:
                 result = original()
+                if self._issued_first:
+                    with step.beside():
+                        self._check()
+                self._scheduled()
             except BaseException:
                 step.abandon()
                 raise
             finally:
                 self._prepared = self._output = None
-                begun, self._begun = self._begun, False
+                begun, self._begun, self._issued_first = self._begun, False, False
             if begun:
                 step.after()
                 step.end()
@@ -106,10 +109,27 @@ class Session:
                 self._loads.computed(output)
         return result
 
+    def _scheduled(self) -> None:
+        """Takes what the scheduler says of this step, once: before its forward is checked."""
+        if self._told:
+            return
+        self._told, output = True, self._output
+        with self.canary.guard("scheduled"):
+            self.requests.notice(output)
+            message = messages.attached(output)
+            self.lifetime.replay(message)
+            if self._loads is not None:
+                self._loads.scheduled(output, message)
+            copies = getattr(output, "kv_cache_block_copies", None)
+            if copies:
+                # Blocks that the runner is about to copy: the records go with the bytes.
+                self.lifetime.copy([(int(source), int(destination)) for source, destination in copies])
+
     def forward(self, original: Callable[[], Any]) -> Any:
         """V1: runs the model."""
         if self._output is None:
             return original()
+        self._scheduled()
         return self.canary.step.run(original, partial(self._v1.view, self._output), overlap=Overlap.CHECK)
 
     def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
@@ -119,14 +139,21 @@ class Session:
 
     def begin(self) -> None:
         """V2: the forward of the batch that was prepared is issued next."""
+        self._issued_first = self._prepared is not None and self.canary.step.issues_first(self._overlap)
+        if not self._issued_first:
+            self._check()
+
+    def _check(self) -> None:
+        """V2: checks what the batch that was prepared will read."""
         prepared, self._prepared = self._prepared, None
+        self._scheduled()
         if prepared is None or not self.canary.enabled:
             return
         with self.canary.guard("view"):
             view = self._v2.view(prepared)
             if view is not None:
                 self._begun = True
-                self.canary.step.before(view, Overlap.CHECK)
+                self.canary.step.before(view, self._overlap)
 
     def close(self) -> None:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
@@ -136,12 +163,6 @@ class Session:
             self.canary.close()
         if hook_manager().is_registered(self._filter):
             hook_manager().unregister(self._filter)
-
-    def _copied(self, output: Any) -> None:
-        """Blocks that the runner is about to copy: the records go with the bytes."""
-        copies = getattr(output, "kv_cache_block_copies", None)
-        if copies:
-            self.lifetime.copy([(int(source), int(destination)) for source, destination in copies])
 
     def _padding(self, rows: int) -> Iterable[BatchView]:
         return padding(rows, self.groups, self.canary.device)

@@ -137,6 +137,20 @@ def model_folder(name: str) -> str:
     return str(folder)
 
 
+def own_weights(worker: Any) -> None:
+    """In a worker: gives each matrix weights of its own. vLLM's made-up ones are the same in all layers, and so would
+    be the KV; then nobody could say in which layer a byte is wrong."""
+    import zlib
+
+    import torch
+
+    for name, parameter in worker.model_runner.model.named_parameters():
+        if parameter.dim() > 1 and parameter.is_floating_point():
+            maker = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+            with torch.no_grad():
+                parameter.normal_(0.0, 0.02, generator=maker)
+
+
 def poke(worker: Any, layer: int, half: str, block: tuple[int, ...], offset: int, seed: int) -> str:
     """In a worker: flips one bit of the KV of a token, by vLLM's own layout of the cache. ``block``: of each group,
     the scheduler's block in which the token is."""
@@ -212,6 +226,7 @@ class Served:
             self.scale = 16
         made = {**dict(load_format="dummy", skip_tokenizer_init=True, seed=1), **own, **options}
         self.llm = LLM(model=model_folder(name), **made)
+        self.llm.collective_rpc(own_weights)
         self.vocabulary = 500 if DEVICE == "cpu" else 30000
         self.halves = ("kv",) if name == "deepseek" else ("k", "v")
         self.layers = TINY["num_hidden_layers"] if DEVICE == "cpu" else MODELS[name].get("num_hidden_layers", 8)

@@ -39,6 +39,7 @@ from canary_core.ops.kernels.launch import (
     region_arguments,
     register_limit,
 )
+from canary_core.ops.kernels.samples import note_tail, remember, sample_arguments
 from canary_core.ops.state import RegionState
 from canary_core.records import (
     CHAINS,
@@ -97,7 +98,8 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     if launcher is None:
         tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
         options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
-        launcher = Launcher(check_kernel, state, (region_arguments(state),), constants._asdict() | tile, **options)
+        fixed = (region_arguments(state), sample_arguments(state))
+        launcher = Launcher(check_kernel, state, fixed, constants._asdict() | tile, **options)
         state.launches.by_op["check", constants] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
@@ -105,7 +107,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 @jit(*VARYING)
 def check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end,
+    slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows,
     p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
@@ -150,6 +152,8 @@ def check_kernel(
         n_tiles = tl.sum(((b_count + READ_CHECK_TILE - 1) // READ_CHECK_TILE).to(tl.int64), 0)
         read = tl.load(p_cursors + CURSOR_READ) + tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), n_tiles)
         tl.store(p_cursors + CURSOR_READ, read % tl.maximum(n_tiles, 1))
+        if p_samples is not None:
+            remember(p_samples, p_given, p_ends, sample_rows)
 
     checked = tl.zeros((), tl.int64)
     for i in range(tl.program_id(0), n_check + n_write + n_rest, tl.num_programs(0)):
@@ -259,6 +263,14 @@ def check_kernel(
                 holds = head_usable & ((head_stored & READ_WORD) == head_position * STATE_VALUES + WRITTEN)
                 head = tl.where(holds, head, tl.where(chained, chain_hash, 0))
                 tl.store(p_heads + i_row, tl.where(prefix == 0, anchor, head))
+                if p_samples is not None:
+                    read_first = tl.zeros_like(prefix)
+                    if WINDOW > 0:
+                        read_first = prefix - readable(prefix, tl.load(p_new + i_row), WINDOW, ALIGN)
+                    note_tail(
+                        p_tails, p_records, p_table, row_first, prefix, read_first, i_row, width, extent, p_map,
+                        map_length, slots, null_first, null_end, PAGE_SIZE, RING, POOL, GROUP,
+                    )  # fmt: skip
 
             o_new = i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
             m = o_new < raw_new

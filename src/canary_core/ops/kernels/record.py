@@ -4,6 +4,7 @@ The prefix hash is a sum, so a tile of new tokens needs the head of its row, the
 it adds up itself: no program waits for another) and a scan of its own.
 """
 
+import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
@@ -18,6 +19,7 @@ from canary_core.ops.kernels.common import (
     report,
 )
 from canary_core.ops.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
+from canary_core.ops.kernels.samples import KEPT, TAIL, TOKEN_BITS, TOKEN_VALUES, note_ends, sample_arguments, sampled
 from canary_core.ops.state import RegionState
 from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
 
@@ -32,6 +34,9 @@ CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
 CLOCK_STEP = tl.constexpr(int(Clock.STEP))
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 COUNT_RECORDED_SLOTS = tl.constexpr(int(Counter.RECORDED_SLOTS))
+COUNT_SAMPLED_TOKENS = tl.constexpr(int(Counter.SAMPLED_TOKENS))
+COUNT_UNSURE = tl.constexpr(int(Counter.UNSURE))
+KIND_TOKEN = tl.constexpr(int(Kind.TOKEN))
 KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
 KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
 KIND_WRITE_INPUT = tl.constexpr(int(Kind.WRITE_INPUT))
@@ -48,7 +53,8 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     launcher = state.launches.by_op.get(("record", constants))
     if launcher is None:
         every = constants._asdict() | {"TILE": TILE}
-        launcher = Launcher(record_kernel, state, (region_arguments(state),), every, num_warps=WARPS)
+        fixed = (region_arguments(state), sample_arguments(state))
+        launcher = Launcher(record_kernel, state, fixed, every, num_warps=WARPS)
         state.launches.by_op["record", constants] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
@@ -56,7 +62,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 @jit(*VARYING)
 def record_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end,
+    slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows,
     p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
@@ -70,6 +76,7 @@ def record_kernel(
     b_new = tl.maximum(tl.load(p_new + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
     b_token_first = tl.cumsum(b_new, 0) - b_new
     b_new = tl.minimum(b_new, tl.maximum(tokens - b_token_first, 0))
+    b_computed = b_new
     # Positions count slots, of GROUP tokens each.
     b_new = (b_prefix + b_new) // GROUP - b_prefix // GROUP
     b_tiles = (b_new + TILE - 1) // TILE
@@ -78,6 +85,8 @@ def record_kernel(
     if i_program == 0:
         tl.store(p_clock + CLOCK_STEP, step)
         tl.store(p_cursors + CURSOR_CHECK, tl.load(p_cursors + CURSOR_CHECK_NEXT))
+        if p_samples is not None:
+            note_ends(p_ends, p_writers, b_prefix, b_computed, o_row, rows)
 
     for i in range(i_program, tl.sum(b_tiles, 0), tl.num_programs(0)):
         i_row = tl.sum((b_tile_end <= i).to(tl.int32), 0)
@@ -136,6 +145,23 @@ def record_kernel(
             given = tl.load(p_positions + o_token, mask=planned, other=0).to(tl.int64)
         table_slot = tl.load(p_plan + o_token * PLAN + 3, mask=planned, other=-1)
         wrong = planned & (((expected >= 0) & (expected != token)) | (given != own))
+        sample = tl.full((TILE,), -1, tl.int64)
+        if p_samples is not None:
+            sample = sampled(p_samples, writer, position, planned)
+            differs = (sample >= 0) & (sample != token)
+            n_sampled = tl.sum((sample >= 0).to(tl.int64), 0)
+            if n_sampled > 0:
+                tl.atomic_add(p_counters + COUNT_SAMPLED_TOKENS, n_sampled)
+            n_unsure = tl.sum((differs & (expected == token)).to(tl.int64), 0)
+            if n_unsure > 0:
+                tl.atomic_add(p_counters + COUNT_UNSURE, n_unsure)
+            sample = tl.where(differs & (expected < 0), sample, -1)
+            wrong = wrong | (sample >= 0)
+            if i_tile == 0:
+                judge_tail(
+                    p_samples, p_tails, p_counters, p_ring, ring_rows, region, p_expected, expected_width,
+                    expected_stride, i_row, writer, step,
+                )  # fmt: skip
         elsewhere = usable & (table_slot >= 0) & (table_slot != slot)
         lost = usable & (won == 0)
         freed = won & (freed_bit != 0)
@@ -149,7 +175,7 @@ def record_kernel(
                 elif i_kind == 1:
                     kind, m_kind, value = KIND_NULL_SLOT, planned & (status == STATUS_NULL), none
                 elif i_kind == 2:
-                    kind, m_kind, value = KIND_WRITE_INPUT, wrong, none
+                    kind, m_kind, value = KIND_WRITE_INPUT, wrong, sample
                 elif i_kind == 3:
                     kind, m_kind, value = KIND_WRITE_SLOT, elsewhere, table_slot
                 elif i_kind == 4:
@@ -159,8 +185,40 @@ def record_kernel(
                 when_freed, freed_by = none, none
                 if i_kind == 5:
                     when_freed, freed_by = old_freed, old_freed >> 32
+                own_token = expected
+                if i_kind == 2:
+                    own_token = tl.where(sample >= 0, sample, expected)
                 report(
                     p_counters, p_ring, ring_rows, tl.full((TILE,), kind, tl.int64), m_kind, region, -1, slot, position,
-                    expected, token, (position + given - own) * STATE_VALUES + WRITTEN, value, -1, writer, freed_by, -1,
-                    when_freed, step * 8 + POST_FORWARD,
+                    own_token, token, (position + given - own) * STATE_VALUES + WRITTEN, value, -1, writer, freed_by,
+                    -1, when_freed, step * 8 + POST_FORWARD,
                 )  # fmt: skip
+
+
+@triton.jit
+def judge_tail(
+    p_samples, p_tails, p_counters, p_ring, ring_rows, region, p_expected, expected_width, expected_stride, i_row,
+    writer, step,
+):  # fmt: skip
+    """Judges and reports the last slots that a row reads, as `check` noted them."""
+    o_last = tl.arange(0, KEPT).to(tl.int64)
+    p_tail = p_tails + (i_row.to(tl.int64) * KEPT + o_last) * TAIL
+    tail = tl.load(p_tail)
+    position, token = tail >> TOKEN_BITS, tail & (TOKEN_VALUES - 1)
+    sample = sampled(p_samples, writer, position, tail != 0)
+    expected = tl.full((KEPT,), -1, tl.int64)
+    if p_expected is not None:
+        p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
+        expected = tl.load(p_token, mask=(sample >= 0) & (position < expected_width), other=-1).to(tl.int64)
+    # Where the batch has the request's own token, `check` has judged the slot by that.
+    wrong = (sample >= 0) & (sample != token) & (expected < 0)
+    n_sampled = tl.sum((sample >= 0).to(tl.int64), 0)
+    if n_sampled > 0:
+        tl.atomic_add(p_counters + COUNT_SAMPLED_TOKENS, n_sampled)
+    if tl.sum(wrong.to(tl.int32), 0) > 0:
+        written = tl.load(p_tail + 2)
+        report(
+            p_counters, p_ring, ring_rows, tl.full((KEPT,), KIND_TOKEN, tl.int64), wrong, region, -1,
+            tl.load(p_tail + 1), position, sample, token, position * STATE_VALUES + WRITTEN, sample, -1, writer,
+            written >> 32, written.to(tl.int32).to(tl.int64), -1, step * 8 + POST_FORWARD,
+        )  # fmt: skip

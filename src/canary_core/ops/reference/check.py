@@ -6,7 +6,7 @@ from torch import Tensor
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops import hashing
 from canary_core.ops.mapping import KINDS, Seen, see, verdict
-from canary_core.ops.reference import plan
+from canary_core.ops.reference import plan, samples
 from canary_core.ops.reference.ring import report
 from canary_core.ops.state import RegionState
 from canary_core.records import (
@@ -27,7 +27,8 @@ from canary_core.records import (
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """Reports mapping findings of all readable places; plans and claims the slots to be written; notes each row's head
-    (the prefix hash where its new tokens begin); advances clock and cursors.
+    (the prefix hash where its new tokens begin) and, where tokens are compared with the sampler's, its tail; takes over
+    what the sampler gave for the last forward; advances clock and cursors.
 
     At most one finding a place, the first that holds of: SLOT_RANGE, NULL_SLOT, UNWRITTEN, FREED, POSITION, TOKEN,
     PREFIX. A prefix hash of 0 is unknown and never judged.
@@ -60,6 +61,9 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         report(shared, kind, seen.slot[mask], {**chosen, **about})
 
     _note_heads(state, batch, rows, table)
+    if state.samples is not None:
+        samples.remember(state.samples)
+        samples.note_tails(state.samples, state, batch, rows, table)
     _claim(state, plan.plan_writes(state.scratch.plan, state.region, batch, table))
     shared.counters[Counter.CHECKED_SLOTS] += chosen_places.sum()
     shared.counters[Counter.UNKNOWN_SLOTS] += (chosen_places & seen.usable & (seen.state == State.UNKNOWN)).sum()

@@ -112,14 +112,20 @@ def elements(table: SlotTable, places: Places, group: int) -> Tensor:
 def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Tensor]:
     """Slot and status of each place, as attention finds it. Where the status isn't OK, the slot is what was
     found: -1 if the table has no such entry."""
-    group, extent = region.tokens_per_slot, table.extent
+    number, present = numbers(table, places, region.tokens_per_slot)
+    slot, status = region.resolve(number, table.pool_page)
+    return torch.where(present, slot, -1), torch.where(present, status, Status.RANGE)
+
+
+def numbers(table: SlotTable, places: Places, group: int = 1) -> tuple[Tensor, Tensor]:
+    """The number of a slot that the table has for each place, int64 ``[n]``, and whether it has an entry there: bool
+    ``[n]``. ``group``: see `Rows`."""
+    extent = table.extent
     column, element = _column(table, places, group), elements(table, places, group)
     present = (column // table.page_size < table.width) & (element >= 0) & (element < extent)
     flat = table.elements if extent else table.entries.new_zeros(1)
     entry = flat[torch.where(present, element, 0)].long()
-    number = torch.where(entry >= 0, entry * table.page_size + column % table.page_size, entry)
-    slot, status = region.resolve(number, table.pool_page)
-    return torch.where(present, slot, -1), torch.where(present, status, Status.RANGE)
+    return torch.where(entry >= 0, entry * table.page_size + column % table.page_size, entry), present
 
 
 def _column(table: SlotTable, places: Places, group: int) -> Tensor:

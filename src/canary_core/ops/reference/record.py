@@ -6,9 +6,10 @@ from torch import Tensor
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops import hashing
 from canary_core.ops.mapping import int64_words
-from canary_core.ops.reference import plan
+from canary_core.ops.reference import plan, samples
 from canary_core.ops.reference.check import expected_tokens
 from canary_core.ops.reference.ring import report
+from canary_core.ops.samples import Samples
 from canary_core.ops.state import RegionState
 from canary_core.records import (
     CHAINS,
@@ -16,9 +17,12 @@ from canary_core.records import (
     POSITION,
     PREFIX_HASH,
     RECORD_WORDS,
+    SAMPLE_TOKEN_BITS,
+    SAMPLE_TOKENS,
     STATES,
     STEP_FREED,
     STEP_WRITTEN,
+    TAIL_WORDS,
     TOKEN,
     WRITER,
     Clock,
@@ -37,6 +41,10 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
     Reports SLOT_RANGE or NULL_SLOT, WRITE_INPUT, WRITE_SLOT, TWO_WRITERS (the token with the highest index wins; the
     others are reported and not recorded) and WRITE_AFTER_FREE (the slot stays freed).
+
+    Where tokens are compared with the sampler's: WRITE_INPUT also if the forward computed another token than was
+    sampled for the position, and TOKEN if one of the last slots that a row reads holds another. Where the batch has the
+    request's own token (``expected_tokens``), that decides: an engine may replace what was sampled.
     """
     shared = state.shared
     rows = plan.rows(state.region, batch, table)
@@ -57,15 +65,28 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     claim = state.scratch.claims[torch.where(usable, writes.slot, 0)]
     old = state.records[torch.where(winner, writes.slot, 0)]
     freed = winner & (old[:, POSITION] & State.FREED != 0)
+    sample = torch.full_like(token, -1)
+    if state.samples is not None:
+        sample = samples.sampled(state.samples, batch.writers[writes.row].long(), writes.position)
+        differs = (sample >= 0) & (sample != token)
+        shared.counters[Counter.SAMPLED_TOKENS] += (sample >= 0).sum()
+        shared.counters[Counter.UNSURE] += (differs & (expected == token)).sum()
+        sample = torch.where(differs & (expected < 0), sample, -1)
+        _judge_tails(state.samples, state, batch, rows)
+        samples.note_ends(state.samples, batch)
     findings = {
         Kind.SLOT_RANGE: writes.status == Status.RANGE,
         Kind.NULL_SLOT: writes.status == Status.NULL,
-        Kind.WRITE_INPUT: ((expected >= 0) & (expected != token)) | (position != own),
+        Kind.WRITE_INPUT: ((expected >= 0) & (expected != token)) | (position != own) | (sample >= 0),
         Kind.WRITE_SLOT: usable & (writes.table_slot >= 0) & (writes.table_slot != writes.slot),
         Kind.TWO_WRITERS: usable & ~winner,
         Kind.WRITE_AFTER_FREE: freed,
     }
-    other_value = {Kind.WRITE_SLOT: writes.table_slot, Kind.TWO_WRITERS: (claim & 0xFFFFFFFF) - 1}
+    other_value = {
+        Kind.WRITE_INPUT: sample,
+        Kind.WRITE_SLOT: writes.table_slot,
+        Kind.TWO_WRITERS: (claim & 0xFFFFFFFF) - 1,
+    }
     fields = {
         Row.POSITION: places.position,
         Row.TOKEN: expected,
@@ -79,6 +100,8 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         chosen: dict[Row, Tensor | int] = {word: value[mask] for word, value in fields.items()}
         if kind in other_value:
             chosen[Row.STORED_VALUE] = other_value[kind][mask]
+        if kind is Kind.WRITE_INPUT:
+            chosen[Row.TOKEN] = torch.where(sample >= 0, sample, expected)[mask]
         if kind is Kind.WRITE_AFTER_FREE:
             chosen[Row.STORED_WRITER] = old[mask, FREED_BY].long()
             chosen[Row.FREED] = int64_words(old[mask], STEP_FREED)
@@ -97,6 +120,35 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     shared.counters[Counter.RECORDED_SLOTS] += new.shape[0]
     shared.clock[Clock.STEP] = step
     state.cursors[Cursor.CHECK] = state.cursors[Cursor.CHECK_NEXT]
+
+
+def _judge_tails(known: Samples, state: RegionState, batch: BatchView, rows: plan.Rows) -> None:
+    """Reports the last slots that a row reads, as `check` noted them, if they hold other tokens than were sampled."""
+    computing = rows.new > 0
+    tails = known.tails[: batch.rows][computing].view(-1, TAIL_WORDS)
+    row = torch.arange(batch.rows, device=batch.device)[computing].repeat_interleave(SAMPLE_TOKENS)
+    there = tails[:, 0] != 0
+    (noted, slot, written), row = tails[there].T, row[there]
+    position, token = noted >> SAMPLE_TOKEN_BITS, noted % (1 << SAMPLE_TOKEN_BITS)
+    writer = batch.writers[row].long()
+    sample = samples.sampled(known, writer, position)
+    expected = expected_tokens(batch, rows, plan.Places(row, position))
+    state.shared.counters[Counter.SAMPLED_TOKENS] += (sample >= 0).sum()
+    wrong = (sample >= 0) & (sample != token) & (expected < 0)
+    fields = {
+        Row.POSITION: position,
+        Row.TOKEN: sample,
+        Row.STORED_TOKEN: token,
+        Row.STORED_POSITION: position * STATES + State.WRITTEN,
+        Row.STORED_VALUE: sample,
+        Row.WRITER: writer,
+        Row.STORED_WRITER: written >> 32,
+        Row.STEP_WRITTEN: written & 0xFFFFFFFF,
+    }
+    chosen: dict[Row, Tensor | int] = {word: value[wrong] for word, value in fields.items()}
+    step = state.shared.clock[Clock.NEXT]
+    about: dict[Row, Tensor | int] = {Row.REGION: state.index, Row.STEP: step * 8 + Phase.POST_FORWARD}
+    report(state.shared, Kind.TOKEN, slot[wrong], {**chosen, **about})
 
 
 def won(state: RegionState, writes: plan.Writes) -> Tensor:

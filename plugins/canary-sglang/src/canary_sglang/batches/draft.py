@@ -12,6 +12,7 @@ share a prefix share its slots, also the last one: see `Anchors`.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,13 +64,27 @@ class DraftBatches:
             tables = dict.fromkeys(self._regions, table)
             yield BatchView(numbers, numbers, tokens, writers, tables, anchors=self._anchors.of(numbers))
 
-    def accepted(self, batch: Any, roots: Tensor, result: Any) -> BatchView:
+    def moved(self, batch: Any, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """From which slots to which SGLang moves the accepted path of a tree: int64 ``[n]`` each, -1 where it is
+        shorter. ``accepted``: the path's places among the batch's ``out_cache_loc``, ``[rows, steps]``, -1 where it is
+        shorter."""
+        places = accepted.view(batch.seq_lens.shape[0], -1).long()
+        taken = places >= 0
+        source = batch.out_cache_loc[places.clamp(min=0)].long()
+        columns = batch.seq_lens.long()[:, None] + taken.long().cumsum(1) - 1
+        destination = self._entries[batch.req_pool_indices.long()[:, None], torch.where(taken, columns, 0)].long()
+        return torch.where(taken, source, -1).flatten(), torch.where(taken, destination, -1).flatten()
+
+    def accepted(self, batch: Any, roots: Tensor, result: Any, carried: bool) -> BatchView:
         """The accepted path of a tree, after SGLang moved it to the front of each request's slots. Tokens from
-        `GenerationBatchResult.accept_lens` on are not valid: see `rejected_slots`."""
+        `GenerationBatchResult.accept_lens` on are not valid: see `rejected_slots`. ``carried``: whether that move was
+        told."""
         rows = batch.seq_lens.shape[0]
         tokens = result.next_token_ids.view(rows, -1).roll(1, 1)
         tokens[:, 0] = roots
-        return self._view(batch, tokens.flatten(), tokens.shape[1], None)
+        view = self._view(batch, tokens.flatten(), tokens.shape[1], None)
+        tables = {name: replace(table, carried=carried) for name, table in view.tables.items()}
+        return replace(view, tables=tables)
 
     def branch_slots(self, batch: Any, worker: Any) -> Tensor:
         """Every slot that the steps of a tree may have written, int ``[n]``, padded with 0. Each branch has pages of

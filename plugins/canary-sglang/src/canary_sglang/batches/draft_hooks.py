@@ -1,6 +1,8 @@
 """Hooks in SGLang's draft workers. They are applied only when a model needs them."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from canary_core import BatchView
@@ -19,6 +21,8 @@ class DraftHooks:
 
     def __init__(self, session_of: Callable[[Any], Session | None]) -> None:
         self._session_of = session_of
+        self._verifying: _Tree | None = None
+        """The tree that is being verified."""
 
     def register(self, runner: Any) -> None:
         """Applies the hooks that this runner's model needs. To be called when the pool of a guarded model was
@@ -28,6 +32,7 @@ class DraftHooks:
             targets.DRAFT_EXTEND: (self._extend, "AROUND"),
             targets.VERIFY: (self._verify, "AROUND"),
             targets.NGRAM: (self._ngram, "AROUND"),
+            targets.MOVE_ACCEPTED: (self._moved, "AFTER"),
         }
         REGISTRAR.apply({target: hooks[target] for target in draft_targets(runner)})
 
@@ -63,30 +68,67 @@ class DraftHooks:
         session = self._session_of(worker.target_worker.model_runner)
         drafted = batch.spec_info
         tree = not batch.forward_mode.is_idle() and drafted.topk > 1 and drafted.draft_token_num > 1
-        result = original(worker, batch, *args, **kwargs)
-        if session is not None and tree:
-            _accept(session, batch, drafted, result)
+        if session is None:
+            return original(worker, batch, *args, **kwargs)
+        if tree:
+            with self._following(session) as verified:
+                result = original(worker, batch, *args, **kwargs)
+            _accept(verified, batch, drafted, result)
+        else:
+            result = original(worker, batch, *args, **kwargs)
+        if not batch.forward_mode.is_idle():
+            session.sampled.verified(batch, result)
         return result
 
     def _ngram(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The worker's whole work on a batch; it verifies only decodes."""
         session = self._session_of(worker.target_worker.model_runner)
-        verifies = batch.forward_mode.is_decode()
-        result = original(worker, batch, *args, **kwargs)
-        if session is not None and verifies:
-            _accept(session, batch, batch.spec_info, result)
+        if session is None or not batch.forward_mode.is_decode():
+            return original(worker, batch, *args, **kwargs)
+        with self._following(session) as verified:
+            result = original(worker, batch, *args, **kwargs)
+        _accept(verified, batch, batch.spec_info, result)
+        session.sampled.verified(batch, result)
         return result
 
+    @contextlib.contextmanager
+    def _following(self, session: Session) -> "Iterator[_Tree]":
+        self._verifying = tree = _Tree(session)
+        try:
+            with session.following_trees():
+                yield tree
+        finally:
+            self._verifying = None
 
-def _accept(session: Session, batch: Any, drafted: Any, result: Any) -> None:
+    def _moved(self, result: None, batch: Any, accepted: Any, *args: Any, **kwargs: Any) -> None:
+        """After ``move_accept_tokens_to_target_kvcache(batch, accept_index, ...)``, which has copied the accepted path
+        to the front of each request's slots."""
+        tree = self._verifying
+        if tree is not None and tree.session.canary.enabled:
+            with tree.session.canary.guard("accepted tokens"):
+                tree.session.carry(*tree.session.drafts.moved(batch, accepted))
+                tree.moved = True
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """A tree that ``session``'s model verifies. ``moved``: whether its accepted path was seen to be moved."""
+
+    session: Session
+    moved: bool = False
+
+
+def _accept(tree: _Tree, batch: Any, drafted: Any, result: Any) -> None:
     """Records the accepted path of a verified tree, which SGLang has moved to the front of each request's slots. The
-    slots behind it are unknown from now on."""
-    drafts = session.drafts
+    slots behind it are unknown from now on. Where no move was seen, a token that did not get to its slot is a lost
+    write."""
+    session = tree.session
 
     def accepted() -> BatchView:
-        return drafts.accepted(batch, drafted.draft_token.view(-1, drafted.draft_token_num)[:, 0], result)
+        roots = drafted.draft_token.view(-1, drafted.draft_token_num)[:, 0]
+        return session.drafts.accepted(batch, roots, result, carried=tree.moved)
 
     session.canary.step.run(lambda: None, accepted)
     if session.canary.enabled:
         with session.canary.guard("rejected tokens"):
-            session.forget_slots(drafts.rejected_slots(batch, result))
+            session.forget_slots(session.drafts.rejected_slots(batch, result))

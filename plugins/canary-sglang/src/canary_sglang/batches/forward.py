@@ -83,6 +83,8 @@ class ForwardBatches(BatchAdapter[Any]):
         self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
         # A draft model's slot at position p holds the token at p + 1.
         self._ahead = int(runners.draft_name(runner) is not None)
+        self.trees_followed = False
+        """Whether who verifies a tree also tells which of its slots were accepted and where they were moved to."""
 
     def view(self, batch: Any) -> BatchView | None:
         """None for a forward without requests, such as a warm-up, and for one that can't be checked (see
@@ -98,10 +100,14 @@ class ForwardBatches(BatchAdapter[Any]):
             drafted = batches.verified_tokens(batch)
             if drafted is None:
                 return None
+            if batches.is_tree(batch):
+                # Each token counts as the one at its slot's place in the table. Those that are accepted are told anew
+                # once they were moved, the rest is forgotten (`DraftHooks`). Where nobody does that, only the reads are
+                # known, and the session forgets what was written.
+                positions = None
+                if not self.trees_followed:
+                    drafted, slots = 0, None
             prefix_lens, new_lens = batch.seq_lens, self._uniform.of(drafted, batch.seq_lens)
-            if not drafted:
-                # Of a tree only the reads are known; the session forgets the slots that it writes.
-                positions = slots = None
         else:
             prefix_lens, new_lens = batch.extend_prefix_lens, batch.extend_seq_lens
             expected = self._expected(batch, names)

@@ -43,19 +43,17 @@ def speculates(batch: Any) -> bool:
 
 
 def is_tree(batch: Any) -> bool:
-    """Whether a `ForwardBatch` verifies a tree, whose tokens share positions."""
-    return bool(batch.forward_mode.name == "TARGET_VERIFY" and verified_tokens(batch) == 0)
+    """Whether a `ForwardBatch` verifies a tree, whose tokens share positions. N-grams may form one."""
+    if batch.forward_mode.name != "TARGET_VERIFY":
+        return False
+    drafted = batch.spec_info
+    if type(drafted).__name__ == "NgramVerifyInput":
+        return True
+    return bool(type(drafted).__name__ == "EagleVerifyInput" and drafted.topk > 1 and drafted.draft_token_num > 1)
 
 
 def verified_tokens(batch: Any) -> int | None:
-    """How many drafted tokens a ``TARGET_VERIFY`` writes for each request, if they are a chain; 0 for a tree, whose
-    tokens share positions; None if that isn't known."""
+    """How many drafted tokens a ``TARGET_VERIFY`` writes for each request; None if that isn't known."""
     drafted = batch.spec_info
-    if type(drafted).__name__ == "NgramVerifyInput":
-        # N-grams that it found in the text may form a tree.
-        return 0
-    if type(drafted).__name__ != "EagleVerifyInput":
-        return None
-    if drafted.topk > 1 and drafted.draft_token_num > 1:
-        return 0
-    return int(drafted.draft_token_num)
+    known = type(drafted).__name__ in ("EagleVerifyInput", "NgramVerifyInput")
+    return int(drafted.draft_token_num) if known else None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from canary_sglang.compat.switches import switched_on
-from canary_sglang.compat.targets import DRAFT_MODEL_TARGETS, NGRAM, NGRAM_MOVES, existing
+from canary_sglang.compat.targets import DRAFT_MODEL_TARGETS, MOVE_ACCEPTED, NGRAM, existing
 
 FOLLOWED_SPECULATION = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"})
 """Algorithms that allocate slots for drafted tokens when a decode is prepared, and free those of rejected tokens when
@@ -29,9 +29,9 @@ def draft_refusal(runner: Any) -> str | None:
 def draft_targets(runner: Any) -> Sequence[str]:
     """Functions of draft workers to hook if this runner's model is guarded. Imports their modules."""
     if runner.is_draft_worker:
-        return DRAFT_MODEL_TARGETS
+        return (*DRAFT_MODEL_TARGETS, *existing((MOVE_ACCEPTED,)))
     ngram = str(getattr(runner.server_args, "speculative_algorithm", None)).upper() == "NGRAM"
-    return (NGRAM,) if ngram and len(existing((NGRAM, NGRAM_MOVES))) == 2 else ()
+    return (NGRAM, MOVE_ACCEPTED) if ngram and len(existing((NGRAM, MOVE_ACCEPTED))) == 2 else ()
 
 
 def shared_with_next_token(runner: Any) -> bool:

@@ -50,6 +50,12 @@ def identity(request: Any, adapters: bool = True) -> dict[str, str]:
     return {name: str(value) for name, value in parts.items() if value}
 
 
+def searches_beams(request: Any) -> bool:
+    """Whether a beam search decides a request's next token: not the sampler's for its row."""
+    width = getattr(getattr(request, "sampling_params", None), "beam_width", None)
+    return getattr(request, "beam_group", None) is not None or (width or 1) > 1
+
+
 def abort(scheduler: Any, request: Any, message: str) -> bool:
     """Ends a running request after its next forward, as SGLang ends requests that time out: its client gets ``message``
     with status 503, and its KV does not enter the prefix cache. False if the request ends already."""

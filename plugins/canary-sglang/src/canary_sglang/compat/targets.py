@@ -19,9 +19,11 @@ STATE_COPY = "sglang.srt.mem_cache.memory_pool.MambaPool.copy_from"
 STATE_LOAD = "sglang.srt.mem_cache.memory_pool.MambaPool.load_cpu_copy"
 TURN = f"{SCHEDULER}.get_next_batch_to_run"
 LOOP = f"{SCHEDULER}.run_event_loop"
+STATE_CLONES = f"{RUNNER}._maybe_execute_deferred_mamba_cow_and_clear"
+SAMPLE = f"{RUNNER}.sample"
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
-OPTIONAL = (RESIZE, LOOP)
+OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE)
 
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     FORWARD: ("forward_batch",),
@@ -52,7 +54,7 @@ DRAFT_EXTEND = f"{DRAFT_WORKER}._draft_extend_for_decode"
 VERIFY = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify"
 DRAFT_MODEL_TARGETS = (DRAFT_STEPS, DRAFT_EXTEND, VERIFY)
 NGRAM = "sglang.srt.speculative.ngram_worker.NGRAMWorker.forward_batch_generation"
-NGRAM_MOVES = "sglang.srt.speculative.ngram_worker.move_accept_tokens_to_target_kvcache"
+MOVE_ACCEPTED = "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache"
 
 ALLOCATORS = "sglang.srt.mem_cache.allocator"
 TOKEN_ALLOCATOR, PAGED_ALLOCATOR = "TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"

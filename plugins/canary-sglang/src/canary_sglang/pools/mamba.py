@@ -4,11 +4,13 @@ one slot, which every forward rewrites.
 SGLang stores the states in a `MambaPool` beside the KV pool. ``req_index_to_mamba_index_mapping`` gives the slot of a
 request; the prefix cache has slots of its own. SGLang copies states between slots in two ways, and Canary copies the
 records with them. ``copy_from`` copies the state of an unfinished request into the cache. When a request reuses a
-cached state, the `ForwardBatch` names both slots, and the forward copies. With ``extra_buffer`` forwards also copy
-states into checkpoint slots: see `canary_sglang.compat.state_checkpoints`.
+cached state, the `ForwardBatch` names both slots, and the forward clones it before its layers read it: what is in the
+request's slot then is compared with what the cached one should hold. With ``extra_buffer`` forwards also copy states
+into checkpoint slots: see `canary_sglang.compat.state_checkpoints`.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +93,9 @@ class MambaStates(StepListener):
         self._slots: Tensor = requests.req_index_to_mamba_index_mapping
         self._pool = requests.mamba_pool
         self._identity = torch.arange(requests.mamba_pool.size + 1, device=self._slots.device)
+        # Cached states that the forward has to clone and where to, until it was seen to.
+        self._due: tuple[Tensor, Tensor] | None = None
+        self._cloning = False
         _STATES_BY_POOL[id(self._pool)] = self
 
     def close(self) -> None:
@@ -105,6 +110,7 @@ class MambaStates(StepListener):
         reuses a cached state reads it from the cache's slot, since its own slot is empty until the forward has copied
         the state there. A decode copies no states, but its batch may still have the lists of the extend before it.
         """
+        self._due = None
         if view is None or batch is None:
             return view
         if batch.forward_mode.name not in REWRITING_MODES:
@@ -113,12 +119,19 @@ class MambaStates(StepListener):
         if _reuses(batch):
             self._expect(batch, view)
             table = self._reusing(batch, view)
+            self._due = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
         else:
             table = self._own(batch.req_pool_indices)
         made = None if self._checkpoints is None else self._checkpoints.of_forward(batch, view.prefix_lens)
         if made is not None:
             table = replace(table, checkpoints=made)
         return replace(view, tables={**view.tables, self.region: table})
+
+    def after(self, batch: Any, view: BatchView | None) -> None:
+        """A cached state that nobody was seen to clone: the forward went on from what its request's slot held before,
+        and that slot holds something else than what was cached."""
+        if self._due is not None and view is not None:
+            self.cloned(*self._due)
 
     def padding(self, view: BatchView) -> list[BatchView]:
         """``view``, which has only padding, twice: with the table of requests that continue, and with that of requests
@@ -147,7 +160,23 @@ class MambaStates(StepListener):
 
     def copied(self, sources: Tensor, destinations: Tensor) -> None:
         """SGLang copied states from slots ``sources`` to slots ``destinations``, which may be one number each."""
-        self._canary.slots.copy(self.region, self._listed(sources), self._listed(destinations))
+        if not self._cloning:
+            self._due = None
+            self._canary.slots.copy(self.region, self._listed(sources), self._listed(destinations))
+
+    @contextlib.contextmanager
+    def cloning(self) -> Iterator[None]:
+        """Within it, copies are those that `cloned` tells of."""
+        self._cloning = True
+        try:
+            yield
+        finally:
+            self._cloning = False
+
+    def cloned(self, sources: Tensor, destinations: Tensor) -> None:
+        """SGLang should have cloned the states ``sources`` to ``destinations`` by now: compares what is there."""
+        self._due = None
+        self._canary.slots.copy(self.region, self._listed(sources), self._listed(destinations), check=True)
 
     def loaded(self, slots: Tensor) -> None:
         """SGLang loaded states from host memory to ``slots``."""
@@ -183,6 +212,21 @@ def copied(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
     if states is not None:
         named = dict(zip(("src_indices", "dst_indices"), args, strict=False)) | kwargs
         states.copied(named["src_indices"], named["dst_indices"])
+
+
+def cloned(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``ModelRunner._maybe_execute_deferred_mamba_cow_and_clear(forward_batch)``, which clones cached states and
+    then takes their numbers out of the batch; in some forwards it leaves both alone."""
+    states = _STATES_BY_POOL.get(id(getattr(runner.req_to_token_pool, "mamba_pool", None)))
+    batch = args[0] if args else kwargs["forward_batch"]
+    sources, destinations = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
+    if states is None or sources is None or not len(sources):
+        return original(runner, *args, **kwargs)
+    with states.cloning():
+        result = original(runner, *args, **kwargs)
+    if batch.mamba_cow_src_indices is None:
+        states.cloned(sources, destinations)
+    return result
 
 
 def loaded(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:

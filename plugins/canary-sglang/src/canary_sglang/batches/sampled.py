@@ -1,0 +1,74 @@
+"""`SampledRows`: what SGLang's sampler gave, as `canary.sampled` wants it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core import Canary
+from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.compat import schedulers
+
+
+class SampledRows:
+    """Gives what was sampled for the batch whose forward was guarded last to ``canary``, row by row. On the stream of
+    the forwards; the host waits for nothing.
+
+    Left out are rows whose next token somebody else decides: prompts that are not at their end, and beams. Where rows
+    can't be matched with those of the forward, as under pipeline parallelism, nothing is given.
+    """
+
+    def __init__(self, canary: Canary, writers: RequestWriters) -> None:
+        self._canary = canary
+        self._writers = writers
+        self._batch: Any = None
+        self._names: list[str] = []
+        self._beams: tuple[int, ...] = ()
+
+    def forward(self, batch: Any) -> None:
+        """The forward of this `ForwardBatch` was guarded; its tokens are sampled next."""
+        self._batch = batch
+
+    def after(self, batch: Any, tokens: Any) -> None:
+        """`ModelRunner.sample` gave ``tokens`` for ``batch``, one a row."""
+        guarded, self._batch = self._batch, None
+        if batch is not guarded or not isinstance(tokens, Tensor) or tokens.dim() != 1:
+            return
+        names = batch.rids
+        if not self._canary.sampled.followed:
+            return
+        if names and tokens.shape[0] == len(names):
+            self._canary.sampled.give(tokens, self._without(batch, names))
+
+    def verified(self, batch: Any, result: Any) -> None:
+        """Drafted tokens were verified: the target's own tokens for the positions after them are in ``result``, and
+        those that `GenerationBatchResult.accept_lens` says count. ``batch``: the `ScheduleBatch`."""
+        rows, tokens, accepted = len(batch.reqs), result.next_token_ids, result.accept_lens
+        if not self._canary.sampled.followed or accepted is None or tokens.shape[0] % rows:
+            return
+        with self._canary.guard("verified tokens"):
+            tokens = tokens.view(rows, -1)
+            column = torch.arange(tokens.shape[1], device=tokens.device)
+            self._canary.sampled.give(torch.where(column < accepted[:, None], tokens, -1))
+
+    def _without(self, batch: Any, names: Sequence[str]) -> tuple[int, ...]:
+        """Rows of ``batch`` whose token is not the request's next one."""
+        if names != self._names:
+            self._names = list(names)
+            requests = [self._writers.request(name) for name in names]
+            self._beams = tuple(i for i, r in enumerate(requests) if r is None or schedulers.searches_beams(r))
+        prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        if batch.forward_mode.is_decode() or prefixes is None or news is None:
+            return self._beams
+        begun = tuple(
+            i
+            for i, (name, prefix, new) in enumerate(zip(names, prefixes, news, strict=True))
+            if _unfinished(self._writers.request(name), int(prefix) + int(new))
+        )
+        return (*self._beams, *begun)
+
+
+def _unfinished(request: Any | None, computed: int) -> bool:
+    """Whether a request has tokens behind those that are computed: they are what comes next."""
+    return request is None or computed < len(request.origin_input_ids) + len(request.output_ids)

@@ -1,0 +1,83 @@
+"""SGLang's own copies of KV and of states, made wrong where SGLang makes them."""
+
+from typing import Any
+
+from tools.inspection import findings
+from tools.traffic import serve
+
+
+def break_copies(engine: Any, how: str) -> None:
+    """Breaks a copy of the engine for good. ``how``: a function below."""
+    HOW[how](engine)
+
+
+def move_only_keys(engine: Any) -> None:
+    """The accepted path of a tree is moved without its V: each slot keeps the V of the token that was drafted there."""
+
+    def move(destination: Any, source: Any) -> None:
+        for buffer in pool.k_buffer:
+            buffer[destination] = buffer[source]
+
+    pool = engine.runner.token_to_kv_pool
+    pool.move_kv_cache = move
+
+
+def move_from_the_next_slot(engine: Any) -> None:
+    """The accepted path of a tree is moved from one slot further, K and V alike."""
+    pool = engine.runner.token_to_kv_pool
+
+    def move(destination: Any, source: Any) -> None:
+        type(pool).move_kv_cache(pool, destination, (source + 1).clamp(max=pool.size))
+
+    pool.move_kv_cache = move
+
+
+def move_nothing(engine: Any) -> None:
+    """The accepted path of a tree stays where it was drafted: who verifies calls nothing that moves it."""
+    from sglang.srt.speculative import eagle_worker_common
+
+    eagle_worker_common.move_accept_tokens_to_target_kvcache = lambda *args: None
+
+
+def clone_nothing(engine: Any) -> None:
+    """A cached state that is reused is not copied to the request's own slot."""
+    engine.runner.req_to_token_pool.mamba_pool.copy_from = lambda source, destination: None
+
+
+def clone_convolutions_only(engine: Any) -> None:
+    """A cached state that is reused is copied without its recurrent part."""
+    pool = engine.runner.req_to_token_pool.mamba_pool
+
+    def copy(source: Any, destination: Any) -> None:
+        for state in pool.mamba_cache.conv:
+            state[:, destination] = state[:, source]
+
+    pool.copy_from = copy
+
+
+def never_clone(engine: Any) -> None:
+    """SGLang never gets to where it copies a cached state that is reused."""
+    engine.runner._maybe_execute_deferred_mamba_cow_and_clear = lambda batch: None
+
+
+HOW = {
+    function.__name__: function
+    for function in (
+        move_only_keys,
+        move_from_the_next_slot,
+        move_nothing,
+        clone_nothing,
+        clone_convolutions_only,
+        never_clone,
+    )
+}
+
+
+def serve_until_found(engine: Any, prompts: list[list[int]], new_tokens: int, most: int = 8) -> dict[str, Any]:
+    """Serves the prompts again and again, until something was found; gives that, and how often they were served."""
+    for times in range(1, most + 1):
+        serve(engine, prompts, new_tokens)
+        found = findings(engine)["violations"]
+        if found:
+            return {"violations": found, "times": times}
+    return {"violations": [], "times": most}

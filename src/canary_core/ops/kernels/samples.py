@@ -1,0 +1,109 @@
+"""What the sampler gave, within `check` and `record`: the parts of their kernels that use `canary_core.ops.samples`."""
+
+import triton
+import triton.language as tl
+
+from canary_core.ops.kernels.common import READ_WORD, STATE_VALUES, STATUS_OK, WRITTEN, load_head, lookup, split_head
+from canary_core.ops.kernels.launch import arguments
+from canary_core.ops.launches import Arguments
+from canary_core.ops.state import RegionState
+from canary_core.records import (
+    NO_SAMPLE,
+    NOT_SAMPLED,
+    SAMPLE_POSITION_BITS,
+    SAMPLE_TOKEN_BITS,
+    SAMPLE_TOKENS,
+    SAMPLE_WRITER_BITS,
+    SAMPLE_WRITERS,
+    TAIL_WORDS,
+)
+
+KEPT = tl.constexpr(SAMPLE_TOKENS)
+KEPT_WRITERS = tl.constexpr(SAMPLE_WRITERS)
+TOKEN_BITS = tl.constexpr(SAMPLE_TOKEN_BITS)
+TOKEN_VALUES = tl.constexpr(1 << SAMPLE_TOKEN_BITS)
+POSITION_BITS = tl.constexpr(SAMPLE_POSITION_BITS)
+POSITION_VALUES = tl.constexpr(1 << SAMPLE_POSITION_BITS)
+WRITER_VALUES = tl.constexpr(1 << SAMPLE_WRITER_BITS)
+TAIL = tl.constexpr(TAIL_WORDS)
+NONE_GIVEN = tl.constexpr(NO_SAMPLE)
+LEFT_OUT = tl.constexpr(NOT_SAMPLED)
+ROWS_AT_ONCE = tl.constexpr(64)
+
+
+def sample_arguments(state: RegionState) -> Arguments:
+    """``p_samples, p_given, p_ends, p_tails, sample_rows``; None for each tensor where nothing is compared with the
+    sampler."""
+    samples = state.samples
+    if samples is None:
+        return arguments(None, None, None, None, 0)
+    return arguments(samples.table, samples.given, samples.ends, samples.tails, samples.rows)
+
+
+@triton.jit
+def remember(p_samples, p_given, p_ends, sample_rows):
+    """As `reference.samples.remember`; for one program."""
+    n_rows = tl.load(p_ends)
+    for first in range(0, n_rows, ROWS_AT_ONCE):
+        o_row = first + tl.arange(0, ROWS_AT_ONCE).to(tl.int64)
+        m_row = o_row < n_rows
+        end = tl.load(p_ends + 1 + o_row, mask=m_row, other=0)
+        for back in tl.static_range(KEPT):
+            p_token = p_given + (KEPT - 1 - back) * sample_rows + o_row
+            token = tl.load(p_token, mask=m_row, other=LEFT_OUT)
+            position = ((end >> TOKEN_BITS) & (POSITION_VALUES - 1)) - back
+            sample = tl.where((token >= 0) & (token < TOKEN_VALUES), end - back * TOKEN_VALUES + token, 0)
+            kept = (end >> (TOKEN_BITS + POSITION_BITS)) % KEPT_WRITERS * KEPT + position % KEPT
+            tl.store(p_samples + kept, sample, mask=m_row & (end != 0) & (position > 0) & (token != LEFT_OUT))
+            if back == 0:
+                tl.store(p_token, tl.zeros_like(token) + NONE_GIVEN, mask=m_row)
+            else:
+                tl.store(p_token, tl.zeros_like(token) + LEFT_OUT, mask=m_row)
+
+
+@triton.jit
+def note_tail(
+    p_tails, p_records, p_table, row_first, prefix, read_first, i_row, width, extent, p_map, map_length, slots,
+    null_first, null_end,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As `reference.samples.note_tails`, for one row."""
+    o_last = tl.arange(0, KEPT).to(tl.int64)
+    position = prefix - KEPT + o_last
+    m = position >= tl.maximum(read_first, 1)
+    slot, status = lookup(
+        p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
+        PAGE_SIZE, RING, POOL, GROUP,
+    )  # fmt: skip
+    usable = m & (status == STATUS_OK)
+    first, _ = load_head(p_records, slot, usable)
+    token, stored = split_head(first)
+    holds = usable & ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN)
+    holds = holds & (position < POSITION_VALUES) & (token >= 0) & (token < TOKEN_VALUES)
+    p_tail = p_tails + (i_row.to(tl.int64) * KEPT + o_last) * TAIL
+    tl.store(p_tail, tl.where(holds, (position << TOKEN_BITS) | token, 0))
+    tl.store(p_tail + 1, tl.where(holds, slot, -1))
+    tl.store(p_tail + 2, tl.load(p_records + slot * 4 + 2, mask=holds, other=-1))
+
+
+@triton.jit
+def sampled(p_samples, writer, position, m):
+    """`reference.samples.sampled`: the token that the sampler gave the writer for each position, -1 where that is not
+    known."""
+    m = m & (writer >= 0) & (position > 0) & (position < POSITION_VALUES)
+    kept = tl.maximum(writer, 0) % KEPT_WRITERS * KEPT + tl.where(m, position, 0) % KEPT
+    sample = tl.load(p_samples + kept, mask=m, other=0)
+    own = ((tl.maximum(writer, 0) % WRITER_VALUES) << POSITION_BITS) | position
+    return tl.where(m & ((sample >> TOKEN_BITS) == own), sample & (TOKEN_VALUES - 1), -1)
+
+
+@triton.jit
+def note_ends(p_ends, p_writers, b_prefix, b_new, o_row, rows):
+    """As `reference.samples.note_ends`; for one program. Blocks of all rows."""
+    m_row = o_row < rows
+    writer = tl.load(p_writers + o_row, mask=m_row, other=-1).to(tl.int64)
+    end = b_prefix.to(tl.int64) + b_new.to(tl.int64)
+    known = (writer >= 0) & (b_new > 0) & (end < POSITION_VALUES)
+    sample = (((tl.maximum(writer, 0) % WRITER_VALUES) << POSITION_BITS) | end) << TOKEN_BITS
+    tl.store(p_ends, rows)
+    tl.store(p_ends + 1 + o_row, tl.where(known, sample, 0), mask=m_row)

@@ -1,0 +1,121 @@
+"""compare_tables: the kernel of `canary_core.ops.reference.tables`, one launch over a persistent grid."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from canary_core.batch import ReadTable, SlotTable
+from canary_core.ops.kernels.common import STATUS_OK, report_record, resolve
+from canary_core.ops.kernels.launch import Launcher, arguments, jit, programs, region_arguments
+from canary_core.ops.state import RegionState
+from canary_core.records import Clock, Kind, Phase
+
+TILE = 512
+"""Positions that a program compares at a time."""
+PARTS = 16
+"""Programs that share a row: each takes every 16th of its tiles, so that one long request does not take them all."""
+WARPS = 4
+PROGRAMS_PER_PROCESSOR = 4
+
+CLOCK_STEP = tl.constexpr(int(Clock.STEP))
+KIND_READ_TABLE = tl.constexpr(int(Kind.READ_TABLE))
+PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
+
+VARYING = (
+    "rows", "name", "map_length", "kept_width", "kept_stride", "kept_extent", "kept_page", "kept_ring", "given_width",
+    "given_stride", "given_extent", "given_page", "given_ring",
+)  # fmt: skip
+
+
+def compare_tables(state: RegionState, table: ReadTable, name: int) -> None:
+    """As `canary_core.ops.reference.tables.compare_tables`. One launch; never reads back."""
+    region = state.region
+    ring = region.page_ring or (0, 0)
+    kept_pool = (*(table.kept.pool_page or (0, 0)), *ring)
+    given_pool = (0, 0, 0, 0) if table.own_slots else (*(table.given.pool_page or (0, 0)), *ring)
+    key = (f"compare_tables {kept_pool} {given_pool} {table.own_slots}", None)
+    launcher = state.launches.by_op.get(key)
+    if launcher is None:
+        constants = {
+            "KEPT_POOL": kept_pool, "GIVEN_POOL": given_pool, "OWN_SLOTS": table.own_slots, "TILE": TILE, "PARTS": PARTS
+        }  # fmt: skip
+        launcher = Launcher(compare_tables_kernel, state, (region_arguments(state),), constants, num_warps=WARPS)
+        state.launches.by_op[key] = launcher
+    slot_map = region.slot_map
+    given = arguments(
+        table.first, table.end, table.writers, table.rows, name, slot_map, 0 if slot_map is None else len(slot_map),
+        *_of(table.kept), *_of(table.given),
+    )  # fmt: skip
+    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+
+
+def _of(table: SlotTable) -> tuple[Tensor | int | None, ...]:
+    """``p_entries, p_rows, width, stride, extent, page, ring``."""
+    entries = table.entries
+    return entries, table.rows, table.width, entries.stride(0), table.extent, table.page_size, table.ring_slots
+
+
+@jit(*VARYING)
+def compare_tables_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_first, null_end,
+    p_first, p_end, p_writers, rows, name, p_map, map_length,
+    p_kept, p_kept_rows, kept_width, kept_stride, kept_extent, kept_page, kept_ring,
+    p_given, p_given_rows, given_width, given_stride, given_extent, given_page, given_ring,
+    KEPT_POOL: tl.constexpr, GIVEN_POOL: tl.constexpr, OWN_SLOTS: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs. Work items: `PARTS` of each row."""
+    step = tl.load(p_clock + CLOCK_STEP) + 1
+    for i in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
+        i_row = i // PARTS
+        first = tl.maximum(tl.load(p_first + i_row).to(tl.int64), 0)
+        end = tl.load(p_end + i_row).to(tl.int64)
+        writer = tl.load(p_writers + i_row).to(tl.int64)
+        kept_row = i_row.to(tl.int64)
+        if p_kept_rows is not None:
+            kept_row = tl.load(p_kept_rows + i_row).to(tl.int64)
+        given_row = i_row.to(tl.int64)
+        if p_given_rows is not None:
+            given_row = tl.load(p_given_rows + i_row).to(tl.int64)
+        for start in range(first + (i % PARTS) * TILE, end, PARTS * TILE):
+            position = start + tl.arange(0, TILE).to(tl.int64)
+            m = position < end
+            number, present = number_at(
+                p_kept, kept_row * kept_stride, position, kept_width, kept_extent, kept_page, kept_ring, m
+            )
+            kept, status = resolve(
+                number, p_map, map_length, slots, null_first, null_end, present, KEPT_POOL, 1
+            )  # fmt: skip
+            judged = present & (status == STATUS_OK)
+            number, there = number_at(
+                p_given, given_row * given_stride, position, given_width, given_extent, given_page, given_ring, m
+            )
+            if OWN_SLOTS:
+                given, status = resolve(number, None, 0, slots, null_first, null_end, there, GIVEN_POOL, 1)
+            else:
+                given, status = resolve(
+                    number, p_map, map_length, slots, null_first, null_end, there, GIVEN_POOL, 1
+                )  # fmt: skip
+            given = tl.where(there, given, -1)
+            usable = there & (status == STATUS_OK)
+            differs = judged & ((usable == 0) | (given != kept))
+            if tl.max(differs.to(tl.int32), 0) > 0:
+                kind = tl.full((TILE,), KIND_READ_TABLE, tl.int64)
+                report_record(
+                    p_counters, p_ring, ring_rows, kind, differs, region, -1, given, position, -1, p_records, usable,
+                    kept, name, writer, step * 8 + PRE_FORWARD,
+                )  # fmt: skip
+
+
+@triton.jit
+def number_at(p_entries, row_first, position, width, extent, page, ring, m):
+    """`reference.plan.numbers`: the number of a slot that the row beginning at element ``row_first`` has for int64
+    positions, and whether it has an entry."""
+    column = position
+    if ring > 0:
+        column = position % ring
+    element = row_first + column // page
+    present = m & (column // page < width) & (element >= 0) & (element < extent)
+    entry = tl.load(p_entries + element, mask=present, other=-1).to(tl.int64)
+    return tl.where(entry >= 0, entry * page + column % page, entry), present

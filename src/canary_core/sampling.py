@@ -1,0 +1,122 @@
+"""`SampledTokens`: what the sampler gave, to be compared with what the next forward computes.
+
+An engine samples a token, keeps it somewhere (a buffer on the device, a list, the draft of a verification) and feeds it
+to the next forward. Where it feeds another one, nothing else tells: the forward writes a token that is in order by
+itself, and the request goes on with a wrong one. Three bugs of this sort that engines had: the next tokens of two
+requests changed places, a rejected draft was kept, a sequence length was one short after a verification.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from canary_core.batch import BatchView
+from canary_core.ops.state import RegionState
+from canary_core.region import RegionKind
+from canary_core.runtime.streams import capturing
+from canary_core.runtime.workspace import Switch, Workspace
+
+KINDS = (RegionKind.FULL, RegionKind.WINDOW)
+"""Regions whose slots are compared, the first that there is: one slot for each token, written once."""
+
+
+class SampledTokens:
+    """Remembers on the device what the sampler gave each request, and for which position. The next forward that
+    computes this position must compute this token, else it is a ``write_input`` finding; and a forward that reads one
+    of a request's last slots must find it there, else it is a ``token`` finding.
+
+    A plugin calls `follow` once, before `Canary.warm_up` and the first forward, and `give` after each forward whose
+    tokens were sampled. What it doesn't tell of is not compared. Nothing is compared either where a batch has the
+    request's own tokens (`BatchView.expected_tokens`) and the computed token is that one: engines may replace what was
+    sampled, as a grammar does.
+
+    It costs no launch: `give` is a copy of a few bytes, and kernels that run anyway do the rest. Nothing waits for the
+    device. In log mode nothing raises into the engine.
+    """
+
+    def __init__(self, workspace: Workspace, switch: Switch) -> None:
+        self._workspace = workspace
+        self._switch = switch
+        self._view: BatchView | None = None
+        self.left_out = 0
+        """How often `give` was called with what could not be compared."""
+
+    @property
+    def followed(self) -> bool:
+        """Whether `follow` was called, and there is a region to compare."""
+        return self._state is not None
+
+    def follow(self) -> bool:
+        """From now on forwards are compared with what the sampler gave; gives whether there is a region whose slots
+        hold one token each. Allocates device memory. Never captured."""
+        if not self._switch.enabled:
+            return False
+        with self._switch.guard("follow the sampler"):
+            state = _compared(self._workspace.states)
+            if state is not None and not capturing(self._workspace.device):
+                state.follow_sampler()
+        return self.followed
+
+    def give(self, tokens: Tensor, without: Sequence[int] = ()) -> None:
+        """What the sampler gave for the forward that was recorded last, before the next one is checked; on the stream
+        of the forwards. May be captured.
+
+        tokens: int32 or int64 ``[rows]``, on the pool's device, in the order of the view's rows: the token after each
+        row's last new one. Or ``[rows, n]``, where a verification gives several: the last is the token after the row's
+        last new one, the one before that follows the last but one, and so on; so column ``i`` of as many columns as the
+        row has new tokens follows its new token ``i``. -1 where none was sampled or it was rejected. Of more than 16
+        the last 16 count.
+        without: rows whose token is no one's, such as those of a prompt that is not at its end.
+
+        Tensors that don't fit the last view, and calls without a recorded forward, are counted in ``left_out``.
+        """
+        if not self._switch.enabled:
+            return
+        with self._switch.guard("sampled tokens"):
+            state, view = self._state, self._view
+            # What follows is of another forward.
+            self._view = None
+            if state is None or state.samples is None:
+                return
+            if view is None or state.region.name not in view.tables or not _fits(tokens, view):
+                self.left_out += 1
+                return
+            state.samples.give(tokens, tuple(without))
+
+    def begin(self) -> None:
+        """A forward is checked next: what is given from now on is not of the one before."""
+        self._view = None
+
+    def recorded(self, view: BatchView) -> None:
+        """The forward of ``view`` was recorded."""
+        self._view = view
+
+    def forget(self) -> None:
+        """A forward ran that is not recorded: what was sampled before may be out of date."""
+        self._view = None
+        state = self._state
+        if state is not None and state.samples is not None:
+            state.samples.forget()
+
+    @property
+    def _state(self) -> RegionState | None:
+        """The memory of the region that is compared; None before `follow`."""
+        state = _compared(self._workspace.states)
+        return state if state is not None and state.samples is not None else None
+
+
+def _compared(states: Mapping[str, RegionState]) -> RegionState | None:
+    """The region whose forwards are compared with the sampler."""
+    fit = [s for s in states.values() if s.region.kind in KINDS and s.region.tokens_per_slot == 1]
+    return min(fit, key=lambda state: KINDS.index(state.region.kind), default=None)
+
+
+def _fits(tokens: Tensor, view: BatchView) -> bool:
+    """Whether ``tokens`` may be those of the rows of ``view``."""
+    return (
+        tokens.dtype in (torch.int32, torch.int64)
+        and tokens.dim() in (1, 2)
+        and tokens.shape[0] <= view.rows
+        and tokens.device == view.device
+    )

@@ -1,0 +1,199 @@
+"""`TableCheck`: what attention was given, against what the engine keeps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.guarded import Guarded
+from support.toy import ToyEngine
+
+from canary_adapters import ragged_table
+from canary_core import AttachError, BatchView, Kind, ReadTable
+from canary_core.events import Event
+
+
+def kv_indices(batch: BatchView, region: str = "full", window: int = 0) -> ReadTable:
+    """A list as a paged backend makes it: the slots of all requests one after the other, new tokens included."""
+    kept = batch.tables[region]
+    ends = batch.prefix_lens + batch.new_lens
+    first = (batch.prefix_lens - window + 1).clamp(min=0) if window else torch.zeros_like(ends)
+    rows = [kept.entries[row, int(a) : int(b)] for row, (a, b) in enumerate(zip(first, ends, strict=True))]
+    counts = ends - first
+    given = ragged_table(torch.cat(rows).clone(), counts.cumsum(0) - counts - first)
+    return ReadTable("kv_indices", region, given, kept, first, ends, batch.writers)
+
+
+def run(g: Guarded, *tables: ReadTable, batch: BatchView) -> None:
+    """A forward in which the backend has made ``tables``."""
+    g.canary.step.tables.compare(tables)
+    g.canary.step.before(batch)
+    g.engine.forward(batch)
+    g.canary.step.after()
+    g.canary.step.end()
+
+
+def test_a_stale_entry_is_told_with_request_position_and_both_slots():
+    """The engine's own table is right, so nothing else is found."""
+    g = Guarded(table_interval=1)
+    g.submit("a", 3)
+    g.submit("b", 4)
+    g.step()
+    for request in g.engine.requests:
+        request.tokens.append(8)
+    batch = g.engine.batch()
+    table = kv_indices(batch)
+    right = int(batch.tables["full"].entries[1, 2])
+    wrong = int(batch.tables["full"].entries[0, 1])
+    # Row b begins behind the four slots of row a.
+    table.given.entries[0, 4 + 2] = wrong
+    run(g, table, batch=batch)
+    g.canary.drain()
+    (found,) = g.violations
+    assert (found.kind, found.region, found.request, found.position) == (Kind.READ_TABLE, "full", "b", 2)
+    assert (found.slot, found.stored_value, found.detail) == (wrong, right, "kv_indices")
+    assert (found.stored_request, found.stored_position, found.step) == ("a", 1, 2)
+    (incident,) = g.canary.incidents
+    assert incident.root is not None
+    assert incident.root.kind is Kind.READ_TABLE
+    diagnoses = [event.fields["diagnosis"] for event in g.findings.told("diagnosis")]
+    assert diagnoses == ["wrong_table_copy"]
+
+
+def test_a_list_that_is_right_is_silent():
+    """Over prefills and decodes of several requests."""
+    g = Guarded(table_interval=1)
+    g.submit("a", 3)
+    g.submit("b", 11)
+    for _ in range(5):
+        batch = g.engine.batch()
+        run(g, kv_indices(batch), batch=batch)
+        for request in g.engine.requests:
+            request.tokens.append(8)
+    g.canary.drain()
+    assert g.violations == []
+    assert g.canary.stats()["tables_compared"] == 5
+
+
+def test_the_last_step_s_list_is_found():
+    """A list that was not made anew: the newest positions of all requests but the first are wrong in it."""
+    g = Guarded(table_interval=1)
+    g.submit("a", 3)
+    g.submit("b", 3)
+    batch = g.engine.batch()
+    old = kv_indices(batch)
+    run(g, old, batch=batch)
+    for request in g.engine.requests:
+        request.tokens.append(8)
+    batch = g.engine.batch()
+    new = kv_indices(batch)
+    run(g, replace(new, given=replace(old.given, rows=new.given.rows)), batch=batch)
+    g.canary.drain()
+    assert {(v.kind, v.request, v.position) for v in g.violations} == {
+        (Kind.READ_TABLE, "a", 3),
+        (Kind.READ_TABLE, "b", 0),
+        (Kind.READ_TABLE, "b", 1),
+        (Kind.READ_TABLE, "b", 2),
+        (Kind.READ_TABLE, "b", 3),
+    }
+    # Row b's last two lie beyond the old list.
+    assert [v.slot for v in g.violations if v.request == "b" and v.position in (2, 3)] == [-1, -1]
+
+
+@pytest.mark.parametrize("translated", [False, True])
+def test_a_window_s_list_is_compared_in_the_region_s_own_slots(translated):
+    """Whether the backend has translated the full pool's slots or not; what the window has evicted is not judged."""
+    g = Guarded(ToyEngine(window=4), table_interval=1)
+    g.submit("a", 6)
+    g.step(chunk=3)
+    g.step(chunk=3)
+    for broken in (False, True):
+        g.engine.requests[0].tokens.append(8)
+        batch = g.engine.batch()
+        table = kv_indices(batch, "window", window=4)
+        if broken:
+            table.given.entries[0, 0] = table.given.entries[0, 1]
+        if translated:
+            own = g.canary.regions["window"].slots_of(table.given.entries[0])
+            table = replace(table, given=ragged_table(own, table.given.rows), own_slots=True)
+        # The list begins with the window; before it nothing is kept any more, and so nothing compared.
+        run(g, replace(table, first=torch.zeros_like(table.first)), batch=batch)
+        g.canary.drain()
+        found = [(v.kind, v.region, v.position) for v in g.violations]
+        assert found == ([(Kind.READ_TABLE, "window", int(table.first[0]))] if broken else [])
+
+
+def test_tables_take_turns_every_few_forwards_and_a_scrub_gives_way():
+    """One table each time, and no forward has both a comparison and a scrub."""
+    g = Guarded(table_interval=2, scrub_budget="64KiB")
+    g.submit("a", 3)
+    scrubs, compared = [], []
+    original = g.canary.step.scrub.run
+    g.canary.step.scrub.run = lambda captured: (scrubs.append(g.canary.forwards), original(captured))
+    for _ in range(6):
+        batch = g.engine.batch()
+        table = kv_indices(batch)
+        if g.canary.step.tables.due:
+            compared.append(g.canary.forwards + 1)
+        run(g, table, replace(table, name="page_table"), batch=batch)
+        g.engine.requests[0].tokens.append(8)
+    assert compared == [1, 3, 5]
+    assert scrubs == [2, 4, 6]
+    assert g.canary.step.tables.names == ["kv_indices", "page_table"]
+
+
+def test_what_can_t_be_judged_is_counted_and_stays_due():
+    """No table is no finding, and no interval is lost by it."""
+    g = Guarded(table_interval=4)
+    g.submit("a", 3)
+    batch = g.engine.batch()
+    run(g, batch=batch)
+    assert g.canary.step.tables.due
+    assert g.canary.stats()["tables_skipped"] == 1
+    assert "tables_compared" not in g.canary.stats()
+
+
+def test_a_backend_that_is_left_out_is_told_once():
+    """With the reason."""
+    g = Guarded()
+    for _ in range(3):
+        g.canary.step.tables.leave_out("torch_native", "it reads req_to_token itself")
+    told = [event for event in g.findings.events if event.name == "tables_left_out"]
+    fields = {"backend": "torch_native", "reason": "it reads req_to_token itself"}
+    assert told == [Event("tables_left_out", "info", fields)]
+
+
+def test_interval_0_compares_nothing():
+    """Then nothing is ever due."""
+    g = Guarded(table_interval=0)
+    g.submit("a", 3)
+    batch = g.engine.batch()
+    table = kv_indices(batch)
+    table.given.entries[0, 0] = 9
+    run(g, table, batch=batch)
+    g.canary.drain()
+    assert g.violations == []
+    assert not g.canary.step.tables.due
+
+
+def test_a_table_of_an_unknown_region_is_the_adapter_s_mistake():
+    """In raise mode it is raised; in log mode Canary switches itself off and says why, and the engine goes on."""
+    g = Guarded(table_interval=1)
+    g.submit("a", 3)
+    batch = g.engine.batch()
+    run(g, replace(kv_indices(batch), region="other"), batch=batch)
+    assert not g.canary.enabled
+    (disabled,) = g.findings.told("disabled")
+    assert "got 'other'" in str(disabled.fields["reason"])
+
+
+def test_tables_that_do_not_fit_are_refused():
+    """One number a row for each of them."""
+    g = Guarded()
+    g.submit("a", 3)
+    table = kv_indices(g.engine.batch())
+    with pytest.raises(AttachError, match="one number a row"):
+        replace(table, end=torch.zeros(2, dtype=torch.int32))
+    many = torch.zeros(99, dtype=torch.int32)
+    given = ragged_table(many, many)
+    with pytest.raises(AttachError, match="kept has"):
+        replace(table, first=many, end=many, writers=many, given=given)
