@@ -234,7 +234,7 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     ),
     (
         Kind.BYTES,
-        lambda v: v.phase is Phase.EVENT,
+        lambda v: v.phase is Phase.EVENT and bool(v.arrived),
         "the bytes that were copied or loaded to {where} are not those that {writer} wrote{written}: they were left "
         "out, came from the wrong place or too early, or had changed before.",
     ),

@@ -57,19 +57,22 @@ def stale_match(engine: Any) -> dict[str, Any]:
     other positions."""
     cache = engine.scheduler.tree_cache
     matched: list[Tensor] = []
+    flushed: list[bool] = []
 
     def match(params: Any, *args: Any, **kwargs: Any) -> Any:
         found = type(cache).match_prefix(cache, params, *args, **kwargs)
         if list(params.key.token_ids[:8]) != PROMPTS[0][:8]:
             return found
-        if len(found.device_indices):
-            matched.append(found.device_indices.clone())
-        return found._replace(device_indices=matched[-1]) if matched else found
+        if flushed:
+            return found._replace(device_indices=matched[-1][: len(PROMPTS[0]) - 1])
+        matched.append(found.device_indices.clone())
+        return found
 
     serve(engine, PROMPTS[:1], 2)
     cache.match_prefix = match
     serve(engine, PROMPTS[:1], 2)
     flush(engine)
+    flushed.append(True)
     serve(engine, [PROMPTS[1][:7]], 2)
     serve(engine, [[(13 * i) % 200 + 3 for i in range(40)]], 2)
     victim = engine.submit(PROMPTS[0], 4)

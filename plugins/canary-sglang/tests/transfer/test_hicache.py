@@ -46,7 +46,7 @@ def test_a_flip_in_host_memory_is_found_at_load(hicache, source):
     assert found[0]["phase"] == "event"
     assert found[0]["stored_request"].startswith("r")
     assert found[0]["arrived"] is True
-    assert "which were copied or loaded there, are not those that its record tells of" in found[0]["explanation"]
+    assert found[0]["explanation"].startswith(f"the bytes that were copied or loaded to slot {found[0]['slot']} (page")
     hicache.flush()
 
 

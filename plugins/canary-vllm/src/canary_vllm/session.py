@@ -1,7 +1,7 @@
 """`Session`: guards one model runner, from the moment its KV cache is there."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from canary_adapters import EmbeddingFilter
 from canary_core import (
-    BatchView,
     Canary,
     CanaryConfig,
     Overlap,
@@ -63,9 +62,8 @@ class Session:
         self._output: Any = None
         self._told = True
         origin = connectors.origin(runner, config.ledger_private)
-        self._loads: Loads | None = None
-        if origin is not None:
-            self._loads = Loads(self.canary, self.groups, self.requests, origin, runners.drafted(runner))
+        drafted = runners.drafted(runner)
+        self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = runners.is_v2(runner) and runners.connector(runner) is None and not runners.speculates(runner)
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
@@ -75,7 +73,7 @@ class Session:
         )
         hook_manager().register(self._filter)
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
-        self.canary.warm_up(self._padding, rows)
+        self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows)
 
     def execute(self, original: Callable[[], Any], output: Any) -> Any:
         """Runs ``original``, what the runner does for ``output`` of the scheduler. Raises what it raises, and
@@ -163,9 +161,6 @@ class Session:
             self.canary.close()
         if hook_manager().is_registered(self._filter):
             hook_manager().unregister(self._filter)
-
-    def _padding(self, rows: int) -> Iterable[BatchView]:
-        return padding(rows, self.groups, self.canary.device)
 
 
 def attach_runner(runner: Any, config: CanaryConfig) -> Session | None:

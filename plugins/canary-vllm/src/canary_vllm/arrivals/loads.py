@@ -109,7 +109,7 @@ class Loads:
             blocks = np.array(load.blocks[group.number], dtype=np.int64)
             block = blocks[position // group.block - load.first // group.block]
             slots = np.where(block > 0, block * group.block + position % group.block, -1)
-            writer, anchor = self._requests.writers.id(load.request), self._requests.anchor(load.request)
+            writer, anchor = self._requests.writers.id(load.request), self._requests.writers.anchor(load.request)
             on_device = upload(slots.tolist(), self._canary.device)
             arrival = Arrival(group.region, on_device, tokens, self._origin, group.block, anchor, writer)
             found.append((arrival, frozenset(block.tolist())))

@@ -33,15 +33,11 @@ class Requests:
         self._open: set[str] = set()
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
-        self._anchors: dict[str, int] = {}
-        self.anchors: Tensor | None = None
-        """`BatchView.anchors` of the requests that `ids` was last asked for."""
 
     def notice(self, output: Any) -> None:
         """Takes the scheduler's message for the next forward."""
         for name in output.finished_req_ids:
             self._prompts.pop(name, None)
-            self._anchors.pop(name, None)
             self._open.discard(name)
         self._open.update(name for name in output.scheduled_cached_reqs.resumed_req_ids if name in self._prompts)
         for new in output.scheduled_new_reqs:
@@ -50,9 +46,7 @@ class Requests:
                 self.writers.forget(new.req_id)
                 self._names = []
             lora, salt = new.lora_request, getattr(messages.attached(output), "salts", {}).get(new.req_id)
-            if lora or salt:
-                lora = lora and f"{lora.lora_name} of {lora.lora_path}"
-                self._anchors[new.req_id] = self.writers.identities.anchor(lora=lora, cache_salt=salt)
+            self.writers.identify(new.req_id, lora=lora and f"{lora.lora_name} of {lora.lora_path}", cache_salt=salt)
             # V2 sends all that is computed again after a preemption; V1 the prompt.
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             if tokens is not None and getattr(new, "prompt_embeds", None) is None:
@@ -65,13 +59,7 @@ class Requests:
         if names != self._names:
             self._names = list(names)
             self._ids = upload([self.writers.id(name) for name in names], self._device, torch.int32)
-            none = self._anchors.keys().isdisjoint(names)
-            self.anchors = None if none else upload([self.anchor(name) for name in names], self._device)
         return self._ids
-
-    def anchor(self, name: str) -> int:
-        """The start of a request's prefix hash."""
-        return self._anchors.get(name) or self.writers.identities.anchor()
 
     def expected(
         self, names: Sequence[str], computed: Callable[[], Sequence[int]], new: Sequence[int]
