@@ -80,7 +80,14 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
         ({"kind": Kind.BYTES, "slot": 4}, "since a request whose name is not known wrote them"),
         ({"kind": Kind.BYTES, "slot": 4, "stored_request": "0"}, "since request 0 wrote them"),
         (
-            {"kind": Kind.BYTES, "slot": 4, "source": "v.1", "phase": Phase.EVENT, "stored_request": "r6"},
+            {
+                "kind": Kind.BYTES,
+                "slot": 4,
+                "source": "v.1",
+                "phase": Phase.EVENT,
+                "stored_request": "r6",
+                "arrived": True,
+            },
             "the bytes that were copied or loaded to slot 4 of v.1 are not those that r6 wrote",
         ),
         ({"kind": Kind.UNWRITTEN, "slot": 4}, "a request whose name is not known will read a position from slot 4,"),
@@ -159,7 +166,7 @@ def test_a_writer_that_nobody_named_is_no_number(guarded, writer):
     guarded.canary.drain()
     (found,) = guarded.violations
     assert (found.kind, found.stored_request) == (Kind.BYTES, None)
-    assert "are not those that a request whose name is not known wrote at step 1" in found.explanation
+    assert "since a request whose name is not known wrote them at step 1" in found.explanation
 
 
 def freed_and_handed_out(guarded: Guarded, slot: torch.Tensor) -> None:
@@ -373,8 +380,10 @@ def test_bytes_that_came_by_a_copy_or_a_load_are_not_said_to_be_written_there(gu
     guarded.canary.drain()
     flipped, misread = guarded.violations
     assert (flipped.kind, flipped.slot, flipped.arrived) == (Kind.BYTES, 40, True)
-    assert "40) of k.0, which were copied or loaded there, are not those that its record tells of (a at step 1)" in (
-        flipped.explanation
+    assert "copied or loaded to slot 40 (page 40) of k.0 are not those that a wrote at step 1" in flipped.explanation
+    assert replace(flipped, phase=Phase.SCRUB).explanation.startswith(
+        "the bytes of slot 40 (page 40) of k.0, which were copied or loaded there, are not those that its record tells "
+        "of (a at step 1): a bad copy or transfer"
     )
     assert (misread.kind, misread.slot, misread.arrived) == (Kind.POSITION, 41, True)
     assert "what was copied or loaded there is position 1 of a: wrong slot mapping" in misread.explanation

@@ -1,5 +1,7 @@
 """`Writers`: names of requests behind the small numbers in records."""
 
+import torch
+
 from canary_core.writers import Writers
 
 
@@ -29,3 +31,32 @@ def test_forgetting_what_is_not_known_changes_nothing() -> None:
     writers = Writers()
     writers.forget("nobody")
     assert writers.id("a") == 0
+
+
+def test_anchors_are_those_of_the_requests_as_they_are_now() -> None:
+    """A name that is given to another request has that one's; the same rows are the same tensor, no rows of an identity
+    are none."""
+    writers, device = Writers(capacity=3), torch.device("cpu")
+    assert writers.anchors(["a", "b"], device) is None
+    writers.identify("a", lora="sql")
+    both = writers.anchors(["a", "b"], device)
+    assert both is not None
+    assert both.tolist() == [writers.identities.anchor(lora="sql"), writers.identities.anchor()]
+    assert writers.anchors(["a", "b"], device) is both
+    assert writers.anchors(["b"], device) is None
+    writers.identify("a", lora="law")
+    again = writers.anchors(["a", "b"], device)
+    assert again is not None
+    assert again.tolist() == [writers.identities.anchor(lora="law"), writers.identities.anchor()]
+    writers.forget("a")
+    assert writers.anchor("a") == writers.identities.anchor()
+    assert writers.anchors(["a", "b"], device) is None
+    for number in range(5):
+        writers.identify(str(number), cache_salt="x")
+    assert [writers.anchor(str(n)) == writers.identities.anchor() for n in range(5)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

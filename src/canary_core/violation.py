@@ -163,7 +163,7 @@ _EXPLANATIONS = {
     Kind.POSITION: "{reader} will read {position} from {where}, but {writer} wrote {stored_position} "
     "there{written}: wrong slot mapping, a prefix match that is out of date, or the slot was handed out twice.",
     Kind.TOKEN: "{reader} expects {token} at {position}, {where} holds {stored_token} written by "
-    "{writer}{written}: another request's prefix, or a rejected draft left behind.",
+    "{writer}{written}: another request's prefix or image, or a rejected draft left behind.",
     Kind.PREFIX: "{reader} will read {position} from {where}, whose prefix is not the one before it: it belongs to a "
     "sequence that {writer} wrote{written}.",
     Kind.BYTES: "the bytes of {where} changed since {writer} wrote them{written}: a stray write, a race, a bad copy, "
@@ -234,7 +234,7 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     ),
     (
         Kind.BYTES,
-        lambda v: v.phase is Phase.EVENT,
+        lambda v: v.phase is Phase.EVENT and bool(v.arrived),
         "the bytes that were copied or loaded to {where} are not those that {writer} wrote{written}: they were left "
         "out, came from the wrong place or too early, or had changed before.",
     ),

@@ -1,14 +1,20 @@
-"""`Writers`: gives requests the small numbers under which their slots are remembered."""
+"""`Writers`: gives requests the small numbers under which their slots are remembered, and the anchors of their prefix
+hashes."""
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from canary_core.identities import Identities
+from canary_core.ops.reference.stack import to_device
 
 
 class Writers:
     """Request ids ↔ writer ids. Ids count up from 0 and are not reused; the last ``capacity`` names are remembered.
 
-    ``identities``: of what sort requests are, for `BatchView.anchors`."""
+    ``identities``: what requests may be computed for beside their tokens."""
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity
@@ -17,6 +23,8 @@ class Writers:
         self._forgotten: deque[int] = deque()
         self._next = 0
         self.identities = Identities(capacity)
+        self._anchors: OrderedDict[str, int] = OrderedDict()
+        self._last: tuple[list[str], Tensor | None] | None = None
 
     def id(self, request: str) -> int:
         """Writer id of a request; the same request gets the same id as long as it is remembered."""
@@ -44,9 +52,40 @@ class Writers:
     def forget(self, request: str) -> None:
         """The request's history no longer holds (a fork or a reused name): it gets a new id next time. What it wrote
         under the old one keeps its name, for the last ``capacity`` of them."""
+        self._last = None
+        self._anchors.pop(request, None)
         old = self._ids.pop(request, None)
         if old is None:
             return
         self._forgotten.append(old)
         if len(self._forgotten) > self._capacity:
             del self._names[self._forgotten.popleft()]
+
+    def identify(
+        self, request: str, *, lora: str | None = None, cache_salt: str | None = None, extra_key: str | None = None
+    ) -> None:
+        """What the request is computed for beside its tokens, see `Identities.anchor`. Holds until it is forgotten."""
+        self._last = None
+        self._anchors.pop(request, None)
+        found = self.identities.anchor(lora=lora, cache_salt=cache_salt, extra_key=extra_key)
+        if found == self.identities.anchor():
+            return
+        self._anchors[request] = found
+        if len(self._anchors) > self._capacity:
+            self._anchors.popitem(last=False)
+
+    def anchor(self, request: str) -> int:
+        """The start of the request's prefix hash."""
+        return self._anchors.get(request) or self.identities.anchor()
+
+    def anchors(self, requests: Sequence[str], device: torch.device) -> Tensor | None:
+        """`BatchView.anchors` of these rows; None where all have the common one, for which nothing is looked at as long
+        as no request was identified. Those of the call before, in the same order, cost one comparison of lists, others
+        one small copy from pinned memory, on the current stream. Must not be written to."""
+        if not self._anchors:
+            return None
+        if self._last is None or self._last[0] != requests:
+            none = self._anchors.keys().isdisjoint(requests)
+            rows = None if none else to_device([self.anchor(request) for request in requests], device)
+            self._last = list(requests), rows
+        return self._last[1]

@@ -122,6 +122,10 @@ class Session:
         elif overlap is Overlap.ALL:
             # The view may be made after the forward was issued, when the engine has put other tensors into the batch.
             batch = copy.copy(batch)
+        if batches.has_images(batch):
+            # The forward writes to them, see there.
+            batch = copy.copy(batch)
+            batch.input_ids = batch.input_ids.clone()
         view = partial(self._batches.view, batch)
         return self.canary.step.run(original, view, batch=batch, overlap=overlap, settle=settle)
 

@@ -83,3 +83,36 @@ def test_a_prefix_hit_across_identities_is_told(launch, field, identities, said)
     assert found["identity"] != found["stored_identity"]
     assert f"which {writer} computed at step {found['step_written']} for another identity" in found["explanation"]
     assert "tenant" not in found["explanation"]
+
+
+VISION = {"options": {"model": "qwen2_vl", "enable_multimodal": True}}
+SEEN = [*PROMPT[:10], 252, *[255] * 8, 253, *PROMPT[10:]]
+"""A prompt with an image of eight tokens, from position 11 on."""
+
+
+def test_images_are_told_apart_and_are_silent(launch):
+    """The same image hits its own prefix, another one only what is before it; chunked or not, nothing is found, and
+    every slot that is read is known."""
+    engine = launch(VISION)
+    told = engine.serve_images(prompt=SEEN * 2, images=[1, 2, 1], at=11, length=8)
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["unknown_slots"] == 0
+    assert told["cached"] == [0, 11, 2 * len(SEEN) - 1]
+    assert len({tuple(tokens[11:19]) for tokens in told["tokens"]}) == 2
+
+
+def test_a_prefix_hit_across_images_is_told(launch):
+    """The keys of the radix cache lack the image: the second request is given the KV of the first one's."""
+    engine = launch(VISION)
+    engine.match_any_image()
+    told = engine.serve_images(prompt=SEEN, images=[1, 2], at=11, length=8)
+    assert told["cached"][1] == len(SEEN) - 1
+    found = engine.findings()["violations"]
+    writer, reader = told["names"]
+    assert {(v["kind"], v["request"], v["stored_request"]) for v in found} == {("token", reader, writer)}
+    assert "another request's prefix or image" in found[0]["explanation"]
+    assert [v["position"] for v in found] == list(range(11, 19))
+    assert [(v["stored_token"], v["token"]) for v in found] == list(
+        zip(told["tokens"][0][11:19], told["tokens"][1][11:19], strict=True)
+    )

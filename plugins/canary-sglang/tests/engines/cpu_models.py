@@ -42,6 +42,17 @@ DEEPSEEK_V4 = dict(
     rms_norm_eps=1e-6, dtype="bfloat16", hidden_act="silu", bos_token_id=1, eos_token_id=2, hc_mult=4,
     hc_sinkhorn_iters=2, hc_eps=1e-6, num_hash_layers=0, swiglu_limit=10.0,
 )  # fmt: skip
+QWEN2_VL = dict(
+    architectures=["Qwen2VLForConditionalGeneration"], model_type="qwen2_vl", vocab_size=256, hidden_size=64,
+    intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_act="silu",
+    max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=10000.0, dtype="bfloat16", bos_token_id=1,
+    eos_token_id=2, vision_start_token_id=252, vision_end_token_id=253, vision_token_id=254, image_token_id=255,
+    video_token_id=251, tie_word_embeddings=False, rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]),
+    vision_config=dict(
+        depth=1, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, in_chans=3, patch_size=14,
+        spatial_merge_size=2, temporal_patch_size=2,
+    ),
+)  # fmt: skip
 LLAMA_SMALL: dict[str, Any] = {**LLAMA, "num_attention_heads": 2, "num_key_value_heads": 1}
 LLAMA_DRAFT: dict[str, Any] = {**LLAMA_SMALL, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 CPU_MODELS = {
@@ -50,6 +61,7 @@ CPU_MODELS = {
     "llama_draft": LLAMA_DRAFT,
     "cohere2": COHERE2,
     "deepseek_v2": DEEPSEEK_V2,
+    "qwen2_vl": QWEN2_VL,
     "deepseek_v4": DEEPSEEK_V4,
 }
 

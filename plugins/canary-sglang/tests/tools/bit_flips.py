@@ -37,7 +37,10 @@ def flip_in_host_memory(engine: Any, source: str, seed: int) -> int:
     whoever has that prompt again reads it; gives the host slot."""
     rng = random.Random(seed)
     (parked,) = (
-        records for way in engine.session.canary.step.listeners for records in getattr(way, "_parked", {}).values()
+        records
+        for way in engine.session.canary.step.listeners
+        if isinstance(getattr(way, "_parked", None), dict)
+        for records in way._parked.values()
     )
     early = (parked._table[:, PAYLOAD_RECORD] >> 32) // STATES < 30
     used = parked.host_pool.slot_used & (parked._table[:, PAYLOAD_STAMP] != 0) & early

@@ -1,6 +1,10 @@
 """Requests that are alike but for what their KV depends on beside the tokens, and a prefix cache that forgets it."""
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 
 def serve_in_turn(
@@ -36,5 +40,48 @@ def forget_in_keys(engine: Any, field: str) -> None:
     def make(key: Any, *args: Any, **kwargs: Any) -> None:
         original(key, *args, **kwargs)
         setattr(key, field, None)
+
+    RadixKey.__init__ = make
+
+
+def serve_images(
+    engine: Any, prompt: list[int], images: Sequence[int], at: int, length: int, new_tokens: int = 4
+) -> dict[str, Any]:
+    """Serves the prompt once for each of the images (a seed of its embeddings each), whose ``length`` tokens begin
+    ``at`` a position of it, one after the other; gives names and how many tokens each found in the prefix cache."""
+    names, cached = [], []
+    for seed in images:
+        request = engine.submit(prompt, new_tokens, mm_inputs=_image(seed, len(prompt), at, length))
+        while not request.finished():
+            engine.step()
+        names.append(request.rid)
+        cached.append(int(request.cached_tokens))
+    while engine.step():
+        pass
+    return {"names": names, "cached": cached, "tokens": [list(r.origin_input_ids) for r in engine.requests]}
+
+
+def _image(seed: int, prompt: int, at: int, length: int) -> Any:
+    """What SGLang's processor makes of an image, but for the embeddings, which are given."""
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputFormat
+
+    item = MultimodalDataItem(modality=Modality.IMAGE, offsets=[(at, at + length - 1)])
+    item.format = MultimodalInputFormat.PRECOMPUTED_EMBEDDING
+    item.precomputed_embeddings = torch.randn(length, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    positions = torch.arange(prompt).expand(3, -1).contiguous()
+    return schedule_batch.MultimodalProcessorOutput(
+        mm_items=[item], im_token_id=255, mrope_positions=positions, mrope_position_delta=torch.zeros(1, 1).long()
+    )
+
+
+def match_any_image(engine: Any) -> None:
+    """From now on the keys of the prefix cache have the image's placeholder where its hash should be."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    original = RadixKey.__init__
+
+    def make(key: Any, token_ids: Any, *args: Any, **kwargs: Any) -> None:
+        original(key, array("q", [min(token, 255) for token in token_ids]), *args, **kwargs)
 
     RadixKey.__init__ = make

@@ -183,7 +183,8 @@ def test_rows_that_did_not_come_are_unwritten(make):
     inbox.clear(there[-2:])
     receiver.slots.import_records("full", there, inbox.payload(there), writer=3)
     state = receiver.states["full"]
-    assert (state.records[there, POSITION] % STATES).tolist() == [State.WRITTEN] * 4 + [State.UNWRITTEN] * 2
+    arrived = State.WRITTEN + State.ARRIVED
+    assert (state.records[there, POSITION] % STATES).tolist() == [arrived] * 4 + [State.UNWRITTEN] * 2
     assert state.records[there[:4], WRITER].tolist() == [3] * 4
     inbox.clear(there)
     receiver.slots.import_records("full", there, inbox.payload(there))

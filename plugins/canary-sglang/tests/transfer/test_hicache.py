@@ -45,6 +45,8 @@ def test_a_flip_in_host_memory_is_found_at_load(hicache, source):
     assert {(v["kind"], v["layer"], v["half"]) for v in found} == {("bytes", int(layer), half)}
     assert found[0]["phase"] == "event"
     assert found[0]["stored_request"].startswith("r")
+    assert found[0]["arrived"] is True
+    assert found[0]["explanation"].startswith(f"the bytes that were copied or loaded to slot {found[0]['slot']} (page")
     hicache.flush()
 
 

@@ -261,6 +261,9 @@ def test_a_freed_block_in_use_is_found(kind, guard):
     assert done
     found = guarded.violations[0]
     assert found.kind in (Kind.FREED, Kind.UNWRITTEN, Kind.DOUBLE_FREE)
+    for read in (v for v in guarded.violations if v.kind in (Kind.FREED, Kind.UNWRITTEN)):
+        assert (read.stored_request, read.step_written) != (None, None)
+        assert f"{read.stored_request} wrote it at step {read.step_written}" in read.explanation
     assert found.step <= guarded.stats()["forwards"]
 
 

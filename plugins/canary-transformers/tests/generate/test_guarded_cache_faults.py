@@ -138,6 +138,9 @@ def test_layers_that_do_not_roll_back_are_named() -> None:
         cache.crop(-3)
         forwards(model, cache, prompts(2, 1))
     assert {(v.kind, v.position) for v in watch.violations} == {(Kind.UNWRITTEN, p) for p in (6, 7, 8)}
+    assert all(v.step_written == 1 for v in watch.violations)
+    told = [v.explanation for v in watch.violations]
+    assert all("cleared or rolled back; " in text and " wrote it at step 1: " in text for text in told)
     (told,) = findings.told("cache_layers_disagree")
     assert told.fields["layer_tokens"] == {1: 9}
     assert told.fields["expected_tokens"] == 6

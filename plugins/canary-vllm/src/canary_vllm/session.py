@@ -1,7 +1,7 @@
 """`Session`: guards one model runner, from the moment its KV cache is there."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -64,13 +64,12 @@ class Session:
         self._issued_first = self._begun = False
         self._output: Any = None
         self._attention: Any = None
-        self._told = True
+        self._pending: Any = None
         origin = connectors.origin(runner, config.ledger_private)
-        self._loads: Loads | None = None
-        if origin is not None:
-            self._loads = Loads(self.canary, self.groups, self.requests, origin, runners.drafted(runner))
+        drafted = runners.drafted(runner)
+        self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
-        alone = runners.is_v2(runner) and origin is None and not runners.drafted(runner)
+        alone = runners.is_v2(runner) and origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
         self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
         self._filter = EmbeddingFilter(
@@ -78,7 +77,7 @@ class Session:
         )
         hook_manager().register(self._filter)
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
-        self.canary.warm_up(self._padding, rows)
+        self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows)
 
     def execute(self, original: Callable[[], Any], output: Any) -> Any:
         """Runs ``original``, what the runner does for ``output`` of the scheduler. Raises what it raises, and
@@ -90,7 +89,7 @@ class Session:
         with torch.inference_mode():
             # What the side stream still reads is written to next.
             step.join()
-            self._output, self._told = output, False
+            self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
                 self._scheduled()
             try:
@@ -114,9 +113,9 @@ class Session:
 
     def _scheduled(self) -> None:
         """Takes what the scheduler says of this step, once: before its forward is checked."""
-        if self._told:
+        output, self._pending = self._pending, None
+        if output is None:
             return
-        self._told, output = True, self._output
         with self.canary.guard("scheduled"):
             self.requests.notice(output)
             message = messages.attached(output)
@@ -164,8 +163,7 @@ class Session:
         view = batches.view(batch)
         if view is not None and self.canary.step.tables.due:
             given = [one for g in self.groups for one in metadata.given(self.runner, self.canary, g, self._attention)]
-            names = inputs.req_ids[: view.rows]
-            self._lists.compare(view, given, lambda one: self.requests.blocks.of(names, one.group))
+            self._lists.compare(view, given, lambda g: self.requests.blocks.of(inputs.req_ids[: view.rows], g.group))
         return view
 
     def close(self) -> None:
@@ -176,9 +174,6 @@ class Session:
             self.canary.close()
         if hook_manager().is_registered(self._filter):
             hook_manager().unregister(self._filter)
-
-    def _padding(self, rows: int) -> Iterable[BatchView]:
-        return padding(rows, self.groups, self.canary.device)
 
 
 def attach_runner(runner: Any, config: CanaryConfig) -> Session | None:

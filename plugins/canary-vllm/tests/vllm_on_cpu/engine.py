@@ -85,8 +85,8 @@ class SmallEngine:
         runner = self.runner
         return [*(runner.req_states.req_id_to_index if hasattr(runner, "req_states") else runner.requests)]
 
-    def submit(self, name: str, tokens: Sequence[int], new_tokens: int) -> None:
-        """Queues a request."""
+    def submit(self, name: str, tokens: Sequence[int], new_tokens: int, **more: Any) -> None:
+        """Queues a request. ``more``: of vLLM's `Request`."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -100,6 +100,7 @@ class SmallEngine:
                 sampling_params=params,
                 pooling_params=None,
                 block_hasher=hasher,
+                **more,
             )
         )
 

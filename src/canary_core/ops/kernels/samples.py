@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from canary_core.ops.kernels.common import NOT_PARKED, STATE_VALUES, STATUS_OK, WRITTEN, load_head, lookup, split_head
+from canary_core.ops.kernels.common import READ_WORD, STATE_VALUES, STATUS_OK, WRITTEN, load_head, lookup, split_head
 from canary_core.ops.kernels.launch import arguments
 from canary_core.ops.launches import Arguments
 from canary_core.ops.state import RegionState
@@ -78,7 +78,7 @@ def note_tail(
     usable = m & (status == STATUS_OK)
     first, _ = load_head(p_records, slot, usable)
     token, stored = split_head(first)
-    holds = usable & ((stored & NOT_PARKED) == position * STATE_VALUES + WRITTEN)
+    holds = usable & ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN)
     holds = holds & (position < POSITION_VALUES) & (token >= 0) & (token < TOKEN_VALUES)
     p_tail = p_tails + (i_row.to(tl.int64) * KEPT + o_last) * TAIL
     tl.store(p_tail, tl.where(holds, (position << TOKEN_BITS) | token, 0))

@@ -153,8 +153,9 @@ class ForwardBatches(BatchAdapter[Any]):
 
     def _expected(self, batch: Any, names: Sequence[str]) -> Tensor | None:
         """The requests' own tokens for an extend, as `BatchView.expected_tokens`; None if they are not those that the
-        model computes, as with embeddings or images."""
-        images = batch.mm_inputs is not None and any(item is not None for item in batch.mm_inputs)
+        model computes, as with embeddings, or images that a separate encoder has. A draft model is given the tokens of
+        images after the served model has cut them to the vocabulary."""
+        images = batches.has_images(batch) and (self._ahead > 0 or batches.strips_media(batch))
         prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
         if images or batch.input_embeds is not None or prefixes is None or news is None:
             return None

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -29,10 +29,6 @@ class RequestWriters:
         self._noticed: list[ref[Any]] = []
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
-        # Of requests that may not share slots with all others; the rest have the common anchor.
-        self._anchors: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._anchored: list[str] = []
-        self._row_anchors: Tensor | None = None
 
     def notice(self, requests: Sequence[Any]) -> None:
         """Takes SGLang's `Req` objects of the next forward. A new object with a known name is another request, so the
@@ -45,10 +41,8 @@ class RequestWriters:
             if self._requests.get(request.rid) is not request:
                 self._requests[request.rid] = request
                 self.writers.forget(request.rid)
-                self._names, self._anchored = [], []
-                identity = schedulers.identity(request, self._adapters)
-                if identity:
-                    self._anchors[request] = self.writers.identities.anchor(**identity)
+                self._names = []
+                self.writers.identify(request.rid, **schedulers.identity(request, self._adapters))
 
     def request(self, name: str) -> Any | None:
         """The `Req` object with this name, None if it was not noticed or no longer exists."""
@@ -72,6 +66,10 @@ class RequestWriters:
         that gives one for each slot."""
         return ids[0] if len(set(ids)) == 1 else partial(self.spread, ids, counts)
 
+    def anchors(self, names: Sequence[str]) -> Tensor | None:
+        """`Writers.anchors` of ``names``."""
+        return self.writers.anchors(names, self._device)
+
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to."""
         if names != self._names:
@@ -80,18 +78,3 @@ class RequestWriters:
             host = torch.tensor(ids, dtype=torch.int32, pin_memory=self._device.type == "cuda")
             self._ids = host.to(self._device, non_blocking=True)
         return self._ids
-
-    def anchors(self, names: Sequence[str]) -> Tensor | None:
-        """The start of each request's prefix hash, as `BatchView.anchors`; None where all have the common one. As long
-        as no request has another, it looks at nothing; else it costs what `ids` costs. Must not be written to."""
-        if not self._anchors:
-            return None
-        if names != self._anchored:
-            self._anchored = list(names)
-            common = self.writers.identities.anchor()
-            own = [self._anchors.get(self._requests.get(name), common) for name in names]
-            self._row_anchors = None
-            if any(anchor != common for anchor in own):
-                host = torch.tensor(own, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-                self._row_anchors = host.to(self._device, non_blocking=True)
-        return self._row_anchors

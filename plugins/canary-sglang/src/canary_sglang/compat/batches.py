@@ -23,6 +23,19 @@ def is_checked(batch: Any) -> bool:
     return mode in CHECKED_MODES and not (mode == "MIXED" and speculates(batch))
 
 
+def has_images(batch: Any) -> bool:
+    """Whether a `ForwardBatch` computes prompts of requests with images or other media. Their tokens are hashes of
+    these, until the model's forward, within which they are cut to the vocabulary, in place."""
+    if batch.mm_inputs is None or batch.forward_mode.name not in ("EXTEND", "MIXED"):
+        return False
+    return any(item is not None for item in batch.mm_inputs)
+
+
+def strips_media(batch: Any) -> bool:
+    """Whether the tokens of media are no part of the batch's tokens: a separate encoder has them."""
+    return getattr(batch, "encoder_lens", None) is not None
+
+
 def speculates(batch: Any) -> bool:
     """Whether the decodes of a `ForwardBatch` or `ScheduleBatch` are speculative."""
     algorithm = getattr(batch, "spec_algorithm", None)

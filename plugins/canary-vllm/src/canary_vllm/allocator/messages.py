@@ -39,13 +39,14 @@ class Load:
 class Message:
     """All that happened since the message before. ``number`` counts up by one, so that a worker notices a loss.
     ``broken``: why blocks can't be followed any more, None if they can. ``swept``: what a sweep of the prefix cache
-    came to, None if there was none."""
+    came to, None if there was none. ``salts``: the cache salts of new requests, by name."""
 
     number: int
     events: list[BlockEvent] = field(default_factory=list)
     broken: str | None = None
     loads: list[Load] = field(default_factory=list)
     swept: Swept | None = None
+    salts: dict[str, str] = field(default_factory=dict)
 
 
 def attach(output: Any, message: Message) -> None:

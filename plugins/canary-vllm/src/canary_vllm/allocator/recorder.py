@@ -31,7 +31,7 @@ class BlockRecorder:
 
     def __init__(self, scheduler: Any, sweep_interval: int = 0) -> None:
         self._sweep_interval = sweep_interval
-        self._manager = scheduler.kv_cache_manager
+        self._manager, self._requests = scheduler.kv_cache_manager, scheduler.requests
         self._message = Message(0)
         self._request: str | None = None
         self._fresh: set[int] = set()
@@ -55,6 +55,8 @@ class BlockRecorder:
         if self._sweep_interval and number and number % self._sweep_interval == 0:
             with self._guard("sweep"):
                 self._message.swept = sweep(self._manager)
+        new = [self._requests.get(request.req_id) for request in output.scheduled_new_reqs]
+        self._message.salts = {r.request_id: r.cache_salt for r in new if getattr(r, "cache_salt", None)}
         messages.attach(output, self._message)
         self._message = Message(self._message.number + 1, broken=self._message.broken)
         self._fresh.clear()

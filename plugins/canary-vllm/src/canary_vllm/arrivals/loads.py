@@ -65,7 +65,15 @@ class Loads:
     def computed(self, output: Any) -> None:
         """After the forward of ``output``: its complete blocks may be stored from now on."""
         with self._canary.guard("stored"):
-            self._keep(output)
+            found: list[list[int]] = [[] for _ in self._groups]
+            for name, first, end in self._held.computed(output):
+                for group, blocks in zip(self._groups, found, strict=True):
+                    size = group.block
+                    if end // size > first // size:
+                        blocks += self._held.blocks(name, group.number, first // size, end // size)
+            for group, blocks in zip(self._groups, found, strict=True):
+                if blocks:
+                    self._canary.ledger.keep_pages(group.region, upload(blocks, self._canary.device), group.block)
 
     def close(self) -> None:
         """The connector's functions are its own again."""
@@ -86,17 +94,6 @@ class Loads:
             # The next load may write to blocks that were given back meanwhile.
             self._canary.slots.settle()
 
-    def _keep(self, output: Any) -> None:
-        found: list[list[int]] = [[] for _ in self._groups]
-        for name, first, end in self._held.computed(output):
-            for group, blocks in zip(self._groups, found, strict=True):
-                size = group.block
-                if end // size > first // size:
-                    blocks += self._held.blocks(name, group.number, first // size, end // size)
-        for group, blocks in zip(self._groups, found, strict=True):
-            if blocks:
-                self._canary.ledger.keep_pages(group.region, upload(blocks, self._canary.device), group.block)
-
     def _arrivals(self, load: Load, computed: int) -> Sequence[tuple[Arrival, frozenset[int]]]:
         """What ``load`` brings to each region, with the numbers of its blocks. ``computed``: how many tokens of the
         request count as computed now; what is beyond failed, or is computed again."""
@@ -109,8 +106,8 @@ class Loads:
             blocks = np.array(load.blocks[group.number], dtype=np.int64)
             block = blocks[position // group.block - load.first // group.block]
             slots = np.where(block > 0, block * group.block + position % group.block, -1)
-            writer = self._requests.writers.id(load.request)
+            writer, anchor = self._requests.writers.id(load.request), self._requests.writers.anchor(load.request)
             on_device = upload(slots.tolist(), self._canary.device)
-            arrival = Arrival(group.region, on_device, tokens, self._origin, group.block, writer=writer)
+            arrival = Arrival(group.region, on_device, tokens, self._origin, group.block, anchor, writer)
             found.append((arrival, frozenset(block.tolist())))
         return found

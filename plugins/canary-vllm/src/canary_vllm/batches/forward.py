@@ -56,6 +56,7 @@ class V1Batches(BatchAdapter[Any]):
             writers=self._requests.ids(names),
             tables=tables,
             expected_tokens=self._requests.expected(names, computed, new),
+            anchors=self._requests.writers.anchors(names, prefix_lens.device),
         )
 
 
@@ -91,6 +92,7 @@ class V2Batches(BatchAdapter[Prepared]):
             writers=self._requests.ids(names),
             tables=tables,
             expected_tokens=self._requests.expected(names, most.tolist, new),
+            anchors=self._requests.writers.anchors(names, prefix_lens.device),
         )
 
 

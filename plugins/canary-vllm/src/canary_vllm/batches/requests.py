@@ -10,6 +10,7 @@ from torch import Tensor
 
 from canary_adapters import RequestBlocks, upload
 from canary_core import Writers
+from canary_vllm.allocator import messages
 
 UNKNOWN = -1
 TABLE_STEP = 16
@@ -51,6 +52,8 @@ class Requests:
                 # Another request may have had this name.
                 self.writers.forget(new.req_id)
                 self._names = []
+            lora, salt = new.lora_request, getattr(messages.attached(output), "salts", {}).get(new.req_id)
+            self.writers.identify(new.req_id, lora=lora and f"{lora.lora_name} of {lora.lora_path}", cache_salt=salt)
             # V2 sends all that is computed again after a preemption; V1 the prompt.
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             if tokens is not None and getattr(new, "prompt_embeds", None) is None:

@@ -10,8 +10,6 @@ from canary_adapters import GivenBlocks, metadata_blocks
 from canary_core import Canary
 from canary_vllm.pools.pool import Group
 
-NOTHING = torch.empty(0, dtype=torch.int32)
-
 
 def given(runner: Any, canary: Canary, group: Group, metadata: Any) -> Iterable[GivenBlocks]:
     """The tables of ``group``'s layers, of the forward that is issued now, or was just issued. ``metadata``: by layer,
@@ -25,6 +23,6 @@ def given(runner: Any, canary: Canary, group: Group, metadata: Any) -> Iterable[
         tables.leave_out(group.region, "its blocks are split for the kernels")
     elif isinstance(metadata, Mapping):
         layers = runner.kv_cache_config.kv_cache_groups[group.number].layer_names
-        like = GivenBlocks("", group.region, group.number, NOTHING, group.page, group.block)
+        like = GivenBlocks("", group.region, group.number, torch.empty(0), group.page, group.block)
         return metadata_blocks(metadata, layers, mapping, like, tables.leave_out)
     return ()
