@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)
+sys.path[:1] = [str(HERE.parent), str(HERE.parents[1] / "src")]
 
 from rich.console import Console  # noqa: E402
 
