@@ -11,7 +11,7 @@ from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, S
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import POSITION, STATES, Cursor, ScrubWord
+from canary_core.records import POSITION, STATES, Cursor, NullBytes, ScrubWord
 from canary_core.region import Role
 
 TABLES = ("records", "fingerprints", "chains", "cursors", "listed")
@@ -36,6 +36,8 @@ class Scenario:
     """Chooses the fingerprints that are not known, and leaves the other choices as they are."""
     scrub: random.Random
     """The same for what the scrub has listed and how far it goes."""
+    nulls: random.Random
+    """The same for what was seen of null slots."""
 
     def state(self, **settings: object) -> RegionState:
         config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, **settings})
@@ -92,7 +94,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
     pool_page = rng.choice([None, None, (7, 5)])
     unknown = random.Random(f"unknown {seed}")
     scrub = random.Random(f"scrub {seed}")
-    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown, scrub)
+    nulls = random.Random(f"nulls {seed}")
+    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown, scrub, nulls)
 
 
 def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
@@ -206,6 +209,9 @@ def disturb(s: Scenario, state: RegionState) -> None:
     for _ in range(s.unknown.choice([0, 2, 9])):
         columns = s.unknown.choice([slice(None), s.unknown.randrange(len(s.region.sources))])
         state.fingerprints[s.unknown.randrange(s.region.slots), columns] = 0
+    for slot in s.region.null_range:
+        seen = [s.nulls.choice([*NullBytes, NullBytes.FINITE, 0, 77]) for _ in s.region.sources]
+        state.fingerprints[slot] = torch.tensor(seen, device=s.device)
     for _ in range(rng.choice([0, 1, 4])):
         state.records[rng.randrange(s.region.slots), rng.randrange(8)] ^= 1 << rng.randrange(31)
     for _ in range(rng.choice([0, 2])):

@@ -131,6 +131,12 @@ class RegionState:
         self.fingerprints.masked_fill_(written[:, None], 0)
 
     @property
+    def judged_nulls(self) -> int:
+        """How many null slots are looked at for NaN and infinity, from the first one on. None of states and rings:
+        there padded rows keep something that grows from forward to forward, and nobody else reads it."""
+        return 0 if self.region.kind in (RegionKind.STATE, RegionKind.RING) else len(self.region.null_range)
+
+    @property
     def pool_bytes(self) -> int:
         """Fingerprinted bytes of all slots: what a round of the scrub reads where all are written."""
         return self.region.slots * self.sources.slot_bytes

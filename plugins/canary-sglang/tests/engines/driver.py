@@ -30,6 +30,7 @@ from tools import (
     fault_injection,
     injured,
     inspection,
+    padding,
     storms,
     traffic,
 )
@@ -252,6 +253,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse_and_fail,
         device_waits.waits,
         injured.injure,
+        padding.pad_with_nan,
+        padding.store_in_null_slot,
         bad_copies.break_copies,
         bad_copies.serve_until_found,
         beside,
