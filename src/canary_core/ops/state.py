@@ -132,9 +132,11 @@ class RegionState:
 
     @property
     def judged_nulls(self) -> int:
-        """How many null slots are looked at for NaN and infinity, from the first one on. None of states and rings:
-        there padded rows keep something that grows from forward to forward, and nobody else reads it."""
-        return 0 if self.region.kind in (RegionKind.STATE, RegionKind.RING) else len(self.region.null_range)
+        """How many null slots are looked at for NaN and infinity, from the first one on: those that attention may read.
+        What padded rows leave in a state, a ring or a compressed pool is read by nobody else."""
+        if self.region.kind not in (RegionKind.FULL, RegionKind.WINDOW):
+            return 0
+        return len(self.region.null_range) if self.region.null_reads is None else self.region.null_reads
 
     @property
     def pool_bytes(self) -> int:
