@@ -61,6 +61,18 @@ def never_clone(engine: Any) -> None:
     engine.runner._maybe_execute_deferred_mamba_cow_and_clear = lambda batch: None
 
 
+def checkpoint_another(engine: Any) -> None:
+    """A decode's checkpoints are copies of the states of the row before."""
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
+
+    track = MambaAttnBackendBase._track_mamba_state_decode
+
+    def copy(self: Any, batch: Any, conv: Any, ssm: Any, slots: Any, *args: Any, **kwargs: Any) -> None:
+        track(self, batch, conv, ssm, slots.roll(1), *args, **kwargs)
+
+    MambaAttnBackendBase._track_mamba_state_decode = copy
+
+
 def park_only_keys(engine: Any) -> None:
     """What HiCache copies to host memory is copied without V."""
     _transfer_only_keys(lambda layers: layers > 2)
@@ -93,6 +105,7 @@ HOW = {
         clone_nothing,
         clone_convolutions_only,
         never_clone,
+        checkpoint_another,
         park_only_keys,
         load_only_keys,
     )
