@@ -90,6 +90,10 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
             },
             "the bytes that were copied or loaded to slot 4 of v.1 are not those that r6 wrote",
         ),
+        (
+            {"kind": Kind.NON_FINITE, "slot": 0, "source": "v.1", "phase": Phase.POST_FORWARD},
+            "NaN or infinite values got into the null slot 0 of v.1, where padding is written:",
+        ),
         ({"kind": Kind.UNWRITTEN, "slot": 4}, "a request whose name is not known will read a position from slot 4,"),
         (
             {"kind": Kind.DOUBLE_FREE, "slot": 4, "step_freed": 0, "freed_by": "a"},

@@ -75,6 +75,7 @@ class Violation:
             freed=_at("step", self.step_freed) or " before the first forward",
             slot=counted("slot", self.slot),
             null=self._null(),
+            half=f" of {self.source}" if self.source else "",
             position=counted("position", self.position),
             token=counted("token", self.token),
             stored_position=counted("position", self.stored_position, "another"),
@@ -237,6 +238,12 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         lambda v: v.phase is Phase.EVENT and bool(v.arrived),
         "the bytes that were copied or loaded to {where} are not those that {writer} wrote{written}: they were left "
         "out, came from the wrong place or too early, or had changed before.",
+    ),
+    (
+        Kind.NON_FINITE,
+        lambda v: v.phase is Phase.POST_FORWARD and (v.position is None or v.position < 0),
+        "NaN or infinite values got into {null}{half}, where padding is written: a padded row computed them, or a "
+        "write went astray. Attention that reads padding under a mask can spread them to live requests.",
     ),
     (
         Kind.UNWRITTEN,
