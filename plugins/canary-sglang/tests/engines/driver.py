@@ -31,6 +31,7 @@ from tools import (
     inspection,
     storms,
     token_faults,
+    token_oracle,
     traffic,
 )
 
@@ -252,7 +253,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse_and_fail,
         device_waits.waits,
         injured.injure,
+        token_oracle.ask,
+        token_oracle.wrong_answers,
         token_faults.mix_up,
+        token_faults.mix_up_overlapped,
         beside,
         uninstall,
     )

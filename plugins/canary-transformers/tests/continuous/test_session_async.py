@@ -13,7 +13,7 @@ from tiny.batching import AtStep, Traffic, serve
 from tiny.instant import run_asynchronous_batches_on_cpu
 from tiny.models import batching
 
-from canary_core import hookimpl
+from canary_core import Kind, hookimpl
 
 MODULES = "transformers.generation.continuous_batching"
 
@@ -69,6 +69,7 @@ def test_asynchronous_batches_raise_no_alarm(kind, load, seed, engine_on_cpu, gu
     assert serve(batching(kind), shape) == bare
     assert guarded.violations == []
     assert guarded.stats()["forwards"] > 10
+    assert guarded.stats()["sampled_tokens"] > 0
     assert seen.tokens > 0
 
 
@@ -97,3 +98,27 @@ def test_a_flipped_bit_is_found_in_asynchronous_batches(engine_on_cpu, guard):
     guarded.register(AtStep(6, flip))
     serve(batching("llama"), Traffic(options={"use_async_batching": True}))
     assert {v.kind.name for v in guarded.violations} == {"BYTES"}
+
+
+def test_exchanged_carried_tokens_are_found(engine_on_cpu, guard, monkeypatch):
+    """The token that one batch sampled is carried over, on the device, to the next one's input. Once two requests get
+    each other's: both are told, with what was sampled for them."""
+    ios = importlib.import_module(f"{MODULES}.input_outputs").ContinuousBatchingAsyncIOs
+    original, exchanged = ios.carry_over_tokens, []
+
+    def carry_over(self, input_ids, carry_over_ids, prev_output_ids):
+        rows = carry_over_ids[carry_over_ids >= 0][:2].tolist()
+        first, second = prev_output_ids[0, rows].tolist() if len(rows) == 2 else (0, 0)
+        if not exchanged and first != second:
+            exchanged.append((first, second))
+            prev_output_ids = prev_output_ids.clone()
+            prev_output_ids[0, rows] = prev_output_ids[0, rows[::-1]]
+        original(self, input_ids, carry_over_ids, prev_output_ids)
+
+    monkeypatch.setattr(ios, "carry_over_tokens", carry_over)
+    guarded = guard(batching("llama"))
+    serve(batching("llama"), Traffic(options={"use_async_batching": True}))
+    ((first, second),) = exchanged
+    found = [(v.token, v.stored_token) for v in guarded.violations if v.kind is Kind.WRITE_INPUT]
+    assert sorted(found) == sorted([(first, second), (second, first)])
+    assert all("the sampler gave" in v.explanation for v in guarded.violations if v.kind is Kind.WRITE_INPUT)

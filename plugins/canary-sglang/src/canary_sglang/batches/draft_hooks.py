@@ -83,7 +83,7 @@ class DraftHooks:
 
 def _accept(session: Session, batch: Any, drafted: Any, result: Any) -> None:
     """Records the accepted path of a verified tree, which SGLang has moved to the front of each request's slots. The
-    slots behind it are unknown from now on."""
+    slots behind it hold nothing from now on: whoever reads them has kept a rejected draft."""
     drafts = session.drafts
 
     def accepted() -> BatchView:
@@ -92,4 +92,4 @@ def _accept(session: Session, batch: Any, drafted: Any, result: Any) -> None:
     session.canary.step.run(lambda: None, accepted)
     if session.canary.enabled:
         with session.canary.guard("rejected tokens"):
-            session.forget_slots(drafts.rejected_slots(batch, result))
+            session.clear_slots(drafts.rejected_slots(batch, result))

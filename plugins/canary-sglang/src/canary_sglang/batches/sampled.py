@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core import Canary
+from canary_sglang.batches.answers import Answers
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import schedulers
 
@@ -22,6 +23,7 @@ class SampledRows:
     def __init__(self, canary: Canary, writers: RequestWriters) -> None:
         self._canary = canary
         self._writers = writers
+        self.answers = Answers(canary)
         self._batch: Any = None
         self._names: list[str] = []
         self._beams: tuple[int, ...] = ()
@@ -39,7 +41,9 @@ class SampledRows:
         if not self._canary.sampled.followed:
             return
         if names and tokens.shape[0] == len(names):
-            self._canary.sampled.give(tokens, self._without(batch, names))
+            without = self._without(batch, names)
+            self._canary.sampled.give(tokens, without)
+            self.answers.sampled(tokens, without)
 
     def verified(self, batch: Any, result: Any) -> None:
         """Drafted tokens were verified: the target's own tokens for the positions after them are in ``result``, and
@@ -50,7 +54,9 @@ class SampledRows:
         with self._canary.guard("verified tokens"):
             tokens = tokens.view(rows, -1)
             column = torch.arange(tokens.shape[1], device=tokens.device)
-            self._canary.sampled.give(torch.where(column < accepted[:, None], tokens, -1))
+            tokens = torch.where(column < accepted[:, None], tokens, -1)
+            self._canary.sampled.give(tokens)
+            self.answers.sampled(tokens)
 
     def _without(self, batch: Any, names: Sequence[str]) -> tuple[int, ...]:
         """Rows of ``batch`` whose token is not the request's next one."""

@@ -20,9 +20,10 @@ STATE_LOAD = "sglang.srt.mem_cache.memory_pool.MambaPool.load_cpu_copy"
 TURN = f"{SCHEDULER}.get_next_batch_to_run"
 LOOP = f"{SCHEDULER}.run_event_loop"
 SAMPLE = f"{RUNNER}.sample"
+PROCESS = f"{SCHEDULER}.process_batch_result"
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
-OPTIONAL = (RESIZE, LOOP, SAMPLE)
+OPTIONAL = (RESIZE, LOOP, SAMPLE, PROCESS)
 
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     FORWARD: ("forward_batch",),
