@@ -53,8 +53,10 @@ class Answers:
         if waiting is None or not self._canary.enabled:
             return process()
         _, copy, without = waiting
-        requests = list(batch.reqs)
-        before = [len(request.output_ids) for request in requests]
+        requests, before = [], []
+        with self._canary.guard("answers"):
+            requests = list(batch.reqs)
+            before = [len(request.output_ids) for request in requests]
         done = process()
         with self._canary.guard("answers"):
             (tokens,) = copy.tensors

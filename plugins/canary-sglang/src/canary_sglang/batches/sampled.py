@@ -37,21 +37,24 @@ class SampledRows:
         guarded, self._batch = self._batch, None
         if batch is not guarded or not isinstance(tokens, Tensor) or tokens.dim() != 1:
             return
-        names = batch.rids
         if not self._canary.sampled.followed:
             return
-        if names and tokens.shape[0] == len(names):
-            without = self._without(batch, names)
-            self._canary.sampled.give(tokens, without)
-            self.answers.sampled(tokens, without)
+        with self._canary.guard("sampled tokens"):
+            names = batch.rids
+            if names and tokens.shape[0] == len(names):
+                without = self._without(batch, names)
+                self._canary.sampled.give(tokens, without)
+                self.answers.sampled(tokens, without)
 
     def verified(self, batch: Any, result: Any) -> None:
         """Drafted tokens were verified: the target's own tokens for the positions after them are in ``result``, and
         those that `GenerationBatchResult.accept_lens` says count. ``batch``: the `ScheduleBatch`."""
-        rows, tokens, accepted = len(batch.reqs), result.next_token_ids, result.accept_lens
-        if not self._canary.sampled.followed or accepted is None or tokens.shape[0] % rows:
+        if not self._canary.sampled.followed:
             return
         with self._canary.guard("verified tokens"):
+            rows, tokens, accepted = len(batch.reqs), result.next_token_ids, result.accept_lens
+            if not rows or accepted is None or tokens.shape[0] % rows:
+                return
             tokens = tokens.view(rows, -1)
             column = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = torch.where(column < accepted[:, None], tokens, -1)
