@@ -99,6 +99,8 @@ class SampledTokens:
         self._view = None
         state = self._state
         if state is not None and state.samples is not None:
+            # A record beside the forward may still read it.
+            self._workspace.join()
             state.samples.forget()
 
 
