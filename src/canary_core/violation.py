@@ -297,6 +297,12 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     ),
     (
         Kind.TOKEN,
+        lambda v: v.phase is Phase.EVENT,
+        "the sampler gave {reader} {stored_token} for {position}, but the request's own list has {token} there: what "
+        "is answered is not what the model goes on with.",
+    ),
+    (
+        Kind.TOKEN,
         lambda v: v.phase is Phase.POST_FORWARD,
         "the sampler gave {reader} {token} for {position}, but {where}, from which it was read, holds {stored_token} "
         "that {writer} wrote{written}: a rejected draft was kept, or a sequence length is wrong.",

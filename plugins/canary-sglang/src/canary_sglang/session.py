@@ -151,6 +151,11 @@ class Session:
             region = self.canary.regions[name]
             self.canary.slots.copy(name, region.slots_of(source), region.slots_of(destination), check=True)
 
+    def clear_slots(self, slots: Tensor) -> None:
+        """Nothing is in ``slots`` any more: what they held was rejected. Numbered as in the engine's tables."""
+        for name in self._paged:
+            self.canary.slots.clear(name, self.canary.regions[name].slots_of(slots))
+
     def last_words(self) -> None:
         """Reports what was found in the last forwards of an engine that has failed; where the device can't be read any
         more, it tells so with a ``findings_lost`` event. Raises `ViolationError` in raise mode."""

@@ -35,6 +35,7 @@ from tools import (
     padding,
     storms,
     token_faults,
+    token_oracle,
     traffic,
 )
 
@@ -271,7 +272,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         padding.store_in_null_slot,
         bad_copies.break_copies,
         bad_copies.serve_until_found,
+        token_oracle.ask,
+        token_oracle.wrong_answers,
         token_faults.mix_up,
+        token_faults.mix_up_overlapped,
         beside,
         uninstall,
     )
