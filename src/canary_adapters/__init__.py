@@ -31,6 +31,7 @@ from canary_adapters.sources import (
     row_source,
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
+from canary_adapters.upload import upload
 
 __all__ = [
     "CHECKED_DTYPES",
@@ -61,4 +62,5 @@ __all__ = [
     "row_source",
     "slot_table",
     "stacked_layers",
+    "upload",
 ]

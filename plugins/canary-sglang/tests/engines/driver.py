@@ -29,6 +29,7 @@ from tools import (
     fault_injection,
     injured,
     inspection,
+    stale_tables,
     storms,
     traffic,
 )
@@ -248,6 +249,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse_cached,
         allocator_misuse.misuse_states,
         allocator_misuse.misuse_idle,
+        stale_tables.stale_table,
         allocator_misuse.misuse_and_fail,
         device_waits.waits,
         injured.injure,

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from canary_adapters import upload
 from canary_core import Arrival, Canary, Origin, Patches
 from canary_vllm.allocator.messages import Load, Message
 from canary_vllm.arrivals.held import Held
 from canary_vllm.batches.requests import Requests
-from canary_vllm.batches.upload import upload
 from canary_vllm.compat import connectors
 from canary_vllm.pools.pool import Group
 

@@ -8,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from canary_adapters import RequestBlocks
+from canary_adapters import RequestBlocks, upload
 from canary_core import Writers
-from canary_vllm.batches.upload import upload
 
 UNKNOWN = -1
 TABLE_STEP = 16

@@ -2,15 +2,12 @@
 
 import pkgutil
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
-
-import torch
 
 from canary_adapters import GivenBlocks, metadata_blocks
 from canary_core import Canary
 from canary_vllm.pools.pool import Group
-
-NOTHING = torch.empty(0, dtype=torch.int32)
 
 
 def given(runner: Any, canary: Canary, group: Group, metadata: Any) -> Iterable[GivenBlocks]:
@@ -23,6 +20,8 @@ def given(runner: Any, canary: Canary, group: Group, metadata: Any) -> Iterable[
         tables.leave_out(group.region, "its blocks are split for the kernels")
     elif isinstance(metadata, Mapping):
         layers = runner.kv_cache_config.kv_cache_groups[group.number].layer_names
-        like = GivenBlocks("", group.region, group.number, NOTHING, group.page, group.block)
-        return metadata_blocks(metadata, layers, getattr(context, "slot_mapping", None), like, tables.leave_out)
+        make = partial(
+            GivenBlocks, region=group.region, group=group.number, page_slots=group.page, block_slots=group.block
+        )
+        return metadata_blocks(metadata, layers, getattr(context, "slot_mapping", None), make, tables.leave_out)
     return ()
