@@ -6,16 +6,19 @@ import torch
 
 from tools.traffic import decoding
 
+NEW_TOKENS = 8
+"""Of each request: the lists of the forwards after those that are broken are right again."""
+
 
 def stale_table(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Serves the prompts together; once all are decoding, for two forwards the lists of the Triton backend are wrong:
+    """Serves the prompts together; once all are decoding, for four forwards the lists of the Triton backend are wrong:
     ``entry`` names at one position of the last request a slot of the first one, ``old`` is the list of the forward
-    before, ``window`` names at the oldest position of a window's list the slot after it. Gives the findings, the
-    requests' names, and for ``entry`` both slots and the position."""
+    before, ``window`` names at the oldest position of a window's list the slot after it. Then they are served to
+    their end. Gives the findings, the requests' names, and for ``entry`` both slots and the position."""
     from sglang.srt.layers.attention import triton_backend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    served = decoding(engine, prompts, 400)
+    served = decoding(engine, prompts, NEW_TOKENS)
     engine.session.canary.drain()
     engine.told.violations = []
     known: dict[str, Any] = {"requests": [r.rid for r in served]}
@@ -47,10 +50,14 @@ def stale_table(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, A
     TritonAttnBackend._fill_kv_indptr_and_indices = filled
     triton_backend.update_sliding_window_buffer = updated
     try:
-        for _ in range(2):
+        # A window's list and the full one take turns.
+        for _ in range(4):
             engine.step()
     finally:
         TritonAttnBackend._fill_kv_indptr_and_indices = fill
         triton_backend.update_sliding_window_buffer = update
     engine.session.canary.drain()
-    return {**known, "violations": [v.fields() for v in engine.told.violations]}
+    found = [v.fields() for v in engine.told.violations]
+    while engine.step():
+        pass
+    return {**known, "violations": found}

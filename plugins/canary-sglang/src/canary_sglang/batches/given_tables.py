@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from canary_adapters import ragged_table, slot_table
 from canary_core import Canary, Patches, ReadTable, RegionKind
+from canary_sglang.batches.forward import FIRST_ROWS, UniformLens
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import attention
 
@@ -31,6 +33,8 @@ class GivenTables:
         self._full, self._window = kinds.get(RegionKind.FULL), kinds.get(RegionKind.WINDOW)
         self._writers = writers
         self._patches = Patches(canary.guard)
+        self._uniform = UniformLens()
+        self._buffers: Tensor | None = None
         self._backend: Any = None
         self._batch: Any = None
 
@@ -81,12 +85,21 @@ class GivenTables:
             region = self._window if made.own_slots else self._full
             if region is None or made.starts.shape[0] <= rows:
                 continue
-            first = torch.zeros_like(end)
+            first, starts = self._uniform.of(0, end), made.starts[:rows]
             if made.window_tokens is not None:
-                first = (end - made.window_tokens).clamp(min=0)
-            given = ragged_table(made.entries, made.starts[:rows] - first)
+                first, starts = self._window_starts(end, starts, made.window_tokens)
+            given = ragged_table(made.entries, starts)
             writers = self._writers.ids(batch.rids)
             yield ReadTable(made.name, region, given, kept, first, end, writers, made.own_slots)
+
+    def _window_starts(self, end: Tensor, starts: Tensor, window_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first position of each row in a window's list, and where its position 0 would be; in static buffers."""
+        rows = len(end)
+        if self._buffers is None or self._buffers.shape[1] < rows:
+            self._buffers = torch.zeros((2, max(rows, FIRST_ROWS)), dtype=torch.int64, device=end.device)
+        first, begins = self._buffers[0, :rows], self._buffers[1, :rows]
+        torch.sub(end, window_tokens, out=first).clamp_(min=0)
+        return first, torch.sub(starts, first, out=begins)
 
 
 def _capturing() -> bool:

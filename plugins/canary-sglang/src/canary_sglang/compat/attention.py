@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 PARTS = ("prefill_backend", "decode_backend", "full_attn_backend", "primary")
-"""Under these names a backend keeps others, which do its work."""
+"""Under these names a backend keeps others, which do its work; beside them those of recurrent layers, which read no
+slots of tokens."""
 
 READ_THEMSELVES = frozenset({"TorchNativeAttnBackend", "TorchFlexAttnBackend", "IntelAMXAttnBackend"})
 """Backends that look every slot up in `req_to_token`."""
@@ -34,7 +35,6 @@ class Indices:
 def leaves(backend: Any) -> Iterator[Any]:
     """``backend``, or those of which it consists."""
     parts = [part for name in PARTS if (part := getattr(backend, name, None)) is not None]
-    parts += [part for part in getattr(backend, "attn_backend_list", None) or () if part not in parts]
     if not parts:
         yield backend
     for part in dict.fromkeys(parts):
