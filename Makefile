@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 empty :=
 space := $(empty) $(empty)
 
-.PHONY: demo test test-sglang test-vllm soak check test-gpu bench clean
+.PHONY: demo test test-sglang test-vllm bugs soak check test-gpu bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/canary demo
@@ -41,13 +41,21 @@ test: $(STAMP)
 # PYTEST_FLAGS="-m 'not gpu and not beyond_ci'" is what CI runs of it.
 test-sglang: $(VENV_SGLANG)/.stamp
 	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
-		$(PYTEST_FLAGS) plugins/canary-sglang/tests
+		$(PYTEST_FLAGS) plugins/canary-sglang/tests tests/bugs/sglang
 
 # Engines of one process (see vllm_on_cpu/setups.py) are a group. PYTEST_FLAGS="-m older_release" is what CI runs on an
 # older release.
 test-vllm: $(VENV_VLLM)/.stamp
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
-		$(PYTEST_FLAGS) plugins/canary-vllm/tests
+		$(PYTEST_FLAGS) plugins/canary-vllm/tests tests/bugs/vllm
+
+# The museum of real bugs, patched into the real engines: all of it, and docs/bugs.md.
+bugs: $(STAMP) $(VENV_SGLANG)/.stamp $(VENV_VLLM)/.stamp
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests/bugs/transformers tests/bugs/test_table.py
+	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
+		$(PYTEST_FLAGS) tests/bugs/sglang
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
+		$(PYTEST_FLAGS) tests/bugs/vllm
 
 # Random traffic over every engine under guard. SOAK_FLAGS="--setups vllm/ngram --rounds 3", "--list", ...
 soak: $(STAMP) $(VENV_SGLANG)/.stamp $(VENV_VLLM)/.stamp

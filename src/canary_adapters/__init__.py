@@ -6,6 +6,7 @@ neither read from a device nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
+from canary_adapters.block_lists import BlockLists, GivenBlocks, RequestBlocks, metadata_blocks
 from canary_adapters.embedding_filter import EmbeddingFilter
 from canary_adapters.pools import (
     GrowingPool,
@@ -30,10 +31,13 @@ from canary_adapters.sources import (
     row_source,
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
+from canary_adapters.upload import upload
 
 __all__ = [
     "CHECKED_DTYPES",
+    "BlockLists",
     "EmbeddingFilter",
+    "GivenBlocks",
     "GrowingPool",
     "JoinedPools",
     "LayerTensors",
@@ -42,11 +46,13 @@ __all__ = [
     "PagedPool",
     "Part",
     "RegionPool",
+    "RequestBlocks",
     "RowPool",
     "WindowPool",
     "block_table",
     "growing_source",
     "kv_layers",
+    "metadata_blocks",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
@@ -56,4 +62,5 @@ __all__ = [
     "row_source",
     "slot_table",
     "stacked_layers",
+    "upload",
 ]

@@ -16,12 +16,15 @@ class StateCheckpoints:
     one of its new tokens, for other requests to go on from.
 
     slots, positions: int64 ``[batch rows]``: the slot, -1 for none, and the position of that token.
+    copied: where that token is a row's last one, the slot is a copy of the row's own state as the forward leaves it,
+    bit for bit: so the two are compared.
 
     Raises `AttachError` if they don't fit together.
     """
 
     slots: Tensor
     positions: Tensor
+    copied: bool = False
 
     def __post_init__(self) -> None:
         require_tensor("checkpoints: slots", self.slots)
@@ -237,7 +240,7 @@ class ReadTable:
         for name in ("first", "end", "writers"):
             require_index_tensor(f"{self.name}: {name}", getattr(self, name), device, dims=1)
         for name, table in (("given", self.given), ("kept", self.kept)):
-            have = table.entries.shape[0] if table.rows is None else table.rows.shape[0]
+            have = self.rows if table.rows is None else table.rows.shape[0]
             if table.entries.device != device or have < self.rows:
                 raise AttachError(
                     f"{self.name}: {name} has {have} rows on {table.entries.device}, to be compared are {self.rows} on "

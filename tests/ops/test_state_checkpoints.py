@@ -11,7 +11,7 @@ from canary_core.batch import StateCheckpoints
 from canary_core.ops import hashing
 from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.plugins import private_hooks
-from canary_core.records import POSITION, PREFIX_HASH, STATES, STEP_WRITTEN, TOKEN, WRITER, State
+from canary_core.records import POSITION, PREFIX_HASH, STATES, STEP_WRITTEN, TOKEN, WRITER, Phase, State
 from canary_core.testing import Findings
 
 ROWS = 3
@@ -37,17 +37,21 @@ class Engine:
         """What was found so far."""
         return [(v.kind.name, v.slot) for v in self.findings.violations]
 
-    def step(self, new: int = 1, kept=NONE, back: int = 0, stores: bool = True) -> None:
-        """A forward of ``new`` tokens a row, which keeps states as of ``back`` tokens before the last in ``kept``."""
+    def step(self, new: int = 1, kept=NONE, back: int = 0, stores: bool = True, copies=None) -> None:
+        """A forward of ``new`` tokens a row, which keeps states as of ``back`` tokens before the last in ``kept``.
+        ``copies``: the slots that it says to copy there."""
         news = torch.full((ROWS,), new)
         tokens = torch.randint(0, 1 << 30, (ROWS, new))
         for row, mine in zip(self.tokens, tokens.tolist(), strict=True):
             row += mine
         table = ring_table(slot_table(torch.tensor([[slot] for slot in OWN], device=self.device)), 1)
         slots, positions = torch.tensor(kept), self.lengths + new - 1 - back
-        table = replace(table, checkpoints=StateCheckpoints(slots.to(self.device), positions.to(self.device)))
+        made = StateCheckpoints(slots.to(self.device), positions.to(self.device), copied=copies is not None)
+        table = replace(table, checkpoints=made)
         self.begin(news, tokens.flatten(), table)
-        if stores:
+        if copies is not None:
+            self.states[[slot for slot in kept if slot > 0]] = self.states[list(copies)]
+        elif stores:
             self.states[[slot for slot in kept if slot > 0]] += torch.randn(32).to(self.device)
         self._end(news)
 
@@ -143,6 +147,22 @@ def test_a_state_that_was_not_kept_is_a_lost_write(engine):
     assert engine.found == [("LOST_WRITE", 8)]
 
 
+@pytest.mark.parametrize("copies", [(2, 7), (2, 4)])
+def test_a_kept_state_that_is_a_copy_has_the_bytes_of_its_source(engine, copies):
+    """Of a decode, whether it was looked at or not: the state of another row that gets there is found at once."""
+    engine.step(new=4)
+    engine.step(kept=(8, -1, 10), copies=copies)
+    assert engine.found == ([] if copies == (2, 7) else [("BYTES", 10)])
+    for found in engine.findings.violations:
+        assert (found.phase, found.source, found.position) == (Phase.EVENT, "ssm.0", None)
+        assert found.stored_position == 4
+    state = engine.canary.states["mamba"]
+    assert state.fingerprints[8] == state.fingerprints[2] != 0
+    for _ in range(3):
+        engine.step()
+    assert len(engine.found) == (0 if copies == (2, 7) else 1)
+
+
 def test_rows_that_keep_nothing_that_is_new_are_left_out(engine):
     """No slot, the null slot, one beyond the pool, and a token of the prefix."""
     engine.step(new=4)
@@ -167,6 +187,7 @@ def test_kernels_keep_what_the_reference_keeps(device):
             engine.step(new=5)
             engine.step(new=7, kept=(8, -1, 10), back=3)
             engine.step(kept=(-1, 11, -1))
+            engine.step(kept=(8, -1, 10), copies=(2, 7))
             state = engine.canary.states["mamba"]
             memory = (state.records, state.fingerprints, state.chains, state.scratch.claims)
             ends.append([tensor.cpu() for tensor in memory])

@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)
+sys.path[:1] = [str(HERE.parent), str(HERE.parents[1] / "src")]
 
 from rich.console import Console  # noqa: E402
 
@@ -48,17 +48,19 @@ SETTINGS = {"CANARY_READ_CHECK": "64", "CANARY_LOG_FORMAT": "json"}
 class Child:
     """A process with an engine."""
 
-    def __init__(self, name: str, setup: Setup, args: argparse.Namespace, seconds: float) -> None:
+    def __init__(self, name: str, copy: int, args: argparse.Namespace, seconds: float) -> None:
+        setup: Setup = args.every[name]
+        seed = args.seed + copy
         self.name = name
-        file = name.replace("/", "-")
+        file = f"{name.replace('/', '-')}-{seed}"
         self._out = args.work / f"{file}.json"
         self._out.unlink(missing_ok=True)
         self.log = args.work / f"{file}.log"
-        again = f"python3 tests/soak --device {args.device} --setups {name} --seed {args.seed}"
+        again = f"python3 tests/soak --device {args.device} --setups {name} --seed {seed}"
         again += f" --plant {args.plant}" if args.plant >= 0 else ""
         again += f" --python {setup.engine}={args.python[setup.engine]}" if setup.engine in args.python else ""
         self._job = Job(
-            name, args.device, args.seed, seconds, args.until, str(self._out), again, args.first, args.rounds,
+            name, args.device, seed, seconds, args.until, str(self._out), again, args.first, args.rounds,
             args.plant,
         )  # fmt: skip
         self._kill_at = min(args.until, time.time() + START_S + seconds) + END_S
@@ -94,18 +96,18 @@ def environment(setup: Setup) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(chosen: dict[str, Setup], args: argparse.Namespace, console: Console) -> list[Result]:
+def run(chosen: list[str], args: argparse.Namespace, console: Console) -> list[Result]:
     """So many at a time; they share the time."""
-    waiting, running, results = list(chosen), list[Child](), list[Result]()
-    seconds = args.seconds / -(-len(chosen) // args.side_by_side)
+    waiting = [(name, copy) for copy in range(args.copies) for name in chosen]
+    running, results = list[Child](), list[Result]()
+    seconds = args.seconds / -(-len(waiting) // args.side_by_side)
     written = time.time()
     while waiting or running:
         for child in [child for child in running if child.over()]:
             running.remove(child)
             results.append(tell(child, console))
         while waiting and len(running) < args.side_by_side:
-            name = waiting.pop(0)
-            running.append(Child(name, chosen[name], args, seconds))
+            running.append(Child(*waiting.pop(0), args, seconds))
         if time.time() > written + SHOWN_S:
             written = time.time()
             write([*results, *(child.result() for child in running)], args)
@@ -148,6 +150,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--plant", type=int, default=-1, help="a round in which a bit is flipped: the soak must fail")
     parser.add_argument("--side-by-side", type=int, default=1, help="how many engines run at a time")
+    parser.add_argument("--copies", type=int, default=1, help="of each setup, each with the next seed")
     parser.add_argument(
         "--python", nargs="*", default=[], metavar="ENGINE=PYTHON", help="interpreters, if not this one"
     )
@@ -166,18 +169,20 @@ def main() -> int:
     args = arguments()
     sys.path += [str(folder) for folder in TESTS_OF.values()]
     console = Console(width=max(200, Console().width))
-    every = setups(args.device, tuple(args.engines))
-    unknown = [name for name in args.setups or () if name not in every]
-    if unknown:
-        console.print(f"no setup {unknown[0]}; there are: {' '.join(every)}", highlight=False)
+    args.every = setups(args.device, tuple(args.engines))
+    chosen = args.setups or list(args.every)
+    unknown = [name for name in chosen if name not in args.every]
+    if unknown or not chosen:
+        console.print(f"no setup {' '.join(unknown)}; there are: {' '.join(args.every)}", highlight=False)
         return 2
-    chosen = {name: setup for name, setup in every.items() if not args.setups or name in args.setups}
     if args.list:
         console.print("\n".join(chosen), highlight=False)
         return 0
     for folder in (args.out, args.work):
         folder.mkdir(parents=True, exist_ok=True)
-    console.print(f"seed {args.seed}, {len(chosen)} setups, {args.seconds:.0f} s of traffic", highlight=False)
+    console.print(
+        f"seed {args.seed}, {len(chosen) * args.copies} engines, {args.seconds:.0f} s of traffic", highlight=False
+    )
     results = run(chosen, args, console)
     write(results, args)
     with (args.out / "soak.txt").open("w") as file:

@@ -190,15 +190,20 @@ class Round:
         # Where nobody is there, the next ones come now.
         self._turn = self._turn + 1 if busy or not self._coming else max(self._turn + 1, self._coming[0].turn)
         now = time.time()
-        self.late = now > self._until
+        self.late = self.late or (self.on and now > self._until)
         if now > self._patience:
             raise RuntimeError(f"round {self._plan.number} does not end, {sorted(self._waiting)} still run")
 
-    def finish(self) -> dict[str, list[int]]:
-        """Empties the engine, and gives the answers. Raises `Late` if not all is answered."""
+    def give_up(self) -> None:
+        """Who still waits waits no longer; nobody comes any more."""
         for name in self._waiting:
             self._engine.abort(name)
+        self._waiting.clear()
+
+    def finish(self) -> dict[str, list[int]]:
+        """Empties the engine, and gives the answers. Raises `Late` if not all is answered."""
+        self.give_up()
         self._engine.settle()
-        if self._coming or self._waiting:
+        if self.late:
             raise Late
         return self._answers

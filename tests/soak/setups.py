@@ -1,7 +1,7 @@
 """The engines of the soak, by name: ``ENGINE/SETUP``."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ def setups(device: str, engines: tuple[str, ...]) -> dict[str, Setup]:
         ("vllm", "cpu"): _vllm_on_cpu,
         ("vllm", "cuda"): _vllm_on_gpu,
         ("transformers", "cpu"): _transformers,
+        ("sglang", "cpu"): _sglang_on_cpu,
+        ("sglang", "cuda"): _sglang_on_gpu,
     }
     return {
         f"{engine}/{name}": setup
@@ -98,7 +100,11 @@ ON_GPU: dict[str, Any] = dict(
 engines fit one GPU. A pool of 300 blocks of 16 evicts what it has cached every few rounds."""
 
 GRAPHS: dict[str, Any] = dict(
-    compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    compilation_config={
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
+    }
 )
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
 OFFLOAD = dict(
@@ -136,3 +142,51 @@ def _transformers() -> Iterator[tuple[str, Setup]]:
     for model in ("llama", "gemma3"):
         yield model, Setup("transformers", model, {"model": model}, {}, shape)
     yield "generate", Setup("transformers", "generate", {}, {}, Shape(prompt=40, new=16, vocabulary=250, gap=1))
+
+
+SLOW = Shape(prompt=40, new=6, requests=4, aborts=0.1)
+"""For engines whose kernels Triton's interpreter runs."""
+
+OVERLAPPED = ("mha", "swa", "pressure")
+"""Served by the overlap scheduler, too."""
+
+
+def _sglang_on_cpu() -> Iterator[tuple[str, Setup]]:
+    from engines.setups import SETUPS, SPECULATIVE
+
+    for name, known in {**SETUPS, **SPECULATIVE}.items():
+        slow = known.environment.get("TRITON_INTERPRET") and name != "pages"
+        shape = Shape(prompt=90, new=24, requests=10)
+        if name == "deepseek_v4":
+            shape = Shape(prompt=700, new=12, requests=4)
+        elif slow:
+            shape = SLOW
+        # To compile what each forward calls takes longer than all that is served here.
+        environment = {**known.environment, "TORCHDYNAMO_DISABLE": "1"}
+        yield name, Setup("sglang", "", known.options, environment, shape)
+        if name in OVERLAPPED:
+            options = {**known.options, "disable_overlap_schedule": False}
+            yield f"{name}_overlap", Setup("sglang", "", options, environment, shape)
+
+
+EAGLE = dict(
+    speculative_algorithm="EAGLE", draft_model="gpu_llama_draft", speculative_num_steps=3, speculative_eagle_topk=1,
+    speculative_num_draft_tokens=4,
+)  # fmt: skip
+SGLANG_ON_GPU: dict[str, dict[str, Any]] = {
+    "llama": {"disable_overlap_schedule": False},
+    "plain": {},
+    "window": {"model": "gpu_cohere2", "disable_overlap_schedule": False},
+    "mla": {"model": "gpu_deepseek_v2", "disable_overlap_schedule": False},
+    "eagle": {**EAGLE, "disable_overlap_schedule": False},
+    "pressure": {"max_total_tokens": 1100, "chunked_prefill_size": 128, "disable_overlap_schedule": False},
+    "pages_fp8": {"page_size": 16, "kv_cache_dtype": "fp8_e4m3", "disable_overlap_schedule": False},
+    "gated_delta": {"model": "gpu_qwen3_5", "max_mamba_cache_size": 64},
+}
+"""Options of `engines.driver.Engine`, beside those of `engines.gpu_models.GPU_DEFAULTS`."""
+
+
+def _sglang_on_gpu() -> Iterator[tuple[str, Setup]]:
+    for name, options in SGLANG_ON_GPU.items():
+        made = {"device": "cuda", "model": "gpu_llama", **options}
+        yield name, Setup("sglang", "", made, {}, replace(SHORT_DECODES, vocabulary=30000), compare=20)

@@ -1,9 +1,11 @@
 """Records of the states that a forward copied into checkpoint slots: see `StateCheckpoints`."""
 
 import torch
+from torch import Tensor
 
-from canary_core.batch import BatchView, SlotTable
+from canary_core.batch import BatchView, SlotTable, StateCheckpoints
 from canary_core.errors import AttachError
+from canary_core.ops import payload
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState
 from canary_core.records import Clock, Status
@@ -11,24 +13,32 @@ from canary_core.records import Clock, Status
 
 def record_checkpoints(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """After `record`: records what the forward copied into the slots of ``table.checkpoints``. Their bytes are always
-    fingerprinted, since nothing may write there for long. They are judged as other writes are; slots that are none, and
-    positions that are no new ones of their row, are left out.
+    fingerprinted, since nothing may write there for long. They are judged as other writes are, and, where that is said
+    of them, as copies of the row's own state: reports BYTES where they are not. Slots that are none, and positions that
+    are no new ones of their row, are left out.
 
     It is the ops of every forward once more, with another plan, which is worked out in a few small launches that
     allocate: not for a forward that is captured. Never waits for the device.
     """
-    if not batch.tokens:
-        return
-    _plan(state, batch, table)
-    if state.sources:
-        backend.fingerprint(state, batch, table)
-    backend.record(state, batch, table)
-
-
-def _plan(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     made = table.checkpoints
     if made is None or state.region.tokens_per_slot != 1:
         raise AttachError(f"region {state.region.name!r}: only regions of one token a slot keep what a forward stored")
+    if not batch.tokens:
+        return
+    token, there, last = _places(state, batch, made)
+    # The plan of the forward itself is read before it is replaced.
+    own = _own_slots(state, token, there & last) if made.copied and state.sources else None
+    _plan(state, batch, made, token, there)
+    if state.sources:
+        backend.fingerprint(state, batch, table)
+    backend.record(state, batch, table)
+    if own is not None:
+        _compare(backend, state, own, torch.where(own >= 0, made.slots, -1))
+
+
+def _places(state: RegionState, batch: BatchView, made: StateCheckpoints) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the index into ``token_ids`` of its checkpoint's token, whether it has a checkpoint at all (if not,
+    the index is 0), and whether that token is its last one. All ``[rows]``."""
     slots, positions = made.slots, made.positions
     prefix, new = batch.prefix_lens.long().clamp(min=0), batch.new_lens.long().clamp(min=0)
     token = new.cumsum(0) - new + positions - prefix
@@ -36,7 +46,27 @@ def _plan(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     there &= token < batch.tokens
     there &= state.region.status_of(slots) == Status.OK
     # Rows that keep nothing add nothing to token 0, and claim slot 0 for nobody.
-    token, slots = torch.where(there, token, 0), torch.where(there, slots, 0)
+    return torch.where(there, token, 0), there, positions == prefix + new - 1
+
+
+def _own_slots(state: RegionState, token: Tensor, chosen: Tensor) -> Tensor:
+    """The slots that the forward wrote for the tokens ``token`` of the rows ``chosen``: int64 ``[rows]``, -1 for
+    none."""
+    word, slot = state.scratch.plan[token, 0], state.scratch.plan[token, 1]
+    return torch.where(chosen & (word >> 32 == int(Status.OK) + 1), slot, -1)
+
+
+def _compare(backend: Backend, state: RegionState, own: Tensor, copies: Tensor) -> None:
+    """Slots ``copies`` must have the bytes that slots ``own`` have now; both int64 ``[rows]``, -1 for none."""
+    backend.adopt(state, own)
+    entry, copy, anything = payload.entries(state, copies)
+    known = state.fingerprints[own[entry].clamp(min=0)]
+    state.fingerprints[copy] = torch.where(anything, known, state.fingerprints[copy])
+    backend.verify(state, copies)
+
+
+def _plan(state: RegionState, batch: BatchView, made: StateCheckpoints, token: Tensor, there: Tensor) -> None:
+    slots, positions = torch.where(there, made.slots, 0), made.positions
     row = torch.arange(len(slots), device=slots.device)
     word = (int(Status.OK) + 1 << 32) + row
     plan = state.scratch.plan[: batch.tokens].zero_()

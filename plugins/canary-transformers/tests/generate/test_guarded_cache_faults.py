@@ -88,6 +88,21 @@ def test_a_layer_that_is_not_reordered_is_named(monkeypatch: pytest.MonkeyPatch)
     assert {(v.kind, v.layer) for v in watch.violations} == {(Kind.BYTES, 1)}
 
 
+def test_beams_that_are_reordered_without_v_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K of each layer moves to other rows, V stays behind: found in V of every layer, and nowhere else."""
+    model = generating("llama")
+
+    def keys_only(layer: Any, rows: torch.Tensor) -> None:
+        layer.keys = layer.keys.index_select(0, rows)
+
+    with listening(model)[0] as watch:
+        generate(model, prompts(1), num_beams=3)
+        expect_clean(watch)
+        monkeypatch.setattr(DynamicLayer, "reorder_cache", keys_only)
+        generate(model, prompts(1), num_beams=3)
+    assert {(v.kind, v.layer, v.half) for v in watch.violations} == {(Kind.BYTES, layer, "v") for layer in range(3)}
+
+
 def test_a_cache_reordered_by_the_wrong_beams_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers agree, but the rows are not the sequences that go on: tokens differ from the caller's own."""
     model = generating("llama")

@@ -126,7 +126,7 @@ class Hooks:
 
     def _connected(self, _: Any, *args: Any, **kwargs: Any) -> None:
         if self._running is not None:
-            self._running.begin()
+            self._running.begin(kwargs.get("attn_metadata"))
 
     def _scheduler(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if self._config is None:

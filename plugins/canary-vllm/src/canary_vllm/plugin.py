@@ -21,12 +21,8 @@ CANARY_PROTOCOL = 1
 
 
 def start() -> None:
-    """vLLM's plugin loader calls it in each process: the front end, the engine core, each worker. Does nothing unless
-    ``CANARY_PLUGINS`` names ``vllm``. A second call changes nothing.
-
-    vLLM does not start if a plugin raises. In log mode that must not happen, so the reason is only told; in raise mode
-    the process must not run unguarded, so `SystemExit` is raised.
-    """
+    """vLLM's plugin loader calls it in each process: the front end, the engine core, each worker. vLLM does not start
+    if a plugin raises, so in log mode the reason is only told; see `start_plugins_for`."""
     with contextlib.suppress(CanaryError):
         start_plugins_for("vllm")
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import EmbeddingFilter
+from canary_adapters import BlockLists, EmbeddingFilter
 from canary_core import (
+    BatchAdapter,
+    BatchView,
     Canary,
     CanaryConfig,
     Overlap,
@@ -25,7 +27,7 @@ from canary_vllm.allocator.lifetime import Lifetime
 from canary_vllm.arrivals.loads import Loads
 from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
-from canary_vllm.compat import connectors, embeddings, runners
+from canary_vllm.compat import connectors, embeddings, metadata, runners
 from canary_vllm.pools.pool import VLLMPool
 
 MOST_WARM_ROWS = 256
@@ -57,15 +59,17 @@ class Session:
         """What is guarded."""
         self._v1 = V1Batches(runner, self.groups, self.requests)
         self._v2 = V2Batches(self.groups, self.requests)
+        self._lists = BlockLists(self.canary)
         self._prepared: Prepared | None = None
         self._issued_first = self._begun = False
         self._output: Any = None
-        self._told = True
+        self._attention: Any = None
+        self._pending: Any = None
         origin = connectors.origin(runner, config.ledger_private)
         drafted = runners.drafted(runner)
         self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
-        alone = runners.is_v2(runner) and runners.connector(runner) is None and not runners.speculates(runner)
+        alone = runners.is_v2(runner) and origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
         self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
         self._filter = EmbeddingFilter(
@@ -85,7 +89,7 @@ class Session:
         with torch.inference_mode():
             # What the side stream still reads is written to next.
             step.join()
-            self._output, self._told = output, False
+            self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
                 self._scheduled()
             try:
@@ -98,7 +102,7 @@ class Session:
                 step.abandon()
                 raise
             finally:
-                self._prepared = self._output = None
+                self._prepared = self._output = self._attention = None
                 begun, self._begun, self._issued_first = self._begun, False, False
             if begun:
                 step.after()
@@ -109,9 +113,9 @@ class Session:
 
     def _scheduled(self) -> None:
         """Takes what the scheduler says of this step, once: before its forward is checked."""
-        if self._told:
+        output, self._pending = self._pending, None
+        if output is None:
             return
-        self._told, output = True, self._output
         with self.canary.guard("scheduled"):
             self.requests.notice(output)
             message = messages.attached(output)
@@ -128,15 +132,17 @@ class Session:
         if self._output is None:
             return original()
         self._scheduled()
-        return self.canary.step.run(original, partial(self._v1.view, self._output), overlap=Overlap.CHECK)
+        view = partial(self._view, self._v1, self._output, self.runner.input_batch)
+        return self.canary.step.run(original, view, overlap=Overlap.CHECK)
 
     def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
         """V2: ``batch`` and its ``tables`` (block tables, slot mappings) are as attention will read them."""
         if self._output is not None:
             self._prepared = Prepared(batch, *tables)
 
-    def begin(self) -> None:
-        """V2: the forward of the batch that was prepared is issued next."""
+    def begin(self, attention: Any = None) -> None:
+        """V2: the forward of the batch that was prepared is issued next. ``attention``: the metadata of its layers."""
+        self._attention = attention
         self._issued_first = self._prepared is not None and self.canary.step.issues_first(self._overlap)
         if not self._issued_first:
             self._check()
@@ -148,10 +154,17 @@ class Session:
         if prepared is None or not self.canary.enabled:
             return
         with self.canary.guard("view"):
-            view = self._v2.view(prepared)
+            view = self._view(self._v2, prepared, prepared.batch)
             if view is not None:
                 self._begun = True
                 self.canary.step.before(view, self._overlap)
+
+    def _view(self, batches: BatchAdapter[Any], batch: Any, inputs: Any) -> BatchView | None:
+        view = batches.view(batch)
+        if view is not None and self.canary.step.tables.due:
+            given = [one for g in self.groups for one in metadata.given(self.runner, self.canary, g, self._attention)]
+            self._lists.compare(view, given, lambda g: self.requests.blocks.of(inputs.req_ids[: view.rows], g.group))
+        return view
 
     def close(self) -> None:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""

@@ -33,11 +33,11 @@ def main() -> None:
 
     engine = SmallEngine(sys.argv[1], num_gpu_blocks_override=9)
     plain = guarded.traffic(engine, 2, new_tokens=6)
-    with guarded.guard(engine, audit=8, read_check=128) as guard:
+    with guarded.guard(engine, audit=8, read_check=128, table_interval=1) as guard:
         answers = guarded.traffic(engine, 2, new_tokens=6)
         trouble = guard.trouble()
         audits = [event.fields["unclaimed_bytes"] for event in guard.findings.told("audit")]
-        stats = guard.canary.stats()
+        stats, tables = guard.canary.stats(), guard.canary.step.tables.names
     with guarded.guard(engine) as guard:
         engine.submit("flip", guarded.prompts("flip")[0], 12)
         while len(engine.answers["flip"]) < 3:
@@ -48,7 +48,8 @@ def main() -> None:
         guard.canary.drain()
         found = [[v.kind.name, v.layer, v.half, v.position, v.stored_request] for v in guard.findings.violations]
     told = {"runner": type(engine.runner).__mro__[1].__module__, "same": answers == plain, "trouble": trouble}
-    told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found}
+    told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found, "tables": tables}
+    told |= {"compared": stats["tables_compared"]}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)

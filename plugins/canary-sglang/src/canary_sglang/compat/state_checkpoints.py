@@ -44,7 +44,8 @@ class Checkpoints:
         if slots is None or mask is None or not len(slots):
             return None
         prefix = prefix_lens.long()
-        if batch.forward_mode.name == "DECODE":
+        decodes = batch.forward_mode.name == "DECODE"
+        if decodes:
             if self._is_between(batch.seq_lens_cpu):
                 return None
             positions = prefix
@@ -54,7 +55,8 @@ class Checkpoints:
                 return None
             # As in SGLang's kernels: an end within the extend is given one token too high.
             positions = prefix + (ends.long() - prefix) // self._chunk * self._chunk - 1
-        return StateCheckpoints(torch.where(mask, slots.long(), NO_SLOT), positions)
+        # A decode copies the state that it has just written; an extend may take it out of the kernel that computes it.
+        return StateCheckpoints(torch.where(mask, slots.long(), NO_SLOT), positions, copied=decodes)
 
     def _is_between(self, lengths: Any) -> bool:
         """Whether none of these sequences can have a checkpoint now. ``lengths``: on the host, None if unknown."""

@@ -53,7 +53,16 @@ class BlockEvents(Protocol):
         """Blocks were copied on the device."""
 
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
-        """Blocks hold something that no forward wrote: it came from host memory, or was never cleared."""
+        """Blocks hold something that no forward wrote: they were never cleared."""
+
+    def left(self, group: int, blocks: Sequence[int], request: str) -> None:
+        """What a request has in blocks was copied to host memory, in this order."""
+
+    def returned(self, group: int, blocks: Sequence[int], request: str) -> None:
+        """What had `left` for a request was copied to the first of ``blocks``; others hold nothing yet."""
+
+    def dropped(self, request: str) -> None:
+        """What had `left` for a request will not come back."""
 
     def changed_hands(self, event: Ownership, group: int, blocks: Sequence[int], request: str | None = None) -> None:
         """Blocks were handed out, shared, parked, evicted or freed; ``request``: by which one, if that is known."""
@@ -67,6 +76,18 @@ def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
     if hasattr(cache, "cache_allocators"):
         return tuple(_allocator_group(name, allocator) for name, allocator in cache.cache_allocators.items())
     return _layer_groups_5_17(cache)
+
+
+def blocks_of(cache: Any, group: KVGroup, requests: Sequence[str]) -> list[Sequence[int] | None]:
+    """The blocks that the cache keeps for each of ``requests`` in ``group``, by position; None for one that it does not
+    know any more. Not to be written to."""
+    table = _block_tables(cache)[group.index]
+    return [table.get(request) for request in requests]
+
+
+def keeps_rings(cache: Any) -> bool:
+    """Whether a window's position ``p`` lies where position ``p % window`` does."""
+    return hasattr(cache, "cache_allocators")
 
 
 def cleared(cache: Any) -> bool:
@@ -223,19 +244,33 @@ def _watch_ownership(cache: Any, events: BlockEvents, patches: Patches) -> None:
 def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patches) -> None:
     tables = list(_block_tables(cache))
 
-    def make(original: Any) -> Any:
+    def restoring(original: Any) -> Any:
         @functools.wraps(original)
         def restore_scheduled_requests(requests_in_batch: list[Any], *args: Any, **kwargs: Any) -> None:
             restored = [f.state.request_id for f in requests_in_batch if f.state.is_cpu_offloaded]
             original(requests_in_batch, *args, **kwargs)
             for request in restored:
                 for index, table in enumerate(tables):
-                    # More blocks than were restored may be allocated by now; the rest holds nothing yet.
-                    events.arrived(index, table.get(request, ()))
+                    events.returned(index, table.get(request, ()), request)
 
         return restore_scheduled_requests
 
-    patches.wrap(manager, "restore_scheduled_requests", make)
+    def offloading(original: Any) -> Any:
+        @functools.wraps(original)
+        def _offload_to_cpu(victims: list[Any], victim_block_tables: dict[str, dict[str, list[int]]]) -> set[str]:
+            offloaded: set[str] = original(victims, victim_block_tables)
+            for request in offloaded:
+                for name, blocks in victim_block_tables[request].items():
+                    events.left(cache.cache_allocators[name].index, blocks, request)
+            return offloaded
+
+        return _offload_to_cpu
+
+    patches.wrap(manager, "restore_scheduled_requests", restoring)
+    offload = HookTarget(f"{type(manager).__name__}._offload_to_cpu", ("victims", "victim_block_tables"))
+    if offload.problem(manager) is None:
+        patches.wrap(manager, "_offload_to_cpu", offloading)
+        patches.follow(manager, "free_request_cpu_cache", lambda result, state, *more: events.dropped(state.request_id))
 
 
 def _block_tables(cache: Any) -> Sequence[dict[str, list[int]]]:

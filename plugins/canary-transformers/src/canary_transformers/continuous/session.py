@@ -15,6 +15,7 @@ from canary_core import BatchView, Canary, CanaryConfig, Patches, ViolationError
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import PagedCachePool
+from canary_transformers.continuous.tables import GivenTables
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload, upload_lists
 from canary_transformers.filters import EarlierBytesFilter
@@ -50,6 +51,8 @@ class Session:
         self._device = torch.device(cache.device)
         self._groups = compat.kv_groups(cache)
         self._changes: list[_Change] = []
+        # Records of blocks that are in host memory, by request and group.
+        self._away: dict[tuple[str, int], Tensor] = {}
         self._stepping = False
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
@@ -68,6 +71,7 @@ class Session:
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
             self._writers = writers
             self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
+            self._tables = GivenTables(self.canary, cache, self._groups)
             if not (fresh and compat.cleared(cache)):
                 hooks.register(EarlierBytesFilter())
                 for group in self._groups:
@@ -102,17 +106,47 @@ class Session:
             self.canary.close()
 
     def copied(self, group: int | None, source: Sequence[int], destination: Sequence[int]) -> None:
-        """A fork: records go where the bytes went."""
+        """A fork: records go where the bytes went, and the bytes are compared."""
         with self._ours("copy"):
             for g in self._of(group):
-                self.canary.slots.copy(g.name, self._slots(g, source), self._slots(g, destination))
+                copies = self._slots(g, destination)
+                self.canary.slots.copy(g.name, self._slots(g, source), copies)
+                self.canary.slots.check(g.name, copies)
 
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
         """Content without records: not judged until it is written again."""
-        with self._ours("restore"):
+        with self._ours("arrival"):
             for g in self._of(group):
                 if blocks:
                     self.canary.slots.forget(g.name, self._slots(g, blocks))
+
+    def left(self, group: int, blocks: Sequence[int], request: str) -> None:
+        """Keeps the records of blocks that go to host memory."""
+        with self._ours("offload"):
+            for g in self._of(group):
+                if blocks:
+                    self._away[request, g.index] = self.canary.slots.export_records(g.name, self._slots(g, blocks))
+
+    def returned(self, group: int, blocks: Sequence[int], request: str) -> None:
+        """Blocks came back from host memory: their bytes are compared with what left. Where nobody saw them leave, they
+        are not judged."""
+        with self._ours("restore"):
+            for g in self._of(group):
+                payload = self._away.pop((request, g.index), None)
+                if not blocks:
+                    continue
+                slots = self._slots(g, blocks)
+                if payload is None:
+                    self.canary.slots.forget(g.name, slots)
+                    continue
+                back = min(len(payload), len(slots))
+                self.canary.slots.import_records(g.name, slots[:back], payload[:back])
+                self.canary.slots.check(g.name, slots[:back])
+
+    def dropped(self, request: str) -> None:
+        """Lets go of the records of blocks that are in host memory."""
+        for group in self._groups:
+            self._away.pop((request, group.index), None)
 
     def changed_hands(
         self, event: compat.Ownership, group: int, blocks: Sequence[int], request: str | None = None
@@ -133,6 +167,7 @@ class Session:
         """The pool was reset: who had a block does not matter any more."""
         with self._ours("reset"):
             self._changes.clear()
+            self._away.clear()
             for g in self._groups:
                 self.canary.slots.clear(g.name, None)
 
@@ -159,7 +194,10 @@ class Session:
     def _view(self, arguments: dict[str, Any]) -> BatchView | None:
         view = None
         with self._ours("batch"):
-            view = self._batch.view(ContinuousForward(compat.requests(self._io), arguments))
+            requests = compat.requests(self._io)
+            view = self._batch.view(ContinuousForward(requests, arguments))
+            if view is not None and self.canary.step.tables.due:
+                self._tables.compare(view, [request.state.request_id for request in requests], arguments)
         return view
 
     def _tell_changes(self) -> None:

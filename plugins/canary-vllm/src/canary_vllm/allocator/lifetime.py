@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from canary_adapters import upload
 from canary_core import Canary, Event, Kind, Phase, Violation
 from canary_vllm.allocator.messages import BlockEvent, Message
 from canary_vllm.batches.requests import Requests
-from canary_vllm.batches.upload import upload
 from canary_vllm.pools.pool import Group
 from canary_vllm.prefix_cache.structure import Swept
 

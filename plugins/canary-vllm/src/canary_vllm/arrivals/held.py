@@ -1,61 +1,50 @@
-"""`Held`: the blocks of each request, by the scheduler's own messages, and which of them are complete."""
+"""`Held`: which blocks of each request are complete, by the scheduler's own messages."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(slots=True)
-class _Blocks:
-    """``of``: the blocks of each group. ``told``: tokens of which all complete blocks were given."""
-
-    of: list[list[int]]
-    told: int
+from canary_adapters import RequestBlocks
 
 
 class Held:
-    """Follows the scheduler's output. ``slack``: tokens of a forward that may be rejected later on, so that their block
-    is written again: it is given again, then."""
+    """Follows the scheduler's output; ``blocks`` are those of its requests. ``slack``: tokens of a forward that may be
+    rejected later on, so that their block is written again: it is given again, then."""
 
-    def __init__(self, slack: int) -> None:
+    def __init__(self, blocks: RequestBlocks, slack: int) -> None:
+        self._blocks = blocks
         self._slack = slack
-        self._requests: dict[str, _Blocks] = {}
+        # Tokens of which all complete blocks were given.
+        self._told: dict[str, int] = {}
 
     def notice(self, output: Any) -> None:
         """Before the forward of ``output``."""
         for name in output.finished_req_ids:
-            self._requests.pop(name, None)
-        for new in output.scheduled_new_reqs:
-            self._requests[new.req_id] = _Blocks([list(ids) for ids in new.block_ids], int(new.num_computed_tokens))
-        cached = output.scheduled_cached_reqs
-        resumed = getattr(cached, "resumed_req_ids", ())
-        for name, blocks, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            held = self._requests.get(name)
-            if name in resumed or held is None:
-                self._requests[name] = _Blocks([list(ids) for ids in blocks or ()], int(computed))
-            elif blocks is not None:
-                for own, more in zip(held.of, blocks, strict=True):
-                    own += more
+            self._told.pop(name, None)
+        again = {new.req_id for new in output.scheduled_new_reqs}
+        again.update(getattr(output.scheduled_cached_reqs, "resumed_req_ids", ()))
+        for name, computed in computed_before(output):
+            if name in again or name not in self._told:
+                self._told[name] = computed
 
     def computed(self, output: Any) -> Iterator[tuple[str, int, int]]:
         """After the forward of ``output``: of each request that it computed, the name, and from which to which token
         complete blocks are new."""
-        drafts = output.scheduled_spec_decode_tokens
-        ends = {new.req_id: int(new.num_computed_tokens) for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        ends |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        drafts, before = output.scheduled_spec_decode_tokens, dict(computed_before(output))
         for name, scheduled in output.num_scheduled_tokens.items():
-            held = self._requests.get(name)
-            if held is None or name not in ends:
-                continue
-            end = ends[name] + scheduled - len(drafts.get(name, ()))
-            first, held.told = max(held.told - self._slack, 0), end
-            if end > first:
-                yield name, first, end
+            if name in self._told and name in before:
+                end = before[name] + scheduled - len(drafts.get(name, ()))
+                first, self._told[name] = max(self._told[name] - self._slack, 0), end
+                if end > first:
+                    yield name, first, end
 
     def blocks(self, name: str, group: int, first: int, end: int) -> Sequence[int]:
         """Numbers ``first`` to ``end`` of the request's blocks in ``group``."""
-        held = self._requests[name].of
-        return held[group][first:end] if group < len(held) else ()
+        (held,) = self._blocks.of([name], group)
+        return (held or ())[first:end]
+
+
+def computed_before(output: Any) -> Sequence[tuple[str, int]]:
+    """The requests of the forward of ``output``, and how many tokens each has before it."""
+    cached = output.scheduled_cached_reqs
+    new = [(r.req_id, int(r.num_computed_tokens)) for r in output.scheduled_new_reqs]
+    return [*new, *zip(cached.req_ids, map(int, cached.num_computed_tokens), strict=True)]

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from canary_adapters import upload
 from canary_core import Arrival, Canary, Origin, Patches
 from canary_vllm.allocator.messages import Load, Message
-from canary_vllm.arrivals.held import Held
+from canary_vllm.arrivals.held import Held, computed_before
 from canary_vllm.batches.requests import Requests
-from canary_vllm.batches.upload import upload
 from canary_vllm.compat import connectors
 from canary_vllm.pools.pool import Group
 
@@ -34,7 +34,7 @@ class Loads:
         self._requests = requests
         self._origin = origin
         # With asynchronous scheduling the host learns a step late which of them were accepted.
-        self._held = Held(2 * drafted + 1 if drafted else 0)
+        self._held = Held(requests.blocks, 2 * drafted + 1 if drafted else 0)
         self._waiting: dict[str, list[Load]] = {}
         self._landing: list[tuple[Arrival, frozenset[int]]] = []
         self._patches = Patches(canary.guard)
@@ -51,7 +51,7 @@ class Loads:
         now: dict[str, list[Load]] = {}
         for load in message.loads if message is not None else ():
             now.setdefault(load.request, []).append(load)
-        for name, computed in _computed(output):
+        for name, computed in computed_before(output):
             for load in self._waiting.pop(name, ()):
                 for arrival, _ in self._arrivals(load, computed):
                     self._canary.ledger.arrive(arrival)
@@ -65,7 +65,15 @@ class Loads:
     def computed(self, output: Any) -> None:
         """After the forward of ``output``: its complete blocks may be stored from now on."""
         with self._canary.guard("stored"):
-            self._keep(output)
+            found: list[list[int]] = [[] for _ in self._groups]
+            for name, first, end in self._held.computed(output):
+                for group, blocks in zip(self._groups, found, strict=True):
+                    size = group.block
+                    if end // size > first // size:
+                        blocks += self._held.blocks(name, group.number, first // size, end // size)
+            for group, blocks in zip(self._groups, found, strict=True):
+                if blocks:
+                    self._canary.ledger.keep_pages(group.region, upload(blocks, self._canary.device), group.block)
 
     def close(self) -> None:
         """The connector's functions are its own again."""
@@ -86,17 +94,6 @@ class Loads:
             # The next load may write to blocks that were given back meanwhile.
             self._canary.slots.settle()
 
-    def _keep(self, output: Any) -> None:
-        found: list[list[int]] = [[] for _ in self._groups]
-        for name, first, end in self._held.computed(output):
-            for group, blocks in zip(self._groups, found, strict=True):
-                size = group.block
-                if end // size > first // size:
-                    blocks += self._held.blocks(name, group.number, first // size, end // size)
-        for group, blocks in zip(self._groups, found, strict=True):
-            if blocks:
-                self._canary.ledger.keep_pages(group.region, upload(blocks, self._canary.device), group.block)
-
     def _arrivals(self, load: Load, computed: int) -> Sequence[tuple[Arrival, frozenset[int]]]:
         """What ``load`` brings to each region, with the numbers of its blocks. ``computed``: how many tokens of the
         request count as computed now; what is beyond failed, or is computed again."""
@@ -114,10 +111,3 @@ class Loads:
             arrival = Arrival(group.region, on_device, tokens, self._origin, group.block, anchor, writer)
             found.append((arrival, frozenset(block.tolist())))
         return found
-
-
-def _computed(output: Any) -> Sequence[tuple[str, int]]:
-    """The requests of the next forward, and how many tokens each has before it."""
-    cached = output.scheduled_cached_reqs
-    new = [(r.req_id, int(r.num_computed_tokens)) for r in output.scheduled_new_reqs]
-    return [*new, *zip(cached.req_ids, map(int, cached.num_computed_tokens), strict=True)]

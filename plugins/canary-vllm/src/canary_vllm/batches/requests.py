@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from canary_adapters import RequestBlocks, upload
 from canary_core import Writers
 from canary_vllm.allocator import messages
-from canary_vllm.batches.upload import upload
 
 UNKNOWN = -1
 TABLE_STEP = 16
@@ -31,6 +31,7 @@ class Requests:
         self._prompts: dict[str, NDArray[np.int64]] = {}
         # Those whose prompt may not be computed whole yet.
         self._open: set[str] = set()
+        self.blocks = RequestBlocks()
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -39,8 +40,14 @@ class Requests:
         for name in output.finished_req_ids:
             self._prompts.pop(name, None)
             self._open.discard(name)
+            self.blocks.drop(name)
+        cached = output.scheduled_cached_reqs
+        for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if more is not None:
+                (self.blocks.give if name in cached.resumed_req_ids else self.blocks.extend)(name, more)
         self._open.update(name for name in output.scheduled_cached_reqs.resumed_req_ids if name in self._prompts)
         for new in output.scheduled_new_reqs:
+            self.blocks.give(new.req_id, new.block_ids)
             if new.req_id not in self._prompts:
                 # Another request may have had this name.
                 self.writers.forget(new.req_id)

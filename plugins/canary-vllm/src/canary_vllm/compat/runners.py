@@ -54,17 +54,6 @@ def drafted(runner: Any) -> int:
     return int(getattr(config, "num_speculative_tokens", 0) or 0)
 
 
-def speculates(runner: Any) -> bool:
-    """Whether tokens are drafted, by whatever."""
-    return runner.vllm_config.speculative_config is not None
-
-
-def connector(runner: Any) -> str | None:
-    """The KV connector that is configured, None for none."""
-    config = runner.vllm_config.kv_transfer_config
-    return None if config is None else str(config.kv_connector)
-
-
 def rank() -> int:
     """This process's rank within its engine."""
     import torch.distributed as dist

@@ -1,0 +1,28 @@
+"""What attention is given for one forward: the metadata of its layers."""
+
+import pkgutil
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from canary_adapters import GivenBlocks, metadata_blocks
+from canary_core import Canary
+from canary_vllm.pools.pool import Group
+
+
+def given(runner: Any, canary: Canary, group: Group, metadata: Any) -> Iterable[GivenBlocks]:
+    """The tables of ``group``'s layers, of the forward that is issued now, or was just issued. ``metadata``: by layer,
+    None for that of vLLM's forward context, or what a V2 runner keeps of it. Empty where a batch is run in parts."""
+    forward, tables = pkgutil.resolve_name("vllm.forward_context"), canary.step.tables
+    context = forward.get_forward_context() if forward.is_forward_context_available() else None
+    kept = getattr(runner, "execute_model_state", None)
+    metadata = metadata or getattr(context, "attn_metadata", None) or getattr(kept, "attn_metadata", None)
+    mapping = getattr(context, "slot_mapping", None) or getattr(kept, "slot_mappings_by_layer", None)
+    if any(getattr(one, "kernel_block_size", None) for one in runner.attn_groups[group.number]):
+        tables.leave_out(group.region, "its blocks are split for the kernels")
+    elif isinstance(metadata, Mapping):
+        layers = runner.kv_cache_config.kv_cache_groups[group.number].layer_names
+        like = GivenBlocks("", group.region, group.number, torch.empty(0), group.page, group.block)
+        return metadata_blocks(metadata, layers, mapping, like, tables.leave_out)
+    return ()

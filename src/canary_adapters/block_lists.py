@@ -1,0 +1,169 @@
+"""`BlockLists`: the blocks that an engine keeps for its requests, against the tables that attention is given."""
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters.tables import block_table, ragged_table, ring_table
+from canary_core import BatchView, Canary, ReadTable, SlotTable
+
+MOST_BLOCKS = 1 << 14
+"""Blocks that are uploaded for one comparison; the rows that don't fit have their turn in later ones."""
+NOT_NOW = 1 << 30
+"""A row that no table has, so that nothing of it is compared."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenBlocks:
+    """A table that attention was given for the rows of a batch from ``first_row`` on.
+
+    name, region: as in `ReadTable`; group: the region's number in the engine. entries: int32 or int64, a block table
+    ``[rows, width]`` with ``page_slots`` slots an entry, or the slots ``[tokens]`` in which the batch's new tokens are
+    stored, in order. block_slots: slots of a block as the engine keeps them.
+    """
+
+    name: str
+    region: str
+    group: int
+    entries: Tensor
+    page_slots: int
+    block_slots: int
+    first_row: int = 0
+
+
+Lists = Callable[[GivenBlocks], Sequence[Sequence[int] | None]]
+"""The blocks of each row of a batch in the region of a table, by position; None for a row of which they are not
+known."""
+
+
+class RequestBlocks:
+    """The blocks of each request in each group of an engine, by position, as its scheduler tells of them."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[array[int]]] = {}
+
+    def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
+        """These, by group, are all that ``request`` has."""
+        self._lists[request] = [array("i", group) for group in blocks]
+
+    def extend(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
+        """It gets these beside those it has; of a request that was not given any, nothing is known."""
+        for known, more in zip(self._lists.get(request, ()), blocks, strict=False):
+            known.extend(more)
+
+    def drop(self, request: str) -> None:
+        """It has ended."""
+        self._lists.pop(request, None)
+
+    def of(self, requests: Sequence[str], group: int) -> list[Sequence[int] | None]:
+        """Their blocks in a group, None for a request of which they are not known. Not to be written to."""
+        return [self._lists[request][group] if request in self._lists else None for request in requests]
+
+
+class BlockLists:
+    """Compares what attention was given with lists of blocks, for the Canary of a pool. Copies at most `MOST_BLOCKS`
+    numbers to the device for a comparison: tables and rows take turns."""
+
+    def __init__(self, canary: Canary) -> None:
+        self._canary = canary
+        self._turn = 0
+        self._row = 0
+
+    def compare(self, view: BatchView, given: Sequence[GivenBlocks], lists: Lists) -> None:
+        """Of the forward of ``view``, where `TableCheck.due`: once its tables are made, on its stream, before `Step`
+        checks it. Never captured."""
+        tables = self._canary.step.tables
+        for _ in range(len(given)):
+            one = given[self._turn % len(given)]
+            self._turn += 1
+            kept = self.kept(lists(one)[one.first_row :], one.block_slots)
+            if kept is not None:
+                tables.compare([self._table(view, one, kept)])
+                return
+        tables.skip()
+
+    def _table(self, view: BatchView, one: GivenBlocks, kept: SlotTable) -> ReadTable:
+        rows = slice(one.first_row, view.rows)
+        prefix, new = view.prefix_lens[rows], view.new_lens[rows]
+        if one.entries.dim() == 1:
+            starts = new.cumsum(0) - new - prefix
+            given, first = ragged_table(one.entries, starts), prefix
+        else:
+            given = block_table(one.entries, one.page_slots)
+            window = self._canary.regions[one.region].attention_window
+            first = (prefix - (window - 1)).clamp(min=0) if window else torch.zeros_like(prefix)
+            if one.entries.shape[0] < len(prefix):
+                cut = slice(one.entries.shape[0])
+                prefix, new, first = prefix[cut], new[cut], first[cut]
+        writers = view.writers[rows][: len(prefix)]
+        return ReadTable(one.name, one.region, given, kept, first, prefix + new, writers)
+
+    def kept(self, lists: Sequence[Sequence[int] | None], block_slots: int, ring_slots: int = 0) -> SlotTable | None:
+        """The blocks of the rows whose turn it is as `ReadTable.kept`, on the current stream: ``lists`` has those of
+        each row by position, None where they are not known. ``ring_slots``: see `SlotTable`. None if no row has any."""
+        rows, width = len(lists), 1
+        chosen: list[int] = []
+        for number in range(rows):
+            row = (self._row + number) % rows
+            blocks = lists[row]
+            if not blocks:
+                continue
+            wider = max(width, len(blocks))
+            if chosen and (len(chosen) + 1) * wider > MOST_BLOCKS:
+                break
+            chosen.append(row)
+            width = wider
+        if not chosen:
+            return None
+        self._row = chosen[-1] + 1
+        device = self._canary.device
+        host = torch.full((rows + len(chosen) * width,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        index, entries = host[:rows].fill_(NOT_NOW), host[rows:].view(len(chosen), width)
+        for place, row in enumerate(chosen):
+            index[row] = place
+            blocks = lists[row]
+            if isinstance(blocks, array):
+                entries[place, : len(blocks)] = torch.frombuffer(blocks, dtype=torch.int32)
+            elif blocks:
+                entries[place, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        both = host.to(device, non_blocking=True)
+        table = block_table(both[rows:].view(len(chosen), width), block_slots, both[:rows])
+        return ring_table(table, ring_slots) if ring_slots else table
+
+
+def metadata_blocks(
+    metadata: Mapping[str, Any],
+    layers: Sequence[str],
+    stores: Any,
+    like: GivenBlocks,
+    left_out: Callable[[str, str], None],
+) -> Iterator[GivenBlocks]:
+    """What attention metadata like vLLM's hold for some ``layers``: each a ``block_table``, or one for the rows that
+    decode and one for those after them; and the slots of new tokens, by layer in ``stores`` or as ``slot_mapping``.
+
+    ``metadata``: by layer; several may share one. ``like``: gives what a table has beside its name and entries.
+    ``left_out`` is told the class of metadata that have no table, and the reason.
+    """
+    seen: set[int] = set()
+    for layer in layers:
+        one = metadata.get(layer)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        kind, found = type(one).__name__, False
+        later = int(getattr(one, "num_decodes", 0) or 0)
+        parts = ((one, 0), (getattr(one, "decode", None), 0), (getattr(one, "prefill", None), later))
+        for part, first in parts:
+            table = getattr(part, "block_table", None)
+            if isinstance(table, Tensor) and table.dim() == 2:
+                found = True
+                yield replace(like, name=f"block_table of {kind}", entries=table, first_row=first)
+        if not found:
+            left_out(kind, "it has no block table")
+        slots = stores.get(layer) if isinstance(stores, Mapping) else getattr(one, "slot_mapping", None)
+        if isinstance(slots, Tensor) and slots.dim() == 1:
+            yield replace(like, name=f"slot_mapping of {kind}", entries=slots)
