@@ -156,8 +156,8 @@ def counted(what: str, number: int | None, article: str = "a") -> str:
 _EXPLANATIONS = {
     Kind.SLOT_RANGE: "{reader} reads {position} through table entry {v.slot}, which is no slot of the pool: a table "
     "row was overwritten, is stale, or was never filled.",
-    Kind.NULL_SLOT: "{reader} uses {null} for {position}: padding leaked into a live row, or a window "
-    "entry was evicted while still readable.",
+    Kind.NULL_SLOT: "{reader} uses {null} for {position}: padding leaked into a live row, its row of the table is "
+    "another request's, or was not filled so far, or a window entry was evicted while still readable.",
     Kind.UNWRITTEN: "{reader} will read {position} from {where}, which no forward has written: a prefix was published "
     "before it was filled, a write was lost, or the table points elsewhere.",
     Kind.FREED: "{reader} will read {position} from {where}, which was freed by {freer}{freed}{wrote}: use after free.",

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bugs.classes import IDENTITY
-from bugs.museum import Bug, Missed, patched
+from bugs.museum import Bug, Found, patched
 from bugs.traffic import finish
 
 
@@ -40,5 +40,10 @@ BUG = Bug(
     setup="mha",
     broken=broken,
     traffic=traffic,
-    default=Missed("a prefix's hash is made of its tokens only"),
+    default=Found(
+        "prefix",
+        5,
+        "bob will read position 0 from slot ..., which alice computed at step ... for another identity: extra key ...; "
+        "bob has extra key ... A prefix hit across identities",
+    ),
 )

@@ -46,7 +46,7 @@ BUG = Bug(
     default=Found(
         "null_slot",
         1,
-        "bob uses the null slot 0 for position 28: padding leaked into a live row",
-        wrong="it is another request's row, which ends before this one's; nothing was padded",
+        "bob uses the null slot 0 for position 28: padding leaked into a live row, its row of the table is another "
+        "request's, or was not filled so far",
     ),
 )

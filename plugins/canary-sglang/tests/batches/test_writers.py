@@ -12,8 +12,15 @@ pytestmark = pytest.mark.without_engine
 class Request:
     """All that is looked at of SGLang's `Req`."""
 
-    def __init__(self, rid: str) -> None:
+    def __init__(self, rid: str, **more: object) -> None:
         self.rid = rid
+        self.__dict__.update(more)
+
+
+class Session:
+    """The same of a session."""
+
+    streaming = True
 
 
 def test_a_known_name_under_a_new_object_is_another_request():
@@ -44,3 +51,34 @@ def test_a_request_that_is_gone_is_not_kept():
     writers.notice([again])
     assert writers.request("a") is again
     assert writers.id("a") != old
+
+
+def test_anchors_are_of_adapter_key_and_salt():
+    """SGLang joins the adapter's id to the key: whoever has the same of each has the same anchor. Without adapters,
+    where another engine has other ids, key and salt are left. Of requests without any of them nothing is made."""
+    plain, a = Request("plain"), Request("a", lora_id="id1", extra_key="tid1", cache_salt=None)
+    same, other = Request("same", lora_id="id1", extra_key="tid1"), Request("other", lora_id="id2", extra_key="tid2")
+    salted = Request("salted", lora_id=None, extra_key="t", cache_salt="s")
+    for adapters in (True, False):
+        writers = RequestWriters(Writers(), torch.device("cpu"), adapters)
+        writers.notice([plain])
+        assert writers.anchors(["plain"]) is None
+        writers.notice([plain, a, same, other, salted])
+        assert writers.anchors(["plain"]) is None
+        common, first, second, third, fourth = writers.anchors(["plain", "a", "same", "other", "salted"]).tolist()
+        assert (common, first) == (writers.writers.identities.anchor(), second)
+        assert (third == first) == (not adapters)
+        assert len({common, first, fourth}) == 3
+    assert writers.writers.anchor("a") == writers.writers.identities.anchor(extra_key="t")
+
+
+def test_a_streaming_session_has_the_key_and_salt_with_which_it_began():
+    """Its requests go on from each other's slots without a look at the prefix cache; of another adapter is another."""
+    writers, session = RequestWriters(Writers(), torch.device("cpu")), Session()
+    first = Request("first", session=session, cache_salt="s")
+    second = Request("second", session=session, cache_salt=None)
+    third = Request("third", session=session, lora_id="id1", extra_key="id1")
+    writers.notice([first, second, third])
+    one, two, three = writers.anchors(["first", "second", "third"]).tolist()
+    assert one == two != writers.writers.identities.anchor()
+    assert three == writers.writers.identities.anchor(lora="id1", cache_salt="s")

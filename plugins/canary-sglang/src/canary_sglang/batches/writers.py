@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class RequestWriters:
         self._device = device
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._noticed: list[ref[Any]] = []
+        # The identity of the first request of each streaming session.
+        self._sessions: WeakKeyDictionary[Any, dict[str, str | None]] = WeakKeyDictionary()
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -42,7 +44,15 @@ class RequestWriters:
                 self._requests[request.rid] = request
                 self.writers.forget(request.rid)
                 self._names = []
-                self.writers.identify(request.rid, **schedulers.identity(request, self._adapters))
+                self._identify(request)
+
+    def _identify(self, request: Any) -> None:
+        identity = schedulers.identity(request, self._adapters)
+        session = schedulers.streaming_session(request)
+        if session is not None:
+            # Its requests go on from each other's slots, whatever salt and key each of them brings.
+            identity = {**self._sessions.setdefault(session, identity), "lora": identity.get("lora")}
+        self.writers.identify(request.rid, **identity)
 
     def request(self, name: str) -> Any | None:
         """The `Req` object with this name, None if it was not noticed or no longer exists."""

@@ -40,7 +40,7 @@ def _row_number(request: Any) -> Any:
     return getattr(request if hasattr(request, "req_pool_idx") else kv, "req_pool_idx", None)
 
 
-def identity(request: Any, adapters: bool = True) -> dict[str, str]:
+def identity(request: Any, adapters: bool = True) -> dict[str, str | None]:
     """What a request's KV depends on beside its tokens, as `Identities.anchor` takes it: empty for most. Without
     ``adapters`` its LoRA adapter is left out. SGLang joins the id of that to the key of the prefix cache."""
     lora, key = getattr(request, "lora_id", None), getattr(request, "extra_key", None)
@@ -54,6 +54,12 @@ def searches_beams(request: Any) -> bool:
     """Whether a beam search decides a request's next token: not the sampler's for its row."""
     width = getattr(getattr(request, "sampling_params", None), "beam_width", None)
     return getattr(request, "beam_group", None) is not None or (width or 1) > 1
+
+
+def streaming_session(request: Any) -> Any | None:
+    """The session in whose slots the request goes on, beside the prefix cache; None for none."""
+    session = getattr(request, "session", None)
+    return session if getattr(session, "streaming", False) else None
 
 
 def abort(scheduler: Any, request: Any, message: str) -> bool:
