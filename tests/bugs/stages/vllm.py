@@ -1,5 +1,5 @@
-"""vLLM's stage, and a process that runs bugs on it: ``python -m bugs.stages.vllm`` reads lines of ``NAME PROFILE`` and
-answers each with one of JSON, what came of the bug.
+"""vLLM's stage, and a process that runs bugs on it: ``python -m bugs.stages.vllm`` reads lines of ``NAME PROFILE
+broken``, or ``sound`` in place of that, and answers each with one of JSON: see `museum.run`.
 
 A process of its own, since vLLM can't be loaded again in one in which it once decoded speculatively.
 """
@@ -72,6 +72,9 @@ class VLLMStage(Stage):
     def answered(self, name: str) -> int:
         return len(self.small.answers[self.phase + name])
 
+    def answers(self) -> dict[str, list[int]]:
+        return {name: told for name, told in self.small.answers.items() if not name.startswith("clean-")}
+
 
 @contextmanager
 def stage(setup: str, profile: str) -> Iterator[VLLMStage]:
@@ -112,11 +115,11 @@ class Bugs:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
 
-    def outcome(self, name: str, profile: str) -> museum.Outcome:
-        """What came of a bug. Raises `RuntimeError` if it could not be run."""
+    def outcome(self, name: str, profile: str, sound: bool = False) -> museum.Outcome:
+        """What came of a bug; see `museum.run`. Raises `RuntimeError` if it could not be run."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{name} {profile}\n")
+        self._process.stdin.write(f"{name} {profile} {'sound' if sound else 'broken'}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
@@ -139,11 +142,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
-        name, profile = line.split()
+        name, profile, sound = line.split()
         try:
             bug = museum.bug("vllm", name)
             with torch.inference_mode(), stage(bug.setup, profile) as engine:
-                outcome = museum.run(bug, engine)
+                outcome = museum.run(bug, engine, sound == "sound")
         except Exception as error:
             traceback.print_exc()
             outcome = {"failed": f"{type(error).__name__}: {error}"}
