@@ -130,7 +130,9 @@ def tell(child: Child, console: Console) -> Result:
     console.print(f"{result.setup}: {result.state}, {forwards} forwards in {result.traffic_s:.0f} s", highlight=False)
     for failure in result.failures[:5]:
         shown = {k: v for k, v in failure.items() if k not in ("again", "fields")}
-        console.print(f"FAILED {result.setup} {shown}\n  again: {failure['again']}", highlight=False, markup=False)
+        console.print(
+            f"FAILED {result.setup} {str(shown)[:900]}\n  again: {failure['again']}", highlight=False, markup=False
+        )
     if result.state != "done":
         console.print(child.log.read_text(errors="replace")[-3000:], highlight=False, markup=False)
     return result
