@@ -107,7 +107,11 @@ def run(chosen: list[str], args: argparse.Namespace, console: Console) -> list[R
             running.remove(child)
             results.append(tell(child, console))
         while waiting and len(running) < args.side_by_side:
-            running.append(Child(*waiting.pop(0), args, seconds))
+            name, copy = waiting.pop(0)
+            if time.time() < args.until:
+                running.append(Child(name, copy, args, seconds))
+            else:
+                results.append(Result(name, args.seed + copy, args.device, state="no time was left"))
         if time.time() > written + SHOWN_S:
             written = time.time()
             write([*results, *(child.result() for child in running)], args)
