@@ -8,7 +8,7 @@ from support.toy import ToyEngine
 from canary_core.incidents.bundle import read_bundle
 from canary_core.incidents.evidence import take
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
 
 @pytest.fixture

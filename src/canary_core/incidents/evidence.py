@@ -318,7 +318,8 @@ def _matches(state: RegionState, lookups: Sequence[tuple[int, int, int]], device
         # What was never written was fingerprinted as it lay there.
         hit = (state.fingerprints[:, other] == wanted) & (state.records[:, STEP_WRITTEN] != 0)
         if column == other:
-            hit[slot] = False
+            # Not an assignment by index, for which the host would wait.
+            hit.narrow(0, slot, 1).zero_()
         rows.append(torch.stack((hit.any().long(), hit.int().argmax())))
     return torch.stack(rows)
 
