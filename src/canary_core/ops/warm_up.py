@@ -1,6 +1,7 @@
 """Launches every op before the first forward, so that no request waits for a compiler."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -51,9 +52,10 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
     backend.check(state, batch, table)
     if state.region.tokens_per_slot == 1:
         lens = batch.prefix_lens
-        backend.compare_tables(
-            state, ReadTable("padding", state.region.name, table, table, lens, lens, batch.writers), 0
-        )
+        # What an engine keeps is the table itself, or lists that are copied, with a row for some requests only.
+        for kept in (table, replace(table, rows=lens.int())):
+            padding = ReadTable("padding", state.region.name, table, kept, lens, lens, batch.writers)
+            backend.compare_tables(state, padding, 0)
     if state.reads:
         backend.read_check(state, batch, table)
     if state.sources:
