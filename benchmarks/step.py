@@ -51,6 +51,7 @@ class Step:
         traffic = Traffic.random(case, device)
         config = CanaryConfig(mode=mode, scrub_budget=SCRUB, read_check=0, bytes="all", log_level="warning")
         self.canary = Canary([region(case, traffic)], config)
+        self.canary.sampled.follow()
         self.canary.states[REGION].fingerprints.zero_()  # the pool is full already, and no forward lost a write
         self.canary.step.end()  # sets the scrub's length
         self.setting = Setting(case, traffic, self.canary.states[REGION])
@@ -136,6 +137,7 @@ class Step:
             for _ in range(PROFILED_STEPS):
                 self.canary.step.before(batch, Overlap.ALL)
                 self.canary.step.after()
+                self.canary.sampled.give(batch.token_ids[: batch.rows])
                 self.canary.step.end()
             torch.cuda.synchronize()
         on_device = (e for e in profiled.events() if e.device_type == DeviceType.CUDA)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.guarded import Guarded
+from support.toy import ToyEngine
 
 from canary_core import BatchView, Kind, Overlap, Phase
 
@@ -15,8 +16,9 @@ SAMPLED = 8
 class Serving:
     """Two requests, ``a`` and ``b``, on a toy engine whose views say nothing of the requests' own tokens."""
 
-    def __init__(self, **settings: object) -> None:
-        self.guarded = Guarded(**settings)
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.guarded = Guarded(ToyEngine(device=device))
         self.canary = self.guarded.canary
         self.canary.sampled.follow()
         self.requests = [self.guarded.submit("a", 3), self.guarded.submit("b", 5)]
@@ -33,7 +35,7 @@ class Serving:
 
     def sample(self, *tokens: int, without: tuple[int, ...] = ()) -> None:
         """The sampler gives each request one token."""
-        self.canary.sampled.give(torch.tensor(tokens), without)
+        self.canary.sampled.give(torch.tensor(tokens, device=self.device), without)
 
     def append(self, *tokens: int) -> None:
         """What the engine feeds each request."""
@@ -229,9 +231,10 @@ def test_without_a_plugin_that_follows_the_sampler_nothing_is_kept():
     assert Guarded(mode="off").canary.sampled.follow() is False
 
 
-def test_overlapped_forwards_are_compared():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_overlapped_forwards_are_compared(device):
     """With all of Canary's work beside the forward, where the device has another stream."""
-    serving = Serving()
+    serving = Serving(device)
     for token, fed in ((20, 20), (21, 22)):
         serving.sample(token, token)
         serving.append(fed, token)

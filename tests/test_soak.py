@@ -44,6 +44,7 @@ def test_rounds_have_what_they_are_for():
     heads = [one.tokens[:10] for one in rounds[0].asked + rounds[3].asked]
     assert len(set(heads)) < len(heads)
     assert 10 < sum(one.aborted is not None for one in asked) < 200
+    assert {one.salt for one in asked} == {"", "salt-a", "salt-b"}
     assert 2 < sum(each.flush for each in rounds) < 40
 
 

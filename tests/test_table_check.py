@@ -162,6 +162,16 @@ def test_a_backend_that_is_left_out_is_told_once():
     assert told == [Event("tables_left_out", "info", fields)]
 
 
+def test_nothing_is_due_while_canary_is_paused():
+    """And as soon as it goes on, it is."""
+    g = Guarded(table_interval=1)
+    assert g.canary.step.tables.due
+    g.canary.step.pause()
+    assert not g.canary.step.tables.due
+    g.canary.step.resume()
+    assert g.canary.step.tables.due
+
+
 def test_interval_0_compares_nothing():
     """Then nothing is ever due."""
     g = Guarded(table_interval=0)

@@ -77,6 +77,10 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
             "the sampler gave a token 9 for position 82, but slot 4, from which it was read, holds token 3 that a "
             "wrote at step 7: a rejected draft was kept",
         ),
+        (
+            {"kind": Kind.TOKEN, "phase": Phase.EVENT, "request": "a", "position": 9, "token": 3, "stored_token": 4},
+            "the sampler gave a token 4 for position 9, but the request's own list has token 3 there",
+        ),
         ({"kind": Kind.BYTES, "slot": 4}, "since a request whose name is not known wrote them"),
         ({"kind": Kind.BYTES, "slot": 4, "stored_request": "0"}, "since request 0 wrote them"),
         (
@@ -89,6 +93,10 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
                 "arrived": True,
             },
             "the bytes that were copied or loaded to slot 4 of v.1 are not those that r6 wrote",
+        ),
+        (
+            {"kind": Kind.NON_FINITE, "slot": 0, "source": "v.1", "phase": Phase.POST_FORWARD},
+            "NaN or infinite values got into the null slot 0 of v.1, where padding is written:",
         ),
         ({"kind": Kind.UNWRITTEN, "slot": 4}, "a request whose name is not known will read a position from slot 4,"),
         (

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,13 +139,14 @@ def metadata_blocks(
     metadata: Mapping[str, Any],
     layers: Sequence[str],
     stores: Any,
-    like: GivenBlocks,
+    make: Callable[..., GivenBlocks],
     left_out: Callable[[str, str], None],
 ) -> Iterator[GivenBlocks]:
     """What attention metadata like vLLM's hold for some ``layers``: each a ``block_table``, or one for the rows that
     decode and one for those after them; and the slots of new tokens, by layer in ``stores`` or as ``slot_mapping``.
 
-    ``metadata``: by layer; several may share one. ``like``: gives what a table has beside its name and entries.
+    ``metadata``: by layer; several may share one. ``make``: a `GivenBlocks` that lacks ``name``, ``entries`` and, if
+    it is not 0, ``first_row``.
     ``left_out`` is told the class of metadata that have no table, and the reason.
     """
     seen: set[int] = set()
@@ -161,9 +162,9 @@ def metadata_blocks(
             table = getattr(part, "block_table", None)
             if isinstance(table, Tensor) and table.dim() == 2:
                 found = True
-                yield replace(like, name=f"block_table of {kind}", entries=table, first_row=first)
+                yield make(name=f"block_table of {kind}", entries=table, first_row=first)
         if not found:
             left_out(kind, "it has no block table")
         slots = stores.get(layer) if isinstance(stores, Mapping) else getattr(one, "slot_mapping", None)
         if isinstance(slots, Tensor) and slots.dim() == 1:
-            yield replace(like, name=f"slot_mapping of {kind}", entries=slots)
+            yield make(name=f"slot_mapping of {kind}", entries=slots)

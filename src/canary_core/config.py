@@ -256,7 +256,9 @@ class CanaryConfig(BaseSettings):
         description="Follow the engine's allocator, where its plugin can: use after free, write after free, slots "
         "freed or handed out twice.",
     )
-    non_finite: bool = Field(default=True, description="Report NaN and infinity in float KV that was just written.")
+    non_finite: bool = Field(
+        default=True, description="Report NaN and infinity in float KV that was just written, and in null slots."
+    )
     read_interval: Annotated[int, Field(ge=1)] = Field(
         default=4,
         description="Forwards between two reads of the counters by the host, on a GPU in log mode: how late a finding "

@@ -14,7 +14,8 @@ Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int3
 
 All zeros read as *unwritten*. Beside the records lie the fingerprints, int64 ``[slots, sources]``. A fingerprint of 0
 says that the bytes are not known, whatever the record says of the slot: they are not compared. Real bytes come to 0
-once in 2**64; then they go unseen, which is no false finding.
+once in 2**64; then they go unseen, which is no false finding. Null slots have no fingerprints: there stands what
+`NullBytes` says, once somebody has looked.
 
 Payload: what travels with a slot's bytes, int64 little endian ``[slots, PAYLOAD_FINGERPRINTS + sources]``:
 
@@ -122,6 +123,15 @@ UNPARKED = STATES - 1 - State.PARKED - State.ARRIVED
 as legal as to read one that a request has and wrote."""
 
 
+class NullBytes(IntEnum):
+    """What a source of a null slot held when it was looked at last. Any other number: nobody has looked since attach,
+    or since the slot was forgotten."""
+
+    FINITE = 1
+    NOT_FINITE = 2
+    """NaN or infinity in it, reported or there from the start."""
+
+
 class Kind(IntEnum):
     """What a finding says. The value is the index of its counter."""
 
@@ -150,7 +160,7 @@ class Kind(IntEnum):
     TWO_WRITERS = 11
     """Two tokens of one batch are written to the same slot."""
     NON_FINITE = 12
-    """A float KV value just written is NaN or infinite."""
+    """A float KV value just written is NaN or infinite, or one that got into the null slot."""
     DOUBLE_FREE = 13
     """A slot was given back that was free, or parked, already."""
     DOUBLE_ALLOC = 14

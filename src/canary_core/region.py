@@ -169,7 +169,8 @@ class Region:
 
     ``slot_map`` (int32 or int64, ``[full slots + 1]``) turns the table's slots into this region's: a sliding-window
     pool beside a full one. ``null_slot`` is the first of ``null_slots`` padding slots (more
-    than one where an engine pads with a block), never a live token's (None: every slot is live).
+    than one where an engine pads with a block), never a live token's (None: every slot is live). ``null_reads``: how
+    many of them, from the first one on, attention may read; the others are only written (None: it may read all).
     ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the
     ``window_tokens - 1`` before it; required for `WINDOW`.
     ``group_tokens`` and ``overlap_tokens``: see `RING`, where the first is required. ``page_ring``: ``(slots, rows)``
@@ -188,6 +189,7 @@ class Region:
     slot_map: Tensor | None = field(default=None, repr=False)
     null_slot: int | None = None
     null_slots: int = 1
+    null_reads: int | None = None
     tokens_per_slot: int = 1
     group_tokens: int = 0
     overlap_tokens: int = 0
@@ -313,6 +315,10 @@ class Region:
             raise AttachError(
                 f"region {self.name!r}: null_slots counts the padding slots from null_slot on and is at least 1, got "
                 f"null_slot={self.null_slot} and null_slots={self.null_slots}"
+            )
+        if self.null_reads is not None and not 0 <= self.null_reads <= len(null):
+            raise AttachError(
+                f"region {self.name!r}: null_reads counts some of the {len(null)} null slots, got {self.null_reads}"
             )
         if null and not 0 <= null.start < null.stop <= self.slots:
             which = f"{null.start}" if len(null) == 1 else f"{null.start} to {null.stop - 1}"

@@ -39,6 +39,7 @@ class SampledTokens:
         self._workspace = workspace
         self._switch = switch
         self._view: BatchView | None = None
+        self._state: RegionState | None = None
         self.left_out = 0
         """How often `give` was called with what could not be compared."""
 
@@ -56,6 +57,7 @@ class SampledTokens:
             state = _compared(self._workspace.states)
             if state is not None and not capturing(self._workspace.device):
                 state.follow_sampler()
+                self._state = state
         return self.followed
 
     def give(self, tokens: Tensor, without: Sequence[int] = ()) -> None:
@@ -97,13 +99,9 @@ class SampledTokens:
         self._view = None
         state = self._state
         if state is not None and state.samples is not None:
+            # A record beside the forward may still read it.
+            self._workspace.join()
             state.samples.forget()
-
-    @property
-    def _state(self) -> RegionState | None:
-        """The memory of the region that is compared; None before `follow`."""
-        state = _compared(self._workspace.states)
-        return state if state is not None and state.samples is not None else None
 
 
 def _compared(states: Mapping[str, RegionState]) -> RegionState | None:

@@ -194,14 +194,14 @@ class Step:
                 "Canary's work is part of a CUDA graph of this engine, which can't be told to leave it out"
             )
         if not self.paused:
-            self.paused = True
+            self.paused = self.tables.paused = True
             self._switch.tell(Event("paused", "warning", {"forwards": self.forwards}))
 
     def resume(self) -> None:
         """Undoes `pause`. What the forwards in between have written was not recorded, so what slots hold by then is not
         judged until it is written again. From any thread."""
         if self.paused:
-            self.paused = False
+            self.paused = self.tables.paused = False
             self._switch.tell(Event("resumed", "warning", {"unchecked_forwards": self.passed_by}))
 
     def add(self, listener: StepListener) -> None:

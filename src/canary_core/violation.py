@@ -75,6 +75,7 @@ class Violation:
             freed=_at("step", self.step_freed) or " before the first forward",
             slot=counted("slot", self.slot),
             null=self._null(),
+            half=f" of {self.source}" if self.source else "",
             position=counted("position", self.position),
             token=counted("token", self.token),
             stored_position=counted("position", self.stored_position, "another"),
@@ -239,6 +240,12 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         "out, came from the wrong place or too early, or had changed before.",
     ),
     (
+        Kind.NON_FINITE,
+        lambda v: v.phase is Phase.POST_FORWARD and (v.position is None or v.position < 0),
+        "NaN or infinite values got into {null}{half}, where padding is written: a padded row computed them, or a "
+        "write went astray. Attention that reads padding under a mask can spread them to live requests.",
+    ),
+    (
         Kind.UNWRITTEN,
         lambda v: v.stored_state is State.PARKED,
         "{reader} will read {position} from {where}, which the prefix cache keeps although nothing was written there "
@@ -287,6 +294,12 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
         lambda v: v.stored_value is not None and v.stored_value >= 0,
         "the sampler gave {reader} {token} for {position}, but the forward computed {stored_token} there: the next "
         "tokens of two requests changed places, a rejected draft was kept, or a sequence length is wrong.",
+    ),
+    (
+        Kind.TOKEN,
+        lambda v: v.phase is Phase.EVENT,
+        "the sampler gave {reader} {stored_token} for {position}, but the request's own list has {token} there: what "
+        "is answered is not what the model goes on with.",
     ),
     (
         Kind.TOKEN,

@@ -9,7 +9,7 @@ import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -74,6 +74,10 @@ class Stage(ABC):
         """How many tokens the request has generated."""
         raise NotImplementedError
 
+    def answers(self) -> dict[str, list[int]]:
+        """What the requests of this phase have generated, by name. Of engines that have requests."""
+        return {}
+
     def strike(self) -> None:
         """Called by a bug whenever it does what it must not."""
         if self.struck is None:
@@ -93,8 +97,7 @@ class Bug:
     setup: the name of the stage that it runs on. broken: replaces functions of the engine for as long as the context
     lasts, and calls `Stage.strike` where they go wrong. traffic: what is served, first in a sound engine, where it must
     raise nothing, then in the broken one. default, thorough: what must come of it under ``CANARY_PROFILE=watch`` and
-    under ``hunt``; without ``thorough`` the same. alone: the stage is of no use after it. slow: not among those that CI
-    runs.
+    under ``hunt``; without ``thorough`` the same. slow: not among those that CI runs.
     """
 
     title: str
@@ -124,22 +127,23 @@ def bug(engine: str, name: str) -> Bug:
     return found
 
 
-def run(bug: Bug, stage: Stage) -> Outcome:
-    """The clean traffic, then the same in the broken engine: what was found before (``clean``) and after (``found``),
-    how many forwards there had been when the bug first struck (None: never), and the engine's own exception, if it
-    ended with one."""
+def run(bug: Bug, stage: Stage, sound: bool = False) -> Outcome:
+    """The clean traffic, then the same in the broken engine, or with ``sound`` in a sound one: what was found before
+    (``clean``) and after (``found``), how many forwards there had been when the bug first struck (None: never), the
+    engine's own exception, if it ended with one, and its answers."""
     stage.phase = "clean-"
     bug.traffic(stage)
     clean = [_told(v) for v in stage.findings()]
     stage.phase = ""
     error = ""
     try:
-        with bug.broken(stage):
+        with nullcontext() if sound else bug.broken(stage):
             bug.traffic(stage)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     found = [_told(v) for v in stage.findings()]
-    return {"clean": clean, "struck": stage.struck, "found": found, "forwards": stage.forwards, "error": error}
+    about = {"struck": stage.struck, "forwards": stage.forwards, "error": error, "answers": stage.answers()}
+    return {"clean": clean, "found": found, **about}
 
 
 def problem(expected: Found | Missed, outcome: Outcome) -> str:

@@ -305,7 +305,8 @@ class Run:
 
     def _attach(self) -> Canary:
         # The scrub goes round the whole pool in every forward, so that every changed byte is found in the same one.
-        config = CanaryConfig(mode="log", scrub_budget="1MiB", silence_s=0, stats_interval=0)
+        # What is looked at after an incident is allocated, once for each; tests/gpu/test_incidents.py is about that.
+        config = CanaryConfig(mode="log", scrub_budget="1MiB", silence_s=0, stats_interval=0, diagnose=False)
         return Canary([self.model.region()], config, hooks=private_hooks(self.findings), writers=self.writers)
 
     def _capture(self, warm: bool) -> torch.cuda.CUDAGraph:

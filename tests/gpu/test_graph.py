@@ -11,7 +11,8 @@ from gpu.engine import SLOTS, WIDTH, Run, Size, Step, no_waiting, warm_up
 from gpu.faults import FAULTS, PLACES, flipped_bit, ready, table_entry
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from canary_core import BatchView, Kind, SlotTable
+from canary_core import BatchView, Kind, SlotTable, State
+from canary_core.records import POSITION
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
@@ -169,7 +170,10 @@ def test_arrivals_and_events_never_wait():
     with no_waiting():
         arrive()
     torch.cuda.synchronize()
-    assert torch.equal(state.records[old].cpu().view(torch.int64), parked[:, 1:5])
+    records = state.records[old].cpu()
+    assert bool((records[:, POSITION] & State.ARRIVED).all())
+    records[:, POSITION] &= ~State.ARRIVED
+    assert torch.equal(records.view(torch.int64), parked[:, 1:5])
     assert run.canary.enabled
 
 

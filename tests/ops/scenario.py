@@ -22,6 +22,7 @@ from canary_core.records import (
     SAMPLE_WRITERS,
     STATES,
     Cursor,
+    NullBytes,
     ScrubWord,
 )
 from canary_core.region import Role
@@ -53,6 +54,8 @@ class Scenario:
     """The same for what the scrub has listed and how far it goes."""
     sampler: random.Random
     """The same for what the sampler gives."""
+    nulls: random.Random
+    """The same for what was seen of null slots."""
 
     def state(self, **settings: object) -> RegionState:
         config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, **settings})
@@ -112,7 +115,8 @@ def scenario(seed: int, device: str = "cpu") -> Scenario:
     unknown = random.Random(f"unknown {seed}")
     scrub = random.Random(f"scrub {seed}")
     sampler = random.Random(f"sampler {seed}")
-    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown, scrub, sampler)
+    nulls = random.Random(f"nulls {seed}")
+    return Scenario(region, rng, page_size, ring, pool_page, torch.device(device), unknown, scrub, sampler, nulls)
 
 
 def history(s: Scenario, steps: int) -> list[tuple[BatchView, SlotTable]]:
@@ -287,6 +291,9 @@ def disturb(s: Scenario, state: RegionState) -> None:
     for _ in range(s.unknown.choice([0, 2, 9])):
         columns = s.unknown.choice([slice(None), s.unknown.randrange(len(s.region.sources))])
         state.fingerprints[s.unknown.randrange(s.region.slots), columns] = 0
+    for slot in s.region.null_range:
+        seen = [s.nulls.choice([*NullBytes, NullBytes.FINITE, 0, 77]) for _ in s.region.sources]
+        state.fingerprints[slot] = torch.tensor(seen, device=s.device)
     for _ in range(rng.choice([0, 1, 4])):
         state.records[rng.randrange(s.region.slots), rng.randrange(8)] ^= 1 << rng.randrange(31)
     for _ in range(rng.choice([0, 2])):

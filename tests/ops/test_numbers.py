@@ -36,6 +36,8 @@ def test_a_null_block_is_several_slots():
         ({"null_slot": 16}, "null_slot 16 is not one of its 16 slots"),
         ({"null_slot": -1}, "null_slot -1 is not one of its 16 slots"),
         ({"null_slot": 14, "null_slots": 4}, "null_slot 14 to 17 is not one of its 16 slots"),
+        ({"null_slot": 0, "null_slots": 4, "null_reads": 5}, "null_reads counts some of the 4 null slots, got 5"),
+        ({"null_reads": 1}, "null_reads counts some of the 0 null slots, got 1"),
         ({"null_slot": 0, "null_slots": 0}, "is at least 1, got null_slot=0 and null_slots=0"),
         ({"null_slots": 4}, "got null_slot=None and null_slots=4"),
     ],

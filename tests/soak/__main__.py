@@ -107,7 +107,11 @@ def run(chosen: list[str], args: argparse.Namespace, console: Console) -> list[R
             running.remove(child)
             results.append(tell(child, console))
         while waiting and len(running) < args.side_by_side:
-            running.append(Child(*waiting.pop(0), args, seconds))
+            name, copy = waiting.pop(0)
+            if time.time() < args.until:
+                running.append(Child(name, copy, args, seconds))
+            else:
+                results.append(Result(name, args.seed + copy, args.device, state="no time was left"))
         if time.time() > written + SHOWN_S:
             written = time.time()
             write([*results, *(child.result() for child in running)], args)
@@ -130,7 +134,9 @@ def tell(child: Child, console: Console) -> Result:
     console.print(f"{result.setup}: {result.state}, {forwards} forwards in {result.traffic_s:.0f} s", highlight=False)
     for failure in result.failures[:5]:
         shown = {k: v for k, v in failure.items() if k not in ("again", "fields")}
-        console.print(f"FAILED {result.setup} {shown}\n  again: {failure['again']}", highlight=False, markup=False)
+        console.print(
+            f"FAILED {result.setup} {str(shown)[:900]}\n  again: {failure['again']}", highlight=False, markup=False
+        )
     if result.state != "done":
         console.print(child.log.read_text(errors="replace")[-3000:], highlight=False, markup=False)
     return result

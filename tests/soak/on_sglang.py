@@ -3,7 +3,6 @@ scheduler is on."""
 
 import contextlib
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from engines.driver import Engine
 from tools import storms, traffic
 
-from soak.plan import Plan
+from soak.plan import Asked, Plan
 from soak.served import Round, Stepwise
 from soak.setups import Setup
 
@@ -37,9 +36,9 @@ class SGLang(Stepwise):
 
         return version("sglang")
 
-    def submit(self, name: str, tokens: Sequence[int], new: int) -> None:
+    def submit(self, name: str, asked: Asked) -> None:
         """Queues a request."""
-        self._engine.submit(list(tokens), new, name)
+        self._engine.submit(list(asked.tokens), asked.new, name, asked.salt or None)
 
     def abort(self, name: str) -> None:
         """As a client does."""

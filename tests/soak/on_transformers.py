@@ -3,7 +3,6 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,10 @@ class Continuous(Stepwise):
         """Of the engine."""
         return transformers.__version__
 
-    def submit(self, name: str, tokens: Sequence[int], new: int) -> None:
-        """Queues a request."""
-        self._session.submit(name, tokens, new)
-        self._new[name] = new
+    def submit(self, name: str, asked: Asked) -> None:
+        """Queues a request; there is one namespace only."""
+        self._session.submit(name, asked.tokens, asked.new)
+        self._new[name] = asked.new
 
     def abort(self, name: str) -> None:
         """As a client cancels it."""

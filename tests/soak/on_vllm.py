@@ -1,7 +1,6 @@
 """vLLM: its engine core, scheduler, worker and runner in this process, through `vllm.LLM`'s own engine."""
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from vllm_on_cpu import models
 
 from canary_core import Violation
 from soak import gpu_models
+from soak.plan import Asked
 from soak.served import Stepwise
 from soak.setups import Setup
 
@@ -42,15 +42,17 @@ class VLLM(Stepwise):
     def _runner(self) -> Any:
         return self._core.model_executor.driver_worker.worker.model_runner
 
-    def submit(self, name: str, tokens: Sequence[int], new: int) -> None:
+    def submit(self, name: str, asked: Asked) -> None:
         """Queues a request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            max_tokens=new, temperature=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+            max_tokens=asked.new, temperature=0, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        prompt = {"prompt_token_ids": list(asked.tokens), **({"cache_salt": asked.salt} if asked.salt else {})}
+        self._engine.add_request(name, prompt, params)
 
     def abort(self, name: str) -> None:
         """Gives it up."""

@@ -11,7 +11,9 @@ ROUNDS_OF_ONE_PREFIX = 6
 class Shape:
     """How large a round is. ``prompt``, ``new``: most tokens of a prompt and of an answer. ``requests``: of a round,
     ``burst``: most of them that come at once, ``gap``: most turns of the engine until the next ones.
-    ``aborts``, ``flushes``: shares of requests and of rounds. ``vocabulary``: tokens are below it."""
+    ``aborts``, ``flushes``: shares of requests and of rounds. ``salted``: share of requests that have a namespace of
+    the prefix cache to themselves (a cache salt, an extra key), where the engine has such. ``vocabulary``: tokens are
+    below it."""
 
     prompt: int = 100
     new: int = 24
@@ -20,19 +22,22 @@ class Shape:
     gap: int = 8
     aborts: float = 0.1
     flushes: float = 0.2
+    salted: float = 0.2
     vocabulary: int = 250
 
 
 @dataclass(frozen=True)
 class Asked:
     """A request. ``turn``: of the round, in which it comes. ``aborted``: how many turns later a client gives it up;
-    None for one that is served to its end."""
+    None for one that is served to its end. ``salt``: the namespace that it shares with others; empty for the common
+    one."""
 
     name: str
     turn: int
     tokens: tuple[int, ...]
     new: int
     aborted: int | None
+    salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ def plan(shape: Shape, seed: int, setup: str, number: int) -> Plan:
             new = draw.choice((draw.randrange(1, shape.new + 1), shape.new))
             aborted = draw.randrange(new + 4) if draw.random() < shape.aborts else None
             name = f"{number}-{len(asked)}"
-            asked.append(Asked(name, turn, prompts[len(asked)], new, aborted))
+            salt = draw.choice(("salt-a", "salt-b")) if draw.random() < shape.salted else ""
+            asked.append(Asked(name, turn, prompts[len(asked)], new, aborted, salt))
         turn += draw.randrange(1, shape.gap + 1)
     return Plan(number, tuple(asked), draw.random() < shape.flushes)
 

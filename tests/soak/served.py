@@ -4,17 +4,16 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
 
 from canary_core import Canary, Violation, hook_manager, hookimpl
 from canary_core.testing import Findings
-from soak.plan import Plan
+from soak.plan import Asked, Plan
 
 PATIENCE_S = 400
 """A round that takes longer does not end, on the slowest of engines."""
 
-OUR_OWN = frozenset({"paused", "resumed"})
-"""Warnings that say what the soak itself did."""
+OUR_OWN = frozenset({"paused", "resumed", "coverage"})
+"""Warnings that say what the soak itself did, and what it shows by itself."""
 
 FINDINGS = frozenset({"violation", "incident", "diagnosis", "incidents_limited"})
 """Events that say once more what is in the findings."""
@@ -102,8 +101,8 @@ class Stepwise(Served):
     """An engine that is driven turn by turn."""
 
     @abstractmethod
-    def submit(self, name: str, tokens: Sequence[int], new: int) -> None:
-        """Queues a request, to be answered greedily with so many tokens."""
+    def submit(self, name: str, asked: Asked) -> None:
+        """Queues a request of that name, to be answered greedily."""
 
     @abstractmethod
     def abort(self, name: str) -> None:
@@ -168,7 +167,7 @@ class Round:
         while self._coming and self._coming[0].turn <= self._turn:
             asked = self._coming.pop(0)
             name = asked.name + self._name
-            engine.submit(name, asked.tokens, asked.new)
+            engine.submit(name, asked)
             self._waiting.add(name)
             if asked.aborted is not None:
                 self._aborts.append((self._turn + asked.aborted, name))

@@ -84,9 +84,11 @@ def _more_vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
         kv_load_failure_policy="recompute",
     )  # fmt: skip
     private = {**environment, "CANARY_LEDGER_PRIVATE": "HostStore"}
-    # What a connector stores while nobody looks can't be judged when it comes back, and Canary says so.
+    # What a connector stores while nobody looks can't be judged when it comes back, and Canary says so. This one is a
+    # test's own, and looks at nothing but tokens.
+    shape = Shape(salted=0, vocabulary=500)
     with_connector = {**OPTIONS, "kv_transfer_config": connector}
-    yield "connector", Setup("vllm", "llama", with_connector, private, Shape(vocabulary=500), pauses=False)
+    yield "connector", Setup("vllm", "llama", with_connector, private, shape, pauses=False)
     v2 = {**environment, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     yield "v2", Setup("vllm", "llama", OPTIONS, v2, Shape(prompt=60, new=8, requests=6, vocabulary=500), compare=4)
 

@@ -1,7 +1,7 @@
 """Real SGLang whose own copies go wrong: what lies at the destination is judged by what was at the source."""
 
 import pytest
-from engines.setups import SPECULATION_COVERED_BY, STATES_COVERED_BY
+from engines.setups import HICACHE_COVERED_BY, SPECULATION_COVERED_BY, STATES_COVERED_BY
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -72,3 +72,25 @@ def test_a_cached_state_that_is_not_cloned(start, how):
     assert len({v["slot"] for v in found}) == 1
     assert all("the bytes that were copied or loaded to slot" in v["explanation"] for v in found)
     assert "disabled" not in {event["name"] for event in engine.events()}
+
+
+@pytest.mark.beyond_ci(HICACHE_COVERED_BY)
+@pytest.mark.parametrize("how", ["park_only_keys", "load_only_keys"])
+def test_kv_that_goes_to_host_memory_without_its_v(start, how):
+    """On its way out or back: found when it is back, in every layer's V, with who wrote it."""
+    engine = start("hicache", **QUIET)
+
+    def prompts(seed):
+        return [[3 + (seed * 97 + 31 * i + j * j) % 240 for j in range(40)] for i in range(8)]
+
+    for seed in (1, 2, 1):
+        engine.serve(prompts=prompts(seed), new_tokens=4)
+    assert engine.arrivals()["loaded_slots"] > 0
+    assert engine.findings()["violations"] == []
+    engine.break_copies(how=how)
+    for seed in (3, 4, 3):
+        engine.serve(prompts=prompts(seed), new_tokens=4)
+    found = [v for v in engine.findings()["violations"] if v["phase"] == "event"]
+    assert {(v["kind"], v["half"], v["layer"]) for v in found} == {("bytes", "v", layer) for layer in range(3)}
+    assert all(v["stored_request"].startswith("r") for v in found)
+    assert all("the bytes that were copied or loaded to slot" in v["explanation"] for v in found)

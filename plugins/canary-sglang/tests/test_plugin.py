@@ -95,6 +95,7 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     class FakeSession(FakeStep):
         sweep = SimpleNamespace(before_batch=lambda scheduler: None)
         lifetime = None
+        sampled = SimpleNamespace(answers=SimpleNamespace(begin=lambda: None, issued=lambda result: None))
 
         def __init__(self, runner, config, requests):
             super().__init__(runners.draft_name(runner))

@@ -96,7 +96,7 @@ def test_a_stale_entry_in_the_metadata_is_told(engine):
 
 @pytest.mark.parametrize("engine", ["llama"], indirect=True)
 def test_a_block_that_was_lost_on_its_way_to_the_runner_is_told(engine):
-    """The runner notes another block than the scheduler sent. All it has agrees: it stores there, and reads there."""
+    """The runner notes another block than the scheduler sent. All that it has agrees: it stores and reads there."""
     with guarded.guard(engine.small, table_interval=1, read_check=0, lifetime=False) as guard:
         begin(engine.small)
         tables = engine.small.runner.input_batch.block_table

@@ -143,6 +143,14 @@ class RegionState:
         self.fingerprints.masked_fill_(written[:, None], 0)
 
     @property
+    def judged_nulls(self) -> int:
+        """How many null slots are looked at for NaN and infinity, from the first one on: those that attention may read.
+        What padded rows leave in a state, a ring or a compressed pool is read by nobody else."""
+        if self.region.kind not in (RegionKind.FULL, RegionKind.WINDOW):
+            return 0
+        return len(self.region.null_range) if self.region.null_reads is None else self.region.null_reads
+
+    @property
     def pool_bytes(self) -> int:
         """Fingerprinted bytes of all slots: what a round of the scrub reads where all are written."""
         return self.region.slots * self.sources.slot_bytes

@@ -33,6 +33,8 @@ class TableCheck:
         self._launched = False
         self._done: torch.cuda.Event | None = None
         self._left_out: set[str] = set()
+        self.paused = False
+        """Nothing is due meanwhile."""
         self.names: list[str] = []
         self.compared = 0
         """How many tables."""
@@ -43,7 +45,7 @@ class TableCheck:
     def due(self) -> bool:
         """Whether tables of the forward that comes, or runs, are to be compared. Where they can't be, they are due in
         the next one."""
-        return self._forwards >= self._interval > 0 and self._switch.enabled
+        return self._forwards >= self._interval > 0 and self._switch.enabled and not self.paused
 
     def compare(self, tables: Sequence[ReadTable]) -> None:
         """Compares one of ``tables``, another one each time, with one launch on the current stream: before `Step`

@@ -17,6 +17,7 @@ from canary_core.testing.conformance import (
 )
 from canary_core.testing.engines import NEW_TOKENS, PROMPT_TOKENS, TOKENS, DemoEngine, Job, Served
 from canary_core.testing.findings import Findings
+from canary_core.testing.oracle import TokenOracle
 from canary_core.testing.quiet import one_thread
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Outcome",
     "PluginConformance",
     "Served",
+    "TokenOracle",
     "one_thread",
     "read_bytes",
     "run_suite",

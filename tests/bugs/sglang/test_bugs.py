@@ -40,7 +40,7 @@ def engine(tmp_path_factory):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "profile"), cases())
+@pytest.mark.parametrize(("name", "profile"), list(cases()))
 def test_the_bug_is_found_as_declared(engine, name, profile):
     """The clean traffic raises nothing, the broken function runs, and the first finding is the one that is declared;
     a bug that is declared as missed raises nothing."""

@@ -11,18 +11,22 @@ from bugs.traffic import finish, until
 
 @contextmanager
 def broken(stage: Any) -> Iterator[None]:
-    """`clear_full_to_swa_mapping` does nothing, and what is freed of the full pool is freed by that map, too."""
+    """`clear_full_to_swa_mapping` does nothing, and what the prefix cache gives up is freed by that map."""
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 
     def clear_full_to_swa_mapping(usual: Any, allocator: Any, full: Any) -> None:
-        stage.strike()
+        """Leaves the entries as they are."""
 
-    def free_full_segment(usual: Any, allocator: Any, full: Any, *, start_pos: int) -> None:
-        allocator.free_segment(full, start_pos=start_pos)
+    def apply_component_action(usual: Any, component: Any, action: Any) -> None:
+        stage.strike()
+        for slots in action.indices:
+            stage.allocator.free_swa_segment(slots, start_pos=0)
+        usual(component, action)
 
     with (
         patched(SWATokenToKVPoolAllocator, "clear_full_to_swa_mapping", clear_full_to_swa_mapping),
-        patched(SWATokenToKVPoolAllocator, "free_full_segment", free_full_segment),
+        patched(FullComponent, "apply_component_action", apply_component_action),
     ):
         yield
 
@@ -48,5 +52,5 @@ BUG = Bug(
     setup="swa",
     broken=broken,
     traffic=traffic,
-    default=Found("double_free", 40, "..."),
+    default=Found("double_free", 0, "was freed by the engine although it was free already: freed twice"),
 )

@@ -42,13 +42,5 @@ class SGLangStage(Stage):
     def answered(self, name: str) -> int:
         return len(self.requests[name].output_ids)
 
-    def slots(self, name: str) -> Any:
-        """The request's slots, by position: a copy of its row of SGLang's table."""
-        from canary_sglang.compat.schedulers import table_row
-
-        row, _ = table_row(self.scheduler, self.requests[name])
-        return row.clone()
-
-    def is_(self, request: Any, name: str) -> bool:
-        """Whether SGLang's `Req` is the request of that name, now that the engine is broken."""
-        return bool(request.rid == self.phase + name)
+    def answers(self) -> dict[str, list[int]]:
+        return {name: [int(token) for token in request.output_ids] for name, request in self.requests.items()}

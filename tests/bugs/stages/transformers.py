@@ -66,6 +66,10 @@ class ContinuousStage(GuardedStage):
     def answered(self, name: str) -> int:
         return len(self.session.answer(self.phase + name))
 
+    def answers(self) -> dict[str, list[int]]:
+        own = {name: told for name, told in self.session._answers.items() if not name.startswith("clean-")}
+        return {name: list(told) for name, told in own.items()}
+
     def close(self) -> None:
         self.session.close()
         super().close()

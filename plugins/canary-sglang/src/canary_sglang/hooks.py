@@ -57,6 +57,7 @@ class Hooks:
             targets.TURN: (self._turn, "BEFORE"),
             targets.LOOP: (self._loop, "AROUND"),
             targets.SAMPLE: (self._sampled, "AFTER"),
+            targets.PROCESS: (self._processed, "AROUND"),
         }
         REGISTRAR.register({name: hooks[name] for name in targets.targets()})
         REGISTRAR.register(allocator_hooks(lambda: self.session))
@@ -119,6 +120,15 @@ class Hooks:
         if session is not None:
             session.sampled.after(kwargs.get("forward_batch", args[-1] if args else None), result)
 
+    def _processed(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        def process() -> Any:
+            return original(scheduler, *args, **kwargs)
+
+        if self.session is None or len(args) + len(kwargs) != 2:
+            return process()
+        batch, result = args if len(args) == 2 else (kwargs.get("batch", args and args[0]), kwargs.get("result"))
+        return self.session.sampled.answers.processed(process, batch, result)
+
     def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if self._config is not None:
             self._begin_batch(self._config, scheduler, args[0] if args else kwargs["batch"])
@@ -127,6 +137,8 @@ class Hooks:
             # Here the current stream is the scheduler's. With the overlap scheduler it is not that of the forwards, and
             # the scheduler writes to the tables of the next batch on it while this batch runs.
             session.canary.step.follow_check()
+        if self.session is not None:
+            self.session.sampled.answers.issued(result)
         return result
 
     def _begin_batch(self, config: CanaryConfig, scheduler: Any, batch: Any) -> None:
@@ -138,6 +150,7 @@ class Hooks:
         for session in self.sessions:
             session.notice(batch.reqs)
         if self.session is not None:
+            self.session.sampled.answers.begin()
             if self.session.lifetime is not None:
                 self.session.lifetime.meet(scheduler.tree_cache)
             self.session.sweep.before_batch(scheduler)

@@ -31,6 +31,7 @@ from canary_core import (
 from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.draft import DraftBatches
 from canary_sglang.batches.forward import ForwardBatches
+from canary_sglang.batches.given_tables import GivenTables
 from canary_sglang.batches.sampled import SampledRows
 from canary_sglang.batches.unguarded import UnguardedForwards
 from canary_sglang.batches.writers import RequestWriters
@@ -92,6 +93,8 @@ class Session:
         self.drafts = DraftBatches(runner, self._paged, self.requests)
         self._batches = ForwardBatches(runner, self._paged, self.requests)
         self.sampled = SampledRows(self.canary, self.requests)
+        # A draft model's steps have lists of their own.
+        self._given = None if self.model else GivenTables(runner, self.canary, self._paged, self.requests)
         try:
             hook_manager().register(self._filter)
             self._listen(state)
@@ -127,7 +130,11 @@ class Session:
             batch = copy.copy(batch)
             batch.input_ids = batch.input_ids.clone()
         view = partial(self._batches.view, batch)
-        return self.canary.step.run(original, view, batch=batch, overlap=overlap, settle=settle)
+        run = partial(self.canary.step.run, original, view, batch=batch, overlap=overlap, settle=settle)
+        if self._given is None or not self.canary.step.tables.due:
+            return run()
+        with self._given.of(batch):
+            return run()
 
     def forget_slots(self, slots: Tensor) -> None:
         """Makes ``slots`` unknown in all regions; they are numbered as in the engine's tables."""
@@ -151,6 +158,11 @@ class Session:
             region = self.canary.regions[name]
             self.canary.slots.copy(name, region.slots_of(source), region.slots_of(destination), check=True)
 
+    def clear_slots(self, slots: Tensor) -> None:
+        """Nothing is in ``slots`` any more: what they held was rejected. Numbered as in the engine's tables."""
+        for name in self._paged:
+            self.canary.slots.clear(name, self.canary.regions[name].slots_of(slots))
+
     def last_words(self) -> None:
         """Reports what was found in the last forwards of an engine that has failed; where the device can't be read any
         more, it tells so with a ``findings_lost`` event. Raises `ViolationError` in raise mode."""
@@ -167,6 +179,8 @@ class Session:
 
     def close(self) -> None:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
+        if self._given is not None:
+            self._given.close()
         with contextlib.suppress(ViolationError):
             self.canary.close()
         if hook_manager().is_registered(self._filter):

@@ -18,7 +18,7 @@ PATIENCE_S = 120
 """Most time for one bug."""
 
 
-def exhibit(engine: Engine, name: str) -> dict[str, Any]:
+def exhibit(engine: Engine, name: str, sound: bool = False) -> dict[str, Any]:
     """What came of the bug of this name; see `bugs.museum.run`."""
     ours, theirs = os.pipe()
     child = os.fork()
@@ -26,7 +26,7 @@ def exhibit(engine: Engine, name: str) -> dict[str, Any]:
         try:
             museum = importlib.import_module("bugs.museum")
             stage = importlib.import_module("bugs.stages.sglang").SGLangStage(engine)
-            outcome = {"outcome": museum.run(museum.bug("sglang", name), stage)}
+            outcome = {"outcome": museum.run(museum.bug("sglang", name), stage, sound)}
         except BaseException as error:
             traceback.print_exc()
             outcome = {"error": f"{type(error).__name__}: {error}"}

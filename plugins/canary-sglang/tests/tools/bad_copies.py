@@ -1,5 +1,6 @@
 """SGLang's own copies of KV and of states, made wrong where SGLang makes them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from tools.inspection import findings
@@ -60,6 +61,41 @@ def never_clone(engine: Any) -> None:
     engine.runner._maybe_execute_deferred_mamba_cow_and_clear = lambda batch: None
 
 
+def checkpoint_another(engine: Any) -> None:
+    """A decode's checkpoints are copies of the states of the row before."""
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
+
+    track = MambaAttnBackendBase._track_mamba_state_decode
+
+    def copy(self: Any, batch: Any, conv: Any, ssm: Any, slots: Any, *args: Any, **kwargs: Any) -> None:
+        track(self, batch, conv, ssm, slots.roll(1), *args, **kwargs)
+
+    MambaAttnBackendBase._track_mamba_state_decode = copy
+
+
+def park_only_keys(engine: Any) -> None:
+    """What HiCache copies to host memory is copied without V."""
+    _transfer_only_keys(lambda layers: layers > 2)
+
+
+def load_only_keys(engine: Any) -> None:
+    """What HiCache loads from host memory, layer by layer, is loaded without V."""
+    _transfer_only_keys(lambda layers: layers == 2)
+
+
+def _transfer_only_keys(breaks: Callable[[int], bool]) -> None:
+    """``breaks``: whether a copy between so many buffers does that; K of all layers comes before V."""
+    from sglang.srt.mem_cache.pool_host import mha
+
+    transfer = mha.transfer_kv_direct
+
+    def copy(src_layers: Any, dst_layers: Any, **more: Any) -> None:
+        kept = len(src_layers) // 2 if breaks(len(src_layers)) else len(src_layers)
+        transfer(src_layers=src_layers[:kept], dst_layers=dst_layers[:kept], **more)
+
+    mha.transfer_kv_direct = copy
+
+
 HOW = {
     function.__name__: function
     for function in (
@@ -69,6 +105,9 @@ HOW = {
         clone_nothing,
         clone_convolutions_only,
         never_clone,
+        checkpoint_another,
+        park_only_keys,
+        load_only_keys,
     )
 }
 

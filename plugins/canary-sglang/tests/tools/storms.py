@@ -71,10 +71,10 @@ def storm_overlapped(engine: Any, seed: int, turns: int, new_tokens: int) -> dic
             aborted += 1
         idle = 0 if living or scheduler.last_batch is not None else idle + 1
         if turn >= turns and idle > 3:
-            raise _Served
+            raise Served
         return []
 
-    with contextlib.suppress(_Served):
+    with contextlib.suppress(Served):
         loop(scheduler, ingest)
     served = engine.requests[first:]
     return {
@@ -99,5 +99,5 @@ def loop(scheduler: Any, ingest: Callable[..., list[Any]]) -> None:
         setattr(whence, name, usual)
 
 
-class _Served(Exception):
+class Served(Exception):
     """The traffic is at its end."""

@@ -69,7 +69,7 @@ class Session:
         drafted = runners.drafted(runner)
         self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
-        alone = runners.is_v2(runner) and origin is None and not drafted
+        alone = origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
         self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
         self._filter = EmbeddingFilter(

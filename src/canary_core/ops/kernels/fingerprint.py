@@ -15,7 +15,7 @@ from canary_core.ops.kernels.fold import FIELDS, STRIP, describe, fold, fold_abr
 from canary_core.ops.kernels.launch import arguments, group_launches, jit
 from canary_core.ops.kernels.tiles import SCRUB_TILES, WRITE_TILES
 from canary_core.ops.state import RegionState
-from canary_core.records import PLAN_WORDS, Clock, Counter, Descriptor, Kind, Phase
+from canary_core.records import PLAN_WORDS, Clock, Counter, Descriptor, Kind, NullBytes, Phase
 
 MOST_TILES = 32768
 """Programs over a batch's tokens; CUDA allows 65,535 in that dimension of a grid."""
@@ -28,20 +28,24 @@ COUNT_UNSURE = tl.constexpr(int(Counter.UNSURE))
 KIND_LOST_WRITE = tl.constexpr(int(Kind.LOST_WRITE))
 KIND_NON_FINITE = tl.constexpr(int(Kind.NON_FINITE))
 PHASE_POST = tl.constexpr(int(Phase.POST_FORWARD))
+NULL_FINITE = tl.constexpr(int(NullBytes.FINITE))
+NULL_NOT_FINITE = tl.constexpr(int(NullBytes.NOT_FINITE))
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.fingerprint.fingerprint`. One launch a source group; may be captured."""
     if batch.tokens == 0:
         return
-    given = arguments(batch.token_ids, batch.writers, batch.tokens)
+    given = arguments(batch.token_ids, batch.writers, batch.tokens, state.judged_nulls)
+    nulls = int(state.judged_nulls > 0)
     for launch in group_launches(state, "fingerprint", fingerprint_kernel, WRITE_TILES):
         tiles = min(-(-batch.tokens // launch.slots), MOST_TILES)
         if launch.abreast:
             # A program's tokens are far apart: where only the last token of a row has a slot, the work is spread then.
             # And an odd number apart: else, of prefills whose lengths are powers of two, one program would get all.
             tiles = min(batch.tokens, launch.programs | 1)
-        launch.launch((launch.blocks, tiles), given)
+        # One more program looks at a null slot.
+        launch.launch((launch.blocks, tiles + nulls), given)
 
 
 def baseline(state: RegionState) -> None:
@@ -50,21 +54,28 @@ def baseline(state: RegionState) -> None:
         launch.launch((launch.blocks, launch.programs))
 
 
-@jit("tokens")
+@jit("tokens", "judged_nulls")
 def fingerprint_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_first, null_end,
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
-    p_tokens, p_writers, tokens,
+    p_tokens, p_writers, tokens, judged_nulls,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: programs of source groups, times any number of programs over the batch's tokens. A program takes tiles of
-    `SLOTS` tokens; where sources are `ABREAST`, it looks up `SLOTS` tokens that are far apart and takes their slots one
-    at a time."""
+    """Grid: programs of source groups, times any number of programs over the batch's tokens, and one more that looks at
+    a null slot where there are any. A program takes tiles of `SLOTS` tokens; where sources are `ABREAST`, it looks up
+    `SLOTS` tokens that are far apart and takes their slots one at a time."""
     step = tl.load(p_clock + CLOCK_NEXT)
     recorded = tl.zeros((), tl.int64)
+    apart = tl.num_programs(1) - (judged_nulls > 0).to(tl.int32)
+    looks = tl.program_id(1) == apart
+    tokens = tl.where(looks, 0, tokens)
+    if looks:
+        look_at_null(
+            p_records, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns, p_keys, p_salts,
+            p_fingerprints, sources, null_first + step % judged_nulls, step, STRIPS, SLOTS, ABREAST,
+        )  # fmt: skip
     if ABREAST[0] > 0:
-        apart = tl.num_programs(1)
         for i in range(tl.program_id(1), tokens, apart * SLOTS):
             o_looked = i + apart * tl.arange(0, SLOTS)
             b_word = tl.load(p_plan + o_looked.to(tl.int64) * PLAN, mask=o_looked < tokens, other=0)
@@ -83,7 +94,7 @@ def fingerprint_kernel(
                     recorded, STRIPS, ABREAST,
                 )  # fmt: skip
     else:
-        for i in range(tl.program_id(1), (tokens + SLOTS - 1) // SLOTS, tl.num_programs(1)):
+        for i in range(tl.program_id(1), (tokens + SLOTS - 1) // SLOTS, apart):
             o_token = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
             m_token = o_token < tokens
             word = tl.load(p_plan + o_token * PLAN, mask=m_token, other=0)
@@ -138,6 +149,39 @@ def record_tile(
                 token, p_records, there, old, value, writer, step * 8 + PHASE_POST,
             )  # fmt: skip
     return recorded
+
+
+@triton.jit
+def look_at_null(
+    p_records, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns, p_keys, p_salts, p_fingerprints,
+    sources, null, step,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """Whether all numbers of the null slot ``null`` are finite: only its first row of the tile is read."""
+    for s in tl.static_range(len(STRIPS) // STRIP):
+        source = describe(p_descriptors, p_columns, p_salts, len(STRIPS) // STRIP, s, ABREAST)
+        if ABREAST[0] > 0:
+            slot = spread(null, ABREAST)
+            there = slot.to(tl.int32) % STRIPS[s * STRIP] < source[6]
+            value, odd = fold_abreast(p_descriptors, source, p_keys, slot, there, STRIPS, s, True)
+        else:
+            o_slot = tl.arange(0, SLOTS)
+            slot = null + tl.zeros((SLOTS,), tl.int64)
+            there = (o_slot == 0) & (slot.to(tl.int32) % STRIPS[s * STRIP] < source[6])
+            value, odd = fold(p_descriptors, source, p_keys, slot, there, STRIPS, s, False, True)
+        p_known = p_fingerprints + slot * sources + source[0]
+        known = tl.load(p_known, mask=there, other=0)
+        bad = there & (odd != 0)
+        tl.store(p_known, tl.where(bad, NULL_NOT_FINITE, NULL_FINITE).to(tl.int64), mask=there)
+        if tl.sum(bad.to(tl.int32), 0) > 0:
+            first = bad & (known != NULL_FINITE) & (known != NULL_NOT_FINITE)
+            tl.atomic_add(p_counters + COUNT_UNSURE, tl.sum(first.to(tl.int64), 0))
+            nobody = tl.full(slot.shape, -1, tl.int64)
+            report_record(
+                p_counters, p_ring, ring_rows, tl.full(slot.shape, KIND_NON_FINITE, tl.int64),
+                bad & (known == NULL_FINITE), region, source[0], slot, nobody, nobody, p_records, there, known, value,
+                tl.full((), -1, tl.int64), step * 8 + PHASE_POST,
+            )  # fmt: skip
 
 
 @triton.jit

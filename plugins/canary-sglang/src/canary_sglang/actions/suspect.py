@@ -31,9 +31,9 @@ class Suspect:
     @classmethod
     def of(cls, violation: Violation) -> "Suspect | None":
         """The suspect of a finding; None where nothing can be done about it, as for a slot that was freed twice or
-        evicted too early."""
+        evicted too early, or for the null slot."""
         kind = violation.kind
-        if kind in (Kind.DOUBLE_FREE, Kind.EVICTED_IN_USE):
+        if kind in (Kind.DOUBLE_FREE, Kind.EVICTED_IN_USE) or (kind is Kind.NON_FINITE and violation.position is None):
             return None
         names = {violation.request}
         # A slot that is parked, or handed out and not written yet, has the record of whoever had it before.

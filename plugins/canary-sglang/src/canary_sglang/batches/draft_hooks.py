@@ -120,8 +120,8 @@ class _Tree:
 
 def _accept(tree: _Tree, batch: Any, drafted: Any, result: Any) -> None:
     """Records the accepted path of a verified tree, which SGLang has moved to the front of each request's slots. The
-    slots behind it are unknown from now on. Where no move was seen, a token that did not get to its slot is a lost
-    write."""
+    slots behind it hold nothing from now on: whoever reads them has kept a rejected draft. Where no move was seen, a
+    token that did not get to its slot is a lost write."""
     session = tree.session
 
     def accepted() -> BatchView:
@@ -131,4 +131,4 @@ def _accept(tree: _Tree, batch: Any, drafted: Any, result: Any) -> None:
     session.canary.step.run(lambda: None, accepted)
     if session.canary.enabled:
         with session.canary.guard("rejected tokens"):
-            session.forget_slots(session.drafts.rejected_slots(batch, result))
+            session.clear_slots(session.drafts.rejected_slots(batch, result))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core import Canary
+from canary_sglang.batches.answers import Answers
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import schedulers
 
@@ -22,6 +23,7 @@ class SampledRows:
     def __init__(self, canary: Canary, writers: RequestWriters) -> None:
         self._canary = canary
         self._writers = writers
+        self.answers = Answers(canary)
         self._batch: Any = None
         self._names: list[str] = []
         self._beams: tuple[int, ...] = ()
@@ -35,22 +37,29 @@ class SampledRows:
         guarded, self._batch = self._batch, None
         if batch is not guarded or not isinstance(tokens, Tensor) or tokens.dim() != 1:
             return
-        names = batch.rids
         if not self._canary.sampled.followed:
             return
-        if names and tokens.shape[0] == len(names):
-            self._canary.sampled.give(tokens, self._without(batch, names))
+        with self._canary.guard("sampled tokens"):
+            names = batch.rids
+            if names and tokens.shape[0] == len(names):
+                without = self._without(batch, names)
+                self._canary.sampled.give(tokens, without)
+                self.answers.sampled(tokens, without)
 
     def verified(self, batch: Any, result: Any) -> None:
         """Drafted tokens were verified: the target's own tokens for the positions after them are in ``result``, and
         those that `GenerationBatchResult.accept_lens` says count. ``batch``: the `ScheduleBatch`."""
-        rows, tokens, accepted = len(batch.reqs), result.next_token_ids, result.accept_lens
-        if not self._canary.sampled.followed or accepted is None or tokens.shape[0] % rows:
+        if not self._canary.sampled.followed:
             return
         with self._canary.guard("verified tokens"):
+            rows, tokens, accepted = len(batch.reqs), result.next_token_ids, result.accept_lens
+            if not rows or accepted is None or tokens.shape[0] % rows:
+                return
             tokens = tokens.view(rows, -1)
             column = torch.arange(tokens.shape[1], device=tokens.device)
-            self._canary.sampled.give(torch.where(column < accepted[:, None], tokens, -1))
+            tokens = torch.where(column < accepted[:, None], tokens, -1)
+            self._canary.sampled.give(tokens)
+            self.answers.sampled(tokens)
 
     def _without(self, batch: Any, names: Sequence[str]) -> tuple[int, ...]:
         """Rows of ``batch`` whose token is not the request's next one."""

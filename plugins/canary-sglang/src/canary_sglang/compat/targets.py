@@ -21,9 +21,10 @@ TURN = f"{SCHEDULER}.get_next_batch_to_run"
 LOOP = f"{SCHEDULER}.run_event_loop"
 STATE_CLONES = f"{RUNNER}._maybe_execute_deferred_mamba_cow_and_clear"
 SAMPLE = f"{RUNNER}.sample"
+PROCESS = f"{SCHEDULER}.process_batch_result"
 
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
-OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE)
+OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE, PROCESS)
 
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     FORWARD: ("forward_batch",),

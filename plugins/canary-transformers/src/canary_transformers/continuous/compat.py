@@ -109,6 +109,16 @@ def requests(inputs_and_outputs: Any) -> Sequence[Any]:
     return found
 
 
+def sampled(inputs_and_outputs: Any) -> Tensor | None:
+    """What the batch that has just run sampled, int32 ``[n]``: in batch order, one for each request that has a new
+    token, and others behind those. None where this release keeps it elsewhere."""
+    tokens = getattr(inputs_and_outputs, "output_ids", None)
+    if not isinstance(tokens, Tensor) or tokens.dim() not in (1, 2):
+        return None
+    # Beside the tokens lie their probabilities.
+    return tokens[0] if tokens.dim() == 2 else tokens
+
+
 def require_methods(processor: Any) -> None:
     """Raises `AttachError`, naming each method of a `ContinuousBatchProcessor`'s parts that is hooked and is not there,
     or has other parameters. To be called before anything of it is wrapped."""

@@ -1,12 +1,13 @@
 """The pool of continuous batching as regions: one per index space of the cache."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from canary_adapters import JoinedPools, RowPool, WindowPool
-from canary_core import PoolAdapter
+from canary_core import PoolAdapter, Region
 from canary_transformers.continuous import compat
 
 
@@ -21,6 +22,11 @@ class PagedCachePool(JoinedPools):
         groups = compat.kv_groups(cache)
         super().__init__([_pool(group) for group in groups], sharing=[frozenset(group.name for group in groups)])
         self._cache = cache
+
+    def regions(self) -> Sequence[Region]:
+        """One for each index space. Of the padding the first half is only read, the second only written: there padded
+        rows, which attend to nothing, may rightly leave NaN."""
+        return tuple(replace(region, null_reads=region.null_slots // 2) for region in super().regions())
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
         """The engine's own tensors. What it keeps in host memory, of requests that wait, is not guarded."""

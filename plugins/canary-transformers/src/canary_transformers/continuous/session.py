@@ -69,6 +69,7 @@ class Session:
                 pool_tensors=pool.pool_tensors,
             )
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
+            self.canary.sampled.follow()
             self._writers = writers
             self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
             self._tables = GivenTables(self.canary, cache, self._groups)
@@ -188,8 +189,22 @@ class Session:
                 raise
             with self._on_stream():
                 self.canary.step.after()
+            with self._ours("sampled"):
+                self._give_sampled()
 
         return compute_batch
+
+    def _give_sampled(self) -> None:
+        """What the batch sampled: the next one's input, which an asynchronous engine never has on the host in time."""
+        tokens, requests = compat.sampled(self._io), compat.requests(self._io)
+        sampling = [row for row, request in enumerate(requests) if request.has_new_token]
+        if tokens is None or not sampling:
+            return
+        given = tokens[: len(sampling)]
+        if len(sampling) < len(requests):
+            (rows,) = upload_lists([sampling], self._device)
+            given = tokens.new_full((len(requests),), -1).index_copy_(0, rows, given)
+        self.canary.sampled.give(given)
 
     def _view(self, arguments: dict[str, Any]) -> BatchView | None:
         view = None

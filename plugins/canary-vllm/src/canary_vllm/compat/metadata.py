@@ -2,9 +2,8 @@
 
 import pkgutil
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
-
-import torch
 
 from canary_adapters import GivenBlocks, metadata_blocks
 from canary_core import Canary
@@ -23,6 +22,8 @@ def given(runner: Any, canary: Canary, group: Group, metadata: Any) -> Iterable[
         tables.leave_out(group.region, "its blocks are split for the kernels")
     elif isinstance(metadata, Mapping):
         layers = runner.kv_cache_config.kv_cache_groups[group.number].layer_names
-        like = GivenBlocks("", group.region, group.number, torch.empty(0), group.page, group.block)
-        return metadata_blocks(metadata, layers, mapping, like, tables.leave_out)
+        make = partial(
+            GivenBlocks, region=group.region, group=group.number, page_slots=group.page, block_slots=group.block
+        )
+        return metadata_blocks(metadata, layers, mapping, make, tables.leave_out)
     return ()

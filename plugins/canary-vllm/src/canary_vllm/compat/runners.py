@@ -6,11 +6,6 @@ from typing import Any
 from torch import Tensor
 
 
-def is_v2(runner: Any) -> bool:
-    """Whether it is the V2 runner, which keeps its requests' state on the device."""
-    return hasattr(runner, "req_states")
-
-
 def groups(runner: Any) -> Sequence[Any]:
     """The KV cache groups, in the order of block tables."""
     found: Sequence[Any] = runner.kv_cache_config.kv_cache_groups
@@ -32,7 +27,8 @@ def layer_tensors(layer: Any) -> list[Tensor]:
 def table_page(runner: Any, group: int) -> int:
     """How many slots one entry of the group's block table has: the size of the attention kernel's blocks, of which a
     block of the scheduler may have several."""
-    if not is_v2(runner):
+    # The V2 runner keeps its requests' state on the device.
+    if not hasattr(runner, "req_states"):
         return int(runner.input_batch.block_table[group].block_size)
     tables = runner.block_tables
     # Since 0.32 only V1 splits blocks within its table.

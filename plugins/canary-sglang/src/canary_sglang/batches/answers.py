@@ -1,0 +1,95 @@
+"""`Answers`: whether the tokens in a request's own list, which its client gets, are those that were sampled."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from canary_core import Canary, HostCopy, Kind, Phase, Violation
+
+MOST_WAITING = 8
+"""Batches whose results are not processed yet; more are given up."""
+
+
+class Answers:
+    """Copies what was sampled for a batch to the host, beside SGLang's own copy, and compares it with what SGLang has
+    appended to the requests' lists once it has processed the batch's result. The host waits for nothing: where the
+    copy has not arrived by then, it is not compared.
+
+    On a GPU in log mode every ``CANARY_READ_INTERVAL``-th batch is compared, else each.
+    """
+
+    def __init__(self, canary: Canary) -> None:
+        self._canary = canary
+        self._begun: tuple[HostCopy, Collection[int]] | None = None
+        self._waiting: dict[int, tuple[Any, HostCopy, Collection[int]]] = {}
+        self._batches = 0
+
+    def begin(self) -> None:
+        """A batch runs next. What was sampled after the one before had been issued, as with a grammar under the overlap
+        scheduler, is of no result that is known, and not compared."""
+        self._begun = None
+
+    def sampled(self, tokens: Tensor, without: Collection[int] = ()) -> None:
+        """Of the batch that runs now: ``[rows]`` or ``[rows, n]``, see `SampledTokens.give`."""
+        canary = self._canary
+        self._batches += 1
+        seldom = canary.device.type != "cpu" and canary.mode != "raise"
+        if seldom and self._batches % canary.config.read_interval:
+            return
+        self._begun = HostCopy(tokens if tokens.is_cuda else tokens.clone()), without
+
+    def issued(self, result: Any) -> None:
+        """The batch has run; ``result`` is its `GenerationBatchResult`."""
+        begun, self._begun = self._begun, None
+        if begun is not None and result is not None:
+            self._waiting[id(result)] = (result, *begun)
+            if len(self._waiting) > MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+
+    def processed(self, process: Callable[[], Any], batch: Any, result: Any) -> Any:
+        """Runs ``process``, which appends the tokens of ``result`` to the lists of the batch's requests."""
+        waiting = self._waiting.pop(id(result), None)
+        if waiting is None or not self._canary.enabled:
+            return process()
+        _, copy, without = waiting
+        requests, before = [], []
+        with self._canary.guard("answers"):
+            requests = list(batch.reqs)
+            before = [len(request.output_ids) for request in requests]
+        done = process()
+        with self._canary.guard("answers"):
+            (tokens,) = copy.tensors
+            if copy.arrived() and tokens.shape[0] == len(requests):
+                self._compare(requests, before, tokens.view(len(requests), -1).tolist(), without)
+        return done
+
+    def _compare(
+        self, requests: Sequence[Any], before: Sequence[int], given: Sequence[list[int]], without: Collection[int]
+    ) -> None:
+        wrong = [
+            (request, first + i, sampled, int(listed))
+            for row, (request, first, tokens) in enumerate(zip(requests, before, given, strict=True))
+            if row not in without
+            for i, (sampled, listed) in enumerate(zip(tokens, request.output_ids[first:], strict=False))
+            if sampled != listed
+        ]
+        self._canary.count("answered_tokens", sum(len(r.output_ids) - n for r, n in zip(requests, before, strict=True)))
+        if wrong:
+            region = next(iter(self._canary.regions))
+            self._canary.report(
+                [
+                    Violation(
+                        Kind.TOKEN,
+                        region,
+                        Phase.EVENT,
+                        self._canary.forwards,
+                        position=len(request.origin_input_ids) + place,
+                        token=listed,
+                        stored_token=sampled,
+                        request=request.rid,
+                        rank=self._canary.config.rank,
+                    )
+                    for request, place, sampled, listed in wrong
+                ]
+            )

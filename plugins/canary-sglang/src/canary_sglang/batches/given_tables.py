@@ -1,0 +1,106 @@
+"""`GivenTables`: the lists that a model's attention is given, against `req_to_token`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_adapters import ragged_table, slot_table
+from canary_core import Canary, Patches, ReadTable, RegionKind
+from canary_sglang.batches.forward import FIRST_ROWS, UniformLens
+from canary_sglang.batches.writers import RequestWriters
+from canary_sglang.compat import attention
+
+
+class GivenTables:
+    """Compares what the attention backends of one runner make of `req_to_token`, right after they have made it: while a
+    forward (`of`) is issued, on its stream. The scheduler may write to `req_to_token` once that is done
+    (`Step.follow_check`).
+
+    The backends' own objects are patched with the first forward, since SGLang makes them after the pool. A backend that
+    is not known is told once, as a ``tables_left_out`` event.
+    """
+
+    def __init__(self, runner: Any, canary: Canary, regions: Sequence[str], writers: RequestWriters) -> None:
+        self._runner = runner
+        self._canary = canary
+        self._tables = canary.step.tables
+        every = {name: canary.regions[name] for name in regions}
+        kinds = {region.kind: name for name, region in every.items() if region.tokens_per_slot == 1}
+        self._full, self._window = kinds.get(RegionKind.FULL), kinds.get(RegionKind.WINDOW)
+        self._writers = writers
+        self._patches = Patches(canary.guard)
+        self._uniform = UniformLens()
+        self._buffers: Tensor | None = None
+        self._backend: Any = None
+        self._batch: Any = None
+
+    @contextmanager
+    def of(self, batch: Any) -> Iterator[None]:
+        """While the forward of ``batch`` is issued, whose tables are due."""
+        with self._canary.guard("tables"):
+            if self._runner.attn_backend is not self._backend:
+                self._follow(self._runner.attn_backend)
+            self._batch = batch if self._patches.done else None
+        try:
+            yield
+        finally:
+            if self._batch is not None and self._tables.due:
+                self._tables.skip()
+            self._batch = None
+
+    def close(self) -> None:
+        """The backends' methods are their own again."""
+        self._patches.undo()
+
+    def _follow(self, backend: Any) -> None:
+        self._patches.undo()
+        self._backend = backend
+        for leaf in attention.leaves(backend):
+            reason = attention.why_not(leaf)
+            if reason is not None:
+                self._tables.leave_out(type(leaf).__name__, reason)
+                continue
+            eager, graph = attention.METADATA
+            self._patches.follow(leaf, eager, partial(self._made, leaf, False))
+            self._patches.follow(leaf, graph, partial(self._made, leaf, True))
+
+    def _made(self, backend: Any, graph: bool, _: Any, *args: Any, **kwargs: Any) -> None:
+        batch = self._batch
+        if batch is None or not self._tables.due or kwargs.get("in_capture") or _capturing():
+            return
+        with self._canary.guard("tables"):
+            self._tables.compare(list(self._read_tables(backend, graph, batch)))
+
+    def _read_tables(self, backend: Any, graph: bool, batch: Any) -> Iterator[ReadTable]:
+        lengths, rows = attention.read_lengths(batch), len(batch.rids)
+        if lengths is None:
+            return
+        end = lengths[:rows]
+        kept = slot_table(self._runner.req_to_token_pool.req_to_token, batch.req_pool_indices[:rows])
+        for made in attention.indices(backend, graph):
+            region = self._window if made.own_slots else self._full
+            if region is None or made.starts.shape[0] <= rows:
+                continue
+            first, starts = self._uniform.of(0, end), made.starts[:rows]
+            if made.window_tokens is not None:
+                first, starts = self._window_starts(end, starts, made.window_tokens)
+            given = ragged_table(made.entries, starts)
+            writers = self._writers.ids(batch.rids)
+            yield ReadTable(made.name, region, given, kept, first, end, writers, made.own_slots)
+
+    def _window_starts(self, end: Tensor, starts: Tensor, window_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first position of each row in a window's list, and where its position 0 would be; in static buffers."""
+        rows = len(end)
+        if self._buffers is None or self._buffers.shape[1] < rows:
+            self._buffers = torch.zeros((2, max(rows, FIRST_ROWS)), dtype=torch.int64, device=end.device)
+        first, begins = self._buffers[0, :rows], self._buffers[1, :rows]
+        torch.sub(end, window_tokens, out=first).clamp_(min=0)
+        return first, torch.sub(starts, first, out=begins)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,60 @@
+"""Lists that SGLang's Triton backend makes of `req_to_token`, on Triton's interpreter: right ones are silent, wrong
+ones are told."""
+
+import pytest
+from engines.setups import TRITON
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci("the same comparison with vLLM and Transformers")]
+
+ALWAYS = {"CANARY_TABLE_INTERVAL": "1", "CANARY_READ_CHECK": "0"}
+SMALL = {"attention_backend": "triton", "dtype": "float32", "triton_attention_num_kv_splits": 1}
+FEW = {"prompts": 4, "new_tokens": 3, "shared": 8}
+KINDS = {
+    "mha": {"options": SMALL, "environment": TRITON, **FEW},
+    "swa": {"options": SMALL, "environment": TRITON, **FEW},
+    "mla": {"options": {"triton_attention_num_kv_splits": 1}, **FEW},
+    "pages": {"options": SMALL, **FEW},
+}
+"""Fields beside those of a setup."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_right_lists_are_silent_and_wrong_ones_told(name, launch):
+    """Clean traffic compares a list in every forward. Then a list with one entry of another request, and one that is a
+    step old: told with request, position, both slots and the list's name."""
+    engine = launch(KINDS[name], like=name, **ALWAYS)
+    setup = engine.setup
+    for seed in (0, 0):
+        engine.serve(prompts=setup.traffic(seed), new_tokens=setup.new_tokens)
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["tables_compared"] == found["stats"]["forwards"] > 5
+    assert "tables_left_out" not in {event["name"] for event in engine.events()}
+
+    done = engine.stale_table(what="entry", prompts=setup.traffic(2, 4)[2:])
+    wrong = [v for v in done["violations"] if v["kind"] == "read_table" and v["region"] == "full"]
+    assert {(v["request"], v["position"]) for v in wrong} == {(done["requests"][-1], done["position"])}
+    assert {(v["slot"], v["stored_value"]) for v in wrong} == {(done["wrong"], done["right"])}
+    assert {v["detail"] for v in wrong} == {"kv_indices of TritonAttnBackend"}
+
+    done = engine.stale_table(what="old", prompts=setup.traffic(3, 4)[2:])
+    wrong = [v for v in done["violations"] if v["kind"] == "read_table"]
+    assert wrong
+    assert {v["detail"] for v in wrong} == {"kv_indices of TritonAttnBackend"}
+
+    if name == "swa":
+        done = engine.stale_table(what="window", prompts=setup.traffic(4, 4)[2:])
+        wrong = [v for v in done["violations"] if v["kind"] == "read_table"]
+        assert {(v["region"], v["request"]) for v in wrong} == {("swa", done["requests"][0])}
+        assert {v["detail"] for v in wrong} == {"window_kv_indices of TritonAttnBackend"}
+
+
+def test_a_backend_that_reads_the_engine_s_table_is_told_once(launch):
+    """SGLang's own default on a CPU has no lists to compare."""
+    engine = launch({}, like="mha", **ALWAYS)
+    engine.serve(prompts=engine.setup.traffic(0), new_tokens=4)
+    told = [event for event in engine.events() if event["name"] == "tables_left_out"]
+    assert [(e["backend"], e["reason"]) for e in told] == [
+        ("TorchNativeAttnBackend", "it makes no table: it reads req_to_token itself")
+    ]
+    assert "tables_compared" not in engine.findings()["stats"]

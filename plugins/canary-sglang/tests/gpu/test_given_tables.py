@@ -1,0 +1,82 @@
+"""Real SGLang on a GPU with the Triton backend: the lists that its CUDA graphs and its eager forwards read, compared
+with `req_to_token` in every forward. What `tests/batches/test_given_tables.py` states for a CPU.
+
+``python3 -m pytest -m gpu plugins/canary-sglang/tests/gpu/test_given_tables.py``: up to a minute an engine.
+"""
+
+import pytest
+
+SETUPS = {
+    "graphs": {},
+    "eager": {"disable_cuda_graph": True},
+    "pages": {"page_size": 16, "kv_cache_dtype": "fp8_e4m3"},
+    "window": {"model": "gpu_cohere2"},
+    "mla": {"model": "gpu_deepseek_v2"},
+}
+EAGLE = {
+    "speculative_algorithm": "EAGLE",
+    "draft_model": "gpu_llama_draft",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+ALWAYS = {"CANARY_TABLE_INTERVAL": "1", "CANARY_SCRUB_BUDGET": "64MiB", "CANARY_READ_CHECK": "0"}
+
+
+def fields(name, **options):
+    """Of a `Setup`."""
+    known = {"device": "cuda", "model": "gpu_llama", **SETUPS.get(name, EAGLE), **options}
+    return {"options": known, "prompts": 8, "new_tokens": 24, "shared": 300, "patience_s": 400}
+
+
+def read_tables(done):
+    """Findings of this kind."""
+    return [v for v in done["violations"] if v["kind"] == "read_table"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETUPS)
+def test_right_lists_are_silent_and_wrong_ones_told(name, launch, record_property):
+    """Clean traffic compares a list in every forward, those in the buffers of CUDA graphs too. Then one entry of
+    another request, and a list that is a step old: told with request, position, both slots and the list's name."""
+    engine = launch(fields(name), **ALWAYS)
+    setup, graphed = engine.setup, 0
+    for seed in (0, 0, 1):
+        served = engine.serve(prompts=setup.traffic(seed), new_tokens=setup.new_tokens)
+        graphed += sum(served["graphed"].values())
+    found = engine.findings()
+    record_property("compared", found["stats"]["tables_compared"])
+    assert found["violations"] == []
+    assert found["stats"]["tables_compared"] == found["stats"]["forwards"]
+    assert (graphed > 0) == (name != "eager")
+    assert "tables_left_out" not in {event["name"] for event in engine.events()}
+
+    done = engine.stale_table(what="entry", prompts=setup.traffic(2, 4)[2:])
+    wrong = [v for v in read_tables(done) if v["region"] == "full"]
+    assert {(v["request"], v["position"]) for v in wrong} == {(done["requests"][-1], done["position"])}
+    assert {(v["slot"], v["stored_value"]) for v in wrong} == {(done["wrong"], done["right"])}
+    assert {v["detail"] for v in wrong} == {"kv_indices of TritonAttnBackend"}
+
+    done = engine.stale_table(what="old", prompts=setup.traffic(3, 4)[2:])
+    assert {v["detail"] for v in read_tables(done)} == {"kv_indices of TritonAttnBackend"}
+
+    if name == "window":
+        done = engine.stale_table(what="window", prompts=setup.traffic(4, 4)[2:])
+        assert {(v["region"], v["request"]) for v in read_tables(done)} == {("swa", done["requests"][0])}
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["graphs", "window", "mla", "eagle"])
+def test_random_traffic_under_the_overlap_scheduler_raises_nothing(name, launch, record_property):
+    """The scheduler writes to `req_to_token` for the next batch while a forward runs: a comparison comes before."""
+    options = {"disable_overlap_schedule": False, "max_total_tokens": 640}
+    engine = launch(fields(name, **options), **ALWAYS)
+    engine.storm_overlapped(seed=5, turns=600, new_tokens=40)
+    found = engine.findings()
+    record_property("compared", found["stats"].get("tables_compared", 0))
+    record_property("skipped", found["stats"].get("tables_skipped", 0))
+    assert found["violations"] == []
+    assert found["stats"].get("tables_compared", 0) > 100 or name == "eagle"
+    assert "disabled" not in {event["name"] for event in engine.events()}
+    engine.close()
