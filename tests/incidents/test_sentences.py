@@ -10,7 +10,7 @@ from canary_core.incidents.diagnosis import diagnose
 from canary_core.incidents.incident import Incident
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(FINDINGS, min_size=1, max_size=4))
 def test_a_diagnosis_has_no_none_and_no_empty_name(found):
     """Of findings of which any field may be missing, where nobody has looked at the device."""

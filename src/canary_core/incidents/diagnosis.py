@@ -318,7 +318,7 @@ class Damage:
 def _where(damage: Damage) -> str:
     if not damage.slots:
         return "no slot"
-    slots = f"slot {damage.slots[0]}" if len(damage.slots) == 1 else f"{len(damage.slots)} slots"
+    slots = counted("slot", damage.slots[0]) if len(damage.slots) == 1 else f"{len(damage.slots)} slots"
     sources = damage.sources[0] if len(damage.sources) == 1 else f"{len(damage.sources)} sources"
     return f"{slots} in {sources}"
 

@@ -63,9 +63,11 @@ def stale_match(engine: Any) -> dict[str, Any]:
         found = type(cache).match_prefix(cache, params, *args, **kwargs)
         if list(params.key.token_ids[:8]) != PROMPTS[0][:8]:
             return found
-        if flushed:
+        if flushed and len(params.key) < len(PROMPTS[0]):
+            # Not where the prompt is put into the cache, once it is computed.
             return found._replace(device_indices=matched[-1][: len(PROMPTS[0]) - 1])
-        matched.append(found.device_indices.clone())
+        if not flushed:
+            matched.append(found.device_indices.clone())
         return found
 
     serve(engine, PROMPTS[:1], 2)
