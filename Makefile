@@ -51,7 +51,7 @@ test-vllm: $(VENV_VLLM)/.stamp
 
 # The museum of real bugs, patched into the real engines: all of it, and docs/bugs.md.
 bugs: $(STAMP) $(VENV_SGLANG)/.stamp $(VENV_VLLM)/.stamp
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests/bugs/transformers tests/bugs/test_table.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests/bugs/transformers tests/bugs/test_museum.py tests/bugs/test_table.py
 	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) tests/bugs/sglang
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \

@@ -50,10 +50,10 @@ def _rows(bugs: list[tuple[str, str, Bug]]) -> Iterator[str]:
             if bug.row == row:
                 link = f"[{bug.title}](../tests/bugs/{engine}/{name}.py) ({ENGINES[engine]})"
                 default, thorough = (bug.expected(profile) for profile in museum.PROFILES)
-                found = default if isinstance(default, Found) else thorough
-                kind = f"`{found.kind}`" if isinstance(found, Found) else "nothing"
-                sentence = found.sentence if isinstance(found, Found) else ""
-                cells = (row, link, ", ".join(bug.issues), kind, sentence, _when(default), _when(thorough))
+                found = [one for one in dict.fromkeys((default, thorough)) if isinstance(one, Found)]
+                kinds = ", ".join(dict.fromkeys(f"`{one.kind}`" for one in found)) or "nothing"
+                sentences = "; thorough: ".join(dict.fromkeys(one.sentence for one in found))
+                cells = (row, link, ", ".join(bug.issues), kinds, sentences, _when(default), _when(thorough))
                 yield f"| {' | '.join(cells)} |"
 
 
