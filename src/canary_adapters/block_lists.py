@@ -105,7 +105,8 @@ class BlockLists:
     def kept(self, lists: Sequence[Sequence[int] | None], block_slots: int, ring_slots: int = 0) -> SlotTable | None:
         """The blocks of the rows whose turn it is as `ReadTable.kept`, on the current stream: ``lists`` has those of
         each row by position, None where they are not known. ``ring_slots``: see `SlotTable`. None if no row has any."""
-        rows, width = len(lists), 1
+        # A row of a ring is as wide as the ring, also while no request has filled it.
+        rows, width = len(lists), max(1, -(-ring_slots // block_slots))
         chosen: list[int] = []
         for number in range(rows):
             row = (self._row + number) % rows

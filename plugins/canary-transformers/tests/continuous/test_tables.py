@@ -5,6 +5,7 @@ from tiny.batching import HAS_POOL, Traffic, serve
 from tiny.models import batching
 
 from canary_core import Kind, Patches, hookimpl
+from canary_core.testing import Findings
 
 TIGHT = {"pages": 12, "batch_tokens": 24, "requests": 9, "new_tokens": 14}
 
@@ -21,6 +22,23 @@ def test_lists_of_every_group_are_compared_and_found_right(kind, guard):
     assert "tables_skipped" not in stats
     told = {f"{which} of {region}" for which in ("read_index", "write_index") for region in regions(kind)}
     assert names.told == told
+
+
+@pytest.mark.skipif(not HAS_POOL, reason="up to 5.17 windows are not compared")
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_requests_that_have_not_filled_a_window_are_compared_too(kind, guard):
+    """All requests of a forward have fewer blocks than a window has: the guard goes on, and finds nothing."""
+    model, findings = batching(kind), Findings()
+    guarded, names = guard(model, table_interval=1, read_check=0), Names()
+    for plugin in (names, findings):
+        guarded.register(plugin)
+    load = Traffic(requests=2, new_tokens=14)
+    assert len(model.generate_batch([[5, 6, 7], [9, 8]], **load.settings(model))) == 2
+    stats = guarded.stats()
+    assert [event.name for event in findings.events if event.level in ("warning", "error")] == []
+    assert guarded.violations == []
+    assert stats["tables_compared"] == stats["forwards"] >= 14
+    assert {"read_index of sliding_attention", "write_index of sliding_attention"} <= names.told
 
 
 class Names:
