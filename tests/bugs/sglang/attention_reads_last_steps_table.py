@@ -1,11 +1,12 @@
 """The attention backend keeps the list of slots that it built for the forward before."""
 
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from bugs.classes import TABLE
-from bugs.museum import Bug, Missed, patched
+from bugs.museum import Bug, Found, patched
 from bugs.traffic import joining
 
 
@@ -17,10 +18,10 @@ def broken(stage: Any) -> Iterator[None]:
 
     last: dict[int, Any] = {}
 
-    def init_forward_metadata(usual: Any, backend: Any, batch: Any) -> None:
-        usual(backend, batch)
+    def init_forward_metadata(usual: Any, batch: Any) -> None:
+        usual(batch)
         if batch.forward_mode.is_decode():
-            metadata = backend.forward_metadata
+            metadata = usual.__self__.forward_metadata
             kept = last.get(len(batch.seq_lens))
             last[len(batch.seq_lens)] = metadata.kv_indices.clone()
             if kept is not None:
@@ -28,7 +29,10 @@ def broken(stage: Any) -> Iterator[None]:
                 count = min(len(kept), len(metadata.kv_indices))
                 metadata.kv_indices[:count] = kept[:count]
 
-    with patched(TritonAttnBackend, "init_forward_metadata", init_forward_metadata):
+    with ExitStack() as all_of_them:
+        for backend in gc.get_objects():
+            if isinstance(backend, TritonAttnBackend):
+                all_of_them.enter_context(patched(backend, "init_forward_metadata", init_forward_metadata))
         yield
 
 
@@ -40,5 +44,5 @@ BUG = Bug(
     setup="triton",
     broken=broken,
     traffic=joining,
-    default=Missed("Canary checks SGLang's table, not the copy of it that the attention backend hands to its kernel"),
+    default=Found("read_table", 16, "kv_indices of TritonAttnBackend names slot"),
 )

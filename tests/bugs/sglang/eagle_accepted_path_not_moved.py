@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bugs.classes import DRAFT
-from bugs.museum import Bug, Missed, patched
+from bugs.museum import Bug, Found, patched
 from bugs.traffic import together
 
 
@@ -30,5 +30,5 @@ BUG = Bug(
     setup="eagle_tree",
     broken=broken,
     traffic=together,
-    default=Missed("the slots that a verified tree has written are not judged until they are written again"),
+    default=Found("bytes", 1, "the bytes that were copied or loaded to slot ... of k are not those that alice wrote"),
 )

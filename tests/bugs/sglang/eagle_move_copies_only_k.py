@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bugs.classes import PARTIAL
-from bugs.museum import Bug, Missed, patched
+from bugs.museum import Bug, Found, patched
 from bugs.traffic import together
 
 
@@ -34,5 +34,7 @@ BUG = Bug(
     setup="eagle_tree",
     broken=broken,
     traffic=together,
-    default=Missed("after the move, what lies in the destination counts as what was moved"),
+    default=Found(
+        "bytes", 1, "the bytes that were copied or loaded to slot ... of v. ... are not those that alice wrote"
+    ),
 )

@@ -32,7 +32,5 @@ BUG = Bug(
     setup="hicache",
     broken=broken,
     traffic=through_host_memory,
-    default=Found(
-        "bytes", 1, "the bytes of slot ... of v.0 changed since alice wrote them ...: a stray write, a race, a bad copy"
-    ),
+    default=Found("bytes", 1, "the bytes ... copied or loaded ... are not those that ... alice"),
 )

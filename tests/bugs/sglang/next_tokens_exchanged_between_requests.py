@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bugs.classes import TOKENS
-from bugs.museum import Bug, Missed, patched
+from bugs.museum import Bug, Found, patched
 from bugs.traffic import together
 
 
@@ -32,5 +32,5 @@ BUG = Bug(
     setup="mha",
     broken=broken,
     traffic=together,
-    default=Missed("the token that is computed is compared with the request's own at the next prefix hit only"),
+    default=Found("write_input", 1, "the sampler gave alice token ... for position ..., but the forward computed"),
 )

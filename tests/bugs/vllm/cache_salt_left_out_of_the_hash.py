@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bugs.classes import IDENTITY
-from bugs.museum import Bug, Missed, patched
+from bugs.museum import Bug, Found, patched
 from bugs.traffic import finish
 
 
@@ -41,5 +41,7 @@ BUG = Bug(
     setup="llama",
     broken=broken,
     traffic=traffic,
-    default=Missed("a prefix's hash is made of its tokens only"),
+    default=Found(
+        "prefix", 6, "bob will read position 0 from slot ... which alice co... A prefix hit across identities"
+    ),
 )

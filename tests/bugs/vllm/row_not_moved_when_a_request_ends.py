@@ -43,4 +43,7 @@ BUG = Bug(
         "carol uses the null slot 0 for position 0: padding leaked into a live row",
         wrong="the row is that of a request that has ended, which was cleared; nothing was padded",
     ),
+    thorough=Found(
+        "read_table", 2, "slot_mapping of CPUAttentionMetadata names slot ... for which the engine keeps slot"
+    ),
 )

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bugs.classes import LAYOUT
-from bugs.museum import Bug, Missed, patched
+from bugs.museum import Bug, Found, Missed, patched
 from bugs.traffic import together
 
 
@@ -31,4 +31,5 @@ BUG = Bug(
     broken=broken,
     traffic=together,
     default=Missed("both groups name the same slots in one forward, and the table of each is checked alone"),
+    thorough=Found("read_table", 8, "block_table of CPUAttentionMetadata names slot"),
 )

@@ -161,7 +161,10 @@ class Session:
     def clear_slots(self, slots: Tensor) -> None:
         """Nothing is in ``slots`` any more: what they held was rejected. Numbered as in the engine's tables."""
         for name in self._paged:
-            self.canary.slots.clear(name, self.canary.regions[name].slots_of(slots))
+            own = self.canary.regions[name].slots_of(slots)
+            self.canary.slots.clear(name, own)
+            # Which token's bytes lie there is not known, so the next write can't be judged to have left them.
+            self.canary.slots.forget_bytes(name, own)
 
     def last_words(self) -> None:
         """Reports what was found in the last forwards of an engine that has failed; where the device can't be read any
