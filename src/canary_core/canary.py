@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import pluggy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from canary_core import plugins
@@ -376,6 +377,7 @@ class Canary:
             "backend": self._workspace.backend.name,
             "device": self.device.type,
             "rank": self.config.rank,
+            "ranks": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
             "model": self.config.model,
         }
         events = tuple(self._switch.recent)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.guarded import Guarded
 from support.toy import ToyEngine
 from typer.testing import CliRunner
@@ -164,3 +165,48 @@ def test_what_is_no_bundle_is_refused(tmp_path, what):
     assert result.exit_code == 2
     assert result.stderr.startswith("canary: ")
     assert "Traceback" not in result.output
+
+
+@pytest.fixture
+def of_two_ranks(tmp_path, monkeypatch):
+    """``write(rank, layer)``: the bundle of a bit that was flipped in a layer of that rank of two, in one directory."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def write(rank: int, position: int) -> Path:
+        guarded = Guarded(ToyEngine(layers=3), read_check=-1, incident_dir=str(tmp_path), rank=rank)
+        request = guarded.engine.submit("alice", list(range(12)))
+        guarded.step(8)
+        guarded.engine.k[1].view(torch.int32)[request.slots[position], 3] ^= 1 << 30
+        guarded.step(4)
+        guarded.canary.close()
+        (path,) = [p for p in tmp_path.iterdir() if read_bundle(p).about["rank"] == rank]
+        return path
+
+    return write
+
+
+def test_what_one_rank_alone_told_is_said(of_two_ranks):
+    """Rank 1 of 2 has a bundle and rank 0 has none, or one about something else: it is that rank's own memory."""
+    path = of_two_ranks(1, 5)
+    assert tell(read_bundle(path)).ranks.startswith("of 2 ranks only rank 1 told it here: look at that rank's own")
+    of_two_ranks(0, 3)
+    assert "rank 0 told something else at that time" in tell(read_bundle(path)).ranks
+    result = run(str(path))
+    assert "Ranks" in result.output
+    assert "only rank 1" in " ".join(result.output.split())
+    assert "only rank 1" in page(tell(read_bundle(path)))
+
+
+def test_what_all_ranks_told_is_no_matter_of_one_device(of_two_ranks):
+    """The same finding on both: it is what they have in common. A broken bundle beside them is passed over."""
+    path, other = of_two_ranks(0, 5), of_two_ranks(1, 5)
+    assert tell(read_bundle(path)).ranks.startswith("rank 1 told the same beside rank 0 of 2")
+    (other / "incident.json").write_text("{")
+    assert tell(read_bundle(path)).ranks.startswith("of 2 ranks only rank 0 told it")
+
+
+def test_an_engine_of_one_rank_says_nothing_of_ranks(tmp_path):
+    """Nor does a bundle of before there was a number of ranks."""
+    assert tell(read_bundle(flipped(tmp_path))).ranks == ""
+    assert tell(read_bundle(EXAMPLE)).ranks == ""

@@ -7,6 +7,7 @@ from itertools import groupby
 import torch
 
 from canary_core.config import CanaryConfig, settings
+from canary_core.explain.ranks import of_ranks
 from canary_core.incidents.bundle import Bundle, redacted, state_of
 from canary_core.incidents.classes import Diagnosis
 from canary_core.incidents.diagnosis import diagnose
@@ -98,7 +99,8 @@ class SlotRow:
 class Story:
     """``headline``: what was found; ``facts``: what the root says; ``kinds``: findings by kind, ``grew``: those of a
     moment later, empty if there were no more; ``shapes``: what the damaged bytes look like; ``command``: repeats the
-    check on the bundle alone; ``report``: text for the tracker, without names, tokens and paths."""
+    check on the bundle alone; ``ranks``: whether one rank alone told it, empty where there is one; ``report``: text for
+    the tracker, without names, tokens and paths."""
 
     name: str
     written: str
@@ -111,6 +113,7 @@ class Story:
     heat: Heat | None
     numbers: list[Number]
     shapes: list[str]
+    ranks: str
     slots: list[SlotRow]
     table: list[tuple[str, str]]
     versions: dict[str, str]
@@ -143,6 +146,7 @@ def tell(bundle: Bundle) -> Story:
         heat=None if evidence is None else _heat(incident, evidence),
         numbers=[] if evidence is None else list(_numbers(evidence, bundle.patterns)),
         shapes=_shapes(bundle.patterns),
+        ranks=of_ranks(bundle),
         slots=[] if evidence is None else list(_slots(incident, evidence)),
         table=_table(evidence),
         versions=versions,
@@ -376,6 +380,9 @@ def _report(bundle: Bundle, versions: Mapping[str, str]) -> str:
         f"Versions: {', '.join(f'{k} {v}' for k, v in own.items())}",
         f"Settings: {', '.join(f'{k}={v}' for k, v in changed.items()) or 'defaults'}",
     ]
+    ranks = of_ranks(bundle)
+    if ranks:
+        lines.append(f"Ranks: {ranks}")
     if found[0].bugs:
         lines.append(f"Resembles: {', '.join(found[0].bugs)}")
     return "\n".join(lines)
