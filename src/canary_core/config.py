@@ -243,7 +243,7 @@ class CanaryConfig(BaseSettings):
         default=16,
         description="Forwards between two in which a table that attention was given (a page table, a list of slots, "
         "the buffers of a CUDA graph) is compared with the one that the engine keeps, where its plugin can; such a "
-        "forward has no scrub. 1: every forward, 0: never.",
+        "forward has no scrub. 1: every forward, beside its scrub; 0: never.",
         json_schema_extra=_unit("forwards"),
     )
     on_violation: Literal["report", "abort", "quarantine"] = Field(

@@ -18,7 +18,7 @@ class TableCheck:
     check of a forward sees only what they are made from. An engine's plugin asks before each forward whether a
     comparison is `due`, and if so gives `compare` what it can: once the backend has its tables, and while nobody writes
     to what they were made from. Every ``interval`` forwards one table is compared whole, one after the other; in such a
-    forward there is no scrub, so that no forward has a launch more. 0: never.
+    forward there is no scrub, so that no forward has a launch more, but where every forward is compared. 0: never.
 
     ``names``: the names of the tables that were compared, by their number in a finding.
     """
@@ -79,9 +79,10 @@ class TableCheck:
         return {name: count for name, count in counts.items() if count}
 
     def took_turn(self) -> bool:
-        """Whether something was compared since this was last asked."""
+        """Whether something was compared in the place of a scrub since this was last asked. Where every forward is
+        compared, there would be no scrub at all."""
         launched, self._launched = self._launched, False
-        return launched
+        return launched and self._interval > 1
 
     def ended(self) -> None:
         """Host only. A forward ended."""

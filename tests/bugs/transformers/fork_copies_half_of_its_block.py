@@ -41,10 +41,6 @@ BUG = Bug(
     setup="continuous",
     broken=broken,
     traffic=traffic,
-    default=Found(
-        "bytes", 16, "the bytes of slot ... changed since alice wrote them ...: a stray write, a race, a bad copy"
-    ),
-    thorough=Found(
-        "bytes", 1, "the bytes of slot ... changed since alice wrote them ...: a stray write, a race, a bad copy"
-    ),
+    default=Found("bytes", 16, "the bytes ... copied or loaded ... are not those that"),
+    thorough=Found("bytes", 1, "the bytes ... copied or loaded ... are not those that"),
 )

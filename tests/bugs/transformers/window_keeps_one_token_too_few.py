@@ -43,6 +43,6 @@ BUG = Bug(
     setup="mistral",
     broken=broken,
     traffic=traffic,
-    default=Found("bytes", 8, "the bytes of slot ... changed since generate ... wrote them ...: a stray write"),
-    thorough=Found("bytes", 4, "the bytes of slot ... changed since generate ... wrote them ...: a stray write"),
+    default=Found("bytes", 8, "the bytes ... copied or loaded ... are not those that"),
+    thorough=Found("bytes", 4, "the bytes ... copied or loaded ... are not those that"),
 )
