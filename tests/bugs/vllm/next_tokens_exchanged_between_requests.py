@@ -32,5 +32,7 @@ BUG = Bug(
     setup="llama",
     broken=broken,
     traffic=together,
-    default=Missed("the token that is computed is compared with the request's own at the next prefix hit only"),
+    default=Missed(
+        "what vLLM's sampler gave is not followed yet; it is in SGLang, and in Transformers' continuous batching"
+    ),
 )
