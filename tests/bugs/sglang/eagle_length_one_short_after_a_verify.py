@@ -34,7 +34,7 @@ BUG = Bug(
     broken=broken,
     traffic=together,
     default=Missed(
-        "all that the engine has agrees: one draft fewer counts as accepted and is computed again, and answers stay right. "
+        "all that the engine has agrees: one draft fewer counts as accepted and is computed again; answers stay right. "
         "A length that is short while the token was given out is found: canary-sglang's test_sampled, cut short"
     ),
 )
