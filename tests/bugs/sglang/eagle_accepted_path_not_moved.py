@@ -30,5 +30,7 @@ BUG = Bug(
     setup="eagle_tree",
     broken=broken,
     traffic=together,
-    default=Found("bytes", 1, "the bytes that were copied or loaded to slot ... of k are not those that alice wrote"),
+    default=Found(
+        "bytes", 1, "the bytes that were copied or loaded to slot ... of k. ... are not those that alice wrote"
+    ),
 )
