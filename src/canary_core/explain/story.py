@@ -134,6 +134,7 @@ def tell(bundle: Bundle) -> Story:
     versions = {str(k): str(v) for k, v in bundle.about.get("versions", {}).items()}
     after = {str(k): int(v) for k, v in bundle.after.get("kinds", {}).items()}
     kinds = {str(k): int(v) for k, v in bundle.incident["kinds"].items()}
+    ranks = of_ranks(bundle)
     return Story(
         name=bundle.path.name,
         written=str(bundle.manifest.get("written", "")),
@@ -146,7 +147,7 @@ def tell(bundle: Bundle) -> Story:
         heat=None if evidence is None else _heat(incident, evidence),
         numbers=[] if evidence is None else list(_numbers(evidence, bundle.patterns)),
         shapes=_shapes(bundle.patterns),
-        ranks=of_ranks(bundle),
+        ranks=ranks,
         slots=[] if evidence is None else list(_slots(incident, evidence)),
         table=_table(evidence),
         versions=versions,
@@ -156,7 +157,7 @@ def tell(bundle: Bundle) -> Story:
         events=[_event(event) for event in bundle.events[-MOST_ROWS:]],
         after=[_event(event) for event in bundle.after.get("events", [])[:MOST_ROWS]],
         command=f"canary explain {bundle.path.name} --check",
-        report=_report(bundle, versions),
+        report=_report(bundle, versions, ranks),
     )
 
 
@@ -356,7 +357,7 @@ def _event(event: Mapping[str, object]) -> tuple[str, str, str]:
     return str(event.get("level", "")), str(event.get("event", "")), text if len(text) < 400 else f"{text[:400]} ..."
 
 
-def _report(bundle: Bundle, versions: Mapping[str, str]) -> str:
+def _report(bundle: Bundle, versions: Mapping[str, str], ranks: str) -> str:
     """For the engine's tracker: requests are numbered, nothing names tokens, paths or hosts."""
     incident, evidence = anonymous(bundle)
     found = diagnose(incident, evidence, bundle.patterns)
@@ -380,7 +381,6 @@ def _report(bundle: Bundle, versions: Mapping[str, str]) -> str:
         f"Versions: {', '.join(f'{k} {v}' for k, v in own.items())}",
         f"Settings: {', '.join(f'{k}={v}' for k, v in changed.items()) or 'defaults'}",
     ]
-    ranks = of_ranks(bundle)
     if ranks:
         lines.append(f"Ranks: {ranks}")
     if found[0].bugs:
