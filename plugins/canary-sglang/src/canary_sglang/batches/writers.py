@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
+from canary_adapters import upload
 from canary_core import Writers
 from canary_sglang.compat import schedulers
 
@@ -84,7 +85,5 @@ class RequestWriters:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to."""
         if names != self._names:
             self._names = list(names)
-            ids = [self.writers.id(name) for name in names]
-            host = torch.tensor(ids, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-            self._ids = host.to(self._device, non_blocking=True)
+            self._ids = upload([self.writers.id(name) for name in names], self._device, torch.int32)
         return self._ids

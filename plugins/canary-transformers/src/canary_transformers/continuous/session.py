@@ -11,13 +11,14 @@ import pluggy
 import torch
 from torch import Tensor
 
+from canary_adapters import upload
 from canary_core import BatchView, Canary, CanaryConfig, Patches, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import PagedCachePool
 from canary_transformers.continuous.tables import GivenTables
 from canary_transformers.continuous.tokens import TokenBook
-from canary_transformers.continuous.upload import upload, upload_lists
+from canary_transformers.continuous.upload import upload_lists
 from canary_transformers.filters import EarlierBytesFilter
 
 
