@@ -1,6 +1,7 @@
 """`EventQueue`: what the host issued between two forwards takes effect in that order, however it is put together."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -156,3 +157,19 @@ def test_events_wait_for_the_streams_that_made_their_slots():
         queue.put(QueuedEvent(lambda tensors: seen.append(tensors[0].clone()), [slots]))
     queue.settle()
     assert int(seen[0].min()) == 7
+
+
+def test_it_knows_whether_slots_may_be_written_anew(told):
+    """After whatever gives slots back or changes them, until forwards come after what was recorded; not after slots
+    were handed out alone."""
+    queue = told.queue
+    assert queue.frees_nothing
+    queue.put(QueuedEvent(lambda _: None, [], frees=False))
+    assert queue.frees_nothing
+    for issue in (partial(told.put, "free"), partial(told.arrive, "load"), partial(queue.defer, told.deferred("free"))):
+        issue()
+        assert not queue.frees_nothing
+        queue.settle()
+        assert not queue.frees_nothing
+        queue.joined()
+        assert queue.frees_nothing

@@ -12,6 +12,7 @@ from canary_core.events import Event, Level
 from canary_core.hookspecs import PROTOCOL, hookimpl
 from canary_core.incidents.incident import Incident
 from canary_core.ledger import Arrival, Ledger, Origin, block_hashes
+from canary_core.listener import StepListener
 from canary_core.ops.payload import (
     PayloadCheck,
     PayloadLayout,
@@ -20,6 +21,7 @@ from canary_core.ops.payload import (
     fingerprint_bytes,
 )
 from canary_core.ops.record_buffers import RecordBuffers
+from canary_core.overlap import Overlap
 from canary_core.patches import Patches
 from canary_core.plugins import EngineInfo, HookTarget, emit, hook_manager, private_hooks, require_engine
 from canary_core.plugins import start as start_plugins
@@ -32,7 +34,7 @@ from canary_core.runtime.streams import StreamSet
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
-from canary_core.step import Overlap, Step, StepListener
+from canary_core.step import Step
 from canary_core.violation import Violation
 from canary_core.writers import Writers
 

@@ -25,6 +25,8 @@ Owner = int | Callable[[], int | Tensor]
 one for each slot. It is called when the event takes effect, on the stream of the forwards."""
 
 Event = Literal["alloc", "park", "share", "evict", "free"]
+KEEPING = ("alloc", "park", "share")
+"""Events after which no slot may be handed out that could not be before."""
 """What happens to who has a slot: the name of an op of the back ends, too."""
 
 
@@ -419,7 +421,7 @@ class SlotEvents:
 
         key = None if callable(writer) else (*about, writer)
         with self._switch.guard(event):
-            self._queue.put(QueuedEvent(apply, [slots], list(ready), key=key))
+            self._queue.put(QueuedEvent(apply, [slots], list(ready), key=key, frees=event not in KEEPING))
 
     def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
         event = "forget" if new is State.UNKNOWN else "clear"

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import pluggy
@@ -12,7 +11,9 @@ from canary_core.batch import BatchView
 from canary_core.errors import AttachError, CanaryError
 from canary_core.events import Event
 from canary_core.ledger import Ledger
+from canary_core.listener import StepListener
 from canary_core.ops.state_checkpoints import record_checkpoints
+from canary_core.overlap import Overlap
 from canary_core.reporting.findings import Findings
 from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.overhead import Overhead
@@ -36,52 +37,6 @@ IDLE_READ_S = 0.5
 """Least time between two reads of the findings while the engine idles: it may poll without a pause."""
 
 
-class Overlap(Enum):
-    """What of Canary's work may run beside the engine's own, on a stream of ours. Each allows what the one before it
-    does. On a CPU, with plugins that hook forwards, or once a graph was captured, nothing runs beside."""
-
-    NONE = 0
-    """Nothing: all of it runs on the engine's stream, before and after the forward. Always right."""
-    CHECK = 1
-    """The check, beside the forward: until the forward has ended nothing writes to tensors of its view, neither a
-    kernel of the forward, nor anybody who does not wait for them."""
-    ALL = 2
-    """Also the record and the scrub, beside what comes after the forward; and the forward may be issued before the
-    host makes the view. Nothing but forwards writes to guarded slots."""
-
-
-class StepListener:
-    """What accompanies the forwards of one Canary: subclass it, override what you need, `Step.add` it.
-
-    Listeners are called in the order in which they were added, on the engine's stream unless said otherwise. ``batch``
-    is the engine's own object, as `Step.run` was given it; None where there is none. An exception of a listener is one
-    of Canary's own: it switches Canary off in log mode, and is raised in raise mode.
-    """
-
-    def begin(self, batch: Any) -> None:
-        """A forward is issued next. Its view is not made yet."""
-
-    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
-        """A forward is checked next; gives the view to check: ``view``, or one that says more. On the side stream where
-        the forward was issued first (`Overlap.ALL`). ``view`` None: it can't be checked."""
-        return view
-
-    def after(self, batch: Any, view: BatchView | None) -> None:
-        """The forward was issued, and all that it waited for has arrived. Nothing of it is recorded yet."""
-
-    def forget(self, batch: Any) -> None:
-        """The forward could not be checked, and may have written any of its slots."""
-
-    def flushed(self) -> None:
-        """The engine has emptied its caches: no slot holds anything."""
-
-    def idle(self) -> None:
-        """The engine has nothing to run."""
-
-    def close(self) -> None:
-        """The Canary is off from now on. Called once."""
-
-
 class Facade(Protocol):
     """What a step needs of its `Canary`, which plugins are told of."""
 
@@ -97,7 +52,7 @@ class Step:
 
     | when               | on which stream          | what                                                            |
     |--------------------|--------------------------|------------------------------------------------------------------|
-    | before the forward | the forwards'            | it waits for what still runs beside; `begin` of listeners       |
+    | before the forward | the forwards'            | it waits for what still runs beside ⁴; `begin` of listeners     |
     | view               | the forwards', or side ¹ | the view is made, `before` of listeners may amend it            |
     | `before`           | the forwards', or side ² | queued events take effect; every slot that will be read is      |
     |                    |                          | checked, and the bytes that are compared before a forward       |
@@ -110,8 +65,9 @@ class Step:
 
     ¹ With `Overlap.ALL` the forward is issued first, and the side stream goes on from what the engine's stream had to
     do before it. ² From `Overlap.CHECK` on. ³ With `Overlap.ALL`; then the next `before`, and every event of
-    `Canary.slots`, waits for it. Bytes that are compared before a forward, and plugins that hook forwards, keep all of
-    it on the engine's stream.
+    `Canary.slots`, waits for it. ⁴ With `Overlap.NEXT` only where slots were given back since the last forward: those
+    may be handed out and written again. Bytes that are compared before a forward, and plugins that hook forwards, keep
+    all of it on the engine's stream.
 
     In a CUDA graph: `before` and `after` may be captured, together with the forward. Then no host code runs before a
     replay, so events take effect in `end`, which is called for each replay; nothing runs beside any more; every launch
@@ -287,15 +243,14 @@ class Step:
         if not self._switch.enabled or self.paused or self._missed:
             return False
         with self._switch.guard("issues_first"):
-            # A view may be made in the tensors of the one before.
-            self._workspace.join(for_good=True)
-            side = self._workspace.side
-            if overlap is not Overlap.ALL or side is None or self._captured or self._audit.due:
-                return False
-            if self._hooks.canary_pre_forward.get_hookimpls() or any(s.reads for s in self._states.values()):
-                return False
-            side.mark()
-            return True
+            issued_first = self._may_issue_first(overlap)
+            if not (issued_first and self._may_go_on(overlap)):
+                # A view may be made in the tensors of the one before.
+                self._workspace.join(for_good=True)
+                self._workspace.queue.joined()
+            if issued_first and self._workspace.side is not None:
+                self._workspace.side.mark()
+            return issued_first
         return False
 
     def beside(self) -> AbstractContextManager[None]:
@@ -523,11 +478,24 @@ class Step:
         self.end()
         return output
 
+    def _may_issue_first(self, overlap: Overlap) -> bool:
+        """Whether a forward may be issued before the host works for Canary."""
+        if not overlap.allows(Overlap.ALL) or self._workspace.side is None or self._captured or self._audit.due:
+            return False
+        hooked = self._hooks.canary_pre_forward.get_hookimpls()
+        return not (hooked or any(state.reads for state in self._states.values()))
+
+    def _may_go_on(self, overlap: Overlap) -> bool:
+        """Whether a forward that is issued first need not wait for the record of the one before, which reads the bytes
+        that it has written."""
+        return overlap.allows(Overlap.NEXT) and self._workspace.queue.frees_nothing
+
     def _begin(self, batch: Any, overlap: Overlap) -> bool:
         """Gives whether the forward is issued before its check."""
         with self._switch.guard("begin_forward"):
-            # A listener may write to the tensors of the view before.
-            self._workspace.join(for_good=True)
+            if not (self._may_issue_first(overlap) and self._may_go_on(overlap)):
+                # A listener may write to the tensors of the view before.
+                self._workspace.join(for_good=True)
         for listener in self._listeners:
             with self._guard(listener, "begin"):
                 listener.begin(batch)
@@ -550,7 +518,7 @@ class Step:
     def _record(self, view: BatchView) -> None:
         workspace, hooks = self._workspace, self._hooks
         hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
-        beside = self._overlap is Overlap.ALL and not (hooked or self._captured)
+        beside = self._overlap.allows(Overlap.ALL) and not (hooked or self._captured)
         # The check is done before the engine does anything more: it may write to what that reads.
         workspace.join(for_good=not beside)
         if hooked:

@@ -80,6 +80,7 @@ class Served:
         """Switches, and empties the cache in either case."""
         if self._switch is not None:
             (self._switch / "arm").write_text(arm)
+            (self._switch / "applied").unlink(missing_ok=True)
             os.kill(int((self._switch / "pid").read_text()), signal.SIGUSR2)
             deadline = time.time() + 20
             while not (self._switch / "applied").exists() or (self._switch / "applied").read_text() != arm:
@@ -123,6 +124,11 @@ class Served:
                 rate = workload.batch * workload.new_tokens / decode_s
                 result |= {"decode_s": round(decode_s, 6), "decode_tokens_s": round(rate, 2)}
             yield result
+        if self._switch is not None and workload.new_tokens > 1:
+            # Switching to the same arm tells of the steps since the last time.
+            self.turn(arm)
+            step_s = json.loads((self._switch / "steps").read_text().splitlines()[-1])["step_s"]
+            yield {"workload": workload.name, "arm": arm, "turn": turn, "steps_s": round(1 / step_s, 4)}
 
     def close(self) -> None:
         """Ends the engine's processes."""
@@ -157,7 +163,7 @@ def install_switch(folder: Path) -> dict[str, str]:
     info.mkdir(parents=True, exist_ok=True)
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: overhead_switch\nVersion: 0\n")
     info.joinpath("entry_points.txt").write_text("[canary]\noverhead_switch = overhead_switch\n")
-    for name in ("pid", "arm", "applied"):
+    for name in ("pid", "arm", "applied", "steps"):
         (folder / name).unlink(missing_ok=True)
     path = [str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]
     return {"OVERHEAD_SWITCH": str(folder), "PYTHONPATH": os.pathsep.join(filter(None, path))}

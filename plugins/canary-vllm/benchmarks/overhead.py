@@ -6,13 +6,15 @@
 
 Both arms of a pair serve the same prompts, from an empty prefix cache, so drift of the machine and differences between
 engines fall out: the loss is the median of the pairs' losses. Prefill is all prompts with one new token each; decode is
-the same prompts again, cached now, with all new tokens.
+the same prompts again, cached now, with all new tokens; a step is the median time of one decode in it, which knows
+nothing of how requests begin and end, and little of a host that is busy with something else now and then.
 
 Time on an H200: 50 s to start on a machine that has run an engine before, 15 s to warm up, 4 s an arm of the first
 workload, 5 s of the second. Results go to ``--out``, a JSON object a line; the table comes last.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -23,6 +25,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+PHASES = {"prefill": "prefill_tokens_s", "decode": "decode_tokens_s", "step": "steps_s"}
+"""What is told of each arm, and its name in the results."""
 WORKLOADS = {"batch": (64, 1024, 256, 1), "prompt": (1, 8000, 1, 4)}
 """Requests, prompt tokens, new tokens, repetitions of a turn."""
 SMALL = {"batch": (4, 60, 12, 1), "prompt": (1, 200, 1, 2)}
@@ -100,6 +104,15 @@ class Served:
         from canary_vllm.hooks import HOOKS
 
         (self.session,) = HOOKS.sessions
+        self._ended: list[float] = []
+        step = self.llm.llm_engine.step
+
+        def timed_step() -> Any:
+            outputs = step()
+            self._ended.append(time.perf_counter())
+            return outputs
+
+        self.llm.llm_engine.step = timed_step
         self._budget = self.session.canary.step.scrub.budget
 
     def turn(self, arm: str) -> None:
@@ -134,17 +147,20 @@ class Served:
         """One arm of one turn: seconds of prefill and decode: medians of the repetitions."""
         self.turn(arm)
         batch, prompt, new, repeats = workload
-        prefill, decode = [], []
+        prefill, decode, steps = [], [], []
         for repeat in range(repeats):
             seed = 1000 * turn + repeat
             prefill.append(self.generate_s(workload, 1, seed))
             if new > 1:
+                self._ended.clear()
                 decode.append(self.generate_s(workload, new, seed))
+                steps += [later - earlier for earlier, later in itertools.pairwise(self._ended)]
         result = {"workload": name, "arm": arm, "turn": turn, "prefill_s": statistics.median(prefill)}
         result["prefill_tokens_s"] = batch * prompt / result["prefill_s"]
         if decode:
             result["decode_s"] = statistics.median(decode)
             result["decode_tokens_s"] = batch * new / result["decode_s"]
+            result["steps_s"] = 1 / statistics.median(steps)
         return result
 
     def profile(self, workload: tuple[int, ...], arm: str) -> str:
@@ -179,10 +195,9 @@ class Served:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Medians of each arm, and of the pairs' losses against ``off``."""
-    lines = [f"{'workload':9} {'phase':8} {'arm':8} {'tok/s':>10} {'loss %':>8}  pairs, least to most"]
+    lines = [f"{'workload':9} {'phase':8} {'arm':8} {'per s':>10} {'loss %':>8}  pairs, least to most"]
     for workload in dict.fromkeys(r["workload"] for r in results):
-        for phase in ("prefill", "decode"):
-            key = f"{phase}_tokens_s"
+        for phase, key in PHASES.items():
             mine = [r for r in results if r["workload"] == workload and key in r]
             off = {r["turn"]: r[key] for r in mine if r["arm"] == "off"}
             for arm in dict.fromkeys(r["arm"] for r in mine):
@@ -191,7 +206,7 @@ def table(results: list[dict[str, Any]]) -> str:
                     100 * (1 - r[key] / off[r["turn"]]) for r in mine if r["arm"] == arm and r["turn"] in off
                 )
                 loss = "" if arm == "off" else f"{statistics.median(losses):8.2f}  {losses[0]:.2f} to {losses[-1]:.2f}"
-                lines.append(f"{workload:9} {phase:8} {arm:8} {statistics.median(rates):10.0f} {loss}")
+                lines.append(f"{workload:9} {phase:8} {arm:8} {statistics.median(rates):10.1f} {loss}")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ class QueuedEvent:
 
     ``apply`` does it, with ``tensors``. These are valid after the events ``ready``; if there are none, one is recorded
     on the current stream when the event is queued. ``arrival``: it changes what slots hold, not only who owns them.
+    ``frees``: slots that it is about may be handed out anew.
     Events of one ``key`` in a row are applied together, with all their tensors.
     """
 
@@ -23,6 +24,7 @@ class QueuedEvent:
     ready: list[torch.cuda.Event] = field(default_factory=list)
     arrival: bool = False
     key: tuple[object, ...] | None = None
+    frees: bool = True
 
 
 class EventQueue:
@@ -36,9 +38,19 @@ class EventQueue:
         self._device = device
         self._waiting: list[QueuedEvent] = []
         self._deferred: list[Callable[[], None]] = []
+        self._freed = False
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._deferred)
+
+    @property
+    def frees_nothing(self) -> bool:
+        """Whether since `joined` nothing was issued after which slots may be written anew."""
+        return not self._freed and not self._deferred
+
+    def joined(self) -> None:
+        """Forwards that are issued from now on come after what was recorded so far."""
+        self._freed = False
 
     def defer(self, tell: Callable[[], None]) -> None:
         """For events that are cheaper told as one: ``tell`` puts them. It is called once, before any other event is
@@ -49,6 +61,7 @@ class EventQueue:
     def put(self, event: QueuedEvent) -> None:
         """``event`` waits until `settle`."""
         self._tell_deferred()
+        self._freed = self._freed or event.frees
         if not event.ready and any(t.is_cuda for t in event.tensors):
             # They may be made on another stream than the forwards run on.
             ready = torch.cuda.Event()
@@ -66,6 +79,7 @@ class EventQueue:
         """Slots get other content, by ``apply``, which uses ``tensors``: now, or, where events of the allocator still
         wait for the next forward, after those; applied to a slot later, they would take it back."""
         self._tell_deferred()
+        self._freed = True
         if self._waiting and not capturing(self._device):
             self.put(QueuedEvent(lambda _: apply(), list(tensors), arrival=True))
         else:

@@ -125,6 +125,9 @@ class Session:
         elif overlap is Overlap.ALL:
             # The view may be made after the forward was issued, when the engine has put other tensors into the batch.
             batch = copy.copy(batch)
+            if self.lifetime is not None and self.lifetime.whole:
+                # A slot that the last forward has written is written again only after it was given back.
+                overlap = Overlap.NEXT
         if batches.has_images(batch):
             # The forward writes to them, see there.
             batch = copy.copy(batch)

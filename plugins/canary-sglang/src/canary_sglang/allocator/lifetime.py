@@ -38,6 +38,7 @@ class Lifetime:
         self._caches: dict[int, Any] = {}
         self._runner, self._allocator = runner, runner.token_to_kv_pool_allocator
         allocator = self._allocator
+        self._followed = 0
         refusal = allocators.lifetime_refusal(runner)
         if refusal is not None:
             self._off(canary.regions, refusal)
@@ -59,6 +60,13 @@ class Lifetime:
         if left:
             unknown = states_allocator if left == {mamba.REGION} else allocator
             self._off(left, f"{type(unknown).__name__} is not an allocator that this canary-sglang knows")
+        else:
+            self._followed = len(self._followers)
+
+    @property
+    def whole(self) -> bool:
+        """Whether Canary hears of every slot of every region that is given back."""
+        return 0 < self._followed == len(self._followers)
 
     def meet(self, cache: Any) -> None:
         """The engine uses ``cache`` now: its locks are followed, or a ``parking_off`` event says why not. To be called

@@ -97,6 +97,7 @@ class PrefixSweep(StepListener):
     def begin(self, batch: Any) -> None:
         """Starts reading the records of the walked piece: before the batch's forward, on its stream."""
         if self._sweep is not None and self._sweep.waiting is not None and self.on:
+            self._canary.step.join()
             self._issue(self._sweep, self._sweep.waiting)
 
     def idle(self) -> None:
