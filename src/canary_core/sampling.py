@@ -76,6 +76,9 @@ class SampledTokens:
         if not self._switch.enabled:
             return
         with self._switch.guard("sampled tokens"):
+            if self._workspace.side is not None:
+                # The sampler is issued; what comes next is small.
+                self._workspace.side.issue_postponed()
             state, view = self._state, self._view
             # What follows is of another forward.
             self._view = None

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import pluggy
@@ -249,6 +250,7 @@ class Step:
                 self._workspace.join(for_good=True)
                 self._workspace.queue.joined()
             if issued_first and self._workspace.side is not None:
+                self._workspace.side.issue_postponed()
                 self._workspace.side.mark()
             return issued_first
         return False
@@ -523,7 +525,31 @@ class Step:
         workspace.join(for_good=not beside)
         if hooked:
             hooks.canary_post_forward(canary=self._canary, batch=view)
-        with workspace.beside(beside), self.overhead.device(self._captured):
+        # One that is measured, or audited, is issued at once.
+        at_once = not self._overlap.allows(Overlap.NEXT) or self.overhead.due or self._audit.due
+        if beside and workspace.side is not None and not at_once:
+            workspace.side.postpone(partial(self._issue_late, view))
+        else:
+            with workspace.beside(beside):
+                self._issue_record(view, beside)
+        if hooked:
+            hooks.canary_recorded(canary=self._canary, batch=view)
+        if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self._captured:
+            self._switch.misuse(
+                f"{UNENDED_FORWARDS} forwards began and step.end was not called, so nothing that they find is told; "
+                "call it after each step"
+            )
+
+    def _issue_late(self, view: BatchView) -> None:
+        """The record of a forward that may run beside the next one: issued once what follows the forward was."""
+        if self._switch.enabled:
+            with self._switch.guard("post_forward"):
+                self._issue_record(view, beside=True)
+
+    def _issue_record(self, view: BatchView, beside: bool) -> None:
+        """The launches of `_record`, on the current stream: ``beside`` the forwards', or theirs."""
+        workspace = self._workspace
+        with self.overhead.device(self._captured):
             for name, table in view.tables.items():
                 state = self._states[name]
                 if table.carried:
@@ -542,8 +568,6 @@ class Step:
             # A forward has either a scrub or a comparison of tables, so that it has no launch more.
             if not self.tables.took_turn() or self._captured:
                 self.scrub.run(self._captured)
-        if hooked:
-            hooks.canary_recorded(canary=self._canary, batch=view)
         if beside and workspace.side is not None:
             # The rest of the view was read by the check alone, which is done.
             side = workspace.side
@@ -551,11 +575,6 @@ class Step:
             side.reads(view.positions, view.expected_tokens)
             for made in (table.checkpoints for table in view.tables.values() if table.checkpoints is not None):
                 side.reads(made.slots, made.positions)
-        if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self._captured:
-            self._switch.misuse(
-                f"{UNENDED_FORWARDS} forwards began and step.end was not called, so nothing that they find is told; "
-                "call it after each step"
-            )
 
     def _forget(self, batch: Any) -> None:
         for listener in self._listeners:

@@ -233,3 +233,33 @@ def test_a_capture_waits_for_nothing_outside_of_it(streams):
     assert int(streams.word) == before + 3
     streams.side.join(for_good=True)
     assert not streams.side.open
+
+
+def test_what_is_postponed_is_issued_by_whoever_needs_it(streams):
+    """Not when it is postponed; then it comes after what was issued before, and whoever joins comes after it."""
+    streams.write(1)
+    streams.side.postpone(streams.read)
+    streams.write(2)
+    torch.cuda.synchronize()
+    assert int(streams.seen) == 0
+    assert streams.side.open
+    streams.side.join()
+    streams.write(3)
+    torch.cuda.synchronize()
+    assert int(streams.seen) == 2
+    streams.side.join()
+    torch.cuda.synchronize()
+    assert int(streams.seen) == 2
+
+
+def test_what_is_postponed_waits_for_the_stream_that_postponed_it(streams):
+    """Another one may issue it, and be far ahead."""
+    other = torch.cuda.Stream()
+    streams.sleep()
+    streams.write(1)
+    streams.side.postpone(streams.read)
+    with torch.cuda.stream(other):
+        streams.side.issue_postponed()
+    streams.side.join()
+    torch.cuda.synchronize()
+    assert int(streams.seen) == 1

@@ -1,5 +1,7 @@
 """`SideStream`: a stream of Canary's own, for work that a forward needn't wait for."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._begun, self._done, self._ready = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+        self._postponed: list[Callable[[], None]] = []
         self._main = self._stream
         self._depth = 0
         self._marked = False
@@ -49,6 +52,23 @@ class SideStream:
         """Takes the last `mark` back, if nothing came of it."""
         self._marked = False
 
+    def postpone(self, issue: Callable[[], None]) -> None:
+        """``issue`` issues work that comes after what the current stream, the forwards', has to do by now: not yet, but
+        at `issue_postponed` or the next `join`, whichever is first. Kernels of a sampler that were to start beside it
+        would share processors with it and take twice as long, and nobody waits for it before the next forward."""
+        self._ready.record(current(self._device))
+        self._postponed.append(issue)
+        self.open = True
+
+    def issue_postponed(self) -> None:
+        """What was postponed is issued now, to run after what the current stream has to do by now. Not captured."""
+        if not self._postponed or capturing(self._device):
+            return
+        issue = self._postponed.pop()
+        self._ready.wait(self._stream)
+        with self:
+            issue()
+
     def reads(self, *tensors: Tensor | None) -> None:
         """Work on this stream reads ``tensors``: their memory is handed out on no stream before that is done."""
         for tensor in tensors:
@@ -60,6 +80,7 @@ class SideStream:
         issued from now on, on any stream that matters."""
         if not self.open:
             return
+        self.issue_postponed()
         # Whoever captures has waited for the device before, and may not wait for what lies outside of the graph.
         if not capturing(self._device):
             self._done.record(self._stream)
