@@ -1,5 +1,6 @@
 """`TableCheck`: what attention was given, against what the engine keeps."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -206,3 +207,41 @@ def test_tables_that_do_not_fit_are_refused():
     many = torch.zeros(99, dtype=torch.int32)
     with pytest.raises(AttachError, match="given has 1 rows"):
         replace(table, first=many, end=many, writers=many)
+
+
+@pytest.mark.parametrize(("interval", "compared"), [(1, 2), (2, 1)])
+def test_a_comparison_that_has_to_be_compiled_is_left_out_meanwhile(interval, compared):
+    """The engine does not wait for a compiler, but where every forward is to be compared. The compiler is a stand-in
+    that has done its work when it is asked again."""
+    g = Guarded(table_interval=interval)
+    answers = iter([False, True])
+    workspace = g.canary.step.tables._workspace
+    backend = replace(workspace.backend, tables_ready=lambda state, table: next(answers))
+    object.__setattr__(workspace, "backend", backend)
+    g.submit("a", 3)
+    for _ in range(2 * interval):
+        batch = g.engine.batch()
+        run(g, kv_indices(batch), batch=batch)
+        g.engine.requests[0].tokens.append(8)
+    g.canary.drain()
+    stats = g.canary.stats()
+    assert (stats["tables_compared"], stats.get("tables_skipped", 0)) == (compared, 2 - compared)
+    assert g.violations == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_compiler_works_beside_the_engine():
+    """Tables of a kind that nothing was compiled for: left out, then compared."""
+    g = Guarded(ToyEngine(device="cuda"), table_interval=2)
+    g.submit("a", 3)
+    deadline = time.monotonic() + 120
+    while not g.canary.stats().get("tables_compared"):
+        assert time.monotonic() < deadline
+        batch = g.engine.batch(chunk=1)
+        run(g, kv_indices(batch), batch=batch)
+        if len(g.engine.requests[0].tokens) < 30:
+            g.engine.requests[0].tokens.append(8)
+        time.sleep(0.01)
+    g.canary.drain()
+    assert g.canary.stats()["tables_skipped"] > 0
+    assert g.violations == []

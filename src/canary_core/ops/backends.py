@@ -41,6 +41,8 @@ class Backend:
     """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
     compile_together: Callable[[Callable[[], None]], None] | None = None
     """Compiles what the ops that a function calls need, side by side, and launches none of them."""
+    tables_ready: Callable[[RegionState, ReadTable], bool] | None = None
+    """Whether `compare_tables` of such a table is compiled; if not, that begins in a thread. None: it always is."""
 
 
 def choose(name: str, device: torch.device) -> Backend:
@@ -77,5 +79,5 @@ def triton_backend() -> Backend:
         "triton", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
         compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
         compare.verify, blocks.adopt, blocks.gather_blocks, tables.compare_tables,
-        launch.ROW_STEPS, launch.compile_together,
+        launch.ROW_STEPS, launch.compile_together, tables.tables_ready,
     )  # fmt: skip

@@ -47,6 +47,9 @@ class Launch(Protocol):
     def __call__(self, grid: tuple[int, int], given: Arguments = ...) -> None:
         """Launches on the current stream with ``given`` after the arguments that stay the same."""
 
+    def ready(self, grid: tuple[int, int], given: Arguments) -> bool:
+        """Whether nothing has to be compiled for that; if something has, it begins in a thread."""
+
 
 class GroupLaunch(NamedTuple):
     """A kernel that reads bytes, for one source group. blocks: how many programs share its sources; programs: how many

@@ -8,8 +8,10 @@ and a batch's once a forward, and a kernel that was compiled for their like is l
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
-from functools import cache
+from functools import cache, partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -80,7 +82,7 @@ class Launcher:
     """One kernel for one region, with all that stays the same from forward to forward: its first arguments, its
     compile-time constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``."""
 
-    __slots__ = ("_compiled", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw", "_unread")
+    __slots__ = ("_compiled", "_compiling", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw", "_unread")
 
     def __init__(
         self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, Any], **options: int
@@ -94,6 +96,26 @@ class Launcher:
         self._options = options
         self._device = state.records.device.index
         self._compiled: dict[int, Any] = {}
+        self._compiling: dict[int, Thread] = {}
+
+    def ready(self, grid: tuple[int, int], given: Arguments) -> bool:
+        """Whether a launch with such arguments has nothing to compile. If it has, that begins in a thread, and some
+        later call gives True. For work that can be left out meanwhile; never captured."""
+        if given.kind in self._compiled:
+            return True
+        thread = self._compiling.get(given.kind)
+        if thread is None:
+            compile_ = partial(self._compile, grid, given)
+            thread = self._compiling[given.kind] = Thread(target=compile_, name="canary-compile", daemon=True)
+            thread.start()
+        return not thread.is_alive()
+
+    def _compile(self, grid: tuple[int, int], given: Arguments) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        # An error comes again with the launch, where it is told.
+        with suppress(Exception):
+            self._kernel.warmup(*self._fixed, *given.objects, **self._constants, **self._options, grid=grid)
 
     def __call__(self, grid: tuple[int, int], given: Arguments = NO_ARGUMENTS) -> None:
         """Launches on the current stream with ``given`` after the fixed arguments. Never reads back, never allocates

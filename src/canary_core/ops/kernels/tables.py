@@ -7,6 +7,7 @@ from torch import Tensor
 from canary_core.batch import ReadTable, SlotTable
 from canary_core.ops.kernels.common import STATUS_OK, report_record, resolve
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, programs, region_arguments
+from canary_core.ops.launches import Arguments, Launch
 from canary_core.ops.state import RegionState
 from canary_core.records import Clock, Kind, Phase
 
@@ -29,6 +30,18 @@ VARYING = (
 
 def compare_tables(state: RegionState, table: ReadTable, name: int) -> None:
     """As `canary_core.ops.reference.tables.compare_tables`. One launch; never reads back."""
+    launcher, given = _launch(state, table, name)
+    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+
+
+def tables_ready(state: RegionState, table: ReadTable) -> bool:
+    """Whether `compare_tables` of such a table has nothing to compile; else that begins beside the engine. Engines give
+    their tables as they like, so not all of it is compiled when they start."""
+    launcher, given = _launch(state, table, 0)
+    return launcher.ready((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+
+
+def _launch(state: RegionState, table: ReadTable, name: int) -> tuple[Launch, Arguments]:
     region = state.region
     ring = region.page_ring or (0, 0)
     kept_pool = (*(table.kept.pool_page or (0, 0)), *ring)
@@ -46,7 +59,7 @@ def compare_tables(state: RegionState, table: ReadTable, name: int) -> None:
         table.first, table.end, table.writers, table.rows, name, slot_map, 0 if slot_map is None else len(slot_map),
         *_of(table.kept), *_of(table.given),
     )  # fmt: skip
-    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+    return launcher, given
 
 
 def _of(table: SlotTable) -> tuple[Tensor | int | None, ...]:
