@@ -100,14 +100,14 @@ def _is_about(entry: Entry, slot: int) -> bool:
 def _is_news(entry: Entry, slot: int, noted: list[Happening]) -> bool:
     """Whether a call says more than what the device ``noted``: it is none that the device notes, or older than its
     oldest note. Where the device knows, a list of the engine's that may have changed since says nothing."""
-    own = [h for h in noted if not h.every]
-    if not own:
-        return True
     event = _NOTED_AS.get(entry.event, entry.event)
     if event not in _NOTED or (event == "copy" and not _is_destination(entry, slot)):
         return True
     if any(h.event == event and h.step == entry.step for h in noted):
         return False
+    own = [h for h in noted if not h.every]
+    if not own:
+        return True
     if entry.sure:
         # What is done again and again is noted once.
         return entry.step <= own[0].step or not any(h.event == event for h in own)
