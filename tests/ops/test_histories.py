@@ -29,9 +29,9 @@ def state_of(slots: int = SLOTS, device: str = "cpu") -> RegionState:
     return RegionState(region, 0, Shared.allocate(config, torch.device(device)), config)
 
 
-def listed(*slots: int) -> torch.Tensor:
+def listed(*slots: int, device: str = "cpu") -> torch.Tensor:
     """As an engine gives them."""
-    return torch.tensor(slots, dtype=torch.int64)
+    return torch.tensor(slots, dtype=torch.int64, device=device)
 
 
 def lives(state: RegionState) -> list[list[tuple[int, str, int]]]:
@@ -57,7 +57,7 @@ class Oracle:
 
 def traffic(backend: Backend, state: RegionState, rng: random.Random, steps: int) -> Oracle:
     """Random events of pages and slots, some of them listed twice, over some steps; what should be noted of them."""
-    oracle = Oracle()
+    oracle, device = Oracle(), state.records.device.type
     for step in range(steps):
         state.shared.clock.fill_(step)
         for _ in range(3):
@@ -66,9 +66,9 @@ def traffic(backend: Backend, state: RegionState, rng: random.Random, steps: int
             event = rng.choice([*EVENTS, "note"])
             if event == "note":
                 page_slots, event = 1, rng.choice(["copy", "arrive", "forget", "clear"])
-                backend.note(state, listed(*numbers), Happened[event.upper()], who)
+                backend.note(state, listed(*numbers, device=device), Happened[event.upper()], who)
             else:
-                getattr(backend, event)(state, listed(*numbers), who, page_slots)
+                getattr(backend, event)(state, listed(*numbers, device=device), who, page_slots)
             for page in dict.fromkeys(numbers):
                 # A page is judged by its first slot, and the null slot is nobody's.
                 if 0 < page * page_slots < SLOTS:
