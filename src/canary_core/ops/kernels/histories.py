@@ -57,7 +57,9 @@ def note_kernel(
     if p_who is not None:
         number = tl.load(p_who + o_slot, mask=m, other=-1).to(tl.int64)
     usable = m & (slot >= 0) & (slot < slots) & ((slot < null_first) | (slot >= null_end))
-    push_once(p_histories, slot, entry(event, number, tl.load(p_clock + CLOCK_NEXT)), usable)
+    new = entry(event, number, tl.load(p_clock + CLOCK_NEXT))
+    first, second, third = newest_once(p_histories, slot, new, usable)
+    push(p_histories, slot, new, first, second, third, usable)
 
 
 @triton.jit
@@ -75,29 +77,34 @@ def replaces(new, old):
 
 
 @triton.jit
-def push(p_histories, slot, new, m):
-    """Puts ``new`` before the entries of each slot where ``m``; there each slot is in one place of one program."""
+def newest(p_histories, slot, m):
+    """The entries of each slot that stay where another one comes. Apart from `push`, so that a kernel can ask for them
+    with what else it loads: the wait is one then."""
     p_entry = p_histories + slot * ENTRIES
     first = tl.load(p_entry, mask=m, other=0)
     second = tl.load(p_entry + 1, mask=m, other=0)
     third = tl.load(p_entry + 2, mask=m, other=0)
+    return first, second, third
+
+
+@triton.jit
+def newest_once(p_histories, slot, new, m):
+    """As `newest`, where a slot may be there several times, with the same ``new``. It is the newest entry then, and all
+    but the first of them find it there: an atomic shows who was first."""
+    p_entry = p_histories + slot * ENTRIES
+    second = tl.load(p_entry + 1, mask=m, other=0)
+    third = tl.load(p_entry + 2, mask=m, other=0)
+    first = tl.atomic_xchg(p_entry, new, mask=m)
+    return first, second, third
+
+
+@triton.jit
+def push(p_histories, slot, new, first, second, third, m):
+    """Puts ``new`` before the entries that `newest` gave, of each slot where ``m``; no slot is there twice, but after
+    `newest_once`."""
+    p_entry = p_histories + slot * ENTRIES
     m_move = m & (replaces(new, first) == 0)
     tl.store(p_entry, new, mask=m)
     tl.store(p_entry + 1, first, mask=m_move)
     tl.store(p_entry + 2, second, mask=m_move)
     tl.store(p_entry + 3, third, mask=m_move)
-
-
-@triton.jit
-def push_once(p_histories, slot, new, m):
-    """As `push`, where a slot may be there several times, with the same ``new``: it is noted once. Gives which of them
-    was the first; an atomic shows that."""
-    p_entry = p_histories + slot * ENTRIES
-    second = tl.load(p_entry + 1, mask=m, other=0)
-    third = tl.load(p_entry + 2, mask=m, other=0)
-    first = tl.atomic_xchg(p_entry, new, mask=m)
-    m_move = m & (replaces(new, first) == 0)
-    tl.store(p_entry + 1, first, mask=m_move)
-    tl.store(p_entry + 2, second, mask=m_move)
-    tl.store(p_entry + 3, third, mask=m_move)
-    return m & (first != new)

@@ -14,7 +14,7 @@ from canary_core.ops.kernels.common import (
     report,
     split_head,
 )
-from canary_core.ops.kernels.histories import entry, history_arguments, push, push_once
+from canary_core.ops.kernels.histories import entry, history_arguments, newest, newest_once, push
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, region_arguments
 from canary_core.ops.state import RegionState
 from canary_core.records import POSITION, RECORD_WORDS, Clock, Happened, Kind, Phase
@@ -93,6 +93,9 @@ def lifetime_kernel(
     beyond = m & (slot >= slots)
     usable = m & (null == 0) & (beyond == 0)
     step = tl.load(p_clock + CLOCK_NEXT)
+    if p_histories is not None:
+        new = entry(HAPPENED, tl.zeros_like(slot) + writer, step)
+        first, second, third = newest_once(p_histories, slot, new, usable)
     p_word = p_words + slot * WORDS + WORD_POSITION
     freed_bit = tl.full((TILE,), FREED, tl.int32)
     parked_bit = tl.full((TILE,), PARKED, tl.int32)
@@ -128,15 +131,17 @@ def lifetime_kernel(
             kind = tl.where(in_use, KIND_EVICTED_IN_USE, KIND_DOUBLE_FREE).to(tl.int64)
         else:
             bad = usable & ((old & (FREED | PARKED)) != 0)
-    new = entry(HAPPENED, tl.zeros_like(slot) + writer, step)
-    noted = usable & False
     if p_histories is not None:
-        noted = push_once(p_histories, slot, new, usable)
+        push(p_histories, slot, new, first, second, third, usable)
+        noted = usable & (first != new)
     freed = tl.load(p_records + slot * 4 + 3, mask=usable, other=0)
     tl.store(p_records + slot * 4 + 3, released, mask=moved)
     for i in range(1, page_slots):
         p_other = p_words + (slot + i) * WORDS + WORD_POSITION
         m_other = moved & (slot + i < slots)
+        if p_histories is not None:
+            m_noted = noted & (slot + i < slots)
+            first, second, third = newest(p_histories, slot + i, m_noted)
         if EVENT == "alloc":
             word = tl.full((TILE,), ALLOCATED, tl.int32)
         else:
@@ -150,7 +155,7 @@ def lifetime_kernel(
         tl.store(p_other, word, mask=m_other)
         tl.store(p_records + (slot + i) * 4 + 3, released, mask=m_other)
         if p_histories is not None:
-            push(p_histories, slot + i, new, noted & (slot + i < slots))
+            push(p_histories, slot + i, new, first, second, third, m_noted)
     kind = tl.where(null, KIND_NULL_SLOT, tl.where(beyond, KIND_SLOT_RANGE, kind))
     if tl.sum((bad | null | beyond).to(tl.int32), 0) > 0:
         token, _ = split_head(tl.load(p_records + slot * 4, mask=usable, other=-1))

@@ -18,7 +18,7 @@ from canary_core.ops.kernels.common import (
     mix,
     report,
 )
-from canary_core.ops.kernels.histories import entry, history_arguments, push
+from canary_core.ops.kernels.histories import entry, history_arguments, newest, push
 from canary_core.ops.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
 from canary_core.ops.kernels.samples import KEPT, TAIL, TOKEN_BITS, TOKEN_VALUES, note_ends, sample_arguments, sampled
 from canary_core.ops.state import RegionState
@@ -130,6 +130,8 @@ def record_kernel(
         claim = tl.load(p_claims + slot, mask=usable, other=0)
         won = usable & (claim == (step << 32) + o_token + 1)
         p_record = p_records + slot * 4
+        if p_histories is not None:
+            first, second, third = newest(p_histories, slot, won)
         freed_bit = (tl.load(p_record, mask=won, other=0) >> 32) & FREED
         old_freed = tl.where(freed_bit != 0, tl.load(p_record + 3, mask=won, other=0), 0)
         tl.store(p_record, (token & 0xFFFFFFFF) | ((position * STATE_VALUES + WRITTEN + freed_bit) << 32), mask=won)
@@ -137,7 +139,8 @@ def record_kernel(
         tl.store(p_record + 2, (step & 0xFFFFFFFF) | (writer << 32), mask=won)
         tl.store(p_record + 3, old_freed, mask=won)
         if p_histories is not None:
-            push(p_histories, slot, entry(WRITE, tl.zeros_like(slot) + writer, step), won)
+            new_entry = entry(WRITE, tl.zeros_like(slot) + writer, step)
+            push(p_histories, slot, new_entry, first, second, third, won)
         tl.atomic_add(p_counters + COUNT_RECORDED_SLOTS, tl.sum(won.to(tl.int64), 0))
 
         expected = tl.full((TILE,), -1, tl.int64)
