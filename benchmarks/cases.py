@@ -189,6 +189,9 @@ CASES: dict[str, Case] = {
             CACHE_EVENTS, Shape(2, 4096, sets=16),
         ),
         Case(
+            "note/8192", "8192 slots were copied to others: their histories", ("note",), Shape(2, 4096, sets=16),
+        ),
+        Case(
             "baseline/llama", "baseline: fingerprint a pool of 32 layers × K+V × 2048 B at attach", ("baseline",),
             Shape(16, 2048, layers=32), layout="llama", quick=True,
         ),

@@ -15,7 +15,7 @@ from canary_core.ops.backends import Backend, torch_backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, STATES, Cursor, ScrubWord, State
+from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, STATES, Cursor, Happened, ScrubWord, State
 
 REGION = "kv"
 VOCABULARY = 128_000
@@ -48,6 +48,8 @@ class Forward:
             getattr(backend, op)(state, self.read_slots, self.rows.start)
         elif op in ("verify", "adopt"):
             getattr(backend, op)(state, self.read_slots)
+        elif op == "note":
+            backend.note(state, self.read_slots, Happened.COPY, self.read_slots)
         elif op == "compare_tables":
             backend.compare_tables(state, self._read_table(), 0)
         elif op == "gather_blocks":
@@ -170,19 +172,22 @@ class Setting:
         plan, claim, token = 32, 8, 8
         known = 4 if self.case.tokens else 0
         prints = 8 * len(state.sources)
+        # One sector, read and written.
+        history = 0 if state.histories is None else 2 * SECTOR_BYTES
         scrubbed = int(state.cursors[Cursor.SCRUB_SLOTS])
         return int(
             {
                 "check": reads * (entry + SECTOR_BYTES + known) + writes * (8 + plan + claim),
                 "read_check": reads * (entry + prints + state.sources.slot_bytes),
                 "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.sources.slot_bytes),
-                "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES),
+                "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES + history),
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "adopt": reads * (8 + prints + state.sources.slot_bytes),
                 "compare_tables": reads * (entry + 8),
                 "gather_blocks": reads * (8 + SECTOR_BYTES + prints * (1 + 1 / BLOCK_SLOTS)),
-                **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES)),
+                **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES + history)),
+                "note": reads * (2 * 8 + history),
                 "baseline": state.region.slots * (prints + state.sources.slot_bytes),
             }[op]
         )

@@ -49,6 +49,18 @@ One word, so that no reader sees the token of one request and the position of an
 not remembered. A request's last `SAMPLE_TOKENS` are kept at ``writer % SAMPLE_WRITERS * SAMPLE_TOKENS + position %
 SAMPLE_TOKENS``.
 
+History: the last `HISTORY` things that happened to a slot, newest first, one int64 each, 0 for nothing; int64
+``[slots + 1, HISTORY]`` (32 bytes, one memory sector), of which the last row is of what happened to all slots at once:
+
+| bits     | constant              | content                                                                      |
+|----------|-----------------------|------------------------------------------------------------------------------|
+| 0 to 3   | `HISTORY_EVENT_BITS`  | what, see `Happened`                                                         |
+| 4 to 33  | `HISTORY_NUMBER_BITS` | who: writer id modulo ``2**30``, all ones for nobody; of a copy from where  |
+| 34 to 63 | `HISTORY_NUMBER_BITS` | step modulo ``2**30``                                                        |
+
+What the same request does again, or another one shares after the last, takes the place of the newest entry: a state
+that every forward writes has one entry for it.
+
 Violation row: `ROW_WORDS` int64, see `Row`. Counters: one int64 each, see `Counter`.
 """
 
@@ -121,6 +133,27 @@ class State(IntEnum):
 UNPARKED = STATES - 1 - State.PARKED - State.ARRIVED
 """The bits of a state that matter to who reads a slot: to read a parked slot, or one that something was copied to, is
 as legal as to read one that a request has and wrote."""
+
+
+HISTORY, HISTORY_EVENT_BITS, HISTORY_NUMBER_BITS = 4, 4, 30
+
+
+class Happened(IntEnum):
+    """What happened to a slot; never 0, which is an empty entry. The lower-case names are those of `SlotEvents`."""
+
+    ALLOC = 1
+    SHARE = 2
+    PARK = 3
+    EVICT = 4
+    FREE = 5
+    WRITE = 6
+    """A forward wrote it."""
+    COPY = 7
+    """Another slot was copied to it."""
+    ARRIVE = 8
+    """Bytes arrived from elsewhere, with records or with known tokens."""
+    FORGET = 9
+    CLEAR = 10
 
 
 class NullBytes(IntEnum):

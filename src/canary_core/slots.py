@@ -10,11 +10,11 @@ from torch import Tensor
 
 from canary_core.audit.running import RunningAudit
 from canary_core.errors import AttachError
-from canary_core.ops import cross_region, payload
+from canary_core.ops import contents, cross_region, payload
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.record_buffers import RecordBuffers
 from canary_core.ops.state import RegionState
-from canary_core.records import CONTENT, POSITION, STATES, STEP_WRITTEN, UNPARKED, State
+from canary_core.records import POSITION, STEP_WRITTEN, UNPARKED, State
 from canary_core.region import KVSource
 from canary_core.runtime.event_queue import QueuedEvent
 from canary_core.runtime.streams import capturing
@@ -127,7 +127,7 @@ class SlotEvents:
         if state is not None:
             with self._switch.guard("end_lifetime"):
                 self.workspace.join()
-                self._queue.put_arrival(partial(_forget_releases, state))
+                self._queue.put_arrival(partial(contents.forget_releases, state))
 
     def copy(self, region: str, source: Tensor, destination: Tensor, check: bool = False) -> None:
         """The engine copied slots ``source`` to ``destination``: what is known of them travels with the bytes, their
@@ -142,7 +142,8 @@ class SlotEvents:
             self.audit.claim(region, destination)
             with self._switch.guard("copy_slots"):
                 self.workspace.join()
-                self._queue.put_arrival(partial(_copy_records, state, source, destination), source, destination)
+                apply = partial(contents.copy, self.workspace.backend, state, source, destination)
+                self._queue.put_arrival(apply, source, destination)
                 if check and state.sources and not len(self._queue) and not capturing(self.workspace.device):
                     self.workspace.backend.verify(state, destination)
 
@@ -186,7 +187,7 @@ class SlotEvents:
             self.audit.claim(region, slots, arriving=True)
             with self._switch.guard("expect_slots"):
                 self.workspace.join()
-                _expect_bytes(state, slots)
+                contents.expect(state, slots)
 
     def check(self, region: str, slots: Tensor) -> None:
         """Compares the bytes of ``slots`` with their records, on the current stream: right after they arrived with
@@ -248,7 +249,8 @@ class SlotEvents:
             with self._switch.guard("import_slots"):
                 self.workspace.join()
                 rows = rows.to(slots.device, non_blocking=True)
-                self._queue.put_arrival(partial(payload.import_records, state, slots, rows, writer), slots, rows)
+                apply = partial(contents.import_records, self.workspace.backend, state, slots, rows, writer)
+                self._queue.put_arrival(apply, slots, rows)
 
     def record_buffers(self, region: str) -> RecordBuffers:
         """What is known of all slots of ``region``, as tables that a transfer engine can send beside the KV. They are
@@ -268,10 +270,7 @@ class SlotEvents:
         state = self._told("carry_over", region, source=source, destination=destination)
         before = old._states.get(region)
         if state is not None and before is not None:
-            state.records[destination] = before.records[source]
-            state.fingerprints[destination] = before.fingerprints[source]
-            state.chains.copy_(before.chains)
-            state.shared.clock.copy_(before.shared.clock)
+            contents.carry_over(state, before, source, destination)
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
@@ -432,9 +431,9 @@ class SlotEvents:
         with self._switch.guard(event):
             self.workspace.join()
             if slots is None:
-                self._queue.put_arrival(partial(_mark_all, state, new))
+                self._queue.put_arrival(partial(contents.mark_all, state, new))
             else:
-                self._queue.put_arrival(partial(_mark_records, state, slots, new), slots)
+                self._queue.put_arrival(partial(contents.mark, self.workspace.backend, state, slots, new), slots)
 
 
 def _misfit(slots: object, device: torch.device) -> str:
@@ -446,44 +445,3 @@ def _misfit(slots: object, device: torch.device) -> str:
     if slots.dim() != 1:
         return f"{slots.dim()} dimensions"
     return "" if slots.device == device else f"one on {slots.device}"
-
-
-def _copy_records(state: RegionState, source: Tensor, destination: Tensor) -> None:
-    payload.import_records(state, destination, payload.export_records(state, source))
-
-
-def _forget_releases(state: RegionState) -> None:
-    state.records[:, POSITION] &= ~int(State.FREED | State.PARKED)
-
-
-def _expect_bytes(state: RegionState, slots: Tensor) -> None:
-    """What was written becomes unknown, while another stream may be at the same records: freed or parked or
-    not stays as that one has it, and whoever reads them sees one or the other."""
-    if len(slots):
-        _, slot, anything = payload.entries(state, slots.long())
-        words = state.records[:, POSITION]
-        word = words[slot]
-        written = (word & CONTENT == State.WRITTEN) & anything
-        # An atomic maximum per slot. The state first: a scrub in flight looks at it once more before it reports.
-        unknown = torch.where(written, word + int(State.UNKNOWN - State.WRITTEN), 0)
-        words.scatter_reduce_(0, slot, unknown, reduce="amax")
-        state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
-
-
-def _mark_all(state: RegionState, new: State) -> None:
-    """As `_mark_records`, in place: a list of all slots of a large pool takes gigabytes that nobody has."""
-    state.records[:, POSITION].bitwise_and_(-STATES).bitwise_or_(int(new))
-    if new is State.UNKNOWN:
-        state.fingerprints.zero_()
-
-
-def _mark_records(state: RegionState, slots: Tensor, new: State) -> None:
-    if len(slots):
-        _, slot, anything = payload.entries(state, slots.long())
-        word = state.records[slot, POSITION]
-        marked = word // STATES * STATES + int(new)
-        # The state first: a scrub in flight looks at it once more before it reports.
-        state.records[slot, POSITION] = torch.where(anything, marked, word)
-        if new is State.UNKNOWN:
-            # What the bytes were is no longer known, so the next write can't be judged to have left them as they were.
-            state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])

@@ -48,4 +48,5 @@ def test_evidence_is_taken_without_a_wait(broken):
         torch.cuda.set_sync_debug_mode("default")
     evidence = taken.evidence()
     assert evidence.table is not None
+    assert [h.event for h in evidence.lives[incident.root.slot]] == ["write"]
     assert bool(evidence.differs.any())

@@ -9,7 +9,7 @@ each takes a hundred times as long there; what kernels compute is tested elsewhe
 
 import pytest
 import torch
-from ops.scenario import disturb, events, history, scenario, write
+from ops.scenario import disturb, events, history, notes, scenario, write
 
 from canary_core.ops.backends import triton_backend
 from canary_core.ops.payload import export_records, import_records
@@ -41,6 +41,7 @@ def run_kernels(seed: int, device: str) -> None:
         backend.verify(state, events(s))
         backend.free(state, events(s), 3)
         backend.alloc(state, events(s), -1)
+        backend.note(state, *notes(s))
     slots = torch.tensor([-1, 0, s.region.slots - 1, s.region.slots, 1 << 40], device=device)
     import_records(state, slots, export_records(state, slots.flip(0)))
     counters = state.shared.counters.tolist()

@@ -1,6 +1,7 @@
 """A bundle is there as a whole or not at all, holds no text, and brings the diagnosis again by itself."""
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from support.toy import ToyEngine
 from canary_core.incidents.bundle import PARTIAL, BundleError, read_bundle
 from canary_core.incidents.diagnosis import diagnose
 from canary_core.incidents.patterns import patterns
+from canary_core.ops.histories import Happening
 
 SECRET = 7_654_321
 """A token id that occurs nowhere else."""
@@ -49,6 +51,11 @@ def test_what_is_in_a_bundle(tmp_path):
     assert bundle.diagnoses[0].name == "flipped_bit"
     assert [entry["event"] for entry in bundle.history] == ["alloc"]
     assert bundle.history[0]["writer"] == "a"
+    slot = bundle.incident["root"]["slot"]
+    assert bundle.evidence.lives[slot] == [Happening(0, "alloc", 0), Happening(1, "write", 0)]
+    assert bundle.evidence.names == {0: "a"}
+    # Of the slots around as well.
+    assert bundle.evidence.lives[slot + 1] == bundle.evidence.lives[slot]
     assert bundle.about["settings"]["CANARY_READ_CHECK"] == "-1"
     assert bundle.about["coverage"]["coverage_ratio"] == 1
     assert {"python", "torch"} <= bundle.about["versions"].keys()
@@ -242,6 +249,22 @@ def test_a_bundle_that_is_none_is_refused_with_a_sentence(tmp_path, how, says):
     changed(path, how)
     with pytest.raises(BundleError, match=says):
         read_bundle(path)
+
+
+def test_a_bundle_of_an_older_canary_is_read(tmp_path):
+    """One of version 2, without what the device noted: the same diagnosis."""
+    broken(tmp_path)
+    path = only(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    evidence = json.loads((path / "evidence.json").read_text())
+    del evidence["lives"]
+    content = json.dumps(evidence).encode()
+    manifest["files"]["evidence.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "evidence.json").write_bytes(content)
+    (path / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
+    bundle = read_bundle(path)
+    assert bundle.evidence.lives == {}
+    assert list(diagnose(bundle.rebuilt(), bundle.evidence, bundle.patterns)) == bundle.diagnoses
 
 
 @pytest.mark.parametrize(("name", "says"), [("nothing", "does not exist"), ("file", "is a file")])

@@ -16,15 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
-from ops.scenario import blocks, events, history, ownership, scenario
+from ops.scenario import blocks, events, history, notes, ownership, scenario
 from triton.backends.compiler import GPUTarget
 
 from canary_core.ops.backends import triton_backend
 from canary_core.ops.kernels import blocks as block_kernels
-from canary_core.ops.kernels import check, compare, fingerprint, launch, lifetime, record
+from canary_core.ops.kernels import check, compare, fingerprint, histories, launch, lifetime, record
 from canary_core.records import BLOCK_VALUES
 
-ROOMS = (check, compare, fingerprint, lifetime, record, block_kernels)
+ROOMS = (check, compare, fingerprint, lifetime, record, block_kernels, histories)
 EVENTS = ("alloc", "park", "share", "evict", "free")
 
 
@@ -60,6 +60,7 @@ def compile_all(seed: int) -> None:
         getattr(backend, op)(state, events(s))
     for op in EVENTS:
         getattr(backend, op)(state, *ownership(s))
+    backend.note(state, *notes(s))
     for block, slots in blocks(s, table):
         rows = torch.zeros((block.blocks(len(slots)), BLOCK_VALUES + len(state.sources)), dtype=torch.int64)
         backend.gather_blocks(state, slots, block, rows, 0)

@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from canary_core import BatchView, CanaryConfig, KVSource, ReadTable, Region, RegionKind, SlotTable
+from canary_core.ops import hashing
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.reference import plan
 from canary_core.ops.state import RegionState, Shared
 from canary_core.records import (
+    HISTORY,
+    HISTORY_EVENT_BITS,
+    HISTORY_NUMBER_BITS,
     NO_SAMPLE,
     NOT_SAMPLED,
     POSITION,
@@ -22,12 +26,13 @@ from canary_core.records import (
     SAMPLE_WRITERS,
     STATES,
     Cursor,
+    Happened,
     NullBytes,
     ScrubWord,
 )
 from canary_core.region import Role
 
-TABLES = ("records", "fingerprints", "chains", "cursors", "listed")
+TABLES = ("records", "fingerprints", "chains", "cursors", "listed", "histories")
 SCRATCH = ("claims", "heads", "plan")
 """Tensors of a `RegionState` and of its scratch that ops change."""
 
@@ -67,9 +72,18 @@ class Scenario:
         # What was listed may be free again by now, or written anew.
         list_slots(state, self.scrub.sample(range(self.region.slots), self.scrub.randint(0, self.region.slots)))
         state.fingerprints.random_(-(2**62), 2**62)
+        assert state.histories is not None
+        # What happened before, some of it what a request is about to do again.
+        state.histories.copy_(torch.tensor([[entry(self.scrub) for _ in range(HISTORY)] for _ in state.histories]))
         if self.region.tokens_per_slot == 1 and self.sampler.random() < 0.9:
             state.follow_sampler()
         return state
+
+
+def entry(rng: random.Random) -> int:
+    """A history's entry: often nothing, or one of few writers and steps."""
+    step, who, event = rng.choice([0, 1, 2**30 - 1]), rng.choice([0, 1, 2, 2**30 - 1]), rng.choice([0, *Happened])
+    return hashing.signed((step << HISTORY_NUMBER_BITS | who) << HISTORY_EVENT_BITS | event) if event else 0
 
 
 def scenario(seed: int, device: str = "cpu") -> Scenario:
@@ -250,6 +264,19 @@ def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:
     return slots, torch.tensor(writers, dtype=torch.int32, device=s.device), page_slots
 
 
+def notes(s: Scenario) -> tuple[torch.Tensor, int, int | torch.Tensor]:
+    """What happened to slots beside forwards: slots, some of them twice, what it was, and one who did it, or slots that
+    they were copied from."""
+    rng = random.Random(f"notes {s.nulls.random()}")
+    slots = [rng.randrange(-2, s.region.slots + 3) for _ in range(rng.choice([0, 1, 9, 30]))]
+    kind = rng.choice([torch.int32, torch.int64])
+    who: int | torch.Tensor = rng.randint(-1, 3)
+    if rng.random() < 0.5:
+        # The same of the same slot.
+        who = torch.tensor([slot * 3 % 7 - 1 for slot in slots], dtype=kind, device=s.device)
+    return torch.tensor(slots, dtype=kind, device=s.device), int(rng.choice(list(Happened))), who
+
+
 def sample(s: Scenario, state: RegionState, batch: BatchView, following: BatchView | None) -> None:
     """The sampler gives the rows of ``batch`` tokens, one or several of each, now and then none, and tokens that are
     too large to be kept. What it gave for the positions around the beginning of each row of ``following`` is known from
@@ -331,7 +358,7 @@ def twin(state: RegionState) -> RegionState:
     """A copy with device memory of its own, on the same guarded bytes."""
     other = copy.copy(state)
     other.shared = Shared(*(t.clone() for t in (state.shared.counters, state.shared.clock, state.shared.ring)))
-    for name in TABLES:
+    for name in _tables(state):
         setattr(other, name, getattr(state, name).clone())
     other.scratch = copy.copy(state.scratch)
     for name in SCRATCH:
@@ -345,9 +372,14 @@ def twin(state: RegionState) -> RegionState:
     return other
 
 
+def _tables(state: RegionState) -> list[str]:
+    """`TABLES`; regions of many tiny slots have no histories."""
+    return [name for name in TABLES if getattr(state, name) is not None]
+
+
 def differences(state: RegionState, other: RegionState, tokens: int) -> list[str]:
     """Names of the tensors that differ. Ring rows are compared as a set: the order of atomics is free."""
-    pairs = {name: (getattr(state, name), getattr(other, name)) for name in TABLES}
+    pairs = {name: (getattr(state, name), getattr(other, name)) for name in _tables(state)}
     pairs |= {name: (getattr(state.scratch, name), getattr(other.scratch, name)) for name in SCRATCH}
     if state.samples is not None:
         pairs |= {name: (getattr(state.samples, name), getattr(other.samples, name)) for name in SAMPLES}

@@ -13,6 +13,7 @@ from ops.scenario import (
     disturb,
     events,
     history,
+    notes,
     ownership,
     read_table,
     ring_rows,
@@ -32,7 +33,7 @@ from canary_core.records import ALL_TILES, BLOCK_VALUES, Counter, Cursor, Kind, 
 EVENTS = ("alloc", "park", "share", "evict", "free")
 """What happens to who has a slot."""
 
-OPS = ("check", "compare_tables", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", *EVENTS)
+OPS = ("check", "compare_tables", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", "note", *EVENTS)
 """In the order of a step."""
 
 
@@ -71,6 +72,8 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
                 if s.region.tokens_per_slot > 1:
                     continue
                 arguments = (read_table(s, batch, table), 3)
+            elif op == "note":
+                arguments = notes(s)
             elif op in EVENTS:
                 arguments = ownership(s)
             getattr(reference, op)(state, *arguments)

@@ -8,6 +8,7 @@ import torch
 
 from canary_core.config import CanaryConfig, settings
 from canary_core.explain.ranks import of_ranks
+from canary_core.explain.timeline import Moment, timeline
 from canary_core.incidents.bundle import Bundle, redacted, state_of
 from canary_core.incidents.classes import Diagnosis
 from canary_core.incidents.diagnosis import diagnose
@@ -16,8 +17,7 @@ from canary_core.incidents.incident import Incident
 from canary_core.incidents.patterns import Pattern, patterns
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER
 from canary_core.region import RegionKind
-from canary_core.runtime.journal import Entry
-from canary_core.violation import NAMELESS, Violation
+from canary_core.violation import Violation
 
 MOST_HEAT_SLOTS = 48
 """Columns of the heat map."""
@@ -32,29 +32,6 @@ _DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-
-_TOLD = {
-    "alloc": "handed out",
-    "free": "freed",
-    "park": "kept by the prefix cache, held by no request any more",
-    "share": "given to a request by a prefix hit",
-    "evict": "evicted from the prefix cache",
-    "copy": "copied",
-    "clear": "cleared",
-    "forget": "bytes arrived without records",
-    "import_records": "bytes arrived with their records",
-    "expect": "bytes are about to arrive",
-    "check": "compared on demand",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One line of a slot's timeline. ``sort``: event, write, free or finding."""
-
-    step: int
-    sort: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +120,7 @@ def tell(bundle: Bundle) -> Story:
         diagnoses=bundle.diagnoses,
         kinds=kinds,
         grew={} if after == kinds else after,
-        timeline=list(_timeline(incident, evidence)),
+        timeline=list(timeline(incident, evidence)),
         heat=None if evidence is None else _heat(incident, evidence),
         numbers=[] if evidence is None else list(_numbers(evidence, bundle.patterns)),
         shapes=_shapes(bundle.patterns),
@@ -185,49 +162,6 @@ def check(bundle: Bundle) -> list[str]:
 
 def _capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
-
-
-def _timeline(incident: Incident, evidence: Evidence | None) -> Iterator[Moment]:
-    """Of the root's slot, in the order of steps; in one step events of the allocator come before the forward."""
-    slot, region = incident.root.slot, incident.root.region
-    moments: list[tuple[int, int, Moment]] = []
-    if slot is None:
-        return
-    if evidence is not None and evidence.region == region:
-        for entry in evidence.history:
-            text = _of_slot(entry, slot, evidence.names)
-            if text:
-                moments.append((entry.step, 0, Moment(entry.step, "event", text)))
-        record = evidence.record(slot)
-        if record is not None and record[STEP_WRITTEN]:
-            who = evidence.names.get(record[WRITER], NAMELESS)
-            text = f"written by {who} as position {record[POSITION] // STATES}"
-            moments.append((record[STEP_WRITTEN], 1, Moment(record[STEP_WRITTEN], "write", text)))
-        if record is not None and record[STEP_FREED]:
-            who = evidence.names.get(record[FREED_BY], "the engine")
-            moments.append((record[STEP_FREED], 2, Moment(record[STEP_FREED], "free", f"let go of by {who}")))
-    found = [v for v in incident.findings if v.slot == slot and v.region == region]
-    for (step, kind), same in groupby(sorted(found, key=lambda v: (v.step, v.kind)), lambda v: (v.step, v.kind)):
-        these = list(same)
-        sources = sorted({v.source for v in these if v.source})
-        what = f" in {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}" if sources else ""
-        who = f", about to be read by {these[0].request}" if these[0].request else ""
-        text = f"found: {kind.name.lower()}{what}{who}"
-        moments.append((step, 3, Moment(step, "finding", text)))
-    for _, _, moment in sorted(moments, key=lambda m: m[:2]):
-        yield moment
-
-
-def _of_slot(entry: Entry, slot: int, names: Mapping[int, str]) -> str:
-    """What a call did to ``slot``; empty if it is not about it."""
-    of_others = entry.slots is not None and slot // entry.page_slots not in entry.slots.tolist()
-    if of_others and (entry.other is None or slot not in entry.other.tolist()):
-        return ""
-    by = f", {names[entry.writer]}" if entry.writer in names else ""
-    among = f" with {entry.count - 1} others" if entry.slots is not None and entry.count > 1 else ""
-    every = " (all slots)" if entry.slots is None else ""
-    doubt = "" if entry.sure else " (by the engine's own list, which may have changed since)"
-    return f"{_TOLD.get(entry.event, entry.event)}{by}{among}{every}{doubt}"
 
 
 def _heat(incident: Incident, evidence: Evidence) -> Heat:
@@ -375,7 +309,7 @@ def _report(bundle: Bundle, versions: Mapping[str, str], ranks: str) -> str:
         *(f"- {text}" for text in found[0].evidence),
         "",
         "Timeline of the slot:",
-        *(f"- step {m.step}: {m.text}" for m in _timeline(incident, evidence)),
+        *(f"- step {m.step}: {m.text}" for m in timeline(incident, evidence)),
         "",
         f"Region {incident.root.region}" + ("" if evidence is None else _about(evidence)),
         f"Versions: {', '.join(f'{k} {v}' for k, v in own.items())}",

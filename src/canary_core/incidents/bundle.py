@@ -4,9 +4,9 @@
 |-----------------|---------------------------------------------------------------------------------------------------|
 | `manifest.json` | format, version, when, which process, size and SHA-256 of each other file that was written with it |
 | `incident.json` | the root, the findings, counts by kind, the diagnoses                                             |
-| `evidence.json` | of each slot that was looked at: record, fingerprints that are recorded and that were found; what |
-|                 | the bytes look like; whose they are; the row of the table                                         |
-| `history.json`  | events of slots before, oldest first                                                              |
+| `evidence.json` | of each slot that was looked at: record, fingerprints that are recorded and that were found, the  |
+|                 | last that happened to it (``lives``); what the bytes look like; whose they are; the table's row    |
+| `history.json`  | calls about slots before, oldest first                                                            |
 | `about.json`    | settings, versions, coverage, counters, regions                                                   |
 | `events.jsonl`  | what Canary told before, one event a line                                                         |
 | `bytes.bin`     | only with ``CANARY_INCIDENT_BYTES``: the bytes of the slots in ``read``, source by source         |
@@ -38,18 +38,18 @@ from canary_core.incidents.classes import Diagnosis
 from canary_core.incidents.evidence import Copy, Evidence, SourceFacts
 from canary_core.incidents.incident import Incident
 from canary_core.incidents.patterns import Pattern
+from canary_core.incidents.slot_history import call_fields, call_of, life_of, life_rows
 from canary_core.ops import hashing
 from canary_core.records import POSITION, PREFIX_HASH, TOKEN, Kind, Phase, State
-from canary_core.runtime.journal import Entry
 from canary_core.violation import Violation
 
-FORMAT, VERSION = "canary-incident", 2
+FORMAT, VERSION = "canary-incident", 3
+
+OLDEST = 2
+"""Version of the oldest bundles that are read. Those before 3 have no ``lives``."""
 
 MOST_CELLS = 60_000
 """Slots times sources in one bundle: what keeps it below 5 MB."""
-
-MOST_CALL_SLOTS = 64
-"""Slots of one call that the history lists; more are counted."""
 
 MOST_FILE_BYTES = 64 << 20
 """A larger file is not read."""
@@ -187,7 +187,7 @@ def _files(dossier: Dossier) -> dict[str, bytes]:
     }
     if evidence is not None:
         files["evidence.json"] = _json(_evidence(evidence, dossier.patterns, circumstances))
-        files["history.json"] = _json([_entry(entry, evidence.names) for entry in evidence.history])
+        files["history.json"] = _json([call_fields(call, evidence.names) for call in evidence.history])
         if circumstances.content:
             files["bytes.bin"] = b"".join(bytes(evidence.words[s.name].numpy().tobytes()) for s in evidence.sources)
     return files
@@ -269,6 +269,7 @@ def _evidence(evidence: Evidence, seen: Sequence[Pattern], circumstances: Circum
         "right_slot": evidence.right_slot,
         "reader_began": evidence.reader_began,
         "table": evidence.table,
+        "lives": [life_rows(evidence.lives.get(slot, ())) for slot in evidence.slots[:rows].tolist()],
         "names": {str(writer): name for writer, name in evidence.names.items()},
     }
 
@@ -276,22 +277,6 @@ def _evidence(evidence: Evidence, seen: Sequence[Pattern], circumstances: Circum
 def _hex(values: Tensor) -> list[str]:
     """One line of 16 digits for each value, a row's values one after the other."""
     return ["".join(f"{v & (1 << 64) - 1:016x}" for v in row) for row in values.tolist()]
-
-
-def _entry(entry: Entry, names: Mapping[int, str]) -> dict[str, object]:
-    slots = None if entry.slots is None else entry.slots[:MOST_CALL_SLOTS].tolist()
-    other = None if entry.other is None else entry.other[:MOST_CALL_SLOTS].tolist()
-    out = {
-        "step": entry.step,
-        "event": entry.event,
-        "count": entry.count,
-        "page_slots": entry.page_slots,
-        "writer": names.get(entry.writer),
-        "slots": slots,
-        "to": other,
-        "sure": entry.sure,
-    }
-    return {name: value for name, value in out.items() if value is not None}
 
 
 @dataclass(slots=True, eq=False)
@@ -334,8 +319,10 @@ def read_bundle(path: Path) -> Bundle:
     manifest = _read_json(path / "manifest.json", path)
     if manifest.get("format") != FORMAT:
         raise BundleError(f"{path} is no incident of Canary: its manifest says format {manifest.get('format')!r}")
-    if manifest.get("version") != VERSION:
-        raise BundleError(f"{path} has version {manifest.get('version')!r}, this Canary reads {VERSION}; update it")
+    version = manifest.get("version")
+    if not isinstance(version, int) or not OLDEST <= version <= VERSION:
+        reads = f"this Canary reads {OLDEST} to {VERSION}"
+        raise BundleError(f"{path} has version {version!r}, {reads}; use the Canary that wrote it, or a newer one")
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise BundleError(f"{path} is not whole: its manifest lists no files")
@@ -402,20 +389,6 @@ def _evidence_of(raw: Mapping[str, Any], history: Sequence[Mapping[str, Any]], p
             size = len(read) * source.words * 4
             part = torch.frombuffer(content, dtype=torch.int32, count=size // 4, offset=start)
             words[source.name], start = part.view(len(read), source.words), start + size
-    entries = [
-        Entry(
-            e["step"],
-            e["event"],
-            raw["region"],
-            e["count"],
-            numbers.get(e.get("writer", ""), -1),
-            torch.tensor(e["slots"]) if e.get("slots") is not None else None,
-            e["page_slots"],
-            torch.tensor(e["to"]) if e.get("to") is not None else None,
-            e["sure"],
-        )
-        for e in history
-    ]
     return Evidence(
         raw["region"],
         raw["kind"],
@@ -432,7 +405,8 @@ def _evidence_of(raw: Mapping[str, Any], history: Sequence[Mapping[str, Any]], p
         raw["looked_up"],
         raw["right_slot"],
         raw["reader_began"],
-        entries,
+        [call_of(fields, raw["region"], numbers) for fields in history],
+        {slot: life_of(rows) for slot, rows in zip(raw["slots"], raw.get("lives", ()), strict=False) if rows},
         names,
         raw["table"],
     )

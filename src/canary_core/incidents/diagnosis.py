@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from canary_core.incidents.classes import SURE, Diagnosis
 from canary_core.incidents.evidence import Copy, Evidence
+from canary_core.incidents.happened import handed_out_late, last_of_all, was_cached
 from canary_core.incidents.incident import Incident
 from canary_core.incidents.patterns import Pattern
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER, Kind, Phase, State
@@ -297,16 +298,9 @@ class Damage:
 
     def _of_history(self, evidence: Evidence) -> None:
         """Whether all damaged slots, and only those, came in one way."""
-        for event, name in (("import_records", "arrived"), ("share", "shared")):
-            calls = [e for e in evidence.history if e.event == event and e.slots is not None]
-            if not calls:
-                continue
-            told: set[int] = set()
-            for call in calls:
-                for number in call.slots.tolist() if call.slots is not None else ():
-                    told.update(range(number * call.page_slots, (number + 1) * call.page_slots))
-            if self.slots and told.issuperset(self.slots):
-                step = calls[-1].step
+        for event, noted, name in (("import_records", "arrive", "arrived"), ("share", "share", "shared")):
+            step = last_of_all(evidence, self.slots, event, noted)
+            if step is not None:
                 text = (
                     f"step {step}"
                     if name == "arrived"
@@ -372,7 +366,7 @@ def _read_wrongly(case: Case) -> Iterator[Diagnosis]:
     if own:
         yield Diagnosis("wrong_position", "likely", tuple(told))
         return
-    later = evidence is not None and _handed_out(evidence, root)
+    later = evidence is not None and handed_out_late(evidence, root)
     if later:
         told.append(later)
         yield Diagnosis("double_allocation", "possible", tuple(told))
@@ -395,17 +389,6 @@ def _reader(root: Violation) -> str:
     return named(root.request) or NAMELESS
 
 
-def _handed_out(evidence: Evidence, root: Violation) -> str:
-    """Whether the slot was handed out again shortly before."""
-    for entry in reversed(evidence.history):
-        late = entry.event == "alloc" and entry.step >= (root.step_written or 0) - 1
-        if not late or entry.slots is None or root.slot is None:
-            continue
-        if root.slot // entry.page_slots in entry.slots.tolist():
-            return f"it was handed out at step {entry.step}, before that position was written"
-    return ""
-
-
 def _unwritten(case: Case) -> Iterator[Diagnosis]:
     root, evidence = case.root, case.evidence
     told = [f"{_slot(root)} at {counted('position', root.position)} of {_reader(root)} holds nothing"]
@@ -414,13 +397,7 @@ def _unwritten(case: Case) -> Iterator[Diagnosis]:
         told.append(f"what it should read is intact in slot {right}")
         yield Diagnosis("stale_table", "likely", tuple(told))
         return
-    shared = evidence is not None and any(
-        e.event in ("share", "park")
-        and e.slots is not None
-        and root.slot is not None
-        and root.slot // e.page_slots in e.slots.tolist()
-        for e in evidence.history
-    )
+    shared = evidence is not None and was_cached(evidence, root.slot)
     first = evidence is not None and not evidence.reader_began
     if root.stored_state is State.PARKED or shared or first:
         told.append(

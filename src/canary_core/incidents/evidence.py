@@ -14,11 +14,12 @@ from torch import Tensor
 
 from canary_core.batch import BatchView
 from canary_core.incidents.incident import Incident
-from canary_core.ops import hashing
+from canary_core.ops import hashing, histories
+from canary_core.ops.histories import Happening
 from canary_core.ops.reference import plan
 from canary_core.ops.reference.stack import stacks, to_device
 from canary_core.ops.state import RegionState
-from canary_core.records import POSITION, STATES, STEP_WRITTEN, WRITER, Kind, State, Status
+from canary_core.records import HISTORY, POSITION, STATES, STEP_WRITTEN, WRITER, Clock, Kind, State, Status
 from canary_core.region import Region
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.journal import Entry
@@ -84,8 +85,10 @@ class Evidence:
     looked_up: of how many damaged places the bytes were looked for among the records of their own source. right_slot:
     the slot that holds what the root's request should read there, None if there is none or it was not looked for.
     reader_began: whether the root's request had written anything before; if not, all that it reads came with a prefix
-    hit. history: the calls about the region, oldest first. names: requests by writer id. table: the row of the root's
-    request around the root's position, as ``first_position`` and ``slots``, None if it was not in the last forward.
+    hit. history: the calls about the region, oldest first. lives: by slot what happened to it last, as the device saw
+    it, oldest first; empty where the region has no histories. names: requests by writer id. table: the row of the
+    root's request around the root's position, as ``first_position`` and ``slots``, None if it was not in the last
+    forward.
     """
 
     region: str
@@ -104,6 +107,7 @@ class Evidence:
     right_slot: int | None = None
     reader_began: bool = True
     history: list[Entry] = field(default_factory=list)
+    lives: dict[int, list[Happening]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     table: dict[str, Any] | None = None
 
@@ -122,6 +126,15 @@ class Evidence:
         """The record's eight words, None if the slot was not taken."""
         row = self.row(slot)
         return None if row is None else self.records[row].tolist()
+
+    def life(self, slot: int | None) -> list[Happening]:
+        """What happened to ``slot`` since it was handed out, or emptied, last, that included, oldest first; empty where
+        that is not known, or so much happened that it is not all there."""
+        told = self.lives.get(-1 if slot is None else slot, [])
+        begun = [i for i, h in enumerate(told) if h.event in ("alloc", "clear")]
+        if begun:
+            return told[begun[-1] :]
+        return told if sum(not h.every for h in told) < HISTORY else []
 
     def column(self, source: str | None) -> int | None:
         """Index of the source of this name."""
@@ -143,7 +156,7 @@ class Taken:
     def evidence(self) -> Evidence:
         """Waits for the device, and puts together what came."""
         self.copy.wait()
-        slots, records, stored, found, matches, right, row, *words = self.copy.tensors
+        slots, records, stored, found, matches, right, row, past, step, *words = self.copy.tensors
         region = self.state.region
         count = region.slots
         # The device lists some slots twice, and those that it did not find as one beyond the region.
@@ -181,6 +194,10 @@ class Taken:
         for copy in self.history_copies:
             copy.wait()
         evidence.history = self.history
+        if len(past):
+            now, rows_of = int(step[0]), past.tolist()
+            every = histories.read(rows_of[-1], now, every=True)
+            evidence.lives = {s: histories.life(histories.read(rows_of[i], now), every) for s, i in first.items()}
         return evidence
 
 
@@ -231,7 +248,12 @@ def take(
     row = _table_row(state, view, reader, position)
     copies = [HostCopy(t) for e in history for t in (e.slots, e.other) if t is not None and t.is_cuda]
     copied = iter(copies)
-    copy = HostCopy(every_slot, records, stored, found, matches, right, row, *words)
+    past = torch.zeros((0, HISTORY), dtype=torch.int64, device=device)
+    if state.histories is not None:
+        past = torch.cat((state.histories[safe], state.histories[-1:]))
+    # On a CPU nothing is copied, and the clock goes on.
+    step = state.shared.clock[Clock.NEXT : Clock.NEXT + 1].clone()
+    copy = HostCopy(every_slot, records, stored, found, matches, right, row, past, step, *words)
     return Taken(state, len(known), _facts(state), lookups, copy, [_on_host(e, copied) for e in history], copies)
 
 

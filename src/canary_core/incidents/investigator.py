@@ -176,7 +176,8 @@ class Investigator:
         if evidence is not None:
             writers = {int(w) for w in evidence.records[:, 5].tolist()} | {e.writer for e in evidence.history}
             freed = {int(w) for w in evidence.records[:, 7].tolist()}
-            named = ((w, self._writers.name(w)) for w in writers | freed)
+            before = {h.who for life in evidence.lives.values() for h in life if h.event != "copy"}
+            named = ((w, self._writers.name(w)) for w in writers | freed | before)
             evidence.names = {w: name for w, name in named if name is not None}
             seen = list(patterns(evidence))
         incident.diagnoses = diagnose(incident, evidence, seen)

@@ -14,6 +14,7 @@ from canary_core.ledger.region_ledger import Landed, RegionLedger
 from canary_core.ops import arrivals
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.payload import PayloadLayout
+from canary_core.records import Happened
 from canary_core.region import RegionKind
 from canary_core.runtime.event_queue import QueuedEvent
 from canary_core.runtime.workspace import Switch
@@ -251,6 +252,7 @@ class Ledger:
             return
         if not landed.expected:
             arrivals.expect(state, arrival.slots, rows, arrival.writer)
+        self._workspace.backend.note(state, arrival.slots, Happened.ARRIVE, arrival.writer)
         if state.sources:
             mine = arrivals.still_expected(state, arrival.slots, rows)
             self._workspace.backend.adopt(state, torch.where(mine, arrival.slots, -1))

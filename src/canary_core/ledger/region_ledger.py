@@ -24,6 +24,7 @@ from canary_core.records import (
     BLOCK_SUM,
     BLOCK_VALUES,
     Block,
+    Happened,
     Kind,
     Phase,
 )
@@ -90,6 +91,7 @@ class RegionLedger:
         state, slots, blocks = self.state, arrival.slots, arrival.blocks
         if not landed.expected:
             arrivals.expect(state, slots, rows, arrival.writer)
+        self._backend.note(state, slots, Happened.ARRIVE, arrival.writer)
         mine = arrivals.still_expected(state, slots, rows)
         self._backend.adopt(state, torch.where(mine, slots, -1))
         if blocks.count:

@@ -13,13 +13,14 @@ from canary_core.ops.state import RegionState
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
 EventOp = Callable[[RegionState, Tensor, int | Tensor, int], None]
+NoteOp = Callable[[RegionState, Tensor, int, int | Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The ops in the order in which a step runs them; `baseline` runs once, at attach, `verify` and `adopt` where bytes
-    arrive, with records or without, `gather_blocks` for the ledger, `compare_tables` where attention has got its
-    tables."""
+    arrive, with records or without, `note` where slots get other content without a forward, `gather_blocks` for the
+    ledger, `compare_tables` where attention has got its tables."""
 
     name: str
     baseline: Callable[[RegionState], None]
@@ -35,6 +36,7 @@ class Backend:
     free: EventOp
     verify: Callable[[RegionState, Tensor], None]
     adopt: Callable[[RegionState, Tensor], None]
+    note: NoteOp
     gather_blocks: Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]
     compare_tables: Callable[[RegionState, ReadTable, int], None]
     row_steps: tuple[int, ...] = ()
@@ -62,22 +64,22 @@ def choose(name: str, device: torch.device) -> Backend:
 
 def torch_backend() -> Backend:
     """The vectorised reference; for pools on any device, but meant for the CPU: it allocates and reads back."""
-    from canary_core.ops.reference import blocks, check, compare, fingerprint, lifetime, record, tables
+    from canary_core.ops.reference import blocks, check, compare, fingerprint, histories, lifetime, record, tables
 
     return Backend(
         "torch", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
         compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
-        compare.verify, blocks.adopt, blocks.gather_blocks, tables.compare_tables,
+        compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
     )  # fmt: skip
 
 
 def triton_backend() -> Backend:
     """The kernels; on the CPU only where ``TRITON_INTERPRET=1`` was set before triton was imported."""
-    from canary_core.ops.kernels import blocks, check, compare, fingerprint, launch, lifetime, record, tables
+    from canary_core.ops.kernels import blocks, check, compare, fingerprint, histories, launch, lifetime, record, tables
 
     return Backend(
         "triton", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
         compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
-        compare.verify, blocks.adopt, blocks.gather_blocks, tables.compare_tables,
+        compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
         launch.ROW_STEPS, launch.compile_together, tables.tables_ready,
     )  # fmt: skip

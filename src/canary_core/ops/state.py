@@ -19,6 +19,7 @@ from canary_core.records import (
     COUNTERS,
     CURSOR_WORDS,
     GAUGES,
+    HISTORY,
     PLAN_WORDS,
     READ_TILE,
     RECORD_WORDS,
@@ -31,6 +32,12 @@ from canary_core.region import KVSource, Region, RegionKind
 FIRST_ROWS = 256
 FIRST_TOKENS = 8192
 """Capacity of a region's scratch before a batch asks for more."""
+
+HISTORY_SHARE = 100
+"""Histories take at most one in so many bytes of what they are about."""
+
+HISTORY_FREE_BYTES = 16 << 20
+"""Or so much, if that is more: it is too little to matter, however small the slots are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +101,8 @@ class RegionState:
     """One region's device memory. Tensors keep their addresses for life, so captured graphs stay valid.
 
     records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``, 0 for not known. chains: see `CHAINS`.
-    cursors: see `Cursor`. listed: int32 ``[2, slots]``, slots that a scrub compares, see `ScrubWord.LIST`. sources:
+    cursors: see `Cursor`. histories: int64 ``[slots + 1, HISTORY]``, see `Happened`; None where that would be too much
+    for what the slots hold. listed: int32 ``[2, slots]``, slots that a scrub compares, see `ScrubWord.LIST`. sources:
     what is fingerprinted. scratch: what the ops of one forward hand to each other.
     launches: what the back ends remember of this region. reads: whether forwards compare bytes before they read them.
     samples: what the sampler gave, None in regions that are not compared with it.
@@ -111,6 +119,9 @@ class RegionState:
         self.chains = torch.zeros(CHAINS, 2, dtype=torch.int64, device=device)
         self.cursors = torch.zeros(CURSOR_WORDS, dtype=torch.int64, device=device)
         self.listed = torch.zeros(2, region.slots, dtype=torch.int32, device=device)
+        self.histories: Tensor | None = None
+        if 8 * HISTORY * (region.slots + 1) <= max(region.pool_bytes // HISTORY_SHARE, HISTORY_FREE_BYTES):
+            self.histories = torch.zeros(region.slots + 1, HISTORY, dtype=torch.int64, device=device)
         self.scratch = Scratch(region.slots, device)
         self.launches = LaunchCache()
         self.samples: Samples | None = None
@@ -159,6 +170,7 @@ class RegionState:
     def memory_bytes(self) -> int:
         """Device memory of ours for this region."""
         own = sum(t.nbytes for t in (self.records, self.fingerprints, self.chains, self.cursors, self.listed))
+        own += 0 if self.histories is None else self.histories.nbytes
         sampled = 0 if self.samples is None else self.samples.memory_bytes
         return own + self.sources.memory_bytes + self.scratch.memory_bytes + sampled
 

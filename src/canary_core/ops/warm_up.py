@@ -10,7 +10,7 @@ from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.state import RegionState
-from canary_core.records import BLOCK_VALUES, Cursor
+from canary_core.records import BLOCK_VALUES, Cursor, Happened
 from canary_core.runtime.streams import capturing
 
 
@@ -72,3 +72,5 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
     for writer in (-1, none.int()):
         for event in (backend.alloc, backend.park, backend.share, backend.evict, backend.free):
             event(state, none, writer, 1)
+        backend.note(state, none, Happened.ARRIVE, writer)
+    backend.note(state, none, Happened.COPY, none)

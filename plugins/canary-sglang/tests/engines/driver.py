@@ -33,6 +33,7 @@ from tools import (
     inspection,
     mechanisms,
     padding,
+    slot_lives,
     stale_tables,
     storms,
     token_faults,
@@ -278,6 +279,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         token_oracle.wrong_answers,
         token_faults.mix_up,
         token_faults.mix_up_overlapped,
+        slot_lives.slot_lives,
         beside,
         uninstall,
     )

@@ -14,9 +14,10 @@ from canary_core.ops.kernels.common import (
     report,
     split_head,
 )
+from canary_core.ops.kernels.histories import entry, history_arguments, newest, newest_once, push
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, region_arguments
 from canary_core.ops.state import RegionState
-from canary_core.records import POSITION, RECORD_WORDS, Clock, Kind, Phase
+from canary_core.records import POSITION, RECORD_WORDS, Clock, Happened, Kind, Phase
 
 TILE = 256
 WARPS = 4
@@ -61,8 +62,9 @@ def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: in
 def _launch(event: str, state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int) -> None:
     launcher = state.launches.by_op.get((event, None))
     if launcher is None:
-        constants = {"EVENT": event, "TILE": TILE}
-        launcher = Launcher(lifetime_kernel, state, (region_arguments(state),), constants, num_warps=WARPS)
+        constants = {"EVENT": event, "HAPPENED": int(Happened[event.upper()]), "TILE": TILE}
+        fixed = (region_arguments(state), history_arguments(state))
+        launcher = Launcher(lifetime_kernel, state, fixed, constants, num_warps=WARPS)
         state.launches.by_op[event, None] = launcher
     count = slots.shape[0]
     each, writer = (writer, -1) if isinstance(writer, Tensor) else (None, writer)
@@ -72,15 +74,16 @@ def _launch(event: str, state: RegionState, slots: Tensor, writer: int | Tensor,
 @jit("count", "writer", "page_slots")
 def lifetime_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end,
+    slots, null_first, null_end, p_histories,
     p_slots, count, p_writers, writer, page_slots,
-    EVENT: tl.constexpr, TILE: tl.constexpr,
+    EVENT: tl.constexpr, HAPPENED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each `TILE` slots, or pages of ``page_slots`` slots, of the event.
 
     An atomic changes the word of each page's first slot and gives what it was; where the event does not apply to that,
     a second one takes the change back. ``moved`` are those to which it applies, one of several with the same slot: all
-    else of the page is theirs alone."""
+    else of the page is theirs alone. ``noted`` are those whose pages' histories are written, one of several as well:
+    whether the event applies or not, it happened."""
     o_slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m = o_slot < count
     slot = tl.load(p_slots + o_slot, mask=m, other=0).to(tl.int64) * page_slots
@@ -90,6 +93,9 @@ def lifetime_kernel(
     beyond = m & (slot >= slots)
     usable = m & (null == 0) & (beyond == 0)
     step = tl.load(p_clock + CLOCK_NEXT)
+    if p_histories is not None:
+        new = entry(HAPPENED, tl.zeros_like(slot) + writer, step)
+        first, second, third = newest_once(p_histories, slot, new, usable)
     p_word = p_words + slot * WORDS + WORD_POSITION
     freed_bit = tl.full((TILE,), FREED, tl.int32)
     parked_bit = tl.full((TILE,), PARKED, tl.int32)
@@ -125,11 +131,17 @@ def lifetime_kernel(
             kind = tl.where(in_use, KIND_EVICTED_IN_USE, KIND_DOUBLE_FREE).to(tl.int64)
         else:
             bad = usable & ((old & (FREED | PARKED)) != 0)
+    if p_histories is not None:
+        push(p_histories, slot, new, first, second, third, usable)
+        noted = usable & (first != new)
     freed = tl.load(p_records + slot * 4 + 3, mask=usable, other=0)
     tl.store(p_records + slot * 4 + 3, released, mask=moved)
     for i in range(1, page_slots):
         p_other = p_words + (slot + i) * WORDS + WORD_POSITION
         m_other = moved & (slot + i < slots)
+        if p_histories is not None:
+            m_noted = noted & (slot + i < slots)
+            first, second, third = newest(p_histories, slot + i, m_noted)
         if EVENT == "alloc":
             word = tl.full((TILE,), ALLOCATED, tl.int32)
         else:
@@ -142,6 +154,8 @@ def lifetime_kernel(
                     word = word | FREED
         tl.store(p_other, word, mask=m_other)
         tl.store(p_records + (slot + i) * 4 + 3, released, mask=m_other)
+        if p_histories is not None:
+            push(p_histories, slot + i, new, first, second, third, m_noted)
     kind = tl.where(null, KIND_NULL_SLOT, tl.where(beyond, KIND_SLOT_RANGE, kind))
     if tl.sum((bad | null | beyond).to(tl.int32), 0) > 0:
         token, _ = split_head(tl.load(p_records + slot * 4, mask=usable, other=-1))

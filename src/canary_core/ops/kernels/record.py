@@ -18,10 +18,11 @@ from canary_core.ops.kernels.common import (
     mix,
     report,
 )
+from canary_core.ops.kernels.histories import entry, history_arguments, newest, push
 from canary_core.ops.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
 from canary_core.ops.kernels.samples import KEPT, TAIL, TOKEN_BITS, TOKEN_VALUES, note_ends, sample_arguments, sampled
 from canary_core.ops.state import RegionState
-from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Kind, Phase
+from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Happened, Kind, Phase
 
 TILE = 256
 """New tokens that a program records at a time."""
@@ -45,6 +46,7 @@ KIND_WRITE_AFTER_FREE = tl.constexpr(int(Kind.WRITE_AFTER_FREE))
 KIND_TWO_WRITERS = tl.constexpr(int(Kind.TWO_WRITERS))
 PLAN = tl.constexpr(PLAN_WORDS)
 POST_FORWARD = tl.constexpr(int(Phase.POST_FORWARD))
+WRITE = tl.constexpr(int(Happened.WRITE))
 
 
 def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -53,7 +55,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     launcher = state.launches.by_op.get(("record", constants))
     if launcher is None:
         every = constants._asdict() | {"TILE": TILE}
-        fixed = (region_arguments(state), sample_arguments(state))
+        fixed = (region_arguments(state), sample_arguments(state), history_arguments(state))
         launcher = Launcher(record_kernel, state, fixed, every, num_warps=WARPS)
         state.launches.by_op["record", constants] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
@@ -62,7 +64,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 @jit(*VARYING)
 def record_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows,
+    slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows, p_histories,
     p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
     p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
@@ -128,12 +130,17 @@ def record_kernel(
         claim = tl.load(p_claims + slot, mask=usable, other=0)
         won = usable & (claim == (step << 32) + o_token + 1)
         p_record = p_records + slot * 4
+        if p_histories is not None:
+            first, second, third = newest(p_histories, slot, won)
         freed_bit = (tl.load(p_record, mask=won, other=0) >> 32) & FREED
         old_freed = tl.where(freed_bit != 0, tl.load(p_record + 3, mask=won, other=0), 0)
         tl.store(p_record, (token & 0xFFFFFFFF) | ((position * STATE_VALUES + WRITTEN + freed_bit) << 32), mask=won)
         tl.store(p_record + 1, hash, mask=won)
         tl.store(p_record + 2, (step & 0xFFFFFFFF) | (writer << 32), mask=won)
         tl.store(p_record + 3, old_freed, mask=won)
+        if p_histories is not None:
+            new_entry = entry(WRITE, tl.zeros_like(slot) + writer, step)
+            push(p_histories, slot, new_entry, first, second, third, won)
         tl.atomic_add(p_counters + COUNT_RECORDED_SLOTS, tl.sum(won.to(tl.int64), 0))
 
         expected = tl.full((TILE,), -1, tl.int64)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from canary_core.ops.mapping import see
+from canary_core.ops.reference.histories import entry, push
 from canary_core.ops.reference.ring import report
 from canary_core.ops.state import RegionState
 from canary_core.records import (
@@ -14,6 +15,7 @@ from canary_core.records import (
     POSITION,
     STEP_FREED,
     Clock,
+    Happened,
     Kind,
     Phase,
     Row,
@@ -29,21 +31,35 @@ _RELEASED = int(State.FREED | State.PARKED)
 class _Event:
     """What one call is about: int64 ``slots``, the first ones of their pages, and who does it to them."""
 
+    happened: Happened
     state: RegionState
     slots: Tensor
     writer: int | Tensor
     page_slots: int
 
     @classmethod
-    def of(cls, state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int) -> "_Event":
-        return cls(state, slots.long() * page_slots, writer, page_slots)
+    def of(
+        cls, happened: Happened, state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int
+    ) -> "_Event":
+        return cls(happened, state, slots.long() * page_slots, writer, page_slots)
 
     def usable(self) -> Tensor:
-        """Which are live slots of the region; reports the others."""
+        """Which are live slots of the region; reports the others. It happened to all of these, whether it applies or
+        not: notes it in their pages' histories."""
         status = self.state.region.status_of(self.slots)
         self.report(Kind.NULL_SLOT, status == Status.NULL)
         self.report(Kind.SLOT_RANGE, status == Status.RANGE)
+        self.note(status == Status.OK)
         return status == Status.OK
+
+    def note(self, usable: Tensor) -> None:
+        """Of a page it is noted once, by its first slot."""
+        histories = self.state.histories
+        if histories is None:
+            return
+        new = entry(self.state, self.happened, self.writer)
+        slots, by = self.every(usable & (histories[self.slots * usable, 0] != new))
+        push(histories, slots, entry(self.state, self.happened, by))
 
     def words(self, usable: Tensor) -> Tensor:
         """Position words of the records, of slot 0 where not ``usable``."""
@@ -98,7 +114,7 @@ def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
     With ``page_slots`` above 1 ``slots`` are numbers of pages of so many slots, which share one fate: a page is judged
     by its first slot, and reported as that one.
     """
-    event = _Event.of(state, slots, writer, page_slots)
+    event = _Event.of(Happened.ALLOC, state, slots, writer, page_slots)
     usable = event.usable()
     word = torch.where(_repeated(event.slots), int(State.ALLOCATED), event.words(usable))
     event.report(
@@ -110,7 +126,7 @@ def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
 def park(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. Reports
     DOUBLE_FREE for a slot that is parked, free, or listed twice. A free slot stays free."""
-    event = _Event.of(state, slots, writer, page_slots)
+    event = _Event.of(Happened.PARK, state, slots, writer, page_slots)
     usable = event.usable()
     word = event.words(usable)
     fresh = usable & (word & _RELEASED == 0)
@@ -122,7 +138,7 @@ def park(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: in
 def share(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """Request ``writer`` takes ``slots`` that the prefix cache has, parked or not; see `alloc`. Reports FREED for a
     slot that is free, which it stays."""
-    event = _Event.of(state, slots, writer, page_slots)
+    event = _Event.of(Happened.SHARE, state, slots, writer, page_slots)
     usable = event.usable()
     word = event.words(usable)
     event.report(Kind.FREED, usable & (word & State.FREED != 0))
@@ -132,7 +148,7 @@ def share(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
 def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """The prefix cache gave ``slots`` up: they are free; see `alloc`. Reports EVICTED_IN_USE for a slot that was handed
     out or written and is not parked, DOUBLE_FREE for one that is free or listed twice."""
-    event = _Event.of(state, slots, writer, page_slots)
+    event = _Event.of(Happened.EVICT, state, slots, writer, page_slots)
     usable, word, fresh = event.freed()
     event.report(Kind.DOUBLE_FREE, usable & (word & State.FREED != 0), word)
     event.report(Kind.EVICTED_IN_USE, usable & (word & _RELEASED == 0) & _held(word), word)
@@ -142,7 +158,7 @@ def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
 def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """The allocator got ``slots`` back, from ``writer``; see `alloc`. Reports DOUBLE_FREE for a slot that is free,
     parked, or listed twice; it is free then."""
-    event = _Event.of(state, slots, writer, page_slots)
+    event = _Event.of(Happened.FREE, state, slots, writer, page_slots)
     usable, word, fresh = event.freed()
     event.report(Kind.DOUBLE_FREE, usable & (word & _RELEASED != 0), word)
     event.move(fresh, keep=~int(State.PARKED), add=int(State.FREED), released=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops import hashing
 from canary_core.ops.mapping import int64_words
-from canary_core.ops.reference import plan, samples
+from canary_core.ops.reference import histories, plan, samples
 from canary_core.ops.reference.check import expected_tokens
 from canary_core.ops.reference.ring import report
 from canary_core.ops.samples import Samples
@@ -28,6 +28,7 @@ from canary_core.records import (
     Clock,
     Counter,
     Cursor,
+    Happened,
     Kind,
     Phase,
     Row,
@@ -117,6 +118,9 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     for word in (STEP_FREED, FREED_BY):
         new[:, word] = torch.where(freed, old[:, word], 0)[winner]
     state.records[writes.slot[winner]] = new
+    if state.histories is not None:
+        written = histories.entry(state, Happened.WRITE, fields[Row.WRITER][winner])
+        histories.push(state.histories, writes.slot[winner], written)
     shared.counters[Counter.RECORDED_SLOTS] += new.shape[0]
     shared.clock[Clock.STEP] = step
     state.cursors[Cursor.CHECK] = state.cursors[Cursor.CHECK_NEXT]
