@@ -67,7 +67,8 @@ class Session:
         self._pending: Any = None
         origin = connectors.origin(runner, config.ledger_private)
         drafted = runners.drafted(runner)
-        self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
+        self._tokens = [group for group in self.groups if not group.states]
+        self._loads = None if origin is None else Loads(self.canary, self._tokens, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
@@ -162,7 +163,7 @@ class Session:
     def _view(self, batches: BatchAdapter[Any], batch: Any, inputs: Any) -> BatchView | None:
         view = batches.view(batch)
         if view is not None and self.canary.step.tables.due:
-            given = [one for g in self.groups for one in metadata.given(self.runner, self.canary, g, self._attention)]
+            given = [one for g in self._tokens for one in metadata.given(self.runner, self.canary, g, self._attention)]
             self._lists.compare(view, given, lambda g: self.requests.blocks.of(inputs.req_ids[: view.rows], g.group))
         return view
 
