@@ -25,6 +25,7 @@ from canary_core import (
 from canary_vllm.allocator import messages
 from canary_vllm.allocator.lifetime import Lifetime
 from canary_vllm.arrivals.loads import Loads
+from canary_vllm.batches import sampled
 from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
@@ -77,6 +78,7 @@ class Session:
             partial(embeddings.row, runner), partial(embeddings.elsewhere, runner), [region.name for region in regions]
         )
         hook_manager().register(self._filter)
+        self.canary.sampled.follow()
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
         self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows)
 
@@ -135,6 +137,16 @@ class Session:
         self._scheduled()
         view = partial(self._view, self._v1, self._output, self.runner.input_batch)
         return self.canary.step.run(original, view, overlap=Overlap.CHECK)
+
+    def sampled(self, output: Any, about: Any) -> None:
+        """The runner has sampled ``output`` for its last forward. ``about``: V1: what was drafted; V2: the batch."""
+        if self.canary.sampled.followed:
+            with self.canary.guard("sampled"):
+                if isinstance(output, tuple):
+                    tokens, without = sampled.of_v2(output[0], about)
+                else:
+                    tokens, without = sampled.of_v1(self.runner, output, about)
+                self.canary.sampled.give(tokens, without)
 
     def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
         """V2: ``batch`` and its ``tables`` (block tables, slot mappings) are as attention will read them."""
