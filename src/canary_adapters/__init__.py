@@ -1,8 +1,8 @@
 """Engine-free adapters: an engine's tensors in, Canary's views out.
 
-Sources say where a slot's bytes are, pools put them together as regions and check their addresses, tables say what a
-forward reads, the filter dismisses what a model explains. Nothing here imports an engine; sources, pools and tables
-neither read from a device nor copy a tensor.
+Sources say where a slot's bytes are, a probe finds it out where shapes lie, pools put sources together as regions and
+check their addresses, tables say what a forward reads, the filter dismisses what a model explains. Nothing here imports
+an engine; sources, pools and tables neither read from a device nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
@@ -20,6 +20,7 @@ from canary_adapters.pools import (
     kv_layers,
     stacked_layers,
 )
+from canary_adapters.probe import ProbedPiece, probe_layout
 from canary_adapters.sources import (
     CHECKED_DTYPES,
     PackedPage,
@@ -45,6 +46,7 @@ __all__ = [
     "PackedPool",
     "PagedPool",
     "Part",
+    "ProbedPiece",
     "RegionPool",
     "RequestBlocks",
     "RowPool",
@@ -56,6 +58,7 @@ __all__ = [
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
+    "probe_layout",
     "ragged_table",
     "require_disjoint",
     "ring_table",

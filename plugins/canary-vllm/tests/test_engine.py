@@ -24,6 +24,8 @@ def test_clean_traffic_is_silent_and_answers_stay_the_same(engine):
         stats, regions = guard.canary.stats(), guard.canary.regions
         (audit,) = guard.findings.told("audit")
         (coverage,) = guard.findings.told("coverage")
+        assert guard.canary.sampled.followed
+        assert guard.canary.sampled.left_out == 0
     assert answers == plain
     assert sorted(regions) == sorted(engine.setup.regions)
     assert audit.fields["unclaimed_bytes"] == 0

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 @pytest.mark.parametrize("model", ["llama"])
 def test_the_v2_runner_is_guarded(model):
     """The V2 runner, with Triton's interpreter: silent under preemption and prefix hits, answers as without Canary, a
-    table compared in each forward, and a flipped bit is named."""
+    table compared in each forward; a flipped bit is named, and so are requests that get each other's token."""
     told = told_by("v2_script", model)
     assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
     assert told["trouble"] == []
@@ -27,6 +27,7 @@ def test_the_v2_runner_is_guarded(model):
     assert told["found"] == [["BYTES", 1, "v", 0, "flip"]]
     assert {name.split(" of ")[0] for name in told["tables"]} == {"block_table", "slot_mapping"}
     assert told["compared"] == told["forwards"]
+    assert told["exchanged"] == [["WRITE_INPUT", "a"], ["WRITE_INPUT", "b"]]
 
 
 def test_two_ranks_are_guarded_through_the_entry_point(tmp_path):

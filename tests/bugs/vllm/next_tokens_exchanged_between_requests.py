@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bugs.classes import TOKENS
-from bugs.museum import Bug, Missed, patched
+from bugs.museum import Bug, Found, patched
 from bugs.traffic import together
 
 
@@ -32,7 +32,5 @@ BUG = Bug(
     setup="llama",
     broken=broken,
     traffic=together,
-    default=Missed(
-        "what vLLM's sampler gave is not followed yet; it is in SGLang, and in Transformers' continuous batching"
-    ),
+    default=Found("write_input", 1, "the sampler gave alice token ... for position ..., but the forward computed"),
 )

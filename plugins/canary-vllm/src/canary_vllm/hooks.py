@@ -74,6 +74,11 @@ class Hooks:
     def _hook_runner(self, name: str) -> None:
         self._wrap(f"{name}.initialize_kv_cache", self._initialize)
         self._wrap(f"{name}.execute_model", self._execute)
+        missing = targets.problems([targets.SAMPLERS[name]])
+        if missing:
+            self._left_out("what is sampled is not compared with the next forward", missing)
+        else:
+            self._follow(targets.SAMPLERS[name].name, self._sampled)
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
         """``around(original, object, *arguments)`` in the place of the method."""
@@ -118,6 +123,11 @@ class Hooks:
     def _forward(self, original: Callable[[], Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(runner))
         return original() if session is None else session.forward(original)
+
+    def _sampled(self, output: Any, runner: Any, _: Any, about: Any = None, *args: Any, **kwargs: Any) -> None:
+        session = self._sessions.get(id(runner))
+        if session is not None:
+            session.sampled(output, kwargs.get("spec_decode_metadata", kwargs.get("input_batch", about)))
 
     def _prepared(self, tables: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         session = self._sessions.get(id(runner))

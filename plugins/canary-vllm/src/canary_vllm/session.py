@@ -25,6 +25,7 @@ from canary_core import (
 from canary_vllm.allocator import messages
 from canary_vllm.allocator.lifetime import Lifetime
 from canary_vllm.arrivals.loads import Loads
+from canary_vllm.batches import sampled
 from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
@@ -67,7 +68,8 @@ class Session:
         self._pending: Any = None
         origin = connectors.origin(runner, config.ledger_private)
         drafted = runners.drafted(runner)
-        self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
+        self._tokens = [group for group in self.groups if not group.states]
+        self._loads = None if origin is None else Loads(self.canary, self._tokens, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
@@ -76,6 +78,7 @@ class Session:
             partial(embeddings.row, runner), partial(embeddings.elsewhere, runner), [region.name for region in regions]
         )
         hook_manager().register(self._filter)
+        self.canary.sampled.follow()
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
         self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows)
 
@@ -135,6 +138,16 @@ class Session:
         view = partial(self._view, self._v1, self._output, self.runner.input_batch)
         return self.canary.step.run(original, view, overlap=Overlap.CHECK)
 
+    def sampled(self, output: Any, about: Any) -> None:
+        """The runner has sampled ``output`` for its last forward. ``about``: V1: what was drafted; V2: the batch."""
+        if self.canary.sampled.followed:
+            with self.canary.guard("sampled"):
+                if isinstance(output, tuple):
+                    tokens, without = sampled.of_v2(output[0], about)
+                else:
+                    tokens, without = sampled.of_v1(self.runner, output, about)
+                self.canary.sampled.give(tokens, without)
+
     def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
         """V2: ``batch`` and its ``tables`` (block tables, slot mappings) are as attention will read them."""
         if self._output is not None:
@@ -162,7 +175,7 @@ class Session:
     def _view(self, batches: BatchAdapter[Any], batch: Any, inputs: Any) -> BatchView | None:
         view = batches.view(batch)
         if view is not None and self.canary.step.tables.due:
-            given = [one for g in self.groups for one in metadata.given(self.runner, self.canary, g, self._attention)]
+            given = [one for g in self._tokens for one in metadata.given(self.runner, self.canary, g, self._attention)]
             self._lists.compare(view, given, lambda g: self.requests.blocks.of(inputs.req_ids[: view.rows], g.group))
         return view
 

@@ -160,3 +160,15 @@ class SmallEngine:
         both = bits.view(blocks, heads, 2, page * size)[slot // page, 1]
         place = (3, slot % page) if half == "k" else (slot % page, 3)
         (both[0].view(size, page) if half == "k" else both[1].view(page, size))[place] ^= 1 << 3
+
+    def poke_state(self, layer: int, half: str, request: str) -> None:
+        """Flips one bit of a request's recurrent state, by vLLM's own tables. ``half``: ``conv`` or ``ssm``."""
+        import torch
+
+        for number, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
+            for name in group.layer_names:
+                if type(group.kv_cache_spec).__name__ == "MambaSpec" and f".{layer}." in name:
+                    states = self.runner.compilation_config.static_forward_context[name].kv_cache
+                    state = states[("conv", "ssm").index(half)][self.blocks(request)[number][0]]
+        bits = state.view({2: torch.int16, 4: torch.int32}[state.element_size()])
+        bits[(*(0 for _ in bits.shape[:-1]), 3)] ^= 1 << 3

@@ -26,6 +26,30 @@ MODELS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=128, first_k_dense_replace=8, topk_method="greedy", n_group=1, topk_group=1,
         routed_scaling_factor=1.0, scoring_func="softmax", norm_topk_prob=False, moe_layer_freq=1,
     ),
+    # vLLM's own scan for CPUs takes a prompt in one chunk.
+    "mamba2": dict(
+        architectures=["Mamba2ForCausalLM"], model_type="mamba2", hidden_act="silu", num_heads=4, n_groups=1,
+        state_size=16, conv_kernel=4, expand=2, chunk_size=256, use_conv_bias=True, use_bias=False,
+        layer_norm_epsilon=1e-5,
+    ),
+    "falcon_h1": dict(
+        architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", hidden_act="silu", mamba_n_heads=4,
+        mamba_d_head=32, mamba_d_ssm=128, mamba_n_groups=1, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2,
+        mamba_chunk_size=256,
+    ),
+    "lfm2": dict(
+        architectures=["Lfm2ForCausalLM"], model_type="lfm2", num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, layer_types=["conv", FULL, "conv", FULL], conv_L_cache=3, conv_bias=False, block_dim=64,
+        conv_dim=64, norm_eps=1e-5, block_ff_dim=128, block_multiple_of=32, block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "qwen3_next": dict(
+        architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", hidden_act="silu", num_hidden_layers=4,
+        torch_dtype="bfloat16", layer_types=["linear_attention"] * 3 + [FULL], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        num_experts=2, num_experts_per_tok=1, decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, partial_rotary_factor=0.5, full_attention_interval=4,
+    ),
 }  # fmt: skip
 
 

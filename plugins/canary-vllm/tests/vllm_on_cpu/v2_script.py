@@ -47,9 +47,21 @@ def main() -> None:
             pass
         guard.canary.drain()
         found = [[v.kind.name, v.layer, v.half, v.position, v.stored_request] for v in guard.findings.violations]
+    with guarded.guard(engine) as guard:
+        for name in "ab":
+            engine.submit(name, guarded.prompts(name)[0], 12)
+        while len(engine.answers["b"]) < 3:
+            engine.step()
+        # The tokens that the next forward begins with change places.
+        last = engine.runner.req_states.last_sampled_tokens
+        rows = [engine.runner.req_states.req_id_to_index[name] for name in "ab"]
+        last[rows] = last[rows[::-1]].clone()
+        engine.step()
+        guard.canary.drain()
+        exchanged = sorted([v.kind.name, v.request] for v in guard.findings.violations)
     told = {"runner": type(engine.runner).__mro__[1].__module__, "same": answers == plain, "trouble": trouble}
     told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found, "tables": tables}
-    told |= {"compared": stats["tables_compared"]}
+    told |= {"compared": stats["tables_compared"], "exchanged": exchanged}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)

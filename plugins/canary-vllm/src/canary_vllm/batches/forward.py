@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import block_table
-from canary_core import BatchAdapter, BatchView
+from canary_adapters import block_table, ring_table, slot_table
+from canary_core import BatchAdapter, BatchView, SlotTable
 from canary_vllm.batches.requests import TABLE_STEP, Requests
 from canary_vllm.pools.pool import Group
 
@@ -45,8 +45,7 @@ class V1Batches(BatchAdapter[Any]):
         tables = {}
         for group in self._groups:
             table = inputs.block_table[group.number]
-            slots = table.slot_mapping.gpu[:tokens]
-            tables[group.region] = block_table(table.block_table.gpu[:rows], group.page, write_slots=slots)
+            tables[group.region] = table_of(group, table.block_table.gpu[:rows], table.slot_mapping.gpu[:tokens])
         computed = inputs.num_computed_tokens_cpu[:rows].tolist
         return BatchView(
             prefix_lens=prefix_lens,
@@ -81,8 +80,7 @@ class V2Batches(BatchAdapter[Prepared]):
         most = inputs.seq_lens_cpu_upper_bound[:rows].numpy() - inputs.num_scheduled_tokens[:rows]
         slots = batch.slot_mappings
         tables = {
-            g.region: block_table(batch.block_tables[g.number][:rows], g.page, write_slots=slots[g.number][:tokens])
-            for g in self._groups
+            g.region: table_of(g, batch.block_tables[g.number][:rows], slots[g.number][:tokens]) for g in self._groups
         }
         return BatchView(
             prefix_lens=prefix_lens,
@@ -94,6 +92,14 @@ class V2Batches(BatchAdapter[Prepared]):
             expected_tokens=self._requests.expected(names, most.tolist, new),
             anchors=self._requests.writers.anchors(names, prefix_lens.device),
         )
+
+
+def table_of(group: Group, entries: Tensor, slots: Tensor) -> SlotTable:
+    """What a forward reads and writes of ``group``. ``entries``: its block table. ``slots``: where new tokens go; a
+    state lies in the first block that its request has."""
+    if group.states:
+        return ring_table(slot_table(entries), 1)
+    return block_table(entries, group.page, write_slots=slots)
 
 
 class _Lengths:
@@ -119,6 +125,6 @@ def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterato
     lengths = torch.zeros(rows, dtype=torch.int32, device=device)
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
     entries = torch.zeros((rows, TABLE_STEP), dtype=torch.int32, device=device)
-    tables = {g.region: block_table(entries, g.page, write_slots=positions) for g in groups}
+    tables = {g.region: table_of(g, entries, positions) for g in groups}
     for expected in (None, torch.full((rows, TABLE_STEP), -1, dtype=torch.int32, device=device)):
         yield BatchView(lengths, lengths, lengths, lengths, tables, positions=positions, expected_tokens=expected)

@@ -82,6 +82,23 @@ def element_type(layer: Any, cache: Tensor) -> torch.dtype | None:
     return cache.dtype if cache.dtype.is_floating_point else None
 
 
+def states(tensors: Sequence[Tensor]) -> Sequence[tuple[str, Tensor]]:
+    """The recurrent states of one layer, by half: linear attention has one, all others have a convolution's first."""
+    if len(tensors) == 1 and tensors[0].dim() == 4:
+        return [("ssm", tensors[0])]
+    return list(zip(("conv", "ssm", *(f"state{i}" for i in range(2, len(tensors)))), tensors, strict=False))
+
+
+def states_refusal(spec: Any, drafted: int) -> str | None:
+    """Why recurrent states of a group can't be guarded, None if they can."""
+    mode = getattr(spec, "mamba_cache_mode", "none")
+    if mode != "none":
+        return f"recurrent states are not guarded where prefixes of them are cached (mamba_cache_mode={mode})"
+    if drafted:
+        return "recurrent states are not guarded with speculation, which keeps one for each draft"
+    return None
+
+
 def _backend(layer: Any) -> str:
     backend = getattr(layer, "attn_backend", None)
     return str(backend.get_name()) if backend is not None else type(layer).__name__

@@ -29,6 +29,12 @@ RUNNERS: Mapping[str, Sequence[HookTarget]] = {
 }
 """The two model runners. One that does not fit is left alone, and the other is hooked."""
 
+SAMPLERS: Mapping[str, HookTarget] = {
+    V1: HookTarget(f"{V1}._sample", (None, "spec_decode_metadata")),
+    V2: HookTarget(f"{V2}.sample", (None, "input_batch")),
+}
+"""Where it does not fit, what is sampled is not compared with the next forward."""
+
 LIFETIME: Sequence[HookTarget] = (
     HookTarget(f"{SCHEDULER}.__init__"),
     HookTarget(f"{SCHEDULER}.schedule"),

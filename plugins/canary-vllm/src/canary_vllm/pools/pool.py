@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import JoinedPools, RegionPool
+from canary_adapters import JoinedPools, Part, RegionPool, row_source
 from canary_core import AttachError, KVSource, PoolAdapter, Region, RegionKind, Uncovered
 from canary_vllm.compat import layers, runners
 from canary_vllm.pools.layout import Layouts
 
 UNGUARDED = {
-    "MambaSpec": "recurrent states are not guarded",
     "CrossAttentionSpec": "the KV of an encoder is not guarded",
     "ChunkedLocalAttentionSpec": "chunked local attention is not guarded",
     "CircularBufferSpec": "circular buffers are not guarded",
@@ -27,12 +26,13 @@ UNGUARDED = {
 @dataclass(frozen=True, slots=True)
 class Group:
     """One guarded group: its region's name, its number, slots of a block of the scheduler, and of an entry of its
-    table."""
+    table. ``states``: it holds a recurrent state of each request, one a block, not tokens."""
 
     region: str
     number: int
     block: int
     page: int
+    states: bool = False
 
 
 class VLLMPool(PoolAdapter):
@@ -73,6 +73,9 @@ class VLLMPool(PoolAdapter):
                 found.append(region)
         if not found:
             return ()
+        # The token regions are what a forward is told by.
+        found.sort(key=lambda region: region.kind is RegionKind.STATE)
+        self.groups.sort(key=lambda group: group.states)
         names = frozenset(region.name for region in found)
         # Any block belongs to one group at a time.
         joined = JoinedPools([RegionPool(region) for region in found], sharing=[names])
@@ -88,9 +91,14 @@ class VLLMPool(PoolAdapter):
         block = int(spec.block_size)
         if getattr(spec, "storage_block_size", block) != block:
             reason = "compressed KV is not guarded"
+        states = kinds == {"MambaSpec"}
+        if states:
+            reason = layers.states_refusal(spec, runners.drafted(self._runner))
         if reason is not None:
             self._leave_out(names, reason)
             return None
+        if states:
+            return self._states(names, number, "state" if "state" not in taken else f"state.{number}")
         page = runners.table_page(self._runner, number)
         slots = int(self._runner.kv_cache_config.num_blocks) * block
         sources = tuple(self._sources(names, slots // page, page))
@@ -111,6 +119,18 @@ class VLLMPool(PoolAdapter):
             null_slot=0,
             null_slots=block,
         )
+
+    def _states(self, names: Sequence[str], number: int, region: str) -> Region:
+        """The recurrent states of a group: each layer's tensors have a row for each block."""
+        every, given = runners.layers(self._runner), layers.numbers(names)
+        sources = [
+            row_source(tensor, Part(half, given[name]))
+            for name in names
+            for half, tensor in layers.states(runners.layer_tensors(every.get(name)))
+        ]
+        self.groups.append(Group(region, number, block=1, page=1, states=True))
+        blocks = int(self._runner.kv_cache_config.num_blocks)
+        return Region(region, blocks, tuple(sources), kind=RegionKind.STATE, null_slot=0)
 
     def _sources(self, names: Sequence[str], pages: int, page: int) -> Iterator[KVSource]:
         every, given = runners.layers(self._runner), layers.numbers(names)
