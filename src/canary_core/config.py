@@ -300,7 +300,8 @@ class CanaryConfig(BaseSettings):
     )
     ledger_private: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
-        description="KV connectors that only this engine stores with, by name, where the engine's plugin can't know: "
+        description="KV connectors and storage back ends that only this engine stores with, by name (`HiCacheFile` for "
+        "SGLang's files), where the engine's plugin can't know: "
         "what others store may have been computed with other numerics, so a difference would prove nothing.",
         json_schema_extra=_unit("names"),
     )

@@ -1,5 +1,10 @@
 """What the engines are asked to serve. All of it works on any stage that has requests."""
 
+import os
+import tempfile
+import time
+from typing import Any
+
 from bugs.museum import Stage
 
 
@@ -78,3 +83,46 @@ def through_host_memory(stage: Stage) -> None:
         finish(stage)
     stage.submit("bob", [*asked, *stage.tokens("bob", 3)], 6)
     finish(stage)
+
+
+def through_files(stage: Any) -> None:
+    """On SGLang with HiCache: Alice is served; others fill the device and host memory, so that her KV is in files only;
+    Bob begins like her."""
+    if not stage.scheduler.enable_hicache_storage:
+        _attach_files(stage.scheduler)
+    asked = stage.tokens("alice", 40)
+    stage.submit("alice", asked, 4)
+    _finish_with_storage(stage)
+    for number in range(8):
+        stage.submit(f"other{number}", stage.tokens(f"other{number}", 50), 2)
+        _finish_with_storage(stage)
+    stage.submit("bob", [*asked, *stage.tokens("bob", 3)], 6)
+    _finish_with_storage(stage)
+
+
+def _attach_files(scheduler: Any) -> None:
+    """While the engine runs, since its threads don't survive the fork in which a bug runs."""
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput
+
+    folder = tempfile.mkdtemp(prefix="canary-museum-")
+    os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = folder
+    done = scheduler.attach_hicache_storage_wrapped(
+        AttachHiCacheStorageReqInput(
+            hicache_storage_backend="file",
+            hicache_storage_backend_extra_config_json='{"prefetch_threshold": 4}',
+            hicache_storage_prefetch_policy="wait_complete",
+        )
+    )
+    if not done.success:
+        raise RuntimeError(done.message)
+
+
+def _finish_with_storage(stage: Any) -> None:
+    """Serves until there is nothing left to do for the engine and for the threads that read and write files."""
+    for _ in range(2000):
+        if stage.step():
+            continue
+        if all(request.finished() for request in stage.requests.values()) and not stage.tree.ongoing_backup:
+            return
+        time.sleep(0.01)
+    raise RuntimeError("the storage back end does not answer")

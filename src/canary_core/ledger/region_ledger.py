@@ -250,5 +250,9 @@ class RegionLedger:
             request=landed.request,
             origin=arrival.origin.name,
             sources=tuple(sources[column].name for column in columns),
-            detail=f"positions {position} to {position + self.page_slots - 1}; {fold(list(sources), columns)}",
+            detail=f"{_positions(position, self.page_slots)}; {fold(list(sources), columns)}",
         )
+
+
+def _positions(first: int, count: int) -> str:
+    return f"position {first}" if count == 1 else f"positions {first} to {first + count - 1}"

@@ -248,7 +248,9 @@ def _transfers(session: Session) -> Iterator[StepListener]:
         # When SGLang stores the KV of such a request, its last forward may be in flight, and not recorded yet.
         yield hicache.HostCache(canary, runner.token_to_kv_pool, carried=False)
     elif runners.host_cache(runner):
-        yield hicache.HostCache(canary, runner.token_to_kv_pool, canary.config.transfer_records)
+        # Under a draft model's slots lie other tokens than the request's.
+        requests = session.requests if session.model is None else None
+        yield hicache.HostCache(canary, runner.token_to_kv_pool, canary.config.transfer_records, requests)
     if runners.disaggregation(runner) == "decode":
         yield disaggregation.DecodeSide(canary, session.requests, carried)
     elif runners.disaggregation(runner) == "prefill" and carried:

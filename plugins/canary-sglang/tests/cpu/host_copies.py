@@ -12,6 +12,13 @@ def install() -> None:
 
     common._cuda_host_register = common._cuda_host_unregister = _nothing
     mha.transfer_kv_direct = _copy
+    page = mha.MHATokenToKVPoolHost.get_dummy_flat_data_page
+
+    def unpinned(pool: Any) -> Any:
+        pool.pin_memory = False
+        return page(pool)
+
+    mha.MHATokenToKVPoolHost.get_dummy_flat_data_page = unpinned
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,14 @@
 """HiCache on a real SGLang engine, with its processes and the overlap scheduler: clean, then a bit flipped on the host.
 
-    python3 hicache.py [--device cuda|cpu]
+    python3 hicache.py [--device cuda|cpu] [--storage]
 
 One JSON line for each case, as `pd.py` prints them. Prompts are served in turns that together are more than the
-device's pool holds and less than the host's, so that each turn loads what the one before evicted.
+device's pool holds and less than the host's, so that each turn loads what the one before evicted. With ``--storage``
+they are more than the host's holds, too, and come back from files; the bit is flipped in one of these.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -14,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,14 @@ ENGINES = {
 }
 PROMPT_TOKENS = {"cuda": 330, "cpu": 160}
 CASES = ("clean", "clean", "flip_host k.1", "flip_host v.3", "clean")
+STORED_CASES = ("clean", "clean", "flip_file k.1", "flip_file v.3", "clean")
+LAYERS = pd.BASE["num_hidden_layers"]
+STORAGE = dict(
+    hicache_ratio=1.2, hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete",
+    hicache_storage_backend_extra_config='{"prefetch_threshold": 32}',
+)  # fmt: skip
+FILES = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+"""SGLang's own variable for where the files are."""
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -35,6 +46,9 @@ def run(options: argparse.Namespace) -> bool:
     pd.write_witness(folder)
     pd.write_model(folder, options)
     folder.joinpath("control").write_text("start clean")
+    os.environ.pop(FILES, None)
+    if options.storage:
+        os.environ[FILES] = str(folder / "store")
     signal.signal(signal.SIGALRM, pd._late)
     side = pd.Side("hicache", options, folder, (0, pd.free_port()))
     good = True
@@ -44,10 +58,11 @@ def run(options: argparse.Namespace) -> bool:
         pd.say({"case": "up", "seconds": round(time.monotonic() - started)})
         known: set[int] = set()
         outputs = None
-        for number, case in enumerate(CASES):
+        for number, case in enumerate(STORED_CASES if options.storage else CASES):
             folder.joinpath("control").write_text(f"{number} {case}")
-            side.ask({"turns": 4, "count": 5, "tokens": PROMPT_TOKENS[options.device]})
-            answer = side.answer(2 * pd.PATIENCE_S[options.device][1])
+            with flipped_file(folder, case):
+                side.ask({"turns": 4, "count": 5, "tokens": PROMPT_TOKENS[options.device]})
+                answer = side.answer(2 * pd.PATIENCE_S[options.device][1])
             outputs = outputs or answer["outputs"]
             time.sleep(2)
             told = [x for x in pd.lines(folder, "hicache") if x["case"] == str(number)]
@@ -74,9 +89,29 @@ def judge(case: str, found: list[dict[str, Any]], told: list[dict[str, Any]], sa
     """Whether a case is as it must be."""
     if case == "clean":
         return not found
-    half, layer = case.split()[1].split(".")
-    broken = any("broken" in x for x in told)
-    return broken and {(v["kind"], v["layer"], v["half"]) for v in found} == {("bytes", int(layer), half)}
+    how, source = case.split()
+    half, layer = source.split(".")
+    kind = "arrival" if how == "flip_file" else "bytes"
+    broken = how == "flip_file" or any("broken" in x for x in told)
+    return broken and {(v["kind"], v["layer"], v["half"]) for v in found} == {(kind, int(layer), half)}
+
+
+@contextlib.contextmanager
+def flipped_file(folder: Path, case: str) -> Iterator[None]:
+    """Within it, in the case ``flip_file SOURCE`` one page's file has a flipped bit: all of its layers' K is before all
+    V."""
+    how, _, source = case.partition(" ")
+    if how != "flip_file":
+        yield
+        return
+    page = sorted((folder / "store").glob("*.bin"))[len(source) + int(source[-1])]
+    content = page.read_bytes()
+    half, layer = source.split(".")
+    flipped = bytearray(content)
+    flipped[("kv".index(half) * LAYERS + int(layer)) * len(content) // (2 * LAYERS) + 1] ^= 1
+    page.write_bytes(flipped)
+    yield
+    page.write_bytes(content)
 
 
 def side_main(options: argparse.Namespace) -> None:
@@ -87,10 +122,14 @@ def side_main(options: argparse.Namespace) -> None:
         import host_copies
 
         host_copies.install()
+    stored = STORAGE if FILES in os.environ else {}
+    if stored:
+        # Before the engine's processes start. Nobody else stores in this folder.
+        os.environ["CANARY_LEDGER_PRIVATE"] = "HiCacheFile"
     engine = sglang.Engine(
         model_path=os.environ["PD_FOLDER"], load_format="dummy", skip_tokenizer_init=True, grammar_backend="none",
         log_level="warning", random_seed=1, enable_hierarchical_cache=True, hicache_write_policy="write_through",
-        hicache_mem_layout="layer_first", **ENGINES[options.device],
+        hicache_mem_layout="layer_first", **{**ENGINES[options.device], **stored},
     )  # fmt: skip
     pd.answer("up")
     for line in sys.stdin:
@@ -111,6 +150,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", choices=list(ENGINES), default="cuda")
     parser.add_argument("--side")
     parser.add_argument("--ports")
+    parser.add_argument("--storage", action="store_true")
     parser.add_argument("--model", default="llama")
     parser.set_defaults(guard="both", stress=False)
     given = parser.parse_args()

@@ -15,8 +15,15 @@ HERE = Path(__file__).parent
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script",
-    [("hicache.py",), ("pd.py",), ("pd.py", "--model", "swa"), ("pd.py", "--guard", "decode"), ("pd.py", "--stress")],
-    ids=["hicache", "pd-llama", "pd-swa", "pd-decode-only", "pd-stress"],
+    [
+        ("hicache.py",),
+        ("hicache.py", "--storage"),
+        ("pd.py",),
+        ("pd.py", "--model", "swa"),
+        ("pd.py", "--guard", "decode"),
+        ("pd.py", "--stress"),
+    ],
+    ids=["hicache", "hicache-storage", "pd-llama", "pd-swa", "pd-decode-only", "pd-stress"],
 )
 def test_records_travel(script, record_property):
     """Every case of the script is as it must be: clean ones raise nothing, each corruption is found on arrival."""

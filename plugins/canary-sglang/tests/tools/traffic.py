@@ -1,7 +1,11 @@
 """Requests that an engine serves to their end, or until they decode."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
+
+STORAGE_PATIENCE_S = 0.01
+"""How long an idle turn leaves to SGLang's threads that read from a storage back end."""
 
 
 def serve(
@@ -24,6 +28,8 @@ def serve(
         idle = not engine.step()
         if idle and not waiting and all(r.finished() for r in engine.requests[first:]):
             break
+        if idle and getattr(engine.scheduler, "enable_hicache_storage", False):
+            time.sleep(STORAGE_PATIENCE_S)
     else:
         raise RuntimeError("the traffic does not end")
     served = engine.requests[first:]

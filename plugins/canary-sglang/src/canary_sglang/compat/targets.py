@@ -70,6 +70,9 @@ PREPARES = (f"{BATCH}.prepare_for_extend", DECODES)
 RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
 UNIFIED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
+LOAD_BACKS = (f"{UNIFIED}.init_load_back", "sglang.srt.mem_cache.hiradix_cache.HiRadixCache.init_load_back")
+"""Functions of prefix caches that queue a load from host memory for a request."""
+
 CacheChange = Literal["lock", "unlock", "insert", "split", "evict"]
 """What a call of a prefix cache changes: who holds a node, or which slots a node has."""
 

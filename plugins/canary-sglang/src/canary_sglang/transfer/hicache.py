@@ -4,7 +4,7 @@ When SGLang writes a page to the host (`HiCacheController.start_writing`), the r
 host memory, by host slot. When it loads the page to other slots (`start_loading`), the records are imported before the
 forward that reads these slots, so that the forward's table is checked. The bytes are compared when all layers have
 arrived, since SGLang loads layer by layer while that forward runs. Host slots that got their bytes in another way (from
-a storage back end) have no records; what is loaded from them is not checked.
+a storage back end) have no records; what is loaded from them is compared by its prefix, see `storage`.
 """
 
 from collections import deque
@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core import AttachError, BatchView, Canary, Event, HostCopy, PayloadRecords, StepListener
+from canary_adapters import upload
+from canary_core import Arrival, AttachError, BatchView, Canary, Event, HostCopy, PayloadRecords, StepListener
+from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import targets
 from canary_sglang.compat.registrar import REGISTRAR, Hook
 from canary_sglang.transfer.kv_transfer import plain_names, used_here
+from canary_sglang.transfer.storage import Sought, StoredPages
 
 REGIONS = frozenset({"full", "swa"})
 """Names of the regions that HiCache moves and that can be followed."""
@@ -26,15 +29,18 @@ REGIONS = frozenset({"full", "swa"})
 
 class HostCache(StepListener):
     """Follows HiCache for one session's pool. ``carried``: whether records go with the bytes; if not, loaded slots are
-    unknown."""
+    unknown. ``requests``: those for which a storage back end's pages are loaded, so that they can be compared; None
+    where they are not."""
 
-    def __init__(self, canary: Canary, pool: Any, carried: bool = True) -> None:
+    def __init__(self, canary: Canary, pool: Any, carried: bool = True, requests: RequestWriters | None = None) -> None:
         REGISTRAR.apply(_hooks())
         self._carried = carried
-        self.counts = {"parked_slots": 0, "loaded_slots": 0, "unknown_slots": 0}
+        self.counts = {"parked_slots": 0, "loaded_slots": 0, "unknown_slots": 0, "expected_slots": 0}
         self.canary = canary
         self._pool = pool
         self._names = plain_names(canary)
+        full = self._names.get("full")
+        self._stored = StoredPages(canary, full, requests) if full is not None and requests is not None else None
         self._parked: dict[str, ParkedRecords] = {}
         self._loads: list[_Load] = []
         _ATTACHED.append(self)
@@ -47,9 +53,11 @@ class HostCache(StepListener):
 
     def writing(self, controller: Any) -> None:
         """To be called before the controller copies its write queue to the host."""
-        if not self._carried:
-            return
         for region, host_pool, host_slots, slots in self._transfers(controller, controller.write_queue):
+            if self._stored is not None and region == self._names["full"]:
+                self._stored.leaving(controller, slots)
+            if not self._carried:
+                continue
             parked = self._parked.get(region)
             if parked is None:
                 parked = self._parked[region] = ParkedRecords(self.canary, region, host_pool)
@@ -62,20 +70,44 @@ class HostCache(StepListener):
         for region, _, _, slots in self._transfers(controller, controller.load_queue[-1:]):
             self.canary.slots.forget(region, slots)
 
+    def sought(self, controller: Any, request: Any, loaded: Tensor) -> None:
+        """To be called when the cache has queued a load for ``request``; ``loaded``: the slots that it gets by that."""
+        if self._stored is not None and len(loaded) and controller.load_queue:
+            self._stored.sought(controller.load_queue[-1], request, loaded)
+
     def loading(self, controller: Any) -> "list[_Load]":
         """To be called before the controller copies its load queue to the device: the slots' old content is not checked
         any more. The result must be given to `loaded` after that."""
         loads = []
-        for region, _, host_slots, slots in self._transfers(controller, controller.load_queue):
-            self.canary.slots.expect(region, slots)
-            self.canary.slots.forget(region, slots)
-            parked = self._parked.get(region)
-            known, payload = (0, None) if parked is None else parked.fetch(host_slots)
-            self.counts["loaded_slots"] += len(slots)
-            self.counts["unknown_slots"] += len(slots) - known
-            if payload is not None and known:
-                loads.append(_Load(region, slots, payload))
+        for operation in list(controller.load_queue):
+            for region, _, host_slots, slots in self._transfers(controller, [operation]):
+                self.canary.slots.expect(region, slots)
+                self.canary.slots.forget(region, slots)
+                parked = self._parked.get(region)
+                known, payload = (None, None) if parked is None else parked.fetch(host_slots)
+                count = 0 if known is None else int(known.sum())
+                self.counts["loaded_slots"] += len(slots)
+                self.counts["unknown_slots"] += len(slots) - count
+                load = _Load(region, slots, payload if count else None)
+                if self._stored is not None and region == self._names["full"]:
+                    load.coming = self._coming(controller, operation, slots, known if count else None)
+                if load.payload is not None or load.coming is not None:
+                    loads.append(load)
         return loads
+
+    def _coming(self, controller: Any, operation: Any, slots: Tensor, known: Tensor | None) -> "_Coming | None":
+        found = None if self._stored is None else self._stored.coming(controller, operation, known)
+        if found is None:
+            return None
+        begin, sought = found
+        end = begin + len(sought.tokens) - sought.first
+        slots = slots[begin:end]
+        if known is None:
+            return _Coming(controller, sought, slots, len(slots))
+        # Those with records are compared with them.
+        known = known[begin:end]
+        slots = torch.where(upload(known.tolist(), slots.device, torch.bool), -1, slots)
+        return _Coming(controller, sought, slots, int(known.logical_not().sum()))
 
     def loaded(self, loads: "list[_Load]", counter: Any, producer: int) -> None:
         """To be called when the controller has issued the copies of ``loads``. The forward that waits for them names
@@ -101,22 +133,48 @@ class HostCache(StepListener):
                 if self.canary.compares_reads(load.region):
                     load.done.wait()
                 used_here(load.slots)
-                self.canary.slots.import_records(load.region, load.slots, load.payload)
+                if load.payload is not None:
+                    self.canary.slots.import_records(load.region, load.slots, load.payload)
                 load.imported = True
+                self._expect(load)
+
+    def _expect(self, load: "_Load") -> None:
+        """Tells the ledger what comes to the load's slots."""
+        if load.coming is None or self._stored is None:
+            return
+        coming, load.coming = load.coming, None
+        used_here(coming.slots)
+        arrival = self._stored.arrival(coming.controller, coming.sought, coming.slots)
+        if arrival is None:
+            return
+        self.counts["expected_slots"] += coming.count
+        self.counts["unknown_slots"] -= coming.count
+        self.canary.ledger.expect(arrival)
+        if self.canary.compares_reads(load.region):
+            # It is there already, and is compared before the forward reads it.
+            self.canary.ledger.arrive(arrival)
+        else:
+            load.arrival = arrival
 
     def after(self, batch: Any, view: BatchView | None) -> None:
-        """Compares the bytes of slots whose records were imported."""
+        """Compares the bytes of slots whose records were imported, or that were expected."""
         if not self._loads:
             return
         for load in self._loads:
             if load.imported:
                 # No further wait if all layers of the forward read KV: then the forward has waited already.
                 load.done.wait()
-                self.canary.slots.check(load.region, load.slots)
+                if load.payload is not None:
+                    self.canary.slots.check(load.region, load.slots)
+                if load.arrival is not None:
+                    self.canary.ledger.arrive(load.arrival)
         self._loads = [load for load in self._loads if not load.imported]
 
     def flushed(self) -> None:
         """Drops loads that are not imported yet."""
+        for load in self._loads:
+            if load.arrival is not None:
+                self.canary.ledger.give_up(load.arrival)
         self._loads = []
 
     def close(self) -> None:
@@ -181,9 +239,9 @@ class ParkedRecords:
         self._coming.append(_Parking(host_slots, self._age[host_slots], HostCopy(payload)))
         self._settle()
 
-    def fetch(self, host_slots: Tensor) -> tuple[int, Tensor]:
-        """How many of ``host_slots`` are known, and the payload of all, in pinned memory, from which it can be copied
-        without a wait."""
+    def fetch(self, host_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of ``host_slots`` are known, bool ``[n]``, and the payload of all, in pinned memory, from which it can
+        be copied without a wait."""
         self._settle()
         host_slots = host_slots.cpu()
         rows = torch.empty(
@@ -191,7 +249,7 @@ class ParkedRecords:
         )
         known = self._known[host_slots]
         torch.index_select(self._table, 0, host_slots, out=rows)
-        return int(known.sum()), rows.mul_(known[:, None])
+        return known, rows.mul_(known[:, None])
 
     def records(self, host_slots: Tensor) -> PayloadRecords:
         """The records of ``host_slots`` (a tensor on the host), as they were when the bytes left the device."""
@@ -222,14 +280,28 @@ class _Parking:
     payload: HostCopy
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coming:
+    """What a load brings without records: to ``slots``, in the order of the sequence, -1 for those with records.
+    ``count``: how many come without."""
+
+    controller: Any
+    sought: Sought
+    slots: Tensor
+    count: int
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Slots that are being loaded. ``counter``: SGLang's counter of loaded layers. ``done``: event of the last layer's
-    copy."""
+    """Slots that are being loaded. ``payload``: their records, if any come. ``coming``: what comes without records;
+    ``arrival``: the same, since the ledger expects it. ``counter``: SGLang's counter of loaded layers. ``done``: event
+    of the last layer's copy."""
 
     region: str
     slots: Tensor
-    payload: Tensor
+    payload: Tensor | None
+    coming: _Coming | None = None
+    arrival: Arrival | None = None
     counter: Any = None
     producer: int = -1
     done: Any = None
@@ -259,7 +331,8 @@ def _hooks() -> dict[str, Hook]:
         targets.HYBRID_LOAD: (_loading, "AROUND"),
         targets.HOST_ALLOCATE: (_allocated, "AFTER"),
     }
-    return {target: functions[target] for target in targets.hicache_targets()}
+    hooks = {target: functions[target] for target in targets.hicache_targets()}
+    return {**hooks, **dict.fromkeys(targets.existing(targets.LOAD_BACKS), (_sought, "AFTER"))}
 
 
 def _writing(controller: Any, *args: Any, **kwargs: Any) -> None:
@@ -273,6 +346,16 @@ def _queued(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
         for cache in _concerned(controller):
             with cache.canary.guard("HostCache.queued"):
                 cache.queued(controller)
+
+
+def _sought(result: Any, cache: Any, *args: Any, **kwargs: Any) -> None:
+    controller = getattr(cache, "cache_controller", None)
+    request = getattr(args[0] if args else kwargs.get("params"), "req", None)
+    if controller is None or request is None or not isinstance(result, tuple):
+        return
+    for host_cache in _concerned(controller):
+        with host_cache.canary.guard("HostCache.sought"):
+            host_cache.sought(controller, request, result[0])
 
 
 def _loading(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
