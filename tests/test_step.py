@@ -678,11 +678,12 @@ SLEEP = 400_000_000
 @pytest.mark.gpu
 @pytest.mark.parametrize(("overlap", "event", "waits"), [
     (Overlap.NEXT, None, False), (Overlap.NEXT, "alloc", False), (Overlap.NEXT, "free", True),
-    (Overlap.NEXT, "clear", True), (Overlap.ALL, None, True),
+    (Overlap.NEXT, "clear", True), (Overlap.NEXT, "much", True), (Overlap.ALL, None, True),
 ])  # fmt: skip
-def test_on_a_gpu_the_next_forward_waits_for_the_record_where_slots_may_be_written_again(overlap, event, waits):
+def test_on_a_gpu_the_next_forward_waits_for_some_records(overlap, event, waits, monkeypatch):
     """The record of a forward sleeps. The next forward is done meanwhile, unless slots were given back since: it could
-    write to what the record has still to read. Nothing is found in any case, and all of it is recorded."""
+    write to what the record has still to read; or the forward has written much. Nothing is found in any case, and all
+    of it is recorded."""
     served = Served(device="cuda")
     for told in ("alloc", "free", "clear", None, None):
         # To load a kernel may wait for the device.
@@ -700,9 +701,11 @@ def test_on_a_gpu_the_next_forward_waits_for_the_record_where_slots_may_be_writt
         backend.fingerprint(*batch)
 
     served.step._backend = replace(backend, fingerprint=slowly)
+    if event == "much":
+        monkeypatch.setattr("canary_core.step.MOST_LATE_BYTES", 1)
     served.run(overlap=overlap)
     served.step._backend = backend
-    if event is not None:
+    if event not in (None, "much"):
         getattr(served.canary.slots, event)("full", free)
     batch = served.engine.batch(chunk=2)
 

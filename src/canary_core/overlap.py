@@ -16,11 +16,11 @@ class Overlap(Enum):
     """Also the record and the scrub, beside what comes after the forward; and the forward may be issued before the
     host makes the view. Nothing but forwards writes to guarded slots."""
     NEXT = 3
-    """Also the record and the scrub beside the forward that comes next, unless slots were given back since. They are
-    issued once the sampler was (`SampledTokens.give`), or with the next forward. Every event of slots is told before
-    the next forward is issued, and without one none is written again: no rejected drafts. Until the next forward has
-    ended, nobody writes to the lengths, tokens and writers of a view; `StepListener.begin` writes to none, and reads no
-    records before `Step.join`."""
+    """Also the record and the scrub of a forward that wrote little, such as a decode, beside the forward that comes
+    next, unless slots were given back since. They are issued once the sampler was (`SampledTokens.give`), or with the
+    next forward. Every event of slots is told before the next forward is issued, and without one none is written again:
+    no rejected drafts. Until the next forward has ended, nobody writes to the lengths, tokens and writers of a view;
+    `StepListener.begin` writes to none, and reads no records before `Step.join`."""
 
     def allows(self, other: "Overlap") -> bool:
         """Whether it allows all that ``other`` does."""

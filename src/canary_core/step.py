@@ -34,6 +34,10 @@ MOST_ROWS = 65536
 UNENDED_FORWARDS = 1024
 """Forwards without an `Step.end`, after which it counts as forgotten: nothing that they find is told."""
 
+MOST_LATE_BYTES = 64 << 20
+"""Of what a forward has written, for its record to run beside the next one: a short look at memory hides there. To read
+more takes processors from the forward for longer than its own share."""
+
 IDLE_READ_S = 0.5
 """Least time between two reads of the findings while the engine idles: it may poll without a pause."""
 
@@ -124,6 +128,8 @@ class Step:
             self._read_interval = 1
         self._ended_forwards = 0
         self._idle_read = 0.0
+        self._token_bytes = sum(s.sources.slot_bytes / s.region.tokens_per_slot for s in self._states.values())
+        self._much = False
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
@@ -489,8 +495,8 @@ class Step:
 
     def _may_go_on(self, overlap: Overlap) -> bool:
         """Whether a forward that is issued first need not wait for the record of the one before, which reads the bytes
-        that it has written."""
-        return overlap.allows(Overlap.NEXT) and self._workspace.queue.frees_nothing
+        that this one has written."""
+        return overlap.allows(Overlap.NEXT) and not self._much and self._workspace.queue.frees_nothing
 
     def _begin(self, batch: Any, overlap: Overlap) -> bool:
         """Gives whether the forward is issued before its check."""
@@ -525,8 +531,9 @@ class Step:
         workspace.join(for_good=not beside)
         if hooked:
             hooks.canary_post_forward(canary=self._canary, batch=view)
+        self._much = view.tokens * self._token_bytes > MOST_LATE_BYTES
         # One that is measured, or audited, is issued at once.
-        at_once = not self._overlap.allows(Overlap.NEXT) or self.overhead.due or self._audit.due
+        at_once = self._much or self.overhead.due or self._audit.due or not self._overlap.allows(Overlap.NEXT)
         if beside and workspace.side is not None and not at_once:
             workspace.side.postpone(partial(self._issue_late, view))
         else:
