@@ -30,10 +30,9 @@ def test_the_v2_runner_is_guarded(model):
     assert told["exchanged"] == [["WRITE_INPUT", "a"], ["WRITE_INPUT", "b"]]
 
 
-@pytest.mark.parametrize("feature", ["gdn", "eagle", "draft"])
+@pytest.mark.parametrize("feature", ["gdn"])
 def test_what_wants_a_process_of_its_own_is_guarded(tmp_path, feature):
-    """Gated delta nets of a mixture of experts, and drafts of EAGLE and of a draft model of which some are rejected:
-    silent, answers as without Canary, every flip in KV or state named."""
+    """Gated delta nets of a mixture of experts: silent, answers as without Canary, every flip in a state named."""
     environment = {**os.environ, "OUT": str(tmp_path), "GUARD_POKES": "4"}
     run = subprocess.run(
         [sys.executable, str(HERE / "gpu" / "guard.py"), feature, "--device", "cpu"],
