@@ -30,6 +30,19 @@ def test_the_v2_runner_is_guarded(model):
     assert told["exchanged"] == [["WRITE_INPUT", "a"], ["WRITE_INPUT", "b"]]
 
 
+@pytest.mark.parametrize("feature", ["gdn"])
+def test_what_wants_a_process_of_its_own_is_guarded(tmp_path, feature):
+    """Gated delta nets of a mixture of experts: silent, answers as without Canary, every flip in a state named."""
+    environment = {**os.environ, "OUT": str(tmp_path), "GUARD_POKES": "4"}
+    run = subprocess.run(
+        [sys.executable, str(HERE / "gpu" / "guard.py"), feature, "--device", "cpu"],
+        capture_output=True, text=True, env=environment, timeout=560, check=False,
+    )  # fmt: skip
+    told = json.loads((tmp_path / f"guard-{feature}.json").read_text())
+    assert told["ok"], (told, run.stdout[-2000:])
+    assert told["flips"] == "4/4"
+
+
 def test_two_ranks_are_guarded_through_the_entry_point(tmp_path):
     """Tensor parallelism, started by ``CANARY_PLUGINS`` alone: the scheduler's events reach both workers, which are
     silent, answer as without Canary, and both name each flip, as their metrics say, too."""

@@ -7,7 +7,7 @@ from vllm_on_cpu import guarded
 
 from canary_core import Kind, RegionKind
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 2")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
 
 STATES = {
     "mamba2": {0: ("conv", "ssm"), 1: ("conv", "ssm")},

@@ -15,6 +15,7 @@ from canary_core import (
     Canary,
     CanaryConfig,
     Overlap,
+    Patches,
     Uncovered,
     ViolationError,
     Writers,
@@ -26,6 +27,7 @@ from canary_vllm.allocator import messages
 from canary_vllm.allocator.lifetime import Lifetime
 from canary_vllm.arrivals.loads import Loads
 from canary_vllm.batches import sampled
+from canary_vllm.batches.drafts import Drafts
 from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
@@ -68,7 +70,11 @@ class Session:
         self._pending: Any = None
         origin = connectors.origin(runner, config.ledger_private)
         drafted = runners.drafted(runner)
-        self._tokens = [group for group in self.groups if not group.states]
+        self._tokens = [group for group in self.groups if group.holds == "tokens"]
+        self._drafts = Drafts(self.canary, [g.region for g in self.groups if g.holds == "drafts"], drafted)
+        self._patches = Patches(self.canary.guard)
+        if len(self._tokens) < len(self.groups) and runners.drafter(runner) is not None:
+            self._patches.wrap(runners.drafter(runner), "propose", self._proposes)
         self._loads = None if origin is None else Loads(self.canary, self._tokens, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = origin is None and not drafted
@@ -148,6 +154,9 @@ class Session:
                     tokens, without = sampled.of_v1(self.runner, output, about)
                 self.canary.sampled.give(tokens, without)
 
+    def _proposes(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._drafts.run(partial(original, *args, **kwargs))
+
     def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
         """V2: ``batch`` and its ``tables`` (block tables, slot mappings) are as attention will read them."""
         if self._output is not None:
@@ -174,6 +183,8 @@ class Session:
 
     def _view(self, batches: BatchAdapter[Any], batch: Any, inputs: Any) -> BatchView | None:
         view = batches.view(batch)
+        if view is not None:
+            view = self._drafts.split(view)
         if view is not None and self.canary.step.tables.due:
             given = [one for g in self._tokens for one in metadata.given(self.runner, self.canary, g, self._attention)]
             self._lists.compare(view, given, lambda g: self.requests.blocks.of(inputs.req_ids[: view.rows], g.group))
@@ -181,6 +192,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
+        self._patches.undo()
         if self._loads is not None:
             self._loads.close()
         with contextlib.suppress(ViolationError), torch.inference_mode():

@@ -2,8 +2,10 @@
 outside is found with layer and half, and the tokens are those of an engine without Canary.
 
     python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; all of one GPU: 8b, lmcache, too
-    python3 guard.py tp2                                                  # two GPUs
-    python3 guard.py small ngram hybrid --device cpu                      # a check that the script runs
+    python3 guard.py eagle draft mamba gdn conv piecewise                 # drafts, recurrent states, torch.compile
+    python3 guard.py tp2 pp2 dp2                                          # two GPUs
+    python3 guard.py small ngram hybrid --device cpu                      # a check that the script runs; all but pp2
+                                                                          # and dp2, which vLLM does not run there
 
 Each feature is two engines one after the other, each in a process of its own: a guarded one, and one without Canary
 that serves the same prompts. Some 10 s an engine on a machine that has run one before, 45 s for the first.
@@ -15,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -45,6 +48,19 @@ GRAPHS = dict(
     }
 )  # fmt: skip
 EAGER = dict(enforce_eager=True)
+PIECEWISE = dict(
+    compilation_config={"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64]}
+)
+# States whose prefixes are cached are not guarded.
+UNCACHED = dict(enable_prefix_caching=False)
+
+
+def drafted(method: str, model: str) -> dict[str, Any]:
+    """``model``: one of `MODELS`."""
+    config = {"method": method, "model": model, "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    return dict(GRAPHS, speculative_config=config)
+
+
 OFFLOAD = dict(
     kv_transfer_config={
         "kv_connector": "OffloadingConnector",
@@ -80,8 +96,19 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
             enable_prefix_caching=False,
         ),
     ),
+    "eagle": ("llama", drafted("eagle", "eagle")),
+    "draft": ("llama", drafted("draft_model", "llama")),
+    "mamba": ("falcon_h1", dict(GRAPHS, **UNCACHED)),
+    "conv": ("lfm2", dict(GRAPHS, **UNCACHED)),
+    "gdn": ("qwen3_next", dict(GRAPHS, **UNCACHED)),
+    "piecewise": ("llama", PIECEWISE),
     "tp2": ("llama", dict(GRAPHS, tensor_parallel_size=2)),
+    "pp2": ("llama", dict(GRAPHS, pipeline_parallel_size=2)),
+    # vLLM's offline engines take data parallelism for mixtures of experts only: one process for each rank.
+    "dp2": ("mixtral", GRAPHS),
 }
+RANKS = {"dp2": 2}
+"""Processes of an engine, where it is several."""
 """Feature: the model, and what `vllm.LLM` is given."""
 
 COMMON = dict(
@@ -108,6 +135,27 @@ MODELS: dict[str, dict[str, Any]] = {
         architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=64, sliding_window=512, rope_local_base_freq=10000.0,
     ),
+    "eagle": dict(LLAMA, num_hidden_layers=1),
+    "mixtral": dict(
+        architectures=["MixtralForCausalLM"], model_type="mixtral", hidden_act="silu", num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=None,
+    ),
+    "falcon_h1": dict(
+        architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", hidden_act="silu", mamba_n_heads=32,
+        mamba_d_head=64, mamba_d_ssm=2048, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4, mamba_expand=2,
+        mamba_chunk_size=256,
+    ),
+    "lfm2": dict(
+        architectures=["Lfm2ForCausalLM"], model_type="lfm2", conv_L_cache=3, conv_bias=False, norm_eps=1e-5,
+        block_multiple_of=32, block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False,
+    ),
+    "qwen3_next": dict(
+        architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", hidden_act="silu", head_dim=128,
+        num_attention_heads=8, num_key_value_heads=2, linear_num_key_heads=8, linear_num_value_heads=16,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, num_experts=4,
+        num_experts_per_tok=2, decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, partial_rotary_factor=0.5, full_attention_interval=4,
+    ),
     "deepseek": dict(
         architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_act="silu", kv_lora_rank=512,
         q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4,
@@ -128,8 +176,23 @@ def model_folder(name: str) -> str:
         config |= TINY | ({"sliding_window": 32} if "sliding_window" in config else {})
         if name == "deepseek":
             config |= dict(num_key_value_heads=4, first_k_dense_replace=4, head_dim=None, torch_dtype="bfloat16")
-    if name == "gemma3":
-        kinds = ["sliding_attention"] * 3 + ["full_attention"]
+        if name == "falcon_h1":
+            config |= dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_ssm=128, mamba_d_state=16)
+        if name == "qwen3_next":
+            config |= dict(linear_num_key_heads=2, linear_num_value_heads=4, torch_dtype="bfloat16")
+    config |= {"num_hidden_layers": MODELS[name]["num_hidden_layers"]} if "num_hidden_layers" in MODELS[name] else {}
+    if tiny and name == "8b":
+        config["num_hidden_layers"] = TINY["num_hidden_layers"]
+    if name == "lfm2":
+        size, inner = config["hidden_size"], config["intermediate_size"]
+        config |= dict(head_dim=None, num_attention_heads=size // 32, num_key_value_heads=size // 64)
+        config |= dict(block_dim=size, conv_dim=size, block_ff_dim=inner)
+    kinds = {
+        "gemma3": ["sliding_attention"] * 3 + ["full_attention"],
+        "lfm2": ["conv", "full_attention"] * 2,
+        "qwen3_next": ["linear_attention"] * 3 + ["full_attention"],
+    }.get(name)
+    if kinds:
         config["layer_types"] = [kinds[i % 4] for i in range(config["num_hidden_layers"])]
     folder = OUT / f"model-{name}-{DEVICE}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,34 +202,71 @@ def model_folder(name: str) -> str:
 
 def own_weights(worker: Any) -> None:
     """In a worker: gives each matrix weights of its own. vLLM's made-up ones are the same in all layers, and so would
-    be the KV; then nobody could say in which layer a byte is wrong."""
+    be the KV; then nobody could say in which layer a byte is wrong. A draft model gets nearly those of the served one,
+    so that some of what it drafts is accepted."""
     import zlib
 
     import torch
 
-    for name, parameter in worker.model_runner.model.named_parameters():
-        if parameter.dim() > 1 and parameter.is_floating_point():
-            maker = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-            with torch.no_grad():
-                parameter.normal_(0.0, 0.02, generator=maker)
+    runner = worker.model_runner
+    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+    seen = set()
+    for model, noise in ((runner.model, 0.0), (getattr(drafter, "model", None), 0.002)):
+        for name, parameter in model.named_parameters() if hasattr(model, "named_parameters") else ():
+            if parameter.dim() > 1 and parameter.is_floating_point() and parameter.data_ptr() not in seen:
+                # A drafter may have the served model's own embedding.
+                seen.add(parameter.data_ptr())
+                maker = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+                with torch.no_grad():
+                    parameter.normal_(0.0, 0.02, generator=maker)
+                    if noise:
+                        parameter.add_(torch.empty_like(parameter).normal_(0.0, noise, generator=maker))
 
 
-def poke(worker: Any, layer: int, half: str, block: tuple[int, ...], offset: int, seed: int) -> str:
-    """In a worker: flips one bit of the KV of a token, by vLLM's own layout of the cache. ``block``: of each group,
-    the scheduler's block in which the token is."""
-    import re
+def places(worker: Any) -> list[tuple[str, str, bool]]:
+    """In a worker: the names of its layers that keep something, each with the halves that it has, and whether it is a
+    draft model's."""
+    runner = worker.model_runner
+    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+    drafts: set[str] = set()
+    for attribute in ("draft_attn_layer_names", "_draft_attn_layer_names"):
+        drafts |= set(getattr(drafter, attribute, None) or ())
+    found = []
+    for group in runner.kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            kept = runner.compilation_config.static_forward_context[name].kv_cache
+            halves = ("kv",) if hasattr(runner.model_config.hf_config, "kv_lora_rank") else ("k", "v")
+            if "Mamba" in type(group.kv_cache_spec).__name__:
+                halves = ("conv", "ssm")[: len(kept)]
+            found += [(name, half, name in drafts) for half in halves]
+    return sorted(found)
 
+
+def layer_number(name: str) -> int:
+    """As vLLM counts."""
+    return int(re.findall(r"\.(\d+)\.", name)[0])
+
+
+def poke(worker: Any, layer: str, half: str, block: tuple[int, ...], offset: int, seed: int) -> bool:
+    """In a worker: flips one bit of the KV of a token, or of a request's state, by vLLM's own layout of the cache.
+    ``layer``: its name; False if it is another worker's. ``block``: of each group, the scheduler's block in which the
+    token is."""
     import torch
 
-    runner = worker.model_runner
-    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-        for name in group.layer_names:
-            if int(re.findall(r"\.(\d+)\.", name)[0]) == layer:
-                slot = block[number] * group.kv_cache_spec.block_size + offset % group.kv_cache_spec.block_size
-                cache = runner.compilation_config.static_forward_context[name].kv_cache
-                break
+    runner, rng = worker.model_runner, random.Random(seed)
+    groups = runner.kv_cache_config.kv_cache_groups
+    number = next((i for i, group in enumerate(groups) if layer in group.layer_names), None)
+    if number is None:
+        return False
+    size = groups[number].kv_cache_spec.block_size
+    slot = block[number] * size + offset % size
+    cache = runner.compilation_config.static_forward_context[layer].kv_cache
+    if half in ("conv", "ssm"):
+        state = cache[("conv", "ssm").index(half)][block[number]]
+        bits = state.view({2: torch.int16, 4: torch.int32}[state.element_size()])
+        bits[tuple(rng.randrange(n) for n in bits.shape)] ^= 1 << rng.randrange(6)
+        return True
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()]
-    rng = random.Random(seed)
     view = cache.view(bits)
     if half == "kv":
         view = view.reshape(view.shape[0], -1, view.shape[-1]) if view.dim() == 4 else view
@@ -182,7 +282,7 @@ def poke(worker: Any, layer: int, half: str, block: tuple[int, ...], offset: int
             row = view[slot // page, head, slot % page, size * (half == "v") :][:size]
     place = rng.randrange(len(row))
     row[place] ^= 1 << rng.randrange(6)
-    return f"slot {slot}"
+    return True
 
 
 def told(worker: Any) -> dict[str, Any]:
@@ -207,6 +307,9 @@ class Served:
 
         name, options = FEATURES[feature]
         options = dict(options)
+        if "model" in options.get("speculative_config", {}):
+            config = options["speculative_config"]
+            options["speculative_config"] = {**config, "model": model_folder(config["model"])}
         own = dict(
             gpu_memory_utilization=0.5 if name == "8b" else 0.2, max_model_len=8192, max_num_seqs=64, dtype="bfloat16"
         )
@@ -218,8 +321,8 @@ class Served:
             options.pop("compilation_config", None)
             own = dict(dtype="float32", max_model_len=256, max_num_seqs=8, block_size=32, enforce_eager=True)
             own |= dict(num_gpu_blocks_override=60)
-            if name == "deepseek":
-                # AMX's MLA kernels take no float32.
+            if name in ("deepseek", "qwen3_next"):
+                # AMX's MLA kernels take no float32, and neither do those of gated delta nets.
                 own["dtype"] = "bfloat16"
             if "num_gpu_blocks_override" in options:
                 options["num_gpu_blocks_override"] = 14
@@ -228,8 +331,11 @@ class Served:
         self.llm = LLM(model=model_folder(name), **made)
         self.llm.collective_rpc(own_weights)
         self.vocabulary = 500 if DEVICE == "cpu" else 30000
-        self.halves = ("kv",) if name == "deepseek" else ("k", "v")
-        self.layers = TINY["num_hidden_layers"] if DEVICE == "cpu" else MODELS[name].get("num_hidden_layers", 8)
+        every = {place for one in self.llm.collective_rpc(places) for place in one}
+        if DEVICE == "cpu" and name == "qwen3_next":
+            # bfloat16 KV lies in AMX's tiles there, which nobody guards.
+            every = {place for place in every if place[1] in ("conv", "ssm")}
+        self.places = sorted(every)
         self.window = 32 if DEVICE == "cpu" else 512
 
     def prompts(self, seed: int, count: int, length: int, shared: int = 0) -> list[list[int]]:
@@ -278,7 +384,9 @@ class Served:
             while any(len(r.output_token_ids) < 4 for r in scheduler.requests.values()):
                 engine.step()
             request = rng.choice(list(scheduler.requests.values()))
-            layer, half = rng.randrange(self.layers), rng.choice(self.halves)
+            # A convolution's state, of which there are few bytes, as often as all else.
+            half = rng.choice(sorted({half for _, half, _ in self.places}))
+            layer, _, drafts = rng.choice([place for place in self.places if place[1] == half])
             # Within the window, and computed whatever was drafted.
             length = request.num_prompt_tokens
             position = rng.randrange(max(0, length - self.window + 60 // self.scale + 12), length)
@@ -287,22 +395,25 @@ class Served:
             sizes = [g.kv_cache_spec.block_size for g in groups]
             block = tuple(ids[position // size] for ids, size in zip(held, sizes, strict=True))
             before = [len(one["violations"]) for one in self.llm.collective_rpc(told)]
-            self.llm.collective_rpc(poke, args=(layer, half, block, position, number))
+            poked = sum(self.llm.collective_rpc(poke, args=(layer, half, block, position, number)))
             while engine.has_unfinished_requests():
                 engine.step()
             after = self.llm.collective_rpc(told)
             new = [v for one, n in zip(after, before, strict=True) for v in one["violations"][n:]]
+            states = half in ("conv", "ssm")
             right = [
                 v
                 for v in new
-                if (v["kind"], v.get("layer"), v.get("half"), v.get("position")) == ("bytes", layer, half, position)
+                if (v["kind"], v.get("layer"), v.get("half")) == ("bytes", layer_number(layer), half)
+                and (states or v.get("position", v.get("stored_position")) == position)
+                and v["region"].startswith("draft") == drafts
                 and request.request_id in str(v.get("stored_request"))
             ]
             ranks = len({v["rank"] for v in right})
             wrong = [v for v in new if v not in right]
             done.append(
                 {"layer": layer, "half": half, "position": position, "request": request.request_id,
-                 "found": ranks == len(after), "others": wrong, "said": right[0]["explanation"] if right else None}
+                 "found": ranks == poked, "others": wrong, "said": right[0]["explanation"] if right else None}
             )  # fmt: skip
             self.llm.reset_prefix_cache()
         return done
@@ -324,7 +435,8 @@ def child(feature: str, guarded: bool) -> None:
         result["clean"] = served.llm.collective_rpc(told)
         result["pokes"] = served.pokes()
         result["end"] = [one["stats"] for one in served.llm.collective_rpc(told)]
-    (OUT / f"{feature}-{'guarded' if guarded else 'plain'}.json").write_text(json.dumps(result))
+    rank = os.environ.get("VLLM_DP_RANK", "")
+    (OUT / f"{feature}-{'guarded' if guarded else 'plain'}{rank}.json").write_text(json.dumps(result))
     print("DONE", flush=True)
     # LMCache's threads keep the process alive.
     os._exit(0)
@@ -351,22 +463,47 @@ def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "GUARD_DEVICE": DEVICE, "OUT": str(OUT)}
     if DEVICE == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if feature == "tp2" else "all"
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if feature in ("tp2", "pp2", "dp2") else "all"
     if guarded:
         environment |= {"CANARY_PLUGINS": "vllm,guard_witness", "CANARY_READ_CHECK": "-1", "CANARY_AUDIT": "6"}
         environment |= {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
-    name = f"{feature}-{'guarded' if guarded else 'plain'}"
-    (OUT / f"{name}.json").unlink(missing_ok=True)
-    with (OUT / f"{name}.log").open("w") as log:
-        arguments = [sys.executable, __file__, feature, "--child", "guarded" if guarded else "plain"]
+    if "mamba" in feature or feature in ("conv", "gdn"):
+        # Else a decode's state is compared every 256th step.
+        environment.setdefault("CANARY_STATE_INTERVAL", "1")
+    ranks = RANKS.get(feature, 1)
+    names = [f"{feature}-{'guarded' if guarded else 'plain'}{rank if ranks > 1 else ''}" for rank in range(ranks)]
+    arguments = [sys.executable, __file__, feature, "--child", "guarded" if guarded else "plain"]
+    running = []
+    for rank, name in enumerate(names):
+        (OUT / f"{name}.json").unlink(missing_ok=True)
+        own = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(ranks)}
+        own |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": "29571" if guarded else "29631"}
+        log = (OUT / f"{name}.log").open("w")
+        more = environment | (own if ranks > 1 else {})
+        running.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=more))
+    ends = time.time() + limit_s
+    for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(arguments, stdout=log, stderr=log, env=environment, timeout=limit_s, check=False)
-    try:
-        result: dict[str, Any] = json.loads((OUT / f"{name}.json").read_text())
-    except FileNotFoundError:
-        text = (OUT / f"{name}.log").read_text(errors="replace")
-        return {"failed": text[-3000:]}
-    return result
+            process.wait(max(1, ends - time.time()))
+        process.kill()
+    results: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            results.append(json.loads((OUT / f"{name}.json").read_text()))
+        except FileNotFoundError:
+            return {"failed": (OUT / f"{name}.log").read_text(errors="replace")[-3000:]}
+    first, *others = results
+    for key, value in first.items():
+        if isinstance(value, list):
+            value += [item for other in others for item in other[key]]
+    return first
+
+
+def _expected(feature: str, event: dict[str, Any]) -> bool:
+    """What is left out, and the README says so."""
+    # bfloat16 KV lies in AMX's tiles there.
+    tiles = feature == "gdn" and DEVICE == "cpu"
+    return bool(tiles and event["event"] == "coverage" and "its layout is not known" in event["summary"])
 
 
 def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
@@ -378,7 +515,10 @@ def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[
     clean = guarded["clean"]
     false = [v for one in clean for v in one["violations"]]
     bad = [
-        e for one in clean for e in one["events"] if e["level"] in ("error", "warning") and e["event"] != "violation"
+        e
+        for one in clean
+        for e in one["events"]
+        if e["level"] in ("error", "warning") and e["event"] != "violation" and not _expected(feature, e)
     ]
     audits = [e for one in clean for e in one["events"] if e["event"].startswith("audit")]
     coverage = [e for one in clean for e in one["events"] if e["event"] == "coverage"]

@@ -145,13 +145,18 @@ class SmallEngine:
     def poke(self, layer: int, half: str, request: str, position: int) -> None:
         """Flips one bit of that KV, by vLLM's own tables and CPU attention's own order of bytes: K is transposed in a
         block."""
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        (name,) = [name for group in groups for name in group.layer_names if f".{layer}." in name]
+        self.poke_layer(name, half, request, position)
+
+    def poke_layer(self, name: str, half: str, request: str, position: int) -> None:
+        """As `poke`, of the layer that vLLM calls ``name``."""
         import torch
 
-        for number, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
-            for name in group.layer_names:
-                if f".{layer}." in name:
-                    cache = self.runner.compilation_config.static_forward_context[name].kv_cache
-                    slot = self.blocks(request)[number][position // BLOCK] * BLOCK + position % BLOCK
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        number = next(i for i, group in enumerate(groups) if name in group.layer_names)
+        cache = self.runner.compilation_config.static_forward_context[name].kv_cache
+        slot = self.blocks(request)[number][position // BLOCK] * BLOCK + position % BLOCK
         bits = cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()])
         if half == "kv":
             bits.view(-1, bits.shape[-1])[slot, 5] ^= 1 << 3

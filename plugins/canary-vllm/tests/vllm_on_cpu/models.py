@@ -13,6 +13,7 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act=
 SLIDING, FULL = "sliding_attention", "full_attention"
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
+    "llama_1": dict(LLAMA, num_hidden_layers=1),
     "mistral": dict(LLAMA, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=48),
     "gemma3": dict(
         architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh",

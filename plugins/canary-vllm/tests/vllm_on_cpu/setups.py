@@ -30,7 +30,7 @@ SETUPS = {
     "window": Setup("mistral", regions=("window",), reach=40, process=1),
     "hybrid": Setup("gemma3", layers=4, regions=("full", "window"), reach=40, process=1, older=True),
     "mla": Setup("deepseek", options=dict(dtype="bfloat16"), halves=("kv",), process=1),
-    "states": Setup("falcon_h1", dict(enable_prefix_caching=False), regions=("full", "state"), process=2),
+    "states": Setup("falcon_h1", dict(enable_prefix_caching=False), regions=("full", "state")),
     # The last of its process: vLLM can't make another engine in it.
     "ngram": Setup(options=dict(speculative_config=NGRAM), process=1),
 }

@@ -97,7 +97,7 @@ class V2Batches(BatchAdapter[Prepared]):
 def table_of(group: Group, entries: Tensor, slots: Tensor) -> SlotTable:
     """What a forward reads and writes of ``group``. ``entries``: its block table. ``slots``: where new tokens go; a
     state lies in the first block that its request has."""
-    if group.states:
+    if group.holds == "states":
         return ring_table(slot_table(entries), 1)
     return block_table(entries, group.page, write_slots=slots)
 

@@ -37,11 +37,24 @@ def table_page(runner: Any, group: int) -> int:
 
 def draft_layers(runner: Any) -> frozenset[str]:
     """Names of the layers of a draft model, which shares the served model's blocks."""
-    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
     names: set[str] = set()
     for attribute in ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names"):
-        names.update(getattr(drafter, attribute, None) or ())
+        names.update(getattr(drafter(runner), attribute, None) or ())
     return frozenset(names)
+
+
+def drafts_refusal(runner: Any) -> str | None:
+    """Why layers of a draft model can't be guarded, None if they can."""
+    config = runner.vllm_config.speculative_config
+    method = str(getattr(config, "method", None))
+    if method in ("eagle", "eagle3", "mtp", "draft_model") and not getattr(config, "parallel_drafting", False):
+        return None
+    return f"which slots a drafter of the method {method!r} writes is not known"
+
+
+def drafter(runner: Any) -> Any:
+    """What drafts tokens by a forward or without, None where nothing does."""
+    return getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
 
 
 def drafted(runner: Any) -> int:

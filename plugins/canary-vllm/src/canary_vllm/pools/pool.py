@@ -26,13 +26,14 @@ UNGUARDED = {
 @dataclass(frozen=True, slots=True)
 class Group:
     """One guarded group: its region's name, its number, slots of a block of the scheduler, and of an entry of its
-    table. ``states``: it holds a recurrent state of each request, one a block, not tokens."""
+    table. ``holds``: the KV of the served model's ``tokens``, that of a draft model's layers (``drafts``), or recurrent
+    ``states``, one a block."""
 
     region: str
     number: int
     block: int
     page: int
-    states: bool = False
+    holds: str = "tokens"
 
 
 class VLLMPool(PoolAdapter):
@@ -68,14 +69,17 @@ class VLLMPool(PoolAdapter):
     def _describe(self) -> Sequence[Region]:
         found: list[Region] = []
         for number, group in enumerate(runners.groups(self._runner)):
-            region = self._region(number, group, [region.name for region in found])
-            if region is not None:
-                found.append(region)
+            drafts = [name for name in group.layer_names if name in self._drafts]
+            for own in ([name for name in group.layer_names if name not in self._drafts], drafts):
+                region = self._region(number, group.kv_cache_spec, own) if own else None
+                if region is not None:
+                    found.append(region)
         if not found:
             return ()
-        # The token regions are what a forward is told by.
-        found.sort(key=lambda region: region.kind is RegionKind.STATE)
-        self.groups.sort(key=lambda group: group.states)
+        # What sweeps and sampled tokens are told by comes first.
+        self.groups.sort(key=lambda group: ("tokens", "drafts", "states").index(group.holds))
+        order = [group.region for group in self.groups]
+        found.sort(key=lambda region: order.index(region.name))
         names = frozenset(region.name for region in found)
         # Any block belongs to one group at a time.
         joined = JoinedPools([RegionPool(region) for region in found], sharing=[names])
@@ -83,22 +87,23 @@ class VLLMPool(PoolAdapter):
         self._uncovered += joined.uncovered()
         return regions
 
-    def _region(self, number: int, group: Any, taken: Sequence[str]) -> Region | None:
-        spec, names = group.kv_cache_spec, list(group.layer_names)
+    def _region(self, number: int, spec: Any, names: Sequence[str]) -> Region | None:
         specs = getattr(spec, "kv_cache_specs", None) or {}
         kinds = {type(specs.get(name, spec)).__name__ for name in names}
         reason = next((UNGUARDED[kind] for kind in kinds if kind in UNGUARDED), None)
         block = int(spec.block_size)
         if getattr(spec, "storage_block_size", block) != block:
             reason = "compressed KV is not guarded"
-        states = kinds == {"MambaSpec"}
+        states, drafts = kinds == {"MambaSpec"}, names[0] in self._drafts
         if states:
             reason = layers.states_refusal(spec, runners.drafted(self._runner))
+        elif drafts:
+            reason = runners.drafts_refusal(self._runner)
         if reason is not None:
             self._leave_out(names, reason)
             return None
         if states:
-            return self._states(names, number, "state" if "state" not in taken else f"state.{number}")
+            return self._states(names, number)
         page = runners.table_page(self._runner, number)
         slots = int(self._runner.kv_cache_config.num_blocks) * block
         sources = tuple(self._sources(names, slots // page, page))
@@ -107,9 +112,8 @@ class VLLMPool(PoolAdapter):
         window = getattr(next(iter(specs.values()), spec), "sliding_window", None)
         # A full group may have layers with a window: they read less of the same slots.
         window = window if "SlidingWindow" in next(iter(kinds)) else None
-        base = "window" if window else "full"
-        name = base if base not in taken else f"{base}.{number}"
-        self.groups.append(Group(name, number, block, page))
+        name = self._name("draft" if drafts else "window" if window else "full", number)
+        self.groups.append(Group(name, number, block, page, "drafts" if drafts else "tokens"))
         return Region(
             name,
             slots,
@@ -120,7 +124,10 @@ class VLLMPool(PoolAdapter):
             null_slots=block,
         )
 
-    def _states(self, names: Sequence[str], number: int, region: str) -> Region:
+    def _name(self, base: str, number: int) -> str:
+        return base if all(group.region != base for group in self.groups) else f"{base}.{number}"
+
+    def _states(self, names: Sequence[str], number: int) -> Region:
         """The recurrent states of a group: each layer's tensors have a row for each block."""
         every, given = runners.layers(self._runner), layers.numbers(names)
         sources = [
@@ -128,7 +135,8 @@ class VLLMPool(PoolAdapter):
             for name in names
             for half, tensor in layers.states(runners.layer_tensors(every.get(name)))
         ]
-        self.groups.append(Group(region, number, block=1, page=1, states=True))
+        region = self._name("state", number)
+        self.groups.append(Group(region, number, block=1, page=1, holds="states"))
         blocks = int(self._runner.kv_cache_config.num_blocks)
         return Region(region, blocks, tuple(sources), kind=RegionKind.STATE, null_slot=0)
 
@@ -138,9 +146,6 @@ class VLLMPool(PoolAdapter):
             layer = every.get(name)
             tensors = runners.layer_tensors(layer)
             if layer is None or not tensors or getattr(layer, "kv_sharing_target_layer_name", None):
-                continue
-            if name in self._drafts:
-                self._leave_out([name], "layers of a draft model are not guarded")
                 continue
             try:
                 with torch.inference_mode():
