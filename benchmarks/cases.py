@@ -4,8 +4,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.layouts import LAYOUTS
 
-STEP = ("check", "read_check", "fingerprint", "record", "scrub")
+STEP = ("check", "read_check", "note_store", "fingerprint", "compare_stores", "record", "scrub")
 """Ops in the order of a step."""
+STORES = ("note_store", "compare_stores")
+"""Those of them that run with ``CANARY_STORE_CHECK`` only."""
 EVENTS = ("free", "alloc")
 """Ops of the allocator's events: on the slots that a batch reads."""
 CACHE_EVENTS = ("park", "share", "park", "evict", "alloc")
@@ -68,8 +70,9 @@ class Case:
         if not set(self.ops) & set(STEP):
             return self.ops
         last = max(STEP.index(op) for op in self.ops)
+        steps = [op for op in STEP[: last + 1] if op in self.ops or op not in STORES]
         bytes_only = ("read_check", "fingerprint", "scrub")
-        return tuple(op for op in STEP[: last + 1] if self.has_bytes or op not in bytes_only)
+        return tuple(op for op in steps if self.has_bytes or op not in bytes_only)
 
     def tiny(self) -> "Case":
         """The same case small enough for the interpreter: logic only, never timed."""
@@ -128,6 +131,10 @@ CASES: dict[str, Case] = {
         Case(
             "fingerprint/prefill-8192", "fingerprint alone: 8192 new slots × 32 layers × K+V × 2048 B",
             ("fingerprint",), Shape(1, 0, 8192, sets=4, layers=32), layout="llama",
+        ),
+        Case(
+            "stores/prefill-8192", "what 32 layers have stored of 8192 new slots, fingerprinted and compared",
+            STORES, Shape(1, 0, 8192, sets=4, layers=32), layout="llama",
         ),
         Case(
             "read_check/rows-2048", "verify bytes of 256 × 4096 slots × 2048 B, one source", ("read_check",),

@@ -50,6 +50,8 @@ class Forward:
             getattr(backend, op)(state, self.read_slots)
         elif op == "note":
             backend.note(state, self.read_slots, Happened.COPY, self.read_slots)
+        elif op == "note_store":
+            backend.note_store(state, self.batch, range(len(state.sources)))
         elif op == "compare_tables":
             backend.compare_tables(state, self._read_table(), 0)
         elif op == "gather_blocks":
@@ -145,7 +147,8 @@ class Setting:
         torch.manual_seed(0)
         traffic = Traffic.random(case, device)
         read_check = -1 if "read_check" in case.ops else 0
-        config = CanaryConfig.load(bytes="all" if case.has_bytes else "off", read_check=read_check)
+        shares = "all" if case.has_bytes else "off"
+        config = CanaryConfig.load(bytes=shares, read_check=read_check, store_check="note_store" in case.ops)
         return cls(case, traffic, RegionState(region(case, traffic), 0, Shared.allocate(config, device), config))
 
     def reset(self) -> None:
@@ -180,6 +183,8 @@ class Setting:
                 "check": reads * (entry + SECTOR_BYTES + known) + writes * (8 + plan + claim),
                 "read_check": reads * (entry + prints + state.sources.slot_bytes),
                 "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.sources.slot_bytes),
+                "note_store": writes * (plan + claim + prints + state.sources.slot_bytes),
+                "compare_stores": writes * (plan + claim + 3 * prints),
                 "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES + history),
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),

@@ -95,6 +95,19 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
             "the bytes that were copied or loaded to slot 4 of v.1 are not those that r6 wrote",
         ),
         (
+            {
+                "kind": Kind.BYTES,
+                "slot": 4,
+                "source": "v.1",
+                "layer": 1,
+                "phase": Phase.POST_FORWARD,
+                "position": 9,
+                "request": "r6",
+            },
+            "the bytes of slot 4 of v.1 changed between the store of layer 1 and the end of the forward in which r6 "
+            "wrote position 9 there:",
+        ),
+        (
             {"kind": Kind.NON_FINITE, "slot": 0, "source": "v.1", "phase": Phase.POST_FORWARD},
             "NaN or infinite values got into the null slot 0 of v.1, where padding is written:",
         ),

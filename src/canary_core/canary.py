@@ -256,6 +256,7 @@ class Canary:
             **self.audit.counts,
             **self.ledger.stats(),
             **self.step.tables.stats(),
+            **self.step.stores.stats(),
             **self._counts,
         }
 

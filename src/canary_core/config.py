@@ -46,10 +46,11 @@ HUNT: dict[str, Any] = {
     "sweep_interval": 32,
     "state_interval": 1,
     "table_interval": 1,
+    "store_check": True,
     "read_interval": 1,
 }
-"""Everything that finds sooner, at a price: reads compared, a busier scrub, sweeps, states every step, counters read
-after every forward."""
+"""Everything that finds sooner, at a price: reads compared, a busier scrub, sweeps, states every step, stores looked at
+layer by layer, counters read after every forward."""
 
 PROFILES: dict[str, dict[str, Any]] = {
     "watch": {},
@@ -245,6 +246,12 @@ class CanaryConfig(BaseSettings):
         "the buffers of a CUDA graph) is compared with the one that the engine keeps, where its plugin can; such a "
         "forward has no scrub. 1: every forward, beside its scrub; 0: never.",
         json_schema_extra=_unit("forwards"),
+    )
+    store_check: bool = Field(
+        default=False,
+        description="Each layer's new slots are fingerprinted right after they were stored, too, and compared with "
+        "what they hold at the end of the forward, where the engine's plugin tells of its stores; not in forwards that "
+        "are replayed from a CUDA graph. Takes 8 bytes more for each slot and source, and a launch a layer.",
     )
     on_violation: Literal["report", "abort", "quarantine"] = Field(
         default="report",

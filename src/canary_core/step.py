@@ -1,7 +1,7 @@
 """`Step`: owns one step of the engine, from the first look at a batch to the report of what was found."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -19,6 +19,7 @@ from canary_core.reporting.findings import Findings
 from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.overhead import Overhead
 from canary_core.runtime.scrub import Scrub
+from canary_core.runtime.store_check import StoreCheck
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.table_check import TableCheck
 from canary_core.runtime.watchdog import Watchdog
@@ -101,6 +102,8 @@ class Step:
         self.tables = TableCheck(workspace, switch, config.table_interval)
         """Whether attention is given the slots that the engine keeps."""
         findings.table_names = self.tables.names
+        self.stores = StoreCheck(workspace, switch)
+        """Whether what layers store is there at the end of the forward."""
         self.overhead = Overhead(workspace.device)
         """What Canary itself costs."""
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
@@ -295,7 +298,8 @@ class Step:
             compared = [name for name in compared if self._states[name].reads]
             # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
             hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
-            beside = overlap is not Overlap.NONE and not (compared or hooked or self._captured or self._audit.due)
+            alone = compared or hooked or self._captured or self._audit.due or self.stores.on
+            beside = overlap is not Overlap.NONE and not alone
             for name in view.tables:
                 self._states[name].require_capacity(view)
             with self._workspace.beside(beside), self.overhead.device(self._captured):
@@ -308,12 +312,21 @@ class Step:
                         self._workspace.proof.look(self._states[name], view, table)
                     if name in compared:
                         self._backend.read_check(self._states[name], view, table)
+            self.stores.begin(view)
             self._audit.begin(view)
         except Exception as error:
             self._switch.fail("pre_forward", error)
         finally:
             if measured:
                 self.overhead.leave()
+
+    def stored(self, layer: int, halves: Collection[str] | None = None) -> None:
+        """Between `before` and `after`: the store of ``layer`` was issued on the current stream, of all its sources or
+        of those of ``halves``. With ``CANARY_STORE_CHECK`` what the new slots hold there is compared with what they
+        hold at the end of the forward; else, and where no forward is checked, it does nothing. If a layer is stored in
+        several parts, tell each of them. Nothing may write to these bytes from then on until `after`. Within
+        the capture of a graph it does nothing."""
+        self.stores.stored(layer, halves)
 
     def after(self, view: BatchView | None = None) -> None:
         """Records the slots that the forward has written, then scrubs the next stretch of every region. May be captured
@@ -348,6 +361,7 @@ class Step:
         """The forward that was checked last has failed: nothing is recorded of it."""
         self._view = None
         self._passing = False
+        self.stores.end(compared=False)
         if self._workspace.side is not None:
             self._workspace.side.unmark()
         self._audit.abandon()
@@ -488,7 +502,9 @@ class Step:
 
     def _may_issue_first(self, overlap: Overlap) -> bool:
         """Whether a forward may be issued before the host works for Canary."""
-        if not overlap.allows(Overlap.ALL) or self._workspace.side is None or self._captured or self._audit.due:
+        if not overlap.allows(Overlap.ALL) or self._workspace.side is None:
+            return False
+        if self._captured or self._audit.due or self.stores.on:
             return False
         hooked = self._hooks.canary_pre_forward.get_hookimpls()
         return not (hooked or any(state.reads for state in self._states.values()))
@@ -533,7 +549,8 @@ class Step:
             hooks.canary_post_forward(canary=self._canary, batch=view)
         self._much = view.tokens * self._token_bytes > MOST_LATE_BYTES
         # One that is measured, or audited, is issued at once.
-        at_once = self._much or self.overhead.due or self._audit.due or not self._overlap.allows(Overlap.NEXT)
+        at_once = self._much or self.overhead.due or self._audit.due or self.stores.on
+        at_once = at_once or not self._overlap.allows(Overlap.NEXT)
         if beside and workspace.side is not None and not at_once:
             workspace.side.postpone(partial(self._issue_late, view))
         else:
@@ -565,6 +582,7 @@ class Step:
                 elif state.sources and self._schedules[name].now:
                     first = None if self._captured else workspace.proof.writes(state, view)
                     self._backend.fingerprint(state, view, table)
+                    self.stores.compare(state, view, table)
                     if first is not None:
                         workspace.proof.compare(state, first)
                 elif state.sources:
@@ -572,6 +590,7 @@ class Step:
                 self._backend.record(state, view, table)
                 if table.checkpoints is not None:
                     record_checkpoints(self._backend, state, view, table)
+            self.stores.end(compared=not any(table.carried for table in view.tables.values()))
             # A forward has either a scrub or a comparison of tables, so that it has no launch more.
             if not self.tables.took_turn() or self._captured:
                 self.scrub.run(self._captured)

@@ -235,6 +235,12 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     ),
     (
         Kind.BYTES,
+        lambda v: v.phase is Phase.POST_FORWARD and v.layer is not None and v.layer >= 0,
+        "the bytes of {where} changed between the store of layer {v.layer} and the end of the forward in which "
+        "{reader} wrote {position} there: a stray write, a race with the forward, or a flipped bit.",
+    ),
+    (
+        Kind.BYTES,
         lambda v: v.phase is Phase.EVENT and bool(v.arrived),
         "the bytes that were copied or loaded to {where} are not those that {writer} wrote{written}: they were left "
         "out, came from the wrong place or too early, or had changed before.",

@@ -21,10 +21,10 @@ from triton.backends.compiler import GPUTarget
 
 from canary_core.ops.backends import triton_backend
 from canary_core.ops.kernels import blocks as block_kernels
-from canary_core.ops.kernels import check, compare, fingerprint, histories, launch, lifetime, record
+from canary_core.ops.kernels import check, compare, fingerprint, histories, launch, lifetime, record, stores
 from canary_core.records import BLOCK_VALUES
 
-ROOMS = (check, compare, fingerprint, lifetime, record, block_kernels, histories)
+ROOMS = (check, compare, fingerprint, lifetime, record, stores, block_kernels, histories)
 EVENTS = ("alloc", "park", "share", "evict", "free")
 
 
@@ -55,6 +55,9 @@ def compile_all(seed: int) -> None:
         backend.baseline(state)
     for op in ("check", "read_check", "fingerprint", "record"):
         getattr(backend, op)(state, batch, table)
+    if state.stores.numel():
+        backend.note_store(state, batch, range(len(state.sources)))
+        backend.compare_stores(state, batch, table)
     backend.scrub(state)
     for op in ("verify", "adopt"):
         getattr(backend, op)(state, events(s))

@@ -32,7 +32,7 @@ from canary_core.records import (
 )
 from canary_core.region import Role
 
-TABLES = ("records", "fingerprints", "chains", "cursors", "listed", "histories")
+TABLES = ("records", "fingerprints", "chains", "cursors", "listed", "stores", "histories")
 SCRATCH = ("claims", "heads", "plan")
 """Tensors of a `RegionState` and of its scratch that ops change."""
 
@@ -63,7 +63,7 @@ class Scenario:
     """The same for what was seen of null slots."""
 
     def state(self, **settings: object) -> RegionState:
-        config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, **settings})
+        config = CanaryConfig(**{"ring_rows": 4096, "read_check": -1, "store_check": True, **settings})
         shared = Shared.allocate(config, self.device)
         state = RegionState(self.region, 0, shared, config)
         state.cursors[Cursor.SCRUB_SLOTS] = self.random.randint(0, self.region.slots)

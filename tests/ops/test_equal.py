@@ -1,6 +1,7 @@
 """Every op is there twice, and both give the same bits: the Triton kernels (on the interpreter, or on a GPU) and their
 torch reference."""
 
+import random
 from collections import Counter as Counts
 
 import pytest
@@ -33,8 +34,11 @@ from canary_core.records import ALL_TILES, BLOCK_VALUES, Counter, Cursor, Kind, 
 EVENTS = ("alloc", "park", "share", "evict", "free")
 """What happens to who has a slot."""
 
-OPS = ("check", "compare_tables", "read_check", "fingerprint", "record", "scrub", "verify", "adopt", "note", *EVENTS)
-"""In the order of a step."""
+OPS = (
+    *("check", "compare_tables", "read_check", "note_store", "fingerprint", "note_store", "compare_stores", "record"),
+    *("scrub", "verify", "adopt", "note", *EVENTS),
+)
+"""In the order of a step. A store is noted before the bytes change for the last time, and sometimes after that."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +55,7 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
     """Runs a history on both back ends, comparing after every op; gives the kinds that were found, and adds the
     device's counters to ``seen``."""
     reference, kernels = torch_backend(), triton_backend()
-    s = scenario(seed, device)
+    s, layers = scenario(seed, device), random.Random(f"layers {seed}")
     state = s.state(read_check=s.random.choice([-1, 40]))
     state.cursors[Cursor.CHECK_TILES] = s.random.choice([ALL_TILES, 3])
     kinds: set[int] = set()
@@ -66,6 +70,11 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
             arguments = (batch, table)
             if op == "scrub":
                 arguments = ()
+            elif op in ("note_store", "compare_stores") and not state.stores.numel():
+                continue
+            elif op == "note_store":
+                columns = range(len(state.sources))
+                arguments = (batch, layers.sample(columns, layers.randint(0, len(columns))))
             elif op in ("verify", "adopt"):
                 arguments = (events(s),)
             elif op == "compare_tables":
@@ -92,6 +101,7 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
     if seen is not None:
         seen.update({c.name: int(state.shared.counters[c]) for c in Counter})
         seen["input"] += sum(row[0] == Kind.WRITE_INPUT and row[8] >= 0 for row in ring_rows(state))
+        seen["stores"] += sum(row[0] == Kind.BYTES and row[14] % 8 == Phase.POST_FORWARD for row in ring_rows(state))
         seen["tail"] += sum(row[0] == Kind.TOKEN and row[14] % 8 == Phase.POST_FORWARD for row in ring_rows(state))
     return kinds
 
@@ -115,8 +125,10 @@ def test_kernels_equal_reference_whatever_is_found():
     """The same over fixed seeds, among which every kind of finding that a device raises is: the fuzz above is not
     vacuous."""
     found: set[int] = set()
+    seen: Counts[str] = Counts()
     for seed in (*range(14), 23):
-        found |= run(seed, "cpu")
+        found |= run(seed, "cpu", seen)
+    assert seen["stores"] > 0
     assert {Kind(k) for k in found} == set(Kind) - {Kind.CACHE_STRUCTURE, Kind.ARRIVAL}
 
 

@@ -89,6 +89,16 @@ def perturbations(start: Start) -> Iterator[Row]:
         yield perturb(start, name, aim)
 
 
+def stores(start: Start) -> Iterator[Row]:
+    """The built-in's fault that comes between a layer's store and our record, where we look at stores, too; and the
+    same clean."""
+    looks = {"CANARY_STORE_CHECK": "true"}
+    engine = start(canary=looks)
+    yield {"what": "clean", **both(engine.beside(method="serve", **traffic(engine, 0))), "ours": len(found(engine))}
+    aim = {f"{PERTURB}TARGET_GROUP": "full"}
+    yield perturb(start, "real_kv_post_forward", aim, canary=looks)
+
+
 def oracle(start: Start) -> Iterator[Row]:
     """The built-in's swapped tokens, which it looks for in a test mode only: its sampler says tokens that are known
     beforehand. Not on a CPU, where SGLang chooses the sampler itself."""
@@ -181,12 +191,12 @@ def default(start: Start) -> Iterator[Row]:
 
 CELLS: dict[str, Callable[[Start], Iterator[Row]]] = {
     function.__name__: function
-    for function in (flips, default, faults, perturbations, oracle, misuses, sweeps, reloads, raises)
+    for function in (flips, default, faults, perturbations, stores, oracle, misuses, sweeps, reloads, raises)
 }
 ON_CPU = (
     *("default:mha", "flips:mha", "flips:fp8", "flips:pages", "flips:swa", "flips:mla", "flips:deepseek_v4"),
     *("flips:eagle", "flips:radix_off", "flips:pressure", "flips:short_conv", "faults:mha", "faults:swa"),
-    *("perturbations:mha", "misuses:mha", "sweeps:mha", "sweeps:swa", "reloads:hicache", "raises:mha"),
+    *("perturbations:mha", "stores:mha", "misuses:mha", "sweeps:mha", "sweeps:swa", "reloads:hicache", "raises:mha"),
 )
 
 

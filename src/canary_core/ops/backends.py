@@ -1,6 +1,6 @@
 """The two back ends: the same ops in vectorised torch and in Triton. The choice is explicit and reported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,8 @@ NoteOp = Callable[[RegionState, Tensor, int, int | Tensor], None]
 class Backend:
     """The ops in the order in which a step runs them; `baseline` runs once, at attach, `verify` and `adopt` where bytes
     arrive, with records or without, `note` where slots get other content without a forward, `gather_blocks` for the
-    ledger, `compare_tables` where attention has got its tables."""
+    ledger, `compare_tables` where attention has got its tables, `note_store` where a layer has stored what it computed,
+    and `compare_stores` before `record`."""
 
     name: str
     baseline: Callable[[RegionState], None]
@@ -39,6 +40,8 @@ class Backend:
     note: NoteOp
     gather_blocks: Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]
     compare_tables: Callable[[RegionState, ReadTable, int], None]
+    note_store: Callable[[RegionState, BatchView, Sequence[int]], None]
+    compare_stores: BatchOp
     row_steps: tuple[int, ...] = ()
     """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
     compile_together: Callable[[Callable[[], None]], None] | None = None
@@ -64,22 +67,45 @@ def choose(name: str, device: torch.device) -> Backend:
 
 def torch_backend() -> Backend:
     """The vectorised reference; for pools on any device, but meant for the CPU: it allocates and reads back."""
-    from canary_core.ops.reference import blocks, check, compare, fingerprint, histories, lifetime, record, tables
+    from canary_core.ops.reference import (
+        blocks,
+        check,
+        compare,
+        fingerprint,
+        histories,
+        lifetime,
+        record,
+        stores,
+        tables,
+    )
 
     return Backend(
         "torch", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
         compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
         compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
+        stores.note_store, stores.compare_stores,
     )  # fmt: skip
 
 
 def triton_backend() -> Backend:
     """The kernels; on the CPU only where ``TRITON_INTERPRET=1`` was set before triton was imported."""
-    from canary_core.ops.kernels import blocks, check, compare, fingerprint, histories, launch, lifetime, record, tables
+    from canary_core.ops.kernels import (
+        blocks,
+        check,
+        compare,
+        fingerprint,
+        histories,
+        launch,
+        lifetime,
+        record,
+        stores,
+        tables,
+    )
 
     return Backend(
         "triton", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
         compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
         compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
+        stores.note_store, stores.compare_stores,
         launch.ROW_STEPS, launch.compile_together, tables.tables_ready,
     )  # fmt: skip

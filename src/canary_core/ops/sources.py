@@ -99,6 +99,15 @@ class SourceTable(Sequence[KVSource]):
         """Device memory of ours for the sources."""
         return self.descriptors.nbytes + self.keys.nbytes + self.salts.nbytes
 
+    def groups_of(self, columns: Sequence[int]) -> tuple[SourceGroup, ...]:
+        """The parts of `groups` that have only sources of ``columns``, indices. Waits for the device."""
+        parts = []
+        for group in self.groups:
+            rows = [row for row in group.columns.tolist() if set(row) <= set(columns)]
+            if rows:
+                parts.append(SourceGroup(group.shapes, group.columns.new_tensor(rows)))
+        return tuple(parts)
+
     def rebind(self, sources: Sequence[KVSource]) -> bool:
         """New addresses for the same sources; copies the descriptors to the device. Gives whether launches must be made
         anew, since shapes differ that kernels were compiled for. Raises `AttachError` if sources differ in more than

@@ -106,6 +106,8 @@ class RegionState:
     what is fingerprinted. scratch: what the ops of one forward hand to each other.
     launches: what the back ends remember of this region. reads: whether forwards compare bytes before they read them.
     samples: what the sampler gave, None in regions that are not compared with it.
+    stores: int64 ``[slots, sources]``, fingerprints of what the forward that runs has stored so far, 0 for not known;
+    empty where these are not compared (``CANARY_STORE_CHECK``).
     """
 
     def __init__(self, region: Region, index: int, shared: Shared, config: CanaryConfig) -> None:
@@ -125,6 +127,8 @@ class RegionState:
         self.scratch = Scratch(region.slots, device)
         self.launches = LaunchCache()
         self.samples: Samples | None = None
+        looked_at = config.store_check and region.kind in (RegionKind.FULL, RegionKind.WINDOW) and len(self.sources)
+        self.stores = torch.zeros_like(self.fingerprints) if looked_at else self.fingerprints.new_zeros(0, 0)
         read_tiles = -(-config.read_check // READ_TILE)
         if config.read_check < 0 or region.kind in (RegionKind.STATE, RegionKind.RING):
             read_tiles = ALL_TILES
@@ -169,7 +173,8 @@ class RegionState:
     @property
     def memory_bytes(self) -> int:
         """Device memory of ours for this region."""
-        own = sum(t.nbytes for t in (self.records, self.fingerprints, self.chains, self.cursors, self.listed))
+        tensors = (self.records, self.fingerprints, self.chains, self.cursors, self.listed, self.stores)
+        own = sum(t.nbytes for t in tensors)
         own += 0 if self.histories is None else self.histories.nbytes
         sampled = 0 if self.samples is None else self.samples.memory_bytes
         return own + self.sources.memory_bytes + self.scratch.memory_bytes + sampled

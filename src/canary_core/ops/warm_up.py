@@ -60,6 +60,9 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
         backend.read_check(state, batch, table)
     if state.sources:
         backend.fingerprint(state, batch, table)
+    if state.stores.numel():
+        backend.note_store(state, batch, range(len(state.sources)))
+        backend.compare_stores(state, batch, table)
     backend.record(state, batch, table)
     if state.sources:
         backend.scrub(state)

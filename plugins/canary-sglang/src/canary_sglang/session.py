@@ -41,6 +41,7 @@ from canary_sglang.pools.compressor_state import C128, RequestCompressorStates
 from canary_sglang.pools.mamba import MambaStates
 from canary_sglang.pools.parts import tensor_bytes
 from canary_sglang.pools.pool import SGLangPool
+from canary_sglang.pools.stores import Stores
 from canary_sglang.pools.window_divergence import WindowDivergence
 from canary_sglang.prefix_cache.sweep import PrefixSweep
 from canary_sglang.transfer import disaggregation, hicache
@@ -95,6 +96,9 @@ class Session:
         self.sampled = SampledRows(self.canary, self.requests)
         # A draft model's steps have lists of their own.
         self._given = None if self.model else GivenTables(runner, self.canary, self._paged, self.requests)
+        # What a verification has stored may be moved, or be a draft's, before it is recorded.
+        speculates = self.model is not None or runners.speculates(runner)
+        self._stores = None if speculates else Stores(self.canary, runner.token_to_kv_pool)
         try:
             hook_manager().register(self._filter)
             self._listen(state)
@@ -187,6 +191,8 @@ class Session:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""
         if self._given is not None:
             self._given.close()
+        if self._stores is not None:
+            self._stores.close()
         with contextlib.suppress(ViolationError):
             self.canary.close()
         if hook_manager().is_registered(self._filter):

@@ -244,6 +244,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         inspection.pool,
         bit_flips.flip,
         bit_flips.flip_in_host_memory,
+        bit_flips.scribble_within_a_forward,
         bit_flips.flip_and_scrub,
         bit_flips.flip_running,
         bit_flips.rot,

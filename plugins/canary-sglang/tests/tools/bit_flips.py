@@ -1,6 +1,7 @@
 """Flipped bits in what an engine's pools hold, and enough traffic for the guard to come by."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,40 @@ def flip_in_host_memory(engine: Any, source: str, seed: int) -> int:
     content = getattr(parked.host_pool, f"{half}_buffer")[int(layer)][slot].view(torch.uint8).view(-1)
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     return int(slot)
+
+
+def scribble_within_a_forward(engine: Any, prompt: list[int]) -> int:
+    """Serves a prompt. In its prefill the store of the last layer also changes a byte of what the first layer has just
+    stored; gives the slot."""
+    pool = engine.runner.token_to_kv_pool
+    last = engine.runner.model_config.num_hidden_layers - 1
+    methods = [name for name in ("set_kv_buffer", "set_mla_kv_buffer") if hasattr(pool, name)]
+    slots: list[int] = []
+
+    def make(name: str) -> Callable[..., None]:
+        def store(layer: Any, where: Any, *args: Any, **kwargs: Any) -> None:
+            getattr(type(pool), name)(pool, layer, where, *args, **kwargs)
+            if layer.layer_id == last and not slots:
+                slot = int(getattr(where, "loc", where)[0])
+                part, index = pool, 0
+                if hasattr(pool, "layers_mapping"):
+                    index, in_window = pool.layers_mapping[0]
+                    part = pool.swa_kv_pool if in_window else pool.full_kv_pool
+                    slot = int(pool.full_to_swa_index_mapping[slot]) if in_window else slot
+                buffers = part.k_buffer if hasattr(part, "k_buffer") else part.kv_buffer
+                buffers[index][slot].view(torch.uint8).view(-1)[1] ^= 4
+                slots.append(slot)
+
+        return store
+
+    for name in methods:
+        setattr(pool, name, make(name))
+    try:
+        serve(engine, [prompt], 4)
+    finally:
+        for name in methods:
+            delattr(pool, name)
+    return slots[0]
 
 
 def flip_and_scrub(engine: Any, region: str, source: str, seed: int) -> int:

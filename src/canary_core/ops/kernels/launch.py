@@ -6,7 +6,7 @@ and a batch's once a forward, and a kernel that was compiled for their like is l
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -241,13 +241,18 @@ def launch_over(state: RegionState, op: str, kernel: Any, slots: Tensor) -> None
 
 
 def group_launches(
-    state: RegionState, op: str, kernel: Any, tiles: Tiles, table: TableConstants | None = None
+    state: RegionState,
+    op: str,
+    kernel: Any,
+    tiles: Tiles,
+    table: TableConstants | None = None,
+    groups: Sequence[SourceGroup] | None = None,
 ) -> list[GroupLaunch]:
-    """One for each source group of the region."""
+    """One for each source group of the region, or of ``groups``: always the same ones for an ``op``."""
     known = state.launches.by_group.get((op, table))
     if known is None:
         known = state.launches.by_group[op, table] = []
-        for group in state.sources.groups:
+        for group in state.sources.groups if groups is None else groups:
             tile = tiles.long if is_long(state, group) else tiles.usual
             fixed = (region_arguments(state), source_arguments(state, group))
             every = {**(table._asdict() if table else {}), **constants(group.shapes, tile, len(group.columns))}

@@ -46,6 +46,11 @@ def host_cache(runner: Any) -> bool:
     return bool(_option(runner, "enable_hierarchical_cache", False))
 
 
+def speculates(runner: Any) -> bool:
+    """Whether a draft model, or a table of n-grams, proposes tokens that the served model verifies."""
+    return bool(_option(runner, "speculative_algorithm", None))
+
+
 def scales_refusal(runner: Any) -> str | None:
     """Why interleaved scales, which are a region of their own, can't be guarded with this runner; None if they can."""
     if host_cache(runner) or disaggregation(runner) != "null":

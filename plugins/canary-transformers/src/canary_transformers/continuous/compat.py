@@ -9,7 +9,7 @@ In both a block belongs to one index space at a time, so index spaces share memo
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -107,6 +107,16 @@ def requests(inputs_and_outputs: Any) -> Sequence[Any]:
     io = inputs_and_outputs if pairs is None else pairs[inputs_and_outputs.current_pair].host_io
     found: Sequence[Any] = io.requests_in_batch
     return found
+
+
+def stored_layer(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """The layer of which `PagedAttentionCache.update` with these arguments has stored K and V; None where it leaves
+    that to the attention kernel, or has other arguments than those that are known."""
+    given = dict(zip(("key_states", "value_states", "layer_idx", "kwargs"), args, strict=False)) | dict(kwargs)
+    layer, more = given.get("layer_idx"), given.get("kwargs")
+    if not isinstance(layer, int) or not isinstance(more, dict) or "write_index" not in more:
+        return None
+    return layer if more.get("block_table") is None else None
 
 
 def sampled(inputs_and_outputs: Any) -> Tensor | None:

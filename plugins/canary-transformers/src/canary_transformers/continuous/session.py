@@ -80,6 +80,8 @@ class Session:
                     self.canary.slots.forget(group.name, None)
         self._patches = Patches()
         self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
+        if self.canary.step.stores.on:
+            self._patches.follow(cache, "update", self._updated)
         compat.watch_blocks(processor, self, self._patches)
 
     def step(self, original: Callable[[], None]) -> None:
@@ -194,6 +196,13 @@ class Session:
                 self._give_sampled()
 
         return compute_batch
+
+    def _updated(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """A layer's K and V were given to the cache."""
+        layer = compat.stored_layer(args, kwargs)
+        if layer is not None and self._stepping:
+            with self._ours("stored"):
+                self.canary.step.stored(layer)
 
     def _give_sampled(self) -> None:
         """What the batch sampled: the next one's input, which an asynchronous engine never has on the host in time."""
