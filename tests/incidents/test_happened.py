@@ -1,0 +1,70 @@
+"""What happened to slots before an incident: the device's notes decide where they reach, else the host's calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from canary_core import Kind, Violation
+from canary_core.incidents.evidence import Evidence
+from canary_core.incidents.happened import handed_out_late, last_of_all, was_cached
+from canary_core.ops.histories import Happening
+from canary_core.records import Phase
+from canary_core.runtime.journal import Entry
+
+SLOTS = (16, 17)
+
+
+def evidence(*life: tuple[int, str], calls: tuple[tuple[int, str], ...] = ()) -> Evidence:
+    """The same life of both slots, by the device, and calls about them, of which the host is not sure."""
+    nothing = torch.zeros((0, 1), dtype=torch.int64)
+    noted = [Happening(step, event, 0) for step, event in life]
+    entries = [Entry(step, event, "full", 2, 0, torch.tensor(SLOTS), sure=False) for step, event in calls]
+    lives = dict.fromkeys(SLOTS, noted) if noted else {}
+    return Evidence(
+        "full", "full", 64, 1, (), nothing[:, 0], nothing, nothing, nothing, [], {}, history=entries, lives=lives
+    )
+
+
+def root(step_written: int) -> Violation:
+    """A finding about one of them."""
+    return Violation(Kind.BYTES, "full", step=40, phase=Phase.PRE_FORWARD, slot=16, step_written=step_written)
+
+
+@pytest.mark.parametrize(
+    ("life", "calls", "last"),
+    [
+        ((), ((5, "share"), (7, "share")), 7),
+        (((3, "alloc"), (4, "write")), ((5, "share"),), None),
+        (((3, "alloc"), (4, "write"), (5, "park"), (6, "share")), (), 6),
+        # Before they were handed out, that is another life.
+        (((3, "share"), (4, "evict"), (5, "alloc"), (6, "write")), ((3, "share"),), None),
+        # Four entries and no beginning among them: there may have been more.
+        (((3, "write"), (4, "park"), (5, "evict"), (6, "free")), ((2, "share"),), 2),
+    ],
+)
+def test_what_happened_to_all_slots(life, calls, last):
+    """The last step of it, if it happened to each of them since it was handed out."""
+    known = evidence(*life, calls=calls)
+    assert last_of_all(known, SLOTS, "share", "share") == last
+    assert was_cached(known, 16) == (last is not None or ("park" in [e for _, e in known_life(known)]))
+
+
+def known_life(known: Evidence) -> list[tuple[int, str]]:
+    """Of the first slot, since it was handed out."""
+    return [(h.step, h.event) for h in known.life(16)]
+
+
+def test_a_slot_that_nobody_noted_decides_nothing():
+    """Then the calls do, for all of them."""
+    known = evidence((3, "alloc"), (4, "share"), calls=((9, "share"),))
+    some = replace(known, lives={16: known.lives[16]})
+    assert last_of_all(some, SLOTS, "share", "share") == 9
+
+
+def test_a_slot_that_was_handed_out_late():
+    """Shortly before it was written; not where its life began long before, whatever the host's list says now."""
+    late = ((20, "alloc"),)
+    assert "step 20" in handed_out_late(evidence(calls=late), root(21))
+    assert "step 20" in handed_out_late(evidence(*late, (21, "write")), root(21))
+    assert handed_out_late(evidence((3, "alloc"), (21, "write"), calls=late), root(21)) == ""
