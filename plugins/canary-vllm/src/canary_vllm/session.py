@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import BlockLists, EmbeddingFilter
+from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter
 from canary_core import (
     BatchAdapter,
     BatchView,
@@ -27,7 +27,6 @@ from canary_vllm.allocator import messages
 from canary_vllm.allocator.lifetime import Lifetime
 from canary_vllm.arrivals.loads import Loads
 from canary_vllm.batches import sampled
-from canary_vllm.batches.drafts import Drafts
 from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
@@ -71,7 +70,7 @@ class Session:
         origin = connectors.origin(runner, config.ledger_private)
         drafted = runners.drafted(runner)
         self._tokens = [group for group in self.groups if group.holds == "tokens"]
-        self._drafts = Drafts(self.canary, [g.region for g in self.groups if g.holds == "drafts"], drafted)
+        self._drafts = DraftForwards(self.canary, [g.region for g in self.groups if g.holds == "drafts"], drafted)
         self._patches = Patches(self.canary.guard)
         if len(self._tokens) < len(self.groups) and runners.drafter(runner) is not None:
             self._patches.wrap(runners.drafter(runner), "propose", self._proposes)
@@ -134,7 +133,7 @@ class Session:
             copies = getattr(output, "kv_cache_block_copies", None)
             if copies:
                 # Blocks that the runner is about to copy: the records go with the bytes.
-                self.lifetime.copy([(int(source), int(destination)) for source, destination in copies])
+                self.lifetime.blocks.copied([(int(source), int(destination)) for source, destination in copies])
 
     def forward(self, original: Callable[[], Any]) -> Any:
         """V1: runs the model."""

@@ -1,27 +1,13 @@
 """What the scheduler's process tells the workers of blocks: it travels with the scheduler's output."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from canary_adapters import BlockEvent
 from canary_vllm.prefix_cache.structure import Swept
 
 ATTRIBUTE = "canary_lifetime"
 """Under this name a message is an attribute of vLLM's `SchedulerOutput`, which is pickled with its attributes."""
-
-Sort = Literal["alloc", "park", "share", "evict", "free", "same_step", "arrive"]
-"""The first five are `SlotEvents`' own. same_step: blocks that a request was given by the prefix cache in the very step
-in which another request computes them. arrive: blocks whose bytes a KV connector brings."""
-
-
-@dataclass(slots=True)
-class BlockEvent:
-    """Something that happened to ``blocks``, in the order in which the scheduler did it. ``request``: whose doing it
-    was, None if that is not known. ``group``: the number of the KV cache group that it is about, None for all."""
-
-    sort: Sort
-    request: str | None
-    blocks: list[int]
-    group: int | None = None
 
 
 @dataclass(slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from canary_adapters import BlockEvent, BlockSort
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
-from canary_vllm.allocator.messages import BlockEvent, Load, Message, Sort
+from canary_vllm.allocator.messages import Load, Message
 from canary_vllm.prefix_cache.structure import sweep
 
 
@@ -18,12 +19,12 @@ class BlockRecorder:
     | what vLLM does                                                   | event                                      |
     |------------------------------------------------------------------|--------------------------------------------|
     | `get_new_blocks`                                                 | alloc                                      |
-    | `touch`: a prefix hit, of blocks that somebody has or nobody has | share; same_step if they are cached only   |
+    | `touch`: a prefix hit, of blocks that somebody has or nobody has | share; forget if they are cached only      |
     |                                                                  | since this call of `schedule`              |
     | `free_blocks`, and nobody has the block any more                 | park if its hash is known, else free       |
     | `_maybe_evict_cached_block` of a block that nobody has           | evict                                      |
     | `reset_prefix_cache`                                             | evict, of all that are cached              |
-    | `allocate_slots` with tokens that a connector has                | arrive                                     |
+    | `allocate_slots` with tokens that a connector has                | forget                                     |
 
     Preemption and abort free blocks in the same way. Every ``sweep_interval`` outputs the pool's structure is looked
     at. An exception of ours never reaches the scheduler: the workers are told that blocks can't be followed any more.
@@ -65,10 +66,10 @@ class BlockRecorder:
         """The pool's functions are its own again."""
         self._patches.undo()
 
-    def _note(self, sort: Sort, blocks: Iterable[Any], group: int | None = None) -> None:
+    def _note(self, sort: BlockSort, blocks: Iterable[Any], group: int | None = None) -> None:
         self._put(sort, [block.block_id for block in blocks if not block.is_null], group)
 
-    def _put(self, sort: Sort, numbers: list[int], group: int | None = None) -> None:
+    def _put(self, sort: BlockSort, numbers: list[int], group: int | None = None) -> None:
         if not numbers or self._message.broken is not None:
             return
         events = self._message.events
@@ -81,7 +82,7 @@ class BlockRecorder:
     def _touched(self, _: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
         self._note("share", blocks)
         if self._fresh:
-            self._put("same_step", [block.block_id for block in blocks if block.block_id in self._fresh])
+            self._put("forget", [block.block_id for block in blocks if block.block_id in self._fresh])
 
     def _cached(self, _: Any, request: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
         first = kwargs["num_cached_blocks"] if "num_cached_blocks" in kwargs else args[0]
@@ -160,7 +161,7 @@ class BlockRecorder:
             size = int(groups[number].kv_cache_spec.block_size)
             self._request = request.request_id
             brought_to.append([int(b) for b in held[first // size : -(-(first + brought) // size)]])
-            self._put("arrive", [b for b in brought_to[-1] if b], number)
+            self._put("forget", [b for b in brought_to[-1] if b], number)
             self._request = None
         # With embeddings in the place of tokens the prefix can't be known.
         if getattr(request, "prompt_embeds", None) is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import JoinedPools, Part, RegionPool, row_source
+from canary_adapters import BlockGroup, JoinedPools, Part, RegionPool, row_source
 from canary_core import AttachError, KVSource, PoolAdapter, Region, RegionKind, Uncovered
 from canary_vllm.compat import layers, runners
 from canary_vllm.pools.layout import Layouts
@@ -24,15 +24,11 @@ UNGUARDED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """One guarded group: its region's name, its number, slots of a block of the scheduler, and of an entry of its
-    table. ``holds``: the KV of the served model's ``tokens``, that of a draft model's layers (``drafts``), or recurrent
-    ``states``, one a block."""
+class Group(BlockGroup):
+    """One guarded group. ``page``: slots of an entry of its table. ``holds``: the KV of the served model's ``tokens``,
+    that of a draft model's layers (``drafts``), or recurrent ``states``, one a block."""
 
-    region: str
-    number: int
-    block: int
-    page: int
+    page: int = 1
     holds: str = "tokens"
 
 
@@ -136,7 +132,7 @@ class VLLMPool(PoolAdapter):
             for half, tensor in layers.states(runners.layer_tensors(every.get(name)))
         ]
         region = self._name("state", number)
-        self.groups.append(Group(region, number, block=1, page=1, holds="states"))
+        self.groups.append(Group(region, number, block=1, holds="states"))
         blocks = int(self._runner.kv_cache_config.num_blocks)
         return Region(region, blocks, tuple(sources), kind=RegionKind.STATE, null_slot=0)
 

@@ -1,4 +1,5 @@
-"""`Drafts`: the layers of a draft model. It has the served model's blocks, and a forward of its own after each of its.
+"""`DraftForwards`: the layers of a draft model that has the served model's tables, and a forward of its own after each
+of the served model's.
 
 A drafter first computes the positions that the served model has just computed, then guesses from the last accepted one
 on. It may leave out what was rejected, and writes guesses behind what it was given. So of each of its runs the slots
@@ -16,8 +17,9 @@ from torch import Tensor
 from canary_core import BatchView, Canary, Overlap, SlotTable
 
 
-class Drafts:
-    """``regions``: those of a draft model's layers. ``steps``: how many tokens it drafts."""
+class DraftForwards:
+    """``regions``: those of the draft model's layers, whose tables are among those of the served model's forwards, with
+    the slots that are written. ``steps``: how many tokens are drafted at most."""
 
     def __init__(self, canary: Canary, regions: Sequence[str], steps: int) -> None:
         self._canary = canary
@@ -41,7 +43,7 @@ class Drafts:
         view, self._view = self._view, None
         if view is None or not self._canary.enabled:
             return original()
-        with self._canary.guard("drafts"):
+        with self._canary.guard("draft_forwards"):
             self._forget(view, self._ahead)
         tables = {name: replace(table, write_slots=None) for name, table in view.tables.items()}
         view = replace(view, tables=tables)

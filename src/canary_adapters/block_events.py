@@ -1,0 +1,116 @@
+"""`BlockEvents`: what an engine's scheduler did with blocks, told to `Canary.slots` in few events."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from canary_adapters.upload import upload
+from canary_core import Canary
+
+BlockSort = Literal["alloc", "park", "share", "evict", "free", "forget"]
+"""`SlotEvents`' own."""
+
+
+@dataclass(slots=True)
+class BlockEvent:
+    """Something that happened to ``blocks``, in the order in which the scheduler did it. ``request``: whose doing it
+    was, None if that is not known. ``group``: the number of the engine's group that it is about, None for all."""
+
+    sort: BlockSort
+    request: str | None
+    blocks: list[int]
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """A region of which an engine hands out blocks. ``number``: that of the engine's group. ``block``: slots of one."""
+
+    region: str
+    number: int
+    block: int
+
+
+class BlockEvents:
+    """Tells what happened to the blocks of ``groups``, which take turns on them: each event is told of all of their
+    regions, or of those of its own group. Where a block is not used it is handed out and never written.
+
+    ``writer``: the writer id of a request. ``judged``: whether misuse of blocks is a finding; else only their content
+    is followed.
+    """
+
+    def __init__(
+        self, canary: Canary, groups: Sequence[BlockGroup], writer: Callable[[str], int], judged: bool = True
+    ) -> None:
+        self._canary = canary
+        self._groups = groups
+        self._writer = writer
+        self._judged = judged
+
+    def tell(self, events: Sequence[BlockEvent]) -> None:
+        """``events``, in order."""
+        runs = runs_of(events)
+        if not runs:
+            return
+        counts = [sum(len(event.blocks) for event in run) for run in runs]
+        blocks = upload([b for run in runs for event in run for b in event.blocks], self._canary.device)
+        for run, numbers in zip(runs, blocks.split(counts), strict=True):
+            self._tell(run, numbers)
+
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The engine copies blocks, (from, to), of all groups: the records go with the bytes."""
+        blocks = upload([block for pair in pairs for block in pair], self._canary.device).view(-1, 2)
+        for group in self._groups:
+            source, destination = (_slots(group, blocks[:, side]) for side in (0, 1))
+            self._canary.slots.copy(group.region, source, destination)
+
+    def _tell(self, events: Sequence[BlockEvent], numbers: Tensor) -> None:
+        sort, chosen = events[0].sort, events[0].group
+        slots = self._canary.slots
+        writers = self._writers(events) if self._judged and sort != "forget" else None
+        for group in self._groups:
+            if chosen is not None and chosen != group.number:
+                continue
+            if sort == "forget":
+                slots.forget(group.region, _slots(group, numbers))
+            elif writers is not None:
+                getattr(slots, sort)(group.region, numbers, writers, page_slots=group.block)
+            elif sort == "alloc":
+                slots.clear(group.region, _slots(group, numbers))
+
+    def _writers(self, events: Sequence[BlockEvent]) -> int | Callable[[], Tensor]:
+        ids = [-1 if event.request is None else self._writer(event.request) for event in events]
+        if len(set(ids)) == 1:
+            return ids[0]
+        every = [i for i, event in zip(ids, events, strict=True) for _ in event.blocks]
+        each = upload(every, self._canary.device, torch.int32)
+        return lambda: each
+
+
+def runs_of(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
+    """``events`` in runs of one sort, each of which is told as one event: when a batch begins, each of its requests
+    shares some blocks and is given others. An event joins an earlier run of its sort, unless it or a run after that is
+    about one of its blocks."""
+    runs: list[tuple[list[BlockEvent], set[int]]] = []
+    for event in events:
+        blocks, like = set(event.blocks), (event.sort, event.group)
+        # The last run that this must not come before, or may join.
+        for run, touched in reversed(runs):
+            if touched & blocks or (run[0].sort, run[0].group) == like:
+                break
+        else:
+            run, touched = [], blocks
+        if not run or touched & blocks:
+            runs.append(([event], blocks))
+        else:
+            run.append(event)
+            touched |= blocks
+    return [run for run, _ in runs]
+
+
+def _slots(group: BlockGroup, blocks: Tensor) -> Tensor:
+    inside = torch.arange(group.block, device=blocks.device)
+    return (blocks[:, None] * group.block + inside).flatten()
