@@ -229,6 +229,27 @@ def test_a_comparison_that_has_to_be_compiled_is_left_out_meanwhile(interval, co
     assert g.violations == []
 
 
+def test_where_nothing_can_be_judged_it_is_tried_less_and_less():
+    """To try costs an engine's host something in each forward; what can be judged again has its usual turn."""
+    g = Guarded(table_interval=8)
+    g.submit("a", 3)
+    tried = []
+    for forward in range(40):
+        if g.canary.step.tables.due:
+            tried.append(forward)
+        batch = g.engine.batch()
+        run(g, batch=batch)
+        g.engine.requests[0].tokens.append(8)
+    assert tried == [0, 1, 3, 7, 15, 23, 31, 39]
+    for _ in range(8):
+        batch = g.engine.batch()
+        run(g, kv_indices(batch), batch=batch)
+        g.engine.requests[0].tokens.append(8)
+    assert g.canary.stats()["tables_compared"] == 1
+    assert g.canary.stats()["tables_skipped"] == len(tried)
+    assert g.violations == []
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_compiler_works_beside_the_engine():
     """Tables of a kind that nothing was compiled for: left out, then compared."""

@@ -29,7 +29,7 @@ class TableCheck:
         self._interval = interval
         # The first forward is compared.
         self._forwards = interval
-        self._turn = 0
+        self._turn = self._skips = 0
         self._launched = False
         self._done: torch.cuda.Event | None = None
         self._left_out: set[str] = set()
@@ -43,8 +43,7 @@ class TableCheck:
 
     @property
     def due(self) -> bool:
-        """Whether tables of the forward that comes, or runs, are to be compared. Where they can't be, they are due in
-        the next one."""
+        """Whether tables of the forward that comes, or runs, are to be compared. See `skip` for where they can't be."""
         return self._forwards >= self._interval > 0 and self._switch.enabled and not self.paused
 
     def compare(self, tables: Sequence[ReadTable]) -> None:
@@ -59,12 +58,16 @@ class TableCheck:
                 return
             table = tables[self._turn % len(tables)]
             self._turn += 1
-            self._forwards = 0
+            self._forwards = self._skips = 0
             self._launch(table)
 
     def skip(self) -> None:
-        """The tables of this forward can't be judged; those of the next one are due."""
+        """The tables of this forward can't be judged; those of the next one are due, after more such forwards in a row
+        those of the second, fourth and so on, at last of each ``interval``-th: to try costs the host something."""
         self.skipped += 1
+        pause = min(1 << min(self._skips, 16), self._interval)
+        self._skips += 1
+        self._forwards = self._interval - pause
 
     def leave_out(self, backend: str, reason: str) -> None:
         """Tables of ``backend`` are not compared, and why: told once for each."""
