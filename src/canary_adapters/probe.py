@@ -15,13 +15,14 @@ from canary_core.errors import AttachError
 from canary_core.region import KVSource
 
 PROBE_BLOCKS = 3
-ROUNDS = 2
-"""Times each probe is written, with other numbers: a packed format may store one of them as zero bytes."""
+ROUNDS = 3
+"""Times each probe is written, with other numbers: a packed format may store one of them as zero bytes, or a scale with
+a byte that the scale of zeros has, too."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Store = Callable[[Tensor, str, Tensor], None]
 """``store(cache, half, slots)`` stores made-up numbers, none of them 0, as ``half`` of tokens at ``slots`` (int64
-``[n]``) of ``cache``, by the engine's own operation; all else that it stores is 0."""
+``[n]``) of ``cache``, by the engine's own operation; all else that it stores is 0. With an empty ``half`` all is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,17 @@ class _Probe:
         return tuple(found)
 
     def _touched(self, half: str, slot: int) -> list[int]:
-        """Byte offsets, from the start of the cache, of the elements that change when ``slot`` is stored."""
+        """Byte offsets, from the start of the cache, of the elements that are others than where zeros are stored in
+        ``slot``: the scale of zeros need not be 0."""
         scratch, every = self._scratch, set()
+        slots, bits = torch.tensor([slot], device=scratch.device), scratch.view(INTEGERS[self._bytes])
+        scratch.zero_()
+        self._store(scratch, "", slots)
+        zeros = bits.clone()
         for _ in range(ROUNDS):
             scratch.zero_()
-            self._store(scratch, half, torch.tensor([slot], device=scratch.device))
-            places = scratch.view(INTEGERS[self._bytes]).nonzero().cpu()
+            self._store(scratch, half, slots)
+            places = (bits != zeros).nonzero().cpu()
             every.update(((places * self._strides).sum(1)).tolist())
         if not every:
             raise AttachError(f"storing {half} of slot {slot} changed nothing")

@@ -21,13 +21,13 @@ def made():
 
 def side_by_side(tensor, half, slots):
     """As the shape says."""
-    for slot in slots.tolist():
+    for slot in slots.tolist() if half else ():
         tensor[slot // PAGE, :, slot % PAGE, DIM * (half == "v") :][:, :DIM] = made()
 
 
 def transposed(tensor, half, slots):
     """K, then V of a page, and K with its dimensions before its slots, as CPU attention has it."""
-    for slot in slots.tolist():
+    for slot in slots.tolist() if half else ():
         both = tensor[slot // PAGE].view(HEADS, 2, PAGE * DIM)
         if half == "k":
             both[:, 0].view(HEADS, DIM, PAGE)[:, :, slot % PAGE] = made()
@@ -58,6 +58,24 @@ def test_sources_hold_exactly_what_is_stored(store):
             assert claimed == written
 
 
+def with_scales(tensor, half, slots):
+    """K, its scale, V and its scale of each head, as int8 with scales of single tokens. That of zeros is not 0."""
+    for slot in slots.tolist():
+        for name, first in (("k", 0), ("v", DIM)):
+            part = tensor[slot // PAGE, :, slot % PAGE, first : first + DIM]
+            part[:, :-1] = made()[:, :-1] if half == name else 0.0
+            part[:, -1] = part.amax(1).clamp(min=1e-6)
+
+
+def test_a_scale_belongs_to_its_half():
+    """Where both scales are written with each store, only that of the half that changes counts."""
+    k, v = probe_layout(with_scales, "kv", cache(), PAGES, PAGE)
+    assert [(piece.half, piece.offset_bytes, piece.chunk_bytes) for piece in (k, v)] == [
+        ("k", 0, DIM * 4),
+        ("v", DIM * 4, DIM * 4),
+    ]
+
+
 def test_strides_of_the_cache_count_not_its_shape():
     """A cache that is permuted is probed in the order in which its memory is."""
     pool = torch.zeros(HEADS, PAGES, PAGE, 2 * DIM).permute(1, 0, 2, 3)
@@ -73,12 +91,12 @@ def nothing(tensor, half, slots):
 
 def over_each_other(tensor, half, slots):
     """Stores both halves in one place."""
-    side_by_side(tensor, "k", slots)
+    side_by_side(tensor, half and "k", slots)
 
 
 def in_tiles(tensor, half, slots):
     """Two slots lie interleaved, the next two somewhere else."""
-    for slot in slots.tolist():
+    for slot in slots.tolist() if half else ():
         tensor[slot // PAGE, :, slot % PAGE // 2 * 2 :][:, :2].flatten(1)[:, slot % 2 : 2 * DIM : 2] = made()
         tensor[slot // PAGE, 0, slot % PAGE, -1] = 1.0
 

@@ -14,11 +14,12 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 
 
-@pytest.mark.parametrize("model", ["llama"])
-def test_the_v2_runner_is_guarded(model):
+@pytest.mark.parametrize(("options", "regions"), [((), ["full"]), (("eagle",), ["full", "draft"])])
+def test_the_v2_runner_is_guarded(options, regions):
     """The V2 runner, with Triton's interpreter: silent under preemption and prefix hits, answers as without Canary, a
-    table compared in each forward; a flipped bit is named, and so are requests that get each other's token."""
-    told = told_by("v2_script", model)
+    table compared in each forward, the layers of a draft model are guarded; a flipped bit is named, and so are requests
+    that get each other's token."""
+    told = told_by("v2_script", "llama", *options)
     assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
     assert told["trouble"] == []
     assert told["same"]
@@ -26,7 +27,9 @@ def test_the_v2_runner_is_guarded(model):
     assert told["forwards"] > 10
     assert told["found"] == [["BYTES", 1, "v", 0, "flip"]]
     assert {name.split(" of ")[0] for name in told["tables"]} == {"block_table", "slot_mapping"}
-    assert told["compared"] == told["forwards"]
+    assert told["regions"] == regions
+    # A drafter's runs are forwards of their own.
+    assert told["compared"] * len(regions) == told["forwards"]
     assert told["exchanged"] == [["WRITE_INPUT", "a"], ["WRITE_INPUT", "b"]]
 
 

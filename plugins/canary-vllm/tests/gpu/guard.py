@@ -2,7 +2,7 @@
 outside is found with layer and half, and the tokens are those of an engine without Canary.
 
     python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; all of one GPU: 8b, lmcache, too
-    python3 guard.py eagle draft mamba gdn conv piecewise                 # drafts, recurrent states, torch.compile
+    python3 guard.py eagle draft mamba gdn conv piecewise int8            # drafts, states, torch.compile, scales
     python3 guard.py tp2 pp2 dp2                                          # two GPUs
     python3 guard.py small ngram hybrid --device cpu                      # a check that the script runs; all but pp2
                                                                           # and dp2, which vLLM does not run there
@@ -78,6 +78,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("gemma3", GRAPHS),
     "mla": ("deepseek", GRAPHS),
     "fp8": ("llama", dict(GRAPHS, kv_cache_dtype="fp8")),
+    "int8": ("llama", dict(GRAPHS, kv_cache_dtype="int8_per_token_head")),
     "ngram": (
         "llama",
         dict(

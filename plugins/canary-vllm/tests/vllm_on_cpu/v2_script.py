@@ -2,13 +2,15 @@
 interpreter is chosen when Triton is imported. Prints one line of JSON: what was told, what was answered, what was found
 of a flip.
 
-    python -m vllm_on_cpu.v2_script MODEL
+    python -m vllm_on_cpu.v2_script MODEL [eagle]
 """
 
 import json
 import os
 import sys
+import tempfile
 import types
+from pathlib import Path
 
 os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
@@ -28,16 +30,22 @@ triton.backends.backends["cpu"] = types.SimpleNamespace(driver=_NoDriver, compil
 
 def main() -> None:
     """Serves without and with Canary, then flips a bit."""
-    from vllm_on_cpu import guarded
+    from vllm_on_cpu import guarded, models
     from vllm_on_cpu.engine import SmallEngine
 
-    engine = SmallEngine(sys.argv[1], num_gpu_blocks_override=9)
+    options = {}
+    if "eagle" in sys.argv:
+        folder = models.folder("llama_1", Path(tempfile.mkdtemp()))
+        drafts = dict(method="eagle", model=folder, num_speculative_tokens=2, draft_tensor_parallel_size=1)
+        options = dict(speculative_config=drafts)
+    engine = SmallEngine(sys.argv[1], num_gpu_blocks_override=9, **options)
     plain = guarded.traffic(engine, 2, new_tokens=6)
     with guarded.guard(engine, audit=8, read_check=128, table_interval=1) as guard:
         answers = guarded.traffic(engine, 2, new_tokens=6)
         trouble = guard.trouble()
         audits = [event.fields["unclaimed_bytes"] for event in guard.findings.told("audit")]
         stats, tables = guard.canary.stats(), guard.canary.step.tables.names
+        regions = list(guard.canary.regions)
     with guarded.guard(engine) as guard:
         engine.submit("flip", guarded.prompts("flip")[0], 12)
         while len(engine.answers["flip"]) < 3:
@@ -61,7 +69,7 @@ def main() -> None:
         exchanged = sorted([v.kind.name, v.request] for v in guard.findings.violations)
     told = {"runner": type(engine.runner).__mro__[1].__module__, "same": answers == plain, "trouble": trouble}
     told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found, "tables": tables}
-    told |= {"compared": stats["tables_compared"], "exchanged": exchanged}
+    told |= {"compared": stats["tables_compared"], "exchanged": exchanged, "regions": regions}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)

@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +45,15 @@ class Store:
 
     def __call__(self, cache: Tensor, half: str, slots: Tensor, dtype: torch.dtype) -> None:
         """Stores random numbers, none of them 0, as ``half`` of tokens at ``slots`` (int64 ``[n]``) of ``cache``, and
-        zeros as everything else. ``dtype``: that of the model's activations."""
+        zeros as everything else; zeros alone with an empty ``half``. ``dtype``: that of the model's activations."""
         shapes, n = self.halves, len(slots)
         made = {name: torch.zeros((n, *shape), dtype=dtype, device=cache.device) for name, shape in shapes.items()}
-        made[half].uniform_(0.75, 1.5)
+        if half:
+            made[half].uniform_(0.75, 1.5)
         impl = self.layer.impl
         if not self.latent:
-            impl.do_kv_cache_update(self.layer, made["k"], made["v"], cache, slots)
+            with _scales_in(impl, cache):
+                impl.do_kv_cache_update(self.layer, made["k"], made["v"], cache, slots)
             return
         rank = int(self.layer.kv_lora_rank)
         kv, rope = made["kv"][:, :rank].contiguous(), made["kv"][:, None, rank:].contiguous()
@@ -60,6 +63,21 @@ class Store:
     def sort(self) -> tuple[object, ...]:
         """Layers of the same sort store alike."""
         return (type(self.layer.impl), self.layer.kv_cache_dtype, *self.halves.items())
+
+
+@contextmanager
+def _scales_in(impl: Any, cache: Tensor) -> Iterator[None]:
+    """Scales of single tokens, which a layer writes through views of its own cache, go to ``cache`` meanwhile."""
+    if not getattr(impl, "_is_per_token_head_quant", False):
+        yield
+        return
+    kept = impl._k_scale_cache, impl._v_scale_cache
+    impl._k_scale_cache = impl._v_scale_cache = None
+    try:
+        impl._ensure_scale_caches(cache)
+        yield
+    finally:
+        impl._k_scale_cache, impl._v_scale_cache = kept
 
 
 def number(name: str) -> int:
