@@ -121,6 +121,8 @@ def test_a_window_s_list_is_compared_in_the_region_s_own_slots(translated):
         g.canary.drain()
         found = [(v.kind, v.region, v.position) for v in g.violations]
         assert found == ([(Kind.READ_TABLE, "window", int(table.first[0]))] if broken else [])
+        # Its slots have the same numbers as those of the full pool.
+        assert all(v.window and "in the window pool window" in v.explanation for v in g.violations)
 
 
 def test_tables_take_turns_every_few_forwards_and_a_scrub_gives_way():

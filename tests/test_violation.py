@@ -108,6 +108,14 @@ def test_a_sentence_has_no_none_no_minus_one_and_no_number_for_a_name(found):
             "wrote position 9 there:",
         ),
         (
+            {"kind": Kind.FREED, "slot": 4, "position": 9, "request": "a", "region": "swa", "window": True},
+            "a will read position 9 from slot 4 in the window pool swa, which was freed",
+        ),
+        (
+            {"kind": Kind.NULL_SLOT, "slot": 0, "position": 9, "request": "a", "region": "swa", "window": True},
+            "a uses the null slot 0 in the window pool swa for position 9:",
+        ),
+        (
             {"kind": Kind.NON_FINITE, "slot": 0, "source": "v.1", "phase": Phase.POST_FORWARD},
             "NaN or infinite values got into the null slot 0 of v.1, where padding is written:",
         ),

@@ -12,7 +12,7 @@ class Violation:
     the engine's number of a prefix cache's node; ``rule`` names what its structure breaks, ``detail`` says how.
     ``origin`` brought bytes that differ in ``sources``. ``identity``: of a request that reads what was computed for
     another one, ``stored_identity``, in words (`Identities`). ``arrived``: the slot's content was copied or loaded
-    there, the writer wrote it elsewhere."""
+    there, the writer wrote it elsewhere. ``window``: the region is a sliding window's, with slots of its own."""
 
     kind: Kind
     region: str
@@ -44,6 +44,7 @@ class Violation:
     arrived: bool | None = None
     identity: str | None = None
     stored_identity: str | None = None
+    window: bool | None = None
 
     def fields(self) -> dict[str, object]:
         """The known fields as plain values, for an event or JSON; hashes as hexadecimal text."""
@@ -73,9 +74,8 @@ class Violation:
             written=_at("step", self.step_written),
             freer=named(self.freed_by) or "the engine",
             freed=_at("step", self.step_freed) or " before the first forward",
-            slot=counted("slot", self.slot),
+            slot=f"{counted('slot', self.slot)}{self._pool()}",
             null=self._null(),
-            half=f" of {self.source}" if self.source else "",
             position=counted("position", self.position),
             token=counted("token", self.token),
             stored_position=counted("position", self.stored_position, "another"),
@@ -125,12 +125,18 @@ class Violation:
     def _null(self) -> str:
         if self.slot is not None and self.slot < 0:
             return "a negative slot number"
-        return "the null slot" if self.slot is None else f"the null slot {self.slot}"
+        null = "the null slot" if self.slot is None else f"the null slot {self.slot}"
+        source = f" of {self.source}" if self.source else ""
+        return f"{null}{source}{self._pool()}"
 
     def _where(self) -> str:
         source = f" of {self.source}" if self.source else ""
         page = "" if self.page is None or self.page < 0 else f" (page {self.page})"
-        return f"{counted('slot', self.slot)}{page}{source}"
+        return f"{counted('slot', self.slot)}{page}{source}{self._pool()}"
+
+    def _pool(self) -> str:
+        """Whose slot it is, where the same number is also one of another pool."""
+        return f" in the window pool {self.region}" if self.window else ""
 
 
 NAMELESS = "a request whose name is not known"
@@ -248,7 +254,7 @@ _SPECIAL: tuple[tuple[Kind, Callable[[Violation], bool], str], ...] = (
     (
         Kind.NON_FINITE,
         lambda v: v.phase is Phase.POST_FORWARD and (v.position is None or v.position < 0),
-        "NaN or infinite values got into {null}{half}, where padding is written: a padded row computed them, or a "
+        "NaN or infinite values got into {null}, where padding is written: a padded row computed them, or a "
         "write went astray. Attention that reads padding under a mask can spread them to live requests.",
     ),
     (

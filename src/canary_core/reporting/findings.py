@@ -11,6 +11,7 @@ from canary_core.incidents.grouping import Incidents
 from canary_core.incidents.incident import Incident
 from canary_core.incidents.investigator import Investigator
 from canary_core.records import STATES, Counter, Kind, Phase, Row, State
+from canary_core.region import RegionKind
 from canary_core.reporting.readback import ReadBack, Snapshot
 from canary_core.reporting.wrong_memory import WrongMemory
 from canary_core.runtime.workspace import Switch, Workspace
@@ -246,6 +247,7 @@ class Findings:
             detail=self.table_names[row[Row.FOUND_VALUE]] if kind is Kind.READ_TABLE else None,
             identity=whose and whose[0],
             stored_identity=whose and whose[1],
+            window=True if state.region.kind is RegionKind.WINDOW and len(self._states) > 1 else None,
         )
 
     def _repeats(self, v: Violation) -> bool:

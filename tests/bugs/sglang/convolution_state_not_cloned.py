@@ -37,6 +37,6 @@ BUG = Bug(
     default=Found(
         "bytes",
         8,
-        "the bytes of slot ... of conv.0 changed since alice wrote them ...: a stray write, a race, a bad copy",
+        "the bytes of slot ... of conv.0, which were copied or loaded there, are not those that ... alice",
     ),
 )

@@ -50,6 +50,9 @@ BUG = Bug(
     broken=broken,
     traffic=traffic,
     default=Found(
-        "double_free", 0, "was freed by the engine although it was free, since ... freed it ...: freed twice"
+        "double_free",
+        0,
+        "was freed by the engine although it was free, since ... freed it ...: freed twice",
+        wrong="the first of the two frees was the wrong one: it was of slots that a node still has",
     ),
 )

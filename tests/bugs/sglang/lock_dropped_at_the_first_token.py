@@ -42,5 +42,10 @@ BUG = Bug(
     setup="small",
     broken=broken,
     traffic=traffic,
-    default=Found("position", 12, "alice will read position 0 from slot ..., but other1 wrote position 7 there"),
+    default=Found(
+        "position",
+        12,
+        "alice will read position 0 from slot ..., but other1 wrote position 7 there",
+        wrong="the mapping is right, and the prefix cache had given the slot up while alice had it",
+    ),
 )

@@ -46,6 +46,8 @@ BUG = Bug(
     broken=broken,
     traffic=traffic,
     default=Found(
-        "null_slot", 40, "bob uses the null slot 0 for position 60: ... a window entry was evicted while still readable"
+        "null_slot",
+        40,
+        "bob uses the null slot 0 in the window pool swa for position 60: ... a window entry was evicted",
     ),
 )

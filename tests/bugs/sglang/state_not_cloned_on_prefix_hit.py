@@ -31,6 +31,8 @@ BUG = Bug(
     broken=broken,
     traffic=asked_again,
     default=Found(
-        "bytes", 8, "the bytes of slot ... changed since alice wrote them ...: a stray write, a race, a bad copy"
+        "bytes",
+        8,
+        "the bytes of slot ... which were copied or loaded there, are not those that ... alice",
     ),
 )

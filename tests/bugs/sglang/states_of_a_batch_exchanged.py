@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from bugs.classes import STATE
-from bugs.museum import Bug, Missed, patched
-from bugs.traffic import together
+from bugs.museum import Bug, Found, patched
+from bugs.traffic import finish
 
 
 @contextmanager
@@ -25,6 +25,17 @@ def broken(stage: Any) -> Iterator[None]:
         yield
 
 
+def traffic(stage: Any) -> None:
+    """Alice and Bob decode side by side for a while: tables are compared now and then."""
+    stage.submit("alice", stage.tokens("alice", 24), 36)
+    stage.submit("bob", stage.tokens("bob", 31), 36)
+    finish(stage)
+
+
+SENTENCE = (
+    "mamba_cache_indices of Mamba2AttnBackend names slot ... for which the engine keeps slot ... Attention was given"
+)
+
 BUG = Bug(
     title="Two requests get each other's recurrent state",
     cause="The list of states that the kernel reads is in another order than the requests of the batch.",
@@ -33,8 +44,7 @@ BUG = Bug(
     setup="mamba2",
     slow=True,
     broken=broken,
-    traffic=together,
-    default=Missed(
-        "Canary reads SGLang's map from requests to states, not the list that the backend hands to its kernel"
-    ),
+    traffic=traffic,
+    default=Found("read_table", 32, SENTENCE),
+    thorough=Found("read_table", 1, SENTENCE),
 )

@@ -40,6 +40,6 @@ BUG = Bug(
     default=Found(
         "null_slot",
         20,
-        "alice uses the null slot 0 for position 25: ... a window entry was evicted while still readable",
+        "alice uses the null slot 0 in the window pool swa for position 25: ... a window entry was evicted",
     ),
 )

@@ -95,7 +95,7 @@ class Session:
         self._batches = ForwardBatches(runner, self._paged, self.requests)
         self.sampled = SampledRows(self.canary, self.requests)
         # A draft model's steps have lists of their own.
-        self._given = None if self.model else GivenTables(runner, self.canary, self._paged, self.requests)
+        self._given = None if self.model else GivenTables(runner, self.canary, self._paged, self.requests, state)
         # What a verification has stored may be moved, or be a draft's, before it is recorded.
         speculates = self.model is not None or runners.speculates(runner)
         self._stores = None if speculates else Stores(self.canary, runner.token_to_kv_pool)

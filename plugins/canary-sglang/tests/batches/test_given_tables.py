@@ -49,6 +49,22 @@ def test_right_lists_are_silent_and_wrong_ones_told(name, launch):
         assert {v["detail"] for v in wrong} == {"window_kv_indices of TritonAttnBackend"}
 
 
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta", "kimi_delta", "short_conv"])
+def test_right_lists_of_recurrent_states_are_silent(name, start):
+    """The list of states that the kernels of recurrent layers are given is compared with SGLang's map from requests to
+    states, in turns with the list of KV slots where there is one. That a wrong one is told is shown by the museum:
+    ``states_of_a_batch_exchanged``."""
+    engine = start(name, **ALWAYS)
+    for seed in (0, 0):
+        engine.serve(prompts=engine.setup.traffic(seed, 4), new_tokens=engine.setup.new_tokens)
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["tables_compared"] == found["stats"]["forwards"] > 5
+    told = {name.partition(" of ")[0] for name in engine.table_names()}
+    assert "mamba_cache_indices" in told
+    assert len(told) == 1 + (name == "kimi_delta")
+
+
 def test_a_backend_that_reads_the_engine_s_table_is_told_once(launch):
     """SGLang's own default on a CPU has no lists to compare."""
     engine = launch({}, like="mha", **ALWAYS)

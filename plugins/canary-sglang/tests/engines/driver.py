@@ -240,6 +240,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         inspection.regions,
         inspection.arrivals,
         inspection.evictable,
+        inspection.table_names,
         inspection.compressed,
         inspection.pool,
         bit_flips.flip,

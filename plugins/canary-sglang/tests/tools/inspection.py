@@ -69,6 +69,11 @@ def arrivals(engine: Any) -> dict[str, int]:
     }
 
 
+def table_names(engine: Any) -> list[str]:
+    """The tables of attention backends that were compared so far."""
+    return list(engine.session.canary.step.tables.names)
+
+
 def evictable(engine: Any) -> int:
     """Tokens that only the prefix cache holds."""
     size = engine.scheduler.tree_cache.evictable_size()

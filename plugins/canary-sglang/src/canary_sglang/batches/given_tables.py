@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import ragged_table, slot_table
+from canary_adapters import ragged_table, ring_table, slot_table
 from canary_core import Canary, Patches, ReadTable, RegionKind
 from canary_sglang.batches.forward import FIRST_ROWS, UniformLens
 from canary_sglang.batches.writers import RequestWriters
@@ -16,15 +16,18 @@ from canary_sglang.compat import attention
 
 
 class GivenTables:
-    """Compares what the attention backends of one runner make of `req_to_token`, right after they have made it: while a
-    forward (`of`) is issued, on its stream. The scheduler may write to `req_to_token` once that is done
-    (`Step.follow_check`).
+    """Compares what the attention backends of one runner make of `req_to_token`, and of the map from requests to
+    recurrent states (the region ``states``), right after they have made it: while a forward (`of`) is issued, on its
+    stream. The scheduler may write to both once that is done (`Step.follow_check`). Where a model has both, they take
+    turns.
 
     The backends' own objects are patched with the first forward, since SGLang makes them after the pool. A backend that
     is not known is told once, as a ``tables_left_out`` event.
     """
 
-    def __init__(self, runner: Any, canary: Canary, regions: Sequence[str], writers: RequestWriters) -> None:
+    def __init__(
+        self, runner: Any, canary: Canary, regions: Sequence[str], writers: RequestWriters, states: str | None = None
+    ) -> None:
         self._runner = runner
         self._canary = canary
         self._tables = canary.step.tables
@@ -37,6 +40,11 @@ class GivenTables:
         self._buffers: Tensor | None = None
         self._backend: Any = None
         self._batch: Any = None
+        pool = getattr(runner, "req_to_token_pool", None)
+        # Of others the numbers are not those of the slots.
+        self._states = states if type(pool).__name__ == "HybridReqToTokenPool" else None
+        self._follows_slots = self._follows_states = False
+        self._turn_of_states = False
 
     @contextmanager
     def of(self, batch: Any) -> Iterator[None]:
@@ -45,6 +53,7 @@ class GivenTables:
             if self._runner.attn_backend is not self._backend:
                 self._follow(self._runner.attn_backend)
             self._batch = batch if self._patches.done else None
+            self._turn_of_states = self._follows_states and not (self._follows_slots and self._turn_of_states)
         try:
             yield
         finally:
@@ -59,21 +68,46 @@ class GivenTables:
     def _follow(self, backend: Any) -> None:
         self._patches.undo()
         self._backend = backend
+        self._follows_slots = self._follows_states = False
+        eager, graph = attention.METADATA
+        recurrent = None if self._states is None else attention.recurrent(backend)
+        if recurrent is not None:
+            self._follows_states = True
+            self._patches.follow(recurrent, eager, partial(self._made_states, recurrent))
         for leaf in attention.leaves(backend):
             reason = attention.why_not(leaf)
             if reason is not None:
                 self._tables.leave_out(type(leaf).__name__, reason)
                 continue
-            eager, graph = attention.METADATA
+            self._follows_slots = True
             self._patches.follow(leaf, eager, partial(self._made, leaf, False))
             self._patches.follow(leaf, graph, partial(self._made, leaf, True))
 
     def _made(self, backend: Any, graph: bool, _: Any, *args: Any, **kwargs: Any) -> None:
         batch = self._batch
-        if batch is None or not self._tables.due or kwargs.get("in_capture") or _capturing():
+        if batch is None or self._turn_of_states or not self._tables.due or kwargs.get("in_capture") or _capturing():
             return
         with self._canary.guard("tables"):
             self._tables.compare(list(self._read_tables(backend, graph, batch)))
+
+    def _made_states(self, backend: Any, *args: Any, **kwargs: Any) -> None:
+        batch = self._batch
+        if batch is None or not self._turn_of_states or not self._tables.due or _capturing():
+            return
+        with self._canary.guard("tables"):
+            self._tables.compare(list(self._state_tables(backend, batch)))
+
+    def _state_tables(self, backend: Any, batch: Any) -> Iterator[ReadTable]:
+        """A request's state counts as what its last position before the forward reads."""
+        made, lengths, rows = attention.state_slots(backend, batch), attention.read_lengths(batch), len(batch.rids)
+        if made is None or lengths is None or self._states is None or len(made) < rows:
+            return
+        slots = self._runner.req_to_token_pool.req_index_to_mamba_index_mapping
+        kept = ring_table(slot_table(slots[:, None], batch.req_pool_indices[:rows]), 1)
+        given = ring_table(slot_table(made[:rows, None]), 1)
+        end = lengths[:rows].clamp(min=1)
+        name = f"mamba_cache_indices of {type(backend).__name__}"
+        yield ReadTable(name, self._states, given, kept, end - 1, end, self._writers.ids(batch.rids))
 
     def _read_tables(self, backend: Any, graph: bool, batch: Any) -> Iterator[ReadTable]:
         lengths, rows = attention.read_lengths(batch), len(batch.rids)

@@ -41,6 +41,20 @@ def leaves(backend: Any) -> Iterator[Any]:
         yield from leaves(part)
 
 
+def recurrent(backend: Any) -> Any | None:
+    """The part of ``backend`` that computes recurrent layers, None for none."""
+    return getattr(backend, "linear_attn_backend", None)
+
+
+def state_slots(backend: Any, batch: Any) -> Tensor | None:
+    """The slots of the batch's recurrent states that such a part has noted for its kernels, ``[rows]`` and padding;
+    None where the forward computes them in another way than one state a request, or nothing is known of them."""
+    if batch.forward_mode.name not in ("DECODE", "EXTEND", "MIXED") or batch.spec_info is not None:
+        return None
+    slots = getattr(getattr(backend, "forward_metadata", None), "mamba_cache_indices", None)
+    return slots if isinstance(slots, Tensor) and slots.dim() == 1 else None
+
+
 def why_not(backend: Any) -> str | None:
     """Why the tables of a leaf are not compared, None if they are."""
     name = type(backend).__name__
