@@ -696,6 +696,8 @@ def test_on_a_gpu_the_next_forward_waits_for_some_records(overlap, event, waits,
     slept, wrote = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def slowly(*batch: object) -> None:
+        # Once, whenever the record of the next forward is issued.
+        served.step._backend = backend
         torch.cuda._sleep(SLEEP)
         slept.record()
         backend.fingerprint(*batch)
@@ -704,7 +706,6 @@ def test_on_a_gpu_the_next_forward_waits_for_some_records(overlap, event, waits,
     if event == "much":
         monkeypatch.setattr("canary_core.step.MOST_LATE_BYTES", 1)
     served.run(overlap=overlap)
-    served.step._backend = backend
     if event not in (None, "much"):
         getattr(served.canary.slots, event)("full", free)
     batch = served.engine.batch(chunk=2)
