@@ -34,10 +34,12 @@ from canary_adapters.sources import (
     row_source,
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
+from canary_adapters.token_table import TABLE_STEP, token_table
 from canary_adapters.upload import upload
 
 __all__ = [
     "CHECKED_DTYPES",
+    "TABLE_STEP",
     "BlockEvent",
     "BlockEvents",
     "BlockGroup",
@@ -72,5 +74,6 @@ __all__ = [
     "row_source",
     "slot_table",
     "stacked_layers",
+    "token_table",
     "upload",
 ]

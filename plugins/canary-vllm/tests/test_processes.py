@@ -14,12 +14,16 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 
 
-@pytest.mark.parametrize(("options", "regions"), [((), ["full"]), (("eagle",), ["full", "draft"])])
+@pytest.mark.parametrize(
+    ("options", "regions"),
+    [(("llama",), ["full"]), (("llama", "eagle"), ["full", "draft"]), (("lfm2",), ["full", "state"])],
+)
 def test_the_v2_runner_is_guarded(options, regions):
     """The V2 runner, with Triton's interpreter: silent under preemption and prefix hits, answers as without Canary, a
-    table compared in each forward, the layers of a draft model are guarded; a flipped bit is named, and so are requests
-    that get each other's token."""
-    told = told_by("v2_script", "llama", *options)
+    table compared in each forward, the layers of a draft model are guarded, and so are states that the prefix cache
+    keeps; a flipped bit is named, and so are requests that get each other's token, and a cached state that changed
+    before another request reused it."""
+    told = told_by("v2_script", *options)
     assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
     assert told["trouble"] == []
     assert told["same"]
@@ -31,6 +35,7 @@ def test_the_v2_runner_is_guarded(options, regions):
     # A drafter's runs are forwards of their own.
     assert told["compared"] * len(regions) == told["forwards"]
     assert told["exchanged"] == [["WRITE_INPUT", "a"], ["WRITE_INPUT", "b"]]
+    assert told["states"] == ([["BYTES", 0, "conv", "first"]] if "state" in regions else [])
 
 
 @pytest.mark.parametrize("feature", ["gdn"])

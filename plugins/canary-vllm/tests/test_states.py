@@ -1,8 +1,11 @@
-"""Recurrent states: short convolutions and Mamba, alone and beside attention. Gated delta nets: `test_processes`."""
+"""Recurrent states: short convolutions and Mamba, alone and beside attention. Gated delta nets,
+and states that the prefix cache keeps: `test_processes`."""
 
 from functools import cache
 
 import pytest
+from canary_vllm.batches.forward import moved_states
+from canary_vllm.pools.pool import Group
 from vllm_on_cpu import guarded
 
 from canary_core import Kind, RegionKind
@@ -99,12 +102,21 @@ def test_states_that_two_requests_exchange_are_found(model):
     assert {v.region for v in found} == {"state"}
 
 
-def test_cached_states_are_left_out_with_the_reason():
-    """Where vLLM keeps states of prefixes, the states are named in the coverage event, and the KV is guarded."""
-    with guarded.guard(engine("lfm2", cached=True)) as guard:
+def test_states_that_a_prefills_kernels_store_are_left_out_with_the_reason():
+    """Where vLLM's kernels store a prompt's states for the prefix cache, the states are named in the coverage event,
+    and the KV is guarded."""
+    with guarded.guard(engine("falcon_h1", cached=True)) as guard:
         assert list(guard.canary.regions) == ["full"]
         (coverage,) = guard.findings.told("coverage")
-    assert {item["name"] for item in coverage.fields["uncovered"]} == {
-        "model.layers.0.short_conv", "model.layers.2.short_conv",
-    }  # fmt: skip
-    assert "mamba_cache_mode=align" in str(coverage.fields["uncovered"])
+    assert {item["name"] for item in coverage.fields["uncovered"]} == {"model.2.mixer", "model.3.mixer"}
+    assert "a prefill's kernels store" in str(coverage.fields["uncovered"])
+
+
+@pytest.mark.without_engine
+def test_states_that_go_on_in_another_block_move():
+    """A row whose last token lies in another block of tokens than the one before the forward; not one that begins, one
+    that stays, or one whose blocks are not known."""
+    group = Group("state", 1, 1, page=32, holds="states")
+    blocks = [[4, 5], [6], [7, 8], None, [0, 9, 3]]
+    assert moved_states(group, [32, 3, 0, 32, 70], [1, 29, 40, 1, 5], blocks) == [(4, 5)]
+    assert moved_states(group, [33, 64], [31, 1], [[4, 5], [0, 9, 3]]) == [(9, 3)]

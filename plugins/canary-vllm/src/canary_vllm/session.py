@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter
+from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter, upload
 from canary_core import (
     BatchAdapter,
     BatchView,
@@ -27,7 +27,7 @@ from canary_vllm.allocator import messages
 from canary_vllm.allocator.lifetime import Lifetime
 from canary_vllm.arrivals.loads import Loads
 from canary_vllm.batches import sampled
-from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
+from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, moved_states, padding
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
 from canary_vllm.pools.pool import VLLMPool
@@ -184,10 +184,28 @@ class Session:
         view = batches.view(batch)
         if view is not None:
             view = self._drafts.split(view)
+            self._move_states(batch, inputs)
         if view is not None and self.canary.step.tables.due:
             given = [one for g in self._tokens for one in metadata.given(self.runner, self.canary, g, self._attention)]
             self._lists.compare(view, given, lambda g: self.requests.blocks.of(inputs.req_ids[: view.rows], g.group))
         return view
+
+    def _move_states(self, batch: Any, inputs: Any) -> None:
+        """Where states are in the prefix cache: the runner has copied those that go on in another block."""
+        groups = [group for group in self.groups if group.holds == "states" and group.page > 1]
+        if not groups:
+            return
+        names = inputs.req_ids[: int(inputs.num_reqs)]
+        if isinstance(batch, Prepared):
+            computed, new = inputs.num_computed_tokens_np.tolist(), inputs.num_scheduled_tokens.tolist()
+        else:
+            computed, new = inputs.num_computed_tokens_cpu.tolist(), [batch.num_scheduled_tokens[n] for n in names]
+        for group in groups:
+            held = self.requests.blocks.of(names, group.number)
+            pairs = moved_states(group, computed[: len(names)], new[: len(names)], held)
+            if pairs:
+                source, destination = (upload([pair[side] for pair in pairs], self.canary.device) for side in (0, 1))
+                self.canary.slots.copy(group.region, source, destination)
 
     def close(self) -> None:
         """Ends the session. The last findings are reported, and no `ViolationError` is raised."""

@@ -101,6 +101,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "draft": ("llama", drafted("draft_model", "llama")),
     "mamba": ("falcon_h1", dict(GRAPHS, **UNCACHED)),
     "conv": ("lfm2", dict(GRAPHS, **UNCACHED)),
+    "cached": ("lfm2", dict(GRAPHS, enable_prefix_caching=True)),
     "gdn": ("qwen3_next", dict(GRAPHS, **UNCACHED)),
     "piecewise": ("llama", PIECEWISE),
     "tp2": ("llama", dict(GRAPHS, tensor_parallel_size=2)),
@@ -393,8 +394,12 @@ class Served:
             position = rng.randrange(max(0, length - self.window + 60 // self.scale + 12), length)
             groups = scheduler.kv_cache_config.kv_cache_groups
             held = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            sizes = [g.kv_cache_spec.block_size for g in groups]
-            block = tuple(ids[position // size] for ids, size in zip(held, sizes, strict=True))
+            specs = [g.kv_cache_spec for g in groups]
+            block = tuple(
+                # A state lies in the last block.
+                ids[-1 if "Mamba" in type(spec).__name__ else position // spec.block_size]
+                for ids, spec in zip(held, specs, strict=True)
+            )
             before = [len(one["violations"]) for one in self.llm.collective_rpc(told)]
             poked = sum(self.llm.collective_rpc(poke, args=(layer, half, block, position, number)))
             while engine.has_unfinished_requests():
@@ -468,7 +473,7 @@ def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
     if guarded:
         environment |= {"CANARY_PLUGINS": "vllm,guard_witness", "CANARY_READ_CHECK": "-1", "CANARY_AUDIT": "6"}
         environment |= {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
-    if "mamba" in feature or feature in ("conv", "gdn"):
+    if "mamba" in feature or feature in ("conv", "gdn", "cached"):
         # Else a decode's state is compared every 256th step.
         environment.setdefault("CANARY_STATE_INTERVAL", "1")
     ranks = RANKS.get(feature, 1)

@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "lfm2": dict(
         architectures=["Lfm2ForCausalLM"], model_type="lfm2", num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, layer_types=["conv", FULL, "conv", FULL], conv_L_cache=3, conv_bias=False, block_dim=64,
+        num_key_value_heads=2, layer_types=["conv", FULL, "conv", FULL], conv_L_cache=3, conv_bias=False, block_dim=64,
         conv_dim=64, norm_eps=1e-5, block_ff_dim=128, block_multiple_of=32, block_ffn_dim_multiplier=1.0,
         block_auto_adjust_ff_dim=False,
     ),

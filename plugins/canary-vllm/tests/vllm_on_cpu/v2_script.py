@@ -11,6 +11,7 @@ import sys
 import tempfile
 import types
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
@@ -28,6 +29,30 @@ class _NoDriver:
 triton.backends.backends["cpu"] = types.SimpleNamespace(driver=_NoDriver, compiler=None)
 
 
+def flip_a_cached_state(engine: Any) -> None:
+    """Flips a bit of the state of a prefix that nobody has, which another request then goes on from."""
+    import torch
+
+    prompt = list(range(5, 80))
+    (number,) = [
+        i
+        for i, group in enumerate(engine.runner.kv_cache_config.kv_cache_groups)
+        if type(group.kv_cache_spec).__name__ == "MambaSpec"
+    ]
+    engine.submit("first", prompt, 4)
+    while not engine.answers["first"]:
+        engine.step()
+    block = engine.blocks("first")[number][1]
+    while engine.step():
+        pass
+    name = engine.runner.kv_cache_config.kv_cache_groups[number].layer_names[0]
+    conv = engine.runner.compilation_config.static_forward_context[name].kv_cache[0]
+    conv[block].view(torch.int32)[0, 3] ^= 1 << 3
+    engine.submit("second", [*prompt[:70], 9, 9, 9], 4)
+    while engine.step():
+        pass
+
+
 def main() -> None:
     """Serves without and with Canary, then flips a bit."""
     from vllm_on_cpu import guarded, models
@@ -38,7 +63,7 @@ def main() -> None:
         folder = models.folder("llama_1", Path(tempfile.mkdtemp()))
         drafts = dict(method="eagle", model=folder, num_speculative_tokens=2, draft_tensor_parallel_size=1)
         options = dict(speculative_config=drafts)
-    engine = SmallEngine(sys.argv[1], num_gpu_blocks_override=9, **options)
+    engine = SmallEngine(sys.argv[1], num_gpu_blocks_override=9 + 3 * (sys.argv[1] == "lfm2"), **options)
     plain = guarded.traffic(engine, 2, new_tokens=6)
     with guarded.guard(engine, audit=8, read_check=128, table_interval=1) as guard:
         answers = guarded.traffic(engine, 2, new_tokens=6)
@@ -67,9 +92,14 @@ def main() -> None:
         engine.step()
         guard.canary.drain()
         exchanged = sorted([v.kind.name, v.request] for v in guard.findings.violations)
+    with guarded.guard(engine, state_interval=1) as guard:
+        if "state" in regions:
+            flip_a_cached_state(engine)
+        guard.canary.drain()
+        states = [[v.kind.name, v.layer, v.half, v.stored_request] for v in guard.findings.violations]
     told = {"runner": type(engine.runner).__mro__[1].__module__, "same": answers == plain, "trouble": trouble}
     told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found, "tables": tables}
-    told |= {"compared": stats["tables_compared"], "exchanged": exchanged, "regions": regions}
+    told |= {"compared": stats["tables_compared"], "exchanged": exchanged, "regions": regions, "states": states}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)

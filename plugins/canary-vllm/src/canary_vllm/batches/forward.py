@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import block_table, ring_table, slot_table
+from canary_adapters import TABLE_STEP, block_table, ring_table, slot_table
 from canary_core import BatchAdapter, BatchView, SlotTable
-from canary_vllm.batches.requests import TABLE_STEP, Requests
+from canary_vllm.batches.requests import Requests
 from canary_vllm.pools.pool import Group
 
 
@@ -45,7 +45,8 @@ class V1Batches(BatchAdapter[Any]):
         tables = {}
         for group in self._groups:
             table = inputs.block_table[group.number]
-            tables[group.region] = table_of(group, table.block_table.gpu[:rows], table.slot_mapping.gpu[:tokens])
+            entries, slots = table.block_table.gpu[:rows], table.slot_mapping.gpu[:tokens]
+            tables[group.region] = table_of(group, entries, slots, runner.seq_lens[:rows])
         computed = inputs.num_computed_tokens_cpu[:rows].tolist
         return BatchView(
             prefix_lens=prefix_lens,
@@ -79,8 +80,10 @@ class V2Batches(BatchAdapter[Prepared]):
         names = inputs.req_ids
         most = inputs.seq_lens_cpu_upper_bound[:rows].numpy() - inputs.num_scheduled_tokens[:rows]
         slots = batch.slot_mappings
+        ends = inputs.seq_lens[:rows]
         tables = {
-            g.region: table_of(g, batch.block_tables[g.number][:rows], slots[g.number][:tokens]) for g in self._groups
+            g.region: table_of(g, batch.block_tables[g.number][:rows], slots[g.number][:tokens], ends)
+            for g in self._groups
         }
         return BatchView(
             prefix_lens=prefix_lens,
@@ -94,12 +97,28 @@ class V2Batches(BatchAdapter[Prepared]):
         )
 
 
-def table_of(group: Group, entries: Tensor, slots: Tensor) -> SlotTable:
+def table_of(group: Group, entries: Tensor, slots: Tensor, ends: Tensor) -> SlotTable:
     """What a forward reads and writes of ``group``. ``entries``: its block table. ``slots``: where new tokens go; a
-    state lies in the first block that its request has."""
+    state lies in its request's first block, or in that of its last token. ``ends``: each row's tokens in all."""
     if group.holds == "states":
+        if group.page > 1:
+            last = (ends.long() - 1).clamp(min=0) // group.page
+            entries = entries.gather(1, last.clamp(max=entries.shape[1] - 1)[:, None])
         return ring_table(slot_table(entries), 1)
     return block_table(entries, group.page, write_slots=slots)
+
+
+def moved_states(
+    group: Group, computed: Sequence[int], new: Sequence[int], blocks: Sequence[Sequence[int] | None]
+) -> list[tuple[int, int]]:
+    """Blocks from which and to which the runner has copied states for this forward, since it ends in another block than
+    the one before. ``computed``, ``new``: of each row. ``blocks``: those that it has in ``group``."""
+    moves = []
+    for before, more, held in zip(computed, new, blocks, strict=True):
+        first, last = (before - 1) // group.page, (before + more - 1) // group.page
+        if before and first != last and held is not None and last < len(held):
+            moves.append((int(held[first]), int(held[last])))
+    return moves
 
 
 class _Lengths:
@@ -125,6 +144,6 @@ def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterato
     lengths = torch.zeros(rows, dtype=torch.int32, device=device)
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
     entries = torch.zeros((rows, TABLE_STEP), dtype=torch.int32, device=device)
-    tables = {g.region: table_of(g, entries, positions) for g in groups}
+    tables = {g.region: table_of(g, entries, positions, lengths) for g in groups}
     for expected in (None, torch.full((rows, TABLE_STEP), -1, dtype=torch.int32, device=device)):
         yield BatchView(lengths, lengths, lengths, lengths, tables, positions=positions, expected_tokens=expected)

@@ -3,20 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from canary_adapters import RequestBlocks, upload
+from canary_adapters import RequestBlocks, token_table, upload
 from canary_core import Writers
 from canary_vllm.allocator import messages
-
-UNKNOWN = -1
-TABLE_STEP = 16
-"""The width of a table of tokens is a multiple of this, so that fewer kernels are compiled."""
-MOST_TOKENS = 1 << 22
-"""Most entries of one table; positions that do not fit are not checked."""
 
 
 class Requests:
@@ -28,7 +20,7 @@ class Requests:
     def __init__(self, writers: Writers, device: torch.device) -> None:
         self.writers = writers
         self._device = device
-        self._prompts: dict[str, NDArray[np.int64]] = {}
+        self._prompts: dict[str, Tensor] = {}
         # Those whose prompt may not be computed whole yet.
         self._open: set[str] = set()
         self.blocks = RequestBlocks()
@@ -57,7 +49,7 @@ class Requests:
             # V2 sends all that is computed again after a preemption; V1 the prompt.
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             if tokens is not None and getattr(new, "prompt_embeds", None) is None:
-                self._prompts[new.req_id] = np.array(tokens, dtype=np.int64)
+                self._prompts[new.req_id] = torch.tensor(tokens)
                 self._open.add(new.req_id)
 
     def ids(self, names: Sequence[str]) -> Tensor:
@@ -85,10 +77,5 @@ class Requests:
         if not any(open_):
             return None
         longest = max(end for end, is_open in zip(ends, open_, strict=True) if is_open)
-        width = -(-min(int(longest), MOST_TOKENS // len(names)) // TABLE_STEP) * TABLE_STEP
-        table = torch.full((len(names), width), UNKNOWN, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        for row, prompt, is_open in zip(table.numpy(), prompts, open_, strict=True):
-            if prompt is not None and is_open:
-                known = min(len(prompt), width)
-                row[:known] = prompt[:known]
-        return table.to(self._device, non_blocking=True)
+        known = [prompt if is_open else None for prompt, is_open in zip(prompts, open_, strict=True)]
+        return token_table(known, int(longest), self._device)

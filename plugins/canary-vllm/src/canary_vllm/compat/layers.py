@@ -110,8 +110,10 @@ def states(tensors: Sequence[Tensor]) -> Sequence[tuple[str, Tensor]]:
 def states_refusal(spec: Any, drafted: int) -> str | None:
     """Why recurrent states of a group can't be guarded, None if they can."""
     mode = getattr(spec, "mamba_cache_mode", "none")
-    if mode != "none":
-        return f"recurrent states are not guarded where prefixes of them are cached (mamba_cache_mode={mode})"
+    if mode not in ("none", "align"):
+        return f"recurrent states are not guarded with mamba_cache_mode={mode}"
+    if mode == "align" and getattr(spec, "num_prefill_checkpoint_blocks", 0):
+        return "recurrent states are not guarded where a prefill's kernels store some of them for the prefix cache"
     if drafted:
         return "recurrent states are not guarded with speculation, which keeps one for each draft"
     return None

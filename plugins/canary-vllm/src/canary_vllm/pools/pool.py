@@ -99,7 +99,7 @@ class VLLMPool(PoolAdapter):
             self._leave_out(names, reason)
             return None
         if states:
-            return self._states(names, number)
+            return self._states(names, number, block if spec.mamba_cache_mode == "align" else 1)
         page = runners.table_page(self._runner, number)
         slots = int(self._runner.kv_cache_config.num_blocks) * block
         sources = tuple(self._sources(names, slots // page, page))
@@ -123,8 +123,9 @@ class VLLMPool(PoolAdapter):
     def _name(self, base: str, number: int) -> str:
         return base if all(group.region != base for group in self.groups) else f"{base}.{number}"
 
-    def _states(self, names: Sequence[str], number: int) -> Region:
-        """The recurrent states of a group: each layer's tensors have a row for each block."""
+    def _states(self, names: Sequence[str], number: int, page: int) -> Region:
+        """The recurrent states of a group: each layer's tensors have a row for each block. ``page``: tokens after which
+        a request goes on in another block, and the state before stays in the prefix cache; 1 where it has one block."""
         every, given = runners.layers(self._runner), layers.numbers(names)
         sources = [
             row_source(tensor, Part(half, given[name]))
@@ -132,7 +133,7 @@ class VLLMPool(PoolAdapter):
             for half, tensor in layers.states(runners.layer_tensors(every.get(name)))
         ]
         region = self._name("state", number)
-        self.groups.append(Group(region, number, block=1, holds="states"))
+        self.groups.append(Group(region, number, block=1, page=page, holds="states"))
         blocks = int(self._runner.kv_cache_config.num_blocks)
         return Region(region, blocks, tuple(sources), kind=RegionKind.STATE, null_slot=0)
 
