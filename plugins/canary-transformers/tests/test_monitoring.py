@@ -159,6 +159,16 @@ def test_every_query_of_the_dashboard_answers(scraped):
     assert silent == []
 
 
+@pytest.mark.parametrize("panel", ["Incidents", "Findings"])
+def test_the_first_incident_is_seen_on_the_dashboard(panel, scraped):
+    """Its counter begins at 1, which Prometheus' `increase` takes for no increase at all."""
+    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
+    ((target,),) = [p["targets"] for p in panels if p["title"] == panel]
+    real = target["expr"].replace("$instance", ".*").replace("$rank", ".*").replace("$__rate_interval", "20s")
+    (highest,) = scraped.until(f"max_over_time(({real})[10m:1s]) > 0")
+    assert highest["metric"]["kind"] == "bytes"
+
+
 def test_no_label_names_a_request_or_a_slot(scraped):
     """Labels are few, and so are the values of each, whatever was served."""
     for name in scraped.ask("label/__name__/values"):
