@@ -35,7 +35,5 @@ BUG = Bug(
     setup="states",
     broken=broken,
     traffic=together,
-    default=Found(
-        "position", 1, "alice will read position ... from slot ..., but bob wrote position ... there at step"
-    ),
+    default=Found("position", 1, "alice will read position ... from slot ..., but bob wrote position ... there"),
 )
