@@ -55,7 +55,7 @@ LAST = [
 def test_each_event_is_told_once_in_order(bundle):
     """The device's four last ones, in its order, each with how many others the call was about and the record's
     position; before them the host's older call."""
-    assert told(bundle) == [(0, "event", "handed out, ann with 18 others"), *LAST]
+    assert told(bundle) == [(0, "event", "handed out, ann, with 18 others"), *LAST]
     assert [(m.step, m.sort, m.text) for m in tell(bundle).timeline] == told(bundle)
 
 
@@ -68,7 +68,7 @@ def test_the_devices_notes_are_the_sure_ones(bundle):
     lost = Entry(1, "free", "full", 900, 0, None, sure=False)
     lines = told(bundle, replace(evidence, history=[*unsure, changed, lost]))
     doubt = "(by the engine's own list, which may have changed since)"
-    assert lines == [(0, "event", f"handed out, ann with 18 others {doubt}"), *LAST]
+    assert lines == [(0, "event", f"handed out, ann, with 18 others {doubt}"), *LAST]
     few = {slot: life[-2:] for slot, life in evidence.lives.items()}
     # Less than four: that is all that ever happened to the slot.
     assert told(bundle, replace(evidence, history=unsure, lives=few)) == LAST[2:]
@@ -78,10 +78,10 @@ def test_without_the_devices_notes_the_host_tells(bundle):
     """A bundle of an older Canary has none: calls and the record, in the order of steps."""
     lines = told(bundle, replace(bundle.evidence, lives={}))
     assert lines == [
-        (0, "event", "handed out, ann with 18 others"),
-        (1, "event", "kept by the prefix cache, held by no request any more, ann with 7 others"),
-        (1, "event", "evicted from the prefix cache with 7 others"),
-        (1, "event", "handed out, bob with 7 others"),
+        (0, "event", "handed out, ann, with 18 others"),
+        (1, "event", "let go of, kept by the prefix cache, ann, with 7 others"),
+        (1, "event", "evicted from the prefix cache, with 7 others"),
+        (1, "event", "handed out, bob, with 7 others"),
         (2, "write", "written by bob as position 5"),
         LAST[-1],
     ]

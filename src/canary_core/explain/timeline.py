@@ -14,7 +14,7 @@ from canary_core.violation import NAMELESS
 _TOLD = {
     "alloc": "handed out",
     "free": "freed",
-    "park": "kept by the prefix cache, held by no request any more",
+    "park": "let go of, kept by the prefix cache",
     "share": "given to a request by a prefix hit",
     "evict": "evicted from the prefix cache",
     "copy": "copied",
@@ -137,16 +137,22 @@ def _moment(noted: Happening, calls: list[Entry], evidence: Evidence, record: li
     if noted.every:
         text += " (all slots)"
     elif same and same[-1].slots is not None and same[-1].count > 1:
-        text += f", with {same[-1].count - 1} others"
+        text += _among(same[-1])
     elif noted.event == "write" and record is not None and record[STEP_WRITTEN] == noted.step:
         text += f" as position {record[POSITION] // STATES}"
     sort = "write" if noted.event == "write" else "free" if noted.event in _RELEASES else "event"
     return Moment(noted.step, sort, text)
 
 
+def _among(entry: Entry) -> str:
+    """How many others the call was about."""
+    others = entry.count - 1
+    return f", with {others} other{'s' if others > 1 else ''}"
+
+
 def _call(entry: Entry, slot: int, names: Mapping[int, str]) -> _Line:
     by = f", {names[entry.writer]}" if entry.writer in names else ""
-    among = f" with {entry.count - 1} others" if entry.slots is not None and entry.count > 1 else ""
+    among = _among(entry) if entry.slots is not None and entry.count > 1 else ""
     every = " (all slots)" if entry.slots is None else ""
     doubt = "" if entry.sure else " (by the engine's own list, which may have changed since)"
     told = _TOLD.get(entry.event, entry.event)
