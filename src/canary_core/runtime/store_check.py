@@ -24,11 +24,8 @@ class StoreCheck:
         self._stale = False
         self._columns: dict[tuple[str, int, frozenset[str] | None], tuple[int, ...]] = {}
         self.noted = 0
-
-    @property
-    def on(self) -> bool:
+        self.on = any(state.stores.numel() for state in workspace.states.values())
         """Whether stores are looked at. Then the writes of a forward are planned before it."""
-        return any(state.stores.numel() for state in self._workspace.states.values())
 
     def begin(self, view: BatchView) -> None:
         """A forward of ``view`` was checked, on the stream on which it is issued next."""
