@@ -162,6 +162,14 @@ def test_an_exception_gives_the_stream_back(streams):
     assert streams.side.open
 
 
+def test_within_itself_nobody_waits_for_it(streams):
+    """A join there joins nothing, and is still to come for the stream of the forwards."""
+    with streams.side:
+        streams.read()
+        streams.side.join(for_good=True)
+    assert streams.side.open
+
+
 def test_it_is_open_until_somebody_joins_for_good(streams):
     """Others that join before make their own stream wait only."""
     assert not streams.side.open

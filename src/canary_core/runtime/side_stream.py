@@ -78,7 +78,8 @@ class SideStream:
     def join(self, for_good: bool = False) -> None:
         """What the current stream does from now on comes after what was issued here. ``for_good``: so does all that is
         issued from now on, on any stream that matters."""
-        if not self.open:
+        if not self.open or self._depth:
+            # Within itself, what is issued comes after what was issued before anyway.
             return
         self.issue_postponed()
         # Whoever captures has waited for the device before, and may not wait for what lies outside of the graph.
