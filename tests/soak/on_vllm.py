@@ -23,8 +23,14 @@ class VLLM(Stepwise):
             import vllm_on_cpu.v2_script  # noqa: F401  (what must be done before Triton is imported)
         from vllm import LLM
 
-        model = (gpu_models if device == "cuda" else models).folder(setup.model, folder)
-        self._llm = LLM(model=model, **setup.options)
+        made = gpu_models if device == "cuda" else models
+        options = dict(setup.options)
+        drafter = options.pop("drafter", None)
+        if drafter is not None:
+            beside = folder / "drafter"
+            beside.mkdir(exist_ok=True)
+            options["speculative_config"] = {**drafter, "model": made.folder(drafter["model"], beside)}
+        self._llm = LLM(model=made.folder(setup.model, folder), **options)
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._ended: dict[str, list[int]] = {}

@@ -74,8 +74,8 @@ def _vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
 
 
 def _more_vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
-    """A connector that brings KV back from host memory, and vLLM's other model runner, whose kernels Triton's
-    interpreter runs."""
+    """A connector that brings KV back from host memory, vLLM's other model runner, whose kernels Triton's interpreter
+    runs, and models that draft (``drafter``: `speculative_config`, its model by name)."""
     from vllm_on_cpu.engine import ENVIRONMENT, OPTIONS
 
     environment = {**VLLM_ENVIRONMENT, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "all"}
@@ -91,6 +91,10 @@ def _more_vllm_on_cpu() -> Iterator[tuple[str, Setup]]:
     yield "connector", Setup("vllm", "llama", with_connector, private, shape, pauses=False)
     v2 = {**environment, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     yield "v2", Setup("vllm", "llama", OPTIONS, v2, Shape(prompt=60, new=8, requests=6, vocabulary=500), compare=4)
+    for method, model in (("eagle", "llama_1"), ("draft_model", "llama")):
+        drafter = dict(method=method, model=model, num_speculative_tokens=3, draft_tensor_parallel_size=1)
+        options = {**OPTIONS, "num_gpu_blocks_override": 30, "drafter": drafter}
+        yield method, Setup("vllm", "llama", options, environment, Shape(vocabulary=500))
 
 
 ON_GPU: dict[str, Any] = dict(

@@ -1,8 +1,10 @@
 """`SmallEngine`: vLLM's own engine core, scheduler, worker and model runner, all in this process, step by step."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,17 @@ OPTIONS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+@contextmanager
+def without_llvmlite() -> Iterator[None]:
+    """Hides llvmlite, where it was imported before. vLLM 0.32 looks through all modules when an engine starts. Once
+    n-grams were drafted in this process, it fails at an object of llvmlite's that has any attribute it is asked for."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
 class SmallEngine:
     """``model``: one of `models.MODELS`. ``options``: what `vllm.LLM` is given beside `OPTIONS`.
 
@@ -37,7 +50,8 @@ class SmallEngine:
         from vllm import LLM
 
         root = Path(tempfile.mkdtemp(prefix="vllm-on-cpu-"))
-        self.llm = LLM(model=models.folder(model, root), **{**OPTIONS, **options})
+        with without_llvmlite():
+            self.llm = LLM(model=models.folder(model, root), **{**OPTIONS, **options})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.answers: dict[str, list[int]] = {}
 
