@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from bugs.museum import Stage
@@ -75,14 +76,7 @@ def asked_again(stage: Stage) -> None:
 
 def through_host_memory(stage: Stage) -> None:
     """Alice is served; others fill the pool, so that her KV is in host memory only; Bob begins like her."""
-    asked = stage.tokens("alice", 40)
-    stage.submit("alice", asked, 4)
-    finish(stage)
-    for number in range(5):
-        stage.submit(f"other{number}", stage.tokens(f"other{number}", 50), 2)
-        finish(stage)
-    stage.submit("bob", [*asked, *stage.tokens("bob", 3)], 6)
-    finish(stage)
+    _crowded_out(stage, 5, finish)
 
 
 def through_files(stage: Any) -> None:
@@ -90,14 +84,19 @@ def through_files(stage: Any) -> None:
     Bob begins like her."""
     if not stage.scheduler.enable_hicache_storage:
         _attach_files(stage.scheduler)
+    _crowded_out(stage, 8, _finish_with_storage)
+
+
+def _crowded_out(stage: Any, others: int, finish: Callable[[Any], None]) -> None:
+    """Alice, then so many ``others``, then Bob, who begins like her; ``finish`` serves each to the end."""
     asked = stage.tokens("alice", 40)
     stage.submit("alice", asked, 4)
-    _finish_with_storage(stage)
-    for number in range(8):
+    finish(stage)
+    for number in range(others):
         stage.submit(f"other{number}", stage.tokens(f"other{number}", 50), 2)
-        _finish_with_storage(stage)
+        finish(stage)
     stage.submit("bob", [*asked, *stage.tokens("bob", 3)], 6)
-    _finish_with_storage(stage)
+    finish(stage)
 
 
 def _attach_files(scheduler: Any) -> None:
