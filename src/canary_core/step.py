@@ -510,14 +510,14 @@ class Step:
         return not (hooked or any(state.reads for state in self._states.values()))
 
     def _may_go_on(self, overlap: Overlap) -> bool:
-        """Whether a forward that is issued first need not wait for the record of the one before, which reads the bytes
-        that this one has written."""
+        """Whether a forward need not wait for the record of the one before, which reads the bytes that this one has
+        written, if it is issued first."""
         return overlap.allows(Overlap.NEXT) and not self._much and self._workspace.queue.frees_nothing
 
     def _begin(self, batch: Any, overlap: Overlap) -> bool:
         """Gives whether the forward is issued before its check."""
         with self._switch.guard("begin_forward"):
-            if not (self._may_issue_first(overlap) and self._may_go_on(overlap)):
+            if not self._may_go_on(overlap):
                 # A listener may write to the tensors of the view before.
                 self._workspace.join(for_good=True)
         for listener in self._listeners:
