@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from canary_toy import hooks
 from canary_toy.session import ToyConformance, ToySession
+from canary_toy.toy_engine import Engine
 from torch import Tensor
 
 from canary_core.errors import PluginError
@@ -91,6 +92,21 @@ def test_a_plugin_that_is_not_installed_is_told() -> None:
 
     with pytest.raises(PluginError, match=r"'nowhere', which is not installed; installed plugins: "):
         Missing().test_a_canary_guards_the_pool()
+
+
+@pytest.mark.parametrize("name", suite_tests(ToyConformance))
+def test_each_test_may_be_the_first(name: str) -> None:
+    """A session that loads what the others share, and makes a pool for that, passes each test by itself: workers take
+    them in any order."""
+    loaded: list[Engine] = []
+
+    class LoadsOnce(ToyConformance):
+        def session(self) -> EngineSession:
+            if not loaded:
+                loaded.append(Engine())
+            return ToySession()
+
+    getattr(LoadsOnce(), name)()
 
 
 def test_nothing_of_the_suite_stays_behind() -> None:

@@ -29,7 +29,8 @@ def test_a_layer_with_an_unknown_layout_is_left_out(engine, monkeypatch):
             slot_mapping = slot_mapping**2 % 96
         right(layer, key, value, kv_cache, slot_mapping)
 
-    monkeypatch.setattr(layers[name].impl, "do_kv_cache_update", scattered)
+    # Not setattr, which would leave the method on the layer's own object.
+    monkeypatch.setitem(vars(layers[name].impl), "do_kv_cache_update", scattered)
     # Layers of one sort are probed once.
     monkeypatch.setattr(layers[name], "kv_cache_dtype", "scattered")
     with guarded.guard(small, read_check=64) as guard:
