@@ -18,6 +18,7 @@ from tiny.generation import (
 )
 from tiny.models import WINDOW, generating
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.generation.utils import GenerationMixin
 
 from canary_core import Kind, ViolationError
 
@@ -65,6 +66,34 @@ def test_a_store_that_never_ran_is_found() -> None:
         forwards(model, cache, prompts(2, 1))
     assert {(v.kind, v.source, v.position) for v in watch.violations} == {(Kind.LOST_WRITE, "v.1", 6)}
     assert len(watch.violations) == 2
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"do_sample": True}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=str
+)
+def test_a_token_that_another_row_sampled_is_found(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    """What `generate()` samples goes to the end of its sequences. A decode that computes another row's last token is told
+    in that forward, with both tokens."""
+    original = GenerationMixin.prepare_inputs_for_generation
+    fed: list[tuple[int, int]] = []
+
+    def prepare(model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        inputs = original(model, input_ids, *args, **kwargs)
+        wrong = inputs["input_ids"].flip(0)
+        if not fed and wrong.shape[1] == 1 and input_ids.shape[1] > 14 and wrong[0] != input_ids[0, -1]:
+            fed.append((int(wrong[0]), int(input_ids[0, -1])))
+            inputs["input_ids"] = wrong
+        return inputs
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", prepare)
+    model = generating("llama")
+    with listening(model)[0] as watch:
+        generate(model, prompts(2, 11), max_new_tokens=8, **settings)
+    ((computed, own),) = fed
+    first = watch.violations[0]
+    assert (first.kind, first.token, first.stored_token) == (Kind.WRITE_INPUT, own, computed)
+    assert first.request is not None
+    assert "row 0" in first.request
 
 
 def test_a_layer_that_is_not_reordered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
