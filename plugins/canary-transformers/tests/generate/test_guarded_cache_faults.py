@@ -72,8 +72,8 @@ def test_a_store_that_never_ran_is_found() -> None:
     "settings", [{}, {"do_sample": True}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=str
 )
 def test_a_token_that_another_row_sampled_is_found(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    """What `generate()` samples goes to the end of its sequences. A decode that computes another row's last token is told
-    in that forward, with both tokens."""
+    """What `generate()` samples goes to the end of its sequences. A decode that computes another row's last token is
+    told in that forward, with both tokens."""
     original = GenerationMixin.prepare_inputs_for_generation
     fed: list[tuple[int, int]] = []
 
