@@ -1,0 +1,78 @@
+"""Nothing of Canary's that runs beside the engine touches memory that somebody else uses, unless an event says which of
+them comes first. On a GPU a mistake there would be a false alarm, once in a while."""
+
+import pytest
+import torch
+from races.served import Served
+from races.streams import Event
+
+from canary_core import Overlap
+from canary_core.runtime.event_queue import EventQueue
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="looks into Triton's interpreter, which runs kernels where there is no GPU"
+)
+
+FORWARDS = 16
+"""Some requests end on the way, and what they had is used again."""
+
+
+@pytest.mark.parametrize(("overlap", "scheduler"), [
+    (Overlap.NONE, False), (Overlap.CHECK, False), (Overlap.ALL, False), (Overlap.NEXT, False),
+    (Overlap.CHECK, True), (Overlap.ALL, True), (Overlap.NEXT, True),
+])  # fmt: skip
+def test_no_two_launches_race(overlap, scheduler, monkeypatch):
+    """Whatever runs beside what, also where a scheduler prepares the next batch on its own stream: traffic in which
+    slots are handed out again at once, prefixes are hit and evicted, tables compared. Nothing is found, and all that
+    was written is recorded."""
+    served = Served(monkeypatch, overlap, scheduler)
+    served.serve(FORWARDS)
+    assert served.accesses.races == []
+    assert served.accesses.kernels >= {"check_kernel", "fingerprint_kernel", "record_kernel", "scrub_kernel"}
+    served.canary.drain()
+    assert served.guarded.violations == []
+    stats = served.canary.stats()
+    assert stats["recorded_slots"] == served.computed
+    assert stats["checked_forwards"] == FORWARDS
+    assert stats["tables_compared"] > 0
+
+
+def test_a_record_that_the_next_forward_should_wait_for_is_told(monkeypatch):
+    """Slots were given back since, and Canary does not look at that: the next forward writes to what the record has
+    still to read."""
+    monkeypatch.setattr(EventQueue, "frees_nothing", True)
+    served = Served(monkeypatch, Overlap.NEXT)
+    served.serve(FORWARDS)
+    assert any("reads the pool's k.0" in race or "writes the pool's k.0" in race for race in served.accesses.races)
+
+
+def test_a_join_that_waits_for_nothing_is_told(monkeypatch):
+    """The engine fills the rows of its table while a check may still read them."""
+    served = Served(monkeypatch, Overlap.ALL)
+    monkeypatch.setattr(Event, "wait", lambda *args: None)
+    served.serve(FORWARDS)
+    assert any("the table" in race for race in served.accesses.races)
+
+
+def test_an_engine_that_does_not_keep_its_promise_is_told(monkeypatch):
+    """Under `Overlap.NEXT` it fills the lengths of the next batch into the tensors of this one."""
+    served = Served(monkeypatch, Overlap.NEXT)
+    served.refills = True
+    served.serve(FORWARDS)
+    assert any("the batch's prefix_lens" in race for race in served.accesses.races)
+
+
+def test_memory_that_is_given_back_too_early_is_told(monkeypatch):
+    """Nobody tells torch's allocator what the side stream still reads."""
+    served = Served(monkeypatch, Overlap.NEXT)
+    monkeypatch.setattr(served.side, "reads", lambda *tensors: None)
+    served.serve(FORWARDS)
+    assert any("whoever gets the memory" in race for race in served.accesses.races)
+
+
+def test_a_scheduler_that_does_not_follow_the_check_is_told(monkeypatch):
+    """It fills rows of the table on its own stream while the check still reads them."""
+    served = Served(monkeypatch, Overlap.NEXT, scheduler=True)
+    monkeypatch.setattr(served.canary.step, "follow_check", lambda: None)
+    served.serve(FORWARDS)
+    assert any("the table" in race for race in served.accesses.races)
