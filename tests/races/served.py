@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class Served:
         self.overlap = overlap
         self.refills = False
         """Whether the lengths of a batch are filled into the tensor of the one before, too."""
+        self.brackets = False
+        """Whether it calls `Step.before` and `Step.after` itself, as vLLM's plugin does."""
         self.device = Device()
         self.scheduler = self.device.stream("scheduler") if scheduler else self.device.main
         self.accesses = Accesses(self.device, self._read_of_no_use)
@@ -102,12 +104,46 @@ class Served:
                 self.canary.step.tables.compare([given])
             return batch
 
-        self.canary.step.run(lambda: self._compute(batch), view, overlap=self.overlap)
+        if self.brackets:
+            self._between_brackets(batch, view)
+        else:
+            self.canary.step.run(lambda: self._compute(batch), view, overlap=self.overlap)
+        if not self.overlap.allows(Overlap.ALL):
+            self._move()
         with self.device.on(self.scheduler):
             self.canary.step.follow_check()
         self._sample()
         self._results.append(([r for r in self._live if r.cached == len(r.tokens)], self._computed))
         self._last = batch
+
+    def _between_brackets(self, batch: BatchView, view: Callable[[], BatchView]) -> None:
+        step = self.canary.step
+        first = step.issues_first(self.overlap)
+        if not first:
+            step.before(view(), self.overlap)
+        self._compute(batch)
+        if first:
+            with step.beside():
+                step.before(view(), self.overlap)
+        self.drop()
+        step.after()
+        step.end()
+
+    def _move(self) -> None:
+        """What is cached is moved to other slots, where anything is, and where there is room."""
+        if not self._cached or len(self._cached[-1][1]) > self._room():
+            return
+        tokens, slots = self._cached.pop()
+        others = [self.engine.free.pop(0) for _ in slots]
+        source, destination = (torch.tensor(s, dtype=torch.int64) for s in (slots, others))
+        self._tell("alloc", others)
+        for pool in (*self.engine.k, *self.engine.v):
+            pool.index_copy_(0, destination, pool.index_select(0, source))
+        self.canary.slots.copy("full", source, destination)
+        self._tell("evict", slots)
+        self._tell("park", others)
+        self.engine.free[:0] = slots
+        self._cached.append((tokens, others))
 
     def drop(self) -> None:
         """A forward was issued: nobody has the batch before it any more."""
@@ -177,6 +213,7 @@ class Served:
         while self._room() < room:
             _, slots = self._cached.pop()
             self._tell("evict", slots)
+            self.canary.slots.clear("full", torch.tensor(slots))
             self.engine.free[:0] = slots
 
     def _room(self) -> int:

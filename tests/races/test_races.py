@@ -37,6 +37,18 @@ def test_no_two_launches_race(overlap, scheduler, monkeypatch):
     assert stats["tables_compared"] > 0
 
 
+@pytest.mark.parametrize("overlap", [Overlap.CHECK, Overlap.ALL])
+def test_nor_where_the_engine_calls_before_and_after(overlap, monkeypatch):
+    """As vLLM's plugin does, with the forward first where that is allowed."""
+    served = Served(monkeypatch, overlap)
+    served.brackets = True
+    served.serve(FORWARDS)
+    assert served.accesses.races == []
+    served.canary.drain()
+    assert served.guarded.violations == []
+    assert served.canary.stats()["recorded_slots"] == served.computed
+
+
 def test_a_record_that_the_next_forward_should_wait_for_is_told(monkeypatch):
     """Slots were given back since, and Canary does not look at that: the next forward writes to what the record has
     still to read."""
