@@ -1,5 +1,5 @@
-"""`Accesses`: which bytes every launch reads and writes, by address, and which two launches touch the same byte while
-nothing says which of them comes first."""
+"""`Accesses`: which bytes every launch reads and writes, by address, and which two launches, or programs of one launch,
+touch the same byte while nothing says which of them comes first."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,8 +36,9 @@ class Accesses:
     """Looks at the launches on ``device``: kernels of Triton's interpreter load by load and store by store, with their
     masks, and torch's own operators by the elements that they name. What is not watched is nobody's business.
 
-    races: sentences about two launches that touch the same byte in no order, each told once. ``harmless``: given a
-    launch's name, a memory's and offsets of bytes there that it reads, says of each whether nothing comes of it.
+    races: sentences about two launches, or two programs of one, that touch the same byte in no order, each told once.
+    ``harmless``: given a launch's name, a memory's and offsets of bytes there that it reads, says of each whether
+    nothing comes of it.
     """
 
     def __init__(self, device: Device, harmless: Callable[[str, str, Numbers], Numbers]) -> None:
@@ -50,6 +51,8 @@ class Accesses:
         self._begins = np.zeros(0, dtype=np.int64)
         self._launch: str | None = None
         self._number = 0
+        # Of a kernel's launch, by memory: as `Memory.last`, the last program, from 1.
+        self._programs: dict[str, Numbers] = {}
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """From now on; the tensor is kept, so that its memory becomes nobody else's."""
@@ -74,12 +77,13 @@ class Accesses:
     @contextmanager
     def launch(self, name: str) -> Iterator[None]:
         """What is touched within is one launch on the current stream."""
-        outer, number = self._launch, self._number
-        self._launch, self._number = name, self.device.now.launch(name)
+        outer, self._launch = self._launch, name
+        self._number = self.device.now.launch(name)
+        self._programs.clear()
         try:
             yield
         finally:
-            self._launch, self._number = outer, number
+            self._launch = outer
 
     def touch(self, kind: int, addresses: Numbers, size: int) -> None:
         """The launch reads, writes or counts in ``size`` bytes at each address."""
@@ -89,7 +93,10 @@ class Accesses:
             memory = self._memories[n]
             inside = addresses[(which == n) & (addresses < memory.end)] - memory.begin
             if len(inside):
-                self._compare(kind, memory, (inside[:, None] + np.arange(size)).ravel())
+                places = (inside[:, None] + np.arange(size)).ravel()
+                self._compare(kind, memory, places)
+                if self._launch in self.kernels:
+                    self._compare_programs(kind, memory, places)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -131,6 +138,16 @@ class Accesses:
                         f"{VERBS[theirs]}, in no order"
                     )
         memory.last[kind, mine.number, places] = self._number
+
+    def _compare_programs(self, kind: int, memory: Memory, places: Numbers) -> None:
+        x, y, _ = interpreter.interpreter_builder.grid_idx
+        mine = 1 + x + (y << 16)
+        last = self._programs.setdefault(memory.name, np.zeros((3, memory.end - memory.begin), dtype=np.int32))
+        for theirs in AGAINST[kind]:
+            before = last[theirs, places]
+            if ((before != 0) & (before != mine)).any():
+                self._tell(f"a program of {self._launch} {VERBS[kind]} {memory.name}, which another {VERBS[theirs]}")
+        last[kind, places] = mine
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self.races:

@@ -46,7 +46,7 @@ class Served:
         self.device = Device()
         self.scheduler = self.device.stream("scheduler") if scheduler else self.device.main
         self.accesses = Accesses(self.device, self._read_of_no_use)
-        self.engine = ToyEngine(slots=40, layers=1, row_elements=SLOT_BYTES // 2)
+        self.engine = ToyEngine(slots=72, layers=1, row_elements=SLOT_BYTES // 2)
         settings = {"scrub_budget": "64KiB", "stats_interval": 0, "table_interval": 2, **settings}
         self.guarded = Guarded(self.engine, backend="triton", **settings)
         self.canary = self.guarded.canary
@@ -63,7 +63,9 @@ class Served:
         self._last: BatchView | None = None
         self.computed = 0
         """Tokens so far."""
-        self._asked = 0
+        self.told: set[str] = set()
+        """Events of slots that there were."""
+        self._asked = self._ended = 0
         # With a scheduler's stream the host sees what a forward gave when the next one was issued.
         self._ahead = 1 if scheduler else 0
         self._results: list[tuple[list[Request], Event]] = []
@@ -135,6 +137,7 @@ class Served:
             return
         tokens, slots = self._cached.pop()
         others = [self.engine.free.pop(0) for _ in slots]
+        self.told.add("copy")
         source, destination = (torch.tensor(s, dtype=torch.int64) for s in (slots, others))
         self._tell("alloc", others)
         for pool in (*self.engine.k, *self.engine.v):
@@ -178,11 +181,11 @@ class Served:
         return self._unfinished < ROWS and self._room() >= WIDTH and self._random.random() < 0.6
 
     def _ask(self) -> None:
-        tokens = [self._random.randrange(5, 4000) for _ in range(self._random.randint(4, WIDTH))]
+        tokens = [self._random.randrange(5, 4000) for _ in range(self._random.randint(3, WIDTH // 2))]
         name = f"request-{self._asked}"
         self._asked += 1
         self._rows[name] = self._free_rows.pop()
-        if not self._cached or self._random.random() < 0.5:
+        if not self._cached or self._asked % 3 == 0:
             self.engine.submit(name, tokens)
             return
         # A prefix hit on half of what an earlier request has left; nobody needs the rest.
@@ -198,7 +201,8 @@ class Served:
     def _end(self, request: Request) -> None:
         self.engine.requests.remove(request)
         self._free_rows.append(self._rows[request.name])
-        if self._random.random() < 0.5:
+        self._ended += 1
+        if self._ended % 3:
             self._tell("park", request.slots, request.name)
             self._cached.append((request.tokens, request.slots))
         else:
@@ -206,6 +210,7 @@ class Served:
             self.engine.free[:0] = request.slots
 
     def _tell(self, event: str, slots: list[int], name: str | None = None) -> None:
+        self.told.add(event)
         writer = -1 if name is None else self.engine.writers.id(name)
         getattr(self.canary.slots, event)("full", torch.tensor(slots, dtype=torch.int64), writer)
 
@@ -223,7 +228,7 @@ class Served:
         """The next batch, and the slots that attention is given for it."""
         if self.refills and self._last is not None:
             self._fill(self._last.prefix_lens)
-        chunk = self._random.choice((1, 1, 1, 6))
+        chunk = self._random.choice((1, 1, 6))
         engine, requests = self.engine, self.engine.requests
         engine.news = [min(chunk, len(r.tokens) - r.cached) for r in requests]
         live = [(r, new) for r, new in zip(requests, engine.news, strict=True) if new]
