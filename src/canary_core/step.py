@@ -12,7 +12,7 @@ from canary_core.batch import BatchView
 from canary_core.errors import AttachError, CanaryError
 from canary_core.events import Event
 from canary_core.ledger import Ledger
-from canary_core.listener import StepListener
+from canary_core.listener import Listeners, StepListener
 from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.overlap import Overlap
 from canary_core.reporting.findings import Findings
@@ -119,7 +119,7 @@ class Step:
         self._passing = False
         self.ends = 0
         """How often `end` was called."""
-        self._listeners: list[StepListener] = []
+        self._listeners = Listeners(switch)
         self._inside = False
         self._view: BatchView | None = None
         self.last_view: BatchView | None = None
@@ -137,7 +137,7 @@ class Step:
     @property
     def listeners(self) -> tuple[StepListener, ...]:
         """In the order in which they are called."""
-        return tuple(self._listeners)
+        return self._listeners.all
 
     @property
     def inside(self) -> bool:
@@ -172,7 +172,7 @@ class Step:
 
     def add(self, listener: StepListener) -> None:
         """``listener`` comes after those that are there."""
-        self._listeners.append(listener)
+        self._listeners.add(listener)
 
     def run(
         self,
@@ -228,9 +228,7 @@ class Step:
         finally:
             self._inside = False
         try:
-            for listener in self._listeners:
-                with self._guard(listener, "after"):
-                    listener.after(batch, seen)
+            self._listeners.after(batch, seen)
             if seen is None:
                 self._forget(batch)
             elif settle is not None:
@@ -439,18 +437,14 @@ class Step:
             return
         for name in self._states:
             self._slots.clear(name, None)
-        for listener in self._listeners:
-            with self._guard(listener, "flushed"):
-                listener.flushed()
+        self._listeners.flushed()
 
     def idle(self) -> None:
         """The engine has nothing to run, and nothing is in flight: now and then reports what the last forwards left
         behind. Raises `ViolationError` in raise mode."""
         if not self._switch.enabled:
             return
-        for listener in self._listeners:
-            with self._guard(listener, "idle"):
-                listener.idle()
+        self._listeners.idle()
         if self._read_is_due():
             # With nothing in flight this stream does for what would wait for the next forward.
             self._slots.settle()
@@ -458,11 +452,8 @@ class Step:
 
     def close(self) -> None:
         """Closes the listeners: Canary is off. Again: does nothing."""
-        listeners, self._listeners = self._listeners, []
         self._view = self.last_view = None
-        for listener in listeners:
-            with self._guard(listener, "close"):
-                listener.close()
+        self._listeners.close()
 
     def _read_is_due(self) -> bool:
         """Whether the counters may be read once more while no forward is checked."""
@@ -520,18 +511,14 @@ class Step:
             if not self._may_go_on(overlap):
                 # A listener may write to the tensors of the view before.
                 self._workspace.join(for_good=True)
-        for listener in self._listeners:
-            with self._guard(listener, "begin"):
-                listener.begin(batch)
+        self._listeners.begin(batch)
         return self.issues_first(overlap)
 
     def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
         seen: BatchView | None = None
         with self._switch.guard("batch"):
             seen = _view_or_none(view())
-        for listener in self._listeners:
-            with self._guard(listener, "before"):
-                seen = listener.before(batch, seen)
+        seen = self._listeners.before(batch, seen)
         if seen is None:
             self._audit.begin(None)
             self.unchecked += 1
@@ -603,16 +590,11 @@ class Step:
                 side.reads(made.slots, made.positions)
 
     def _forget(self, batch: Any) -> None:
-        for listener in self._listeners:
-            with self._guard(listener, "forget"):
-                listener.forget(batch)
+        self._listeners.forget(batch)
         self._canary.sampled.forget()
         # With no check before the forward, nothing else lets queued events take effect.
         self._slots.settle()
         self._audit.end()
-
-    def _guard(self, listener: StepListener, method: str) -> Any:
-        return self._switch.guard(f"{type(listener).__name__}.{method}")
 
     def require_place(self, view: BatchView) -> None:
         """Raises `AttachError` for what is no view, a view of another device (a kernel would read foreign addresses)
