@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import pluggy
@@ -13,12 +12,10 @@ from canary_core.errors import AttachError, CanaryError
 from canary_core.events import Event
 from canary_core.ledger import Ledger
 from canary_core.listener import Listeners, StepListener
-from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.overlap import Overlap
 from canary_core.reporting.findings import Findings
-from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.overhead import Overhead
-from canary_core.runtime.scrub import Scrub
+from canary_core.runtime.recorder import Recorder
 from canary_core.runtime.store_check import StoreCheck
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.table_check import TableCheck
@@ -34,10 +31,6 @@ MOST_ROWS = 65536
 
 UNENDED_FORWARDS = 1024
 """Forwards without an `Step.end`, after which it counts as forgotten: nothing that they find is told."""
-
-MOST_LATE_BYTES = 64 << 20
-"""Of what a forward has written, for its record to run beside the next one: a short look at memory hides there. To read
-more takes processors from the forward for longer than its own share."""
 
 IDLE_READ_S = 0.5
 """Least time between two reads of the findings while the engine idles: it may poll without a pause."""
@@ -97,8 +90,6 @@ class Step:
         self._hooks: pluggy.HookRelay = switch.hooks.hook
         self._states = workspace.states
         self._backend = workspace.backend
-        self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
-        self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
         self.tables = TableCheck(workspace, switch, config.table_interval)
         """Whether attention is given the slots that the engine keeps."""
         findings.table_names = self.tables.names
@@ -106,6 +97,8 @@ class Step:
         """Whether what layers store is there at the end of the forward."""
         self.overhead = Overhead(workspace.device)
         """What Canary itself costs."""
+        self._recorder = Recorder(workspace, switch, self.overhead, self.tables, self.stores)
+        self.scrub = self._recorder.scrub
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self.forwards = 0
         """How many began."""
@@ -131,8 +124,6 @@ class Step:
             self._read_interval = 1
         self._ended_forwards = 0
         self._idle_read = 0.0
-        self._token_bytes = sum(s.sources.slot_bytes / s.region.tokens_per_slot for s in self._states.values())
-        self._much = False
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
@@ -287,13 +278,12 @@ class Step:
             self.watchdog.feed()
             self.forwards += 1
             self._workspace.journal.step = self.forwards
-            self._captured = self._captured or capturing(self._workspace.device)
+            self._captured = self._recorder.captured = self._captured or capturing(self._workspace.device)
             self.require_place(view)
             self._view = self.last_view = view
             self._canary.sampled.begin()
             self._overlap = overlap
-            compared = [name for name in view.tables if self._schedules[name].begin(view, self._captured)]
-            compared = [name for name in compared if self._states[name].reads]
+            compared = [name for name in self._recorder.begin(view) if self._states[name].reads]
             # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
             hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
             alone = compared or hooked or self._captured or self._audit.due or self.stores.on
@@ -503,7 +493,7 @@ class Step:
     def _may_go_on(self, overlap: Overlap) -> bool:
         """Whether a forward need not wait for the record of the one before, which reads the bytes that this one has
         written, if it is issued first."""
-        return overlap.allows(Overlap.NEXT) and not self._much and self._workspace.queue.frees_nothing
+        return overlap.allows(Overlap.NEXT) and not self._recorder.much and self._workspace.queue.frees_nothing
 
     def _begin(self, batch: Any, overlap: Overlap) -> bool:
         """Gives whether the forward is issued before its check."""
@@ -534,15 +524,9 @@ class Step:
         workspace.join(for_good=not beside)
         if hooked:
             hooks.canary_post_forward(canary=self._canary, batch=view)
-        self._much = view.tokens * self._token_bytes > MOST_LATE_BYTES
         # One that is measured, or audited, is issued at once.
-        at_once = self._much or self.overhead.due or self._audit.due or self.stores.on
-        at_once = at_once or not self._overlap.allows(Overlap.NEXT)
-        if beside and workspace.side is not None and not at_once:
-            workspace.side.postpone(partial(self._issue_late, view))
-        else:
-            with workspace.beside(beside):
-                self._issue_record(view, beside)
+        at_once = self.overhead.due or self._audit.due or self.stores.on
+        self._recorder.record(view, beside, late=self._overlap.allows(Overlap.NEXT) and not at_once)
         if hooked:
             hooks.canary_recorded(canary=self._canary, batch=view)
         if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self._captured:
@@ -550,44 +534,6 @@ class Step:
                 f"{UNENDED_FORWARDS} forwards began and step.end was not called, so nothing that they find is told; "
                 "call it after each step"
             )
-
-    def _issue_late(self, view: BatchView) -> None:
-        """The record of a forward that may run beside the next one: issued once what follows the forward was."""
-        if self._switch.enabled:
-            with self._switch.guard("post_forward"):
-                self._issue_record(view, beside=True)
-
-    def _issue_record(self, view: BatchView, beside: bool) -> None:
-        """The launches of `_record`, on the current stream: ``beside`` the forwards', or theirs."""
-        workspace = self._workspace
-        with self.overhead.device(self._captured):
-            for name, table in view.tables.items():
-                state = self._states[name]
-                if table.carried:
-                    # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
-                    pass
-                elif state.sources and self._schedules[name].now:
-                    first = None if self._captured else workspace.proof.writes(state, view)
-                    self._backend.fingerprint(state, view, table)
-                    self.stores.compare(state, view, table)
-                    if first is not None:
-                        workspace.proof.compare(state, first)
-                elif state.sources:
-                    state.forget_written()
-                self._backend.record(state, view, table)
-                if table.checkpoints is not None:
-                    record_checkpoints(self._backend, state, view, table)
-            self.stores.end(compared=not any(table.carried for table in view.tables.values()))
-            # A forward has either a scrub or a comparison of tables, so that it has no launch more.
-            if not self.tables.took_turn() or self._captured:
-                self.scrub.run(self._captured)
-        if beside and workspace.side is not None:
-            # The rest of the view was read by the check alone, which is done.
-            side = workspace.side
-            side.reads(view.prefix_lens, view.new_lens, view.token_ids, view.writers)
-            side.reads(view.positions, view.expected_tokens)
-            for made in (table.checkpoints for table in view.tables.values() if table.checkpoints is not None):
-                side.reads(made.slots, made.positions)
 
     def _forget(self, batch: Any) -> None:
         self._listeners.forget(batch)
