@@ -63,13 +63,13 @@ class Served:
         self.calls: list[str] = []
         self.canary, self.engine = self.guarded.canary, self.guarded.engine
         self.step = self.canary.step
-        backend = self.step._backend
+        backend = self.step._recorder._backend
 
         def record(*given: object) -> None:
             self.calls.append("record")
             backend.record(*given)
 
-        self.step._backend = replace(backend, record=record)
+        self.step._recorder._backend = replace(backend, record=record)
         object.__setattr__(self.step._workspace, "side", Side(self.calls))
         self.guarded.submit(tokens=40)
 
@@ -136,7 +136,7 @@ def test_it_waits_where_slots_may_be_written_again(event, waits, served):
 
 def test_it_waits_where_much_was_written(served, monkeypatch):
     """And the record is not put off."""
-    monkeypatch.setattr("canary_core.step.MOST_LATE_BYTES", 1)
+    monkeypatch.setattr("canary_core.runtime.recorder.MOST_LATE_BYTES", 1)
     assert served.run() == ["record", "mark", "forward", "record"]
     assert served.run() == ["wait", "mark", "forward", "record"]
 
@@ -153,7 +153,7 @@ def test_a_record_that_fails_switches_canary_off_and_the_engine_goes_on(served):
     def broken(*given: object) -> None:
         raise RuntimeError("broken")
 
-    served.step._backend = replace(served.step._backend, record=broken)
+    served.step._recorder._backend = replace(served.step._recorder._backend, record=broken)
     served.canary.sampled.give(torch.tensor([7]))
     assert not served.canary.enabled
     assert [event.fields["where"] for event in served.guarded.findings.told("disabled")] == ["post_forward"]

@@ -692,19 +692,19 @@ def test_on_a_gpu_the_next_forward_waits_for_some_records(overlap, event, waits,
         served.run(overlap=overlap)
     free = torch.tensor([51], device="cuda")
     served.canary.drain()
-    backend = served.step._backend
+    backend = served.step._recorder._backend
     slept, wrote = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def slowly(*batch: object) -> None:
         # Once, whenever the record of the next forward is issued.
-        served.step._backend = backend
+        served.step._recorder._backend = backend
         torch.cuda._sleep(SLEEP)
         slept.record()
         backend.fingerprint(*batch)
 
-    served.step._backend = replace(backend, fingerprint=slowly)
+    served.step._recorder._backend = replace(backend, fingerprint=slowly)
     if event == "much":
-        monkeypatch.setattr("canary_core.step.MOST_LATE_BYTES", 1)
+        monkeypatch.setattr("canary_core.runtime.recorder.MOST_LATE_BYTES", 1)
     served.run(overlap=overlap)
     if event not in (None, "much"):
         getattr(served.canary.slots, event)("full", free)

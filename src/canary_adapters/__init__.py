@@ -34,7 +34,7 @@ from canary_adapters.sources import (
     row_source,
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
-from canary_adapters.token_table import TABLE_STEP, token_table
+from canary_adapters.token_table import TABLE_STEP, token_table, unknown_tokens
 from canary_adapters.upload import upload
 
 __all__ = [
@@ -75,5 +75,6 @@ __all__ = [
     "slot_table",
     "stacked_layers",
     "token_table",
+    "unknown_tokens",
     "upload",
 ]

@@ -16,10 +16,17 @@ def token_table(requests: Sequence[Tensor | None], longest: int, device: torch.d
     """Tokens by position, int32 ``[rows, width]`` on ``device``, as far as ``longest`` at least; -1 where they are not
     known. ``requests``: the tokens of each row from position 0 on, int64 ``[n]`` on the host, None where none are
     known. The host does not wait."""
-    width = -(-min(longest, MOST_TOKENS // len(requests)) // TABLE_STEP) * TABLE_STEP
-    table = torch.full((len(requests), width), UNKNOWN, dtype=torch.int32, pin_memory=device.type == "cuda")
+    table = unknown_tokens(len(requests), longest, device)
     for row, tokens in zip(table.numpy(), requests, strict=True):
         if tokens is not None:
-            known = min(len(tokens), width)
+            known = min(len(tokens), len(row))
             row[:known] = tokens.numpy()[:known]
     return table.to(device, non_blocking=True)
+
+
+def unknown_tokens(rows: int, longest: int, device: torch.device) -> Tensor:
+    """The table of `token_table` as long as nothing is known: -1, int32 ``[rows, width]``, on the host, in memory from
+    which a copy to ``device`` makes nobody wait. For adapters that have no tensors of tokens: fill its rows by position
+    through `Tensor.numpy`, whose views cost a fifth of torch's, and copy it with ``to(device, non_blocking=True)``."""
+    width = -(-min(longest, MOST_TOKENS // rows) // TABLE_STEP) * TABLE_STEP
+    return torch.full((rows, width), UNKNOWN, dtype=torch.int32, pin_memory=device.type == "cuda")

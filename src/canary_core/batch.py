@@ -1,6 +1,6 @@
 """What one forward reads and writes: `BatchView`, with one `SlotTable` per region, and `ReadTable`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +8,9 @@ from torch import Tensor
 
 from canary_core.errors import AttachError
 from canary_core.region import Region, require_index_tensor, require_tensor
+
+MOST_ROWS = 65536
+"""Requests of one forward; kernels work out each program's share from all their lengths at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,3 +259,27 @@ class ReadTable:
     def rows(self) -> int:
         """Batch rows that are compared."""
         return self.writers.shape[0]
+
+
+def view_or_none(view: BatchView | None) -> BatchView | None:
+    """``view``. Raises `AttachError` for what is neither a view nor None."""
+    if view is None or isinstance(view, BatchView):
+        return view
+    raise AttachError(
+        f"a forward's view must be a BatchView, got a {type(view).__name__}; correct the adapter that makes it, or "
+        "give None for a forward that can't be checked"
+    )
+
+
+def require_place(view: BatchView, device: torch.device, regions: Set[str]) -> None:
+    """Raises `AttachError` for what is no view, has too many rows, is on another device than the pool's ``device`` (a
+    kernel would read foreign addresses), or has a table of none of ``regions``."""
+    if view_or_none(view) is None:
+        raise AttachError("step.before needs the BatchView of its forward, got None; leave both halves out there")
+    if view.device != device:
+        raise AttachError(f"the batch is on {view.device}, the pool on {device}; build the BatchView there")
+    if view.rows > MOST_ROWS:
+        raise AttachError(f"a batch may have {MOST_ROWS} rows, got {view.rows}; split it")
+    if not view.tables.keys() <= regions:
+        unknown = sorted(view.tables.keys() - regions)
+        raise AttachError(f"the batch has tables of unknown regions {unknown}; there are {sorted(regions)}")

@@ -1,8 +1,9 @@
-"""`StepListener`: what accompanies the forwards of one `Canary`."""
+"""`StepListener`: what accompanies the forwards of one `Canary`; `Listeners`: all of them."""
 
 from typing import Any
 
 from canary_core.batch import BatchView
+from canary_core.runtime.workspace import Failsafe, Switch
 
 
 class StepListener:
@@ -35,3 +36,68 @@ class StepListener:
 
     def close(self) -> None:
         """The Canary is off from now on. Called once."""
+
+
+class Listeners:
+    """Calls the listeners of one Canary, in the order in which they were added. An exception of one goes to ``switch``:
+    in log mode the others are called all the same."""
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch = switch
+        self._listeners: list[StepListener] = []
+
+    @property
+    def all(self) -> tuple[StepListener, ...]:
+        """In the order in which they are called."""
+        return tuple(self._listeners)
+
+    def add(self, listener: StepListener) -> None:
+        """``listener`` comes after those that are there."""
+        self._listeners.append(listener)
+
+    def begin(self, batch: Any) -> None:
+        """A forward is issued next."""
+        for listener in self._listeners:
+            with self._guard(listener, "begin"):
+                listener.begin(batch)
+
+    def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
+        """A forward is checked next; gives the view to check, which one listener after the other may amend."""
+        for listener in self._listeners:
+            with self._guard(listener, "before"):
+                view = listener.before(batch, view)
+        return view
+
+    def after(self, batch: Any, view: BatchView | None) -> None:
+        """The forward was issued."""
+        for listener in self._listeners:
+            with self._guard(listener, "after"):
+                listener.after(batch, view)
+
+    def forget(self, batch: Any) -> None:
+        """The forward could not be checked."""
+        for listener in self._listeners:
+            with self._guard(listener, "forget"):
+                listener.forget(batch)
+
+    def flushed(self) -> None:
+        """The engine has emptied its caches."""
+        for listener in self._listeners:
+            with self._guard(listener, "flushed"):
+                listener.flushed()
+
+    def idle(self) -> None:
+        """The engine has nothing to run."""
+        for listener in self._listeners:
+            with self._guard(listener, "idle"):
+                listener.idle()
+
+    def close(self) -> None:
+        """The Canary is off: each is closed, and there are none from now on. Again: does nothing."""
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            with self._guard(listener, "close"):
+                listener.close()
+
+    def _guard(self, listener: StepListener, method: str) -> Failsafe:
+        return self._switch.guard(f"{type(listener).__name__}.{method}")

@@ -3,22 +3,18 @@
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import pluggy
 
-from canary_core.batch import BatchView
-from canary_core.errors import AttachError, CanaryError
-from canary_core.events import Event
+from canary_core.batch import BatchView, require_place, view_or_none
 from canary_core.ledger import Ledger
-from canary_core.listener import StepListener
-from canary_core.ops.state_checkpoints import record_checkpoints
+from canary_core.listener import Listeners, StepListener
 from canary_core.overlap import Overlap
+from canary_core.pause import Pause
 from canary_core.reporting.findings import Findings
-from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.overhead import Overhead
-from canary_core.runtime.scrub import Scrub
+from canary_core.runtime.recorder import Recorder
 from canary_core.runtime.store_check import StoreCheck
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.table_check import TableCheck
@@ -29,15 +25,8 @@ from canary_core.slots import SlotEvents
 
 Output = TypeVar("Output")
 
-MOST_ROWS = 65536
-"""Requests of one forward; kernels work out each program's share from all their lengths at once."""
-
 UNENDED_FORWARDS = 1024
 """Forwards without an `Step.end`, after which it counts as forgotten: nothing that they find is told."""
-
-MOST_LATE_BYTES = 64 << 20
-"""Of what a forward has written, for its record to run beside the next one: a short look at memory hides there. To read
-more takes processors from the forward for longer than its own share."""
 
 IDLE_READ_S = 0.5
 """Least time between two reads of the findings while the engine idles: it may poll without a pause."""
@@ -83,6 +72,9 @@ class Step:
     forward failed; `issues_first` and `beside` give them what `run` has from `Overlap.ALL`. Called in another order,
     Canary says so with a ``misuse`` event, or raises `MisuseError` in raise mode. In log mode nothing of this raises
     into the engine; in raise mode `end` raises the first finding.
+
+    Methods stand in the order of the table. `Recorder` has the launches of `after`, `Listeners` calls what accompanies
+    a forward, `Pause` lets forwards pass by.
     """
 
     def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Findings) -> None:
@@ -97,8 +89,6 @@ class Step:
         self._hooks: pluggy.HookRelay = switch.hooks.hook
         self._states = workspace.states
         self._backend = workspace.backend
-        self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
-        self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
         self.tables = TableCheck(workspace, switch, config.table_interval)
         """Whether attention is given the slots that the engine keeps."""
         findings.table_names = self.tables.names
@@ -106,20 +96,18 @@ class Step:
         """Whether what layers store is there at the end of the forward."""
         self.overhead = Overhead(workspace.device)
         """What Canary itself costs."""
+        self._recorder = Recorder(workspace, switch, self.overhead, self.tables, self.stores)
+        self.scrub = self._recorder.scrub
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
+        self._pause = Pause(slots, canary.sampled, self.tables, self.watchdog, switch)
+        self._passing = False
         self.forwards = 0
         """How many began."""
         self.unchecked = 0
         """How many could not be checked: they had no view."""
-        self.passed_by = 0
-        """How many ran while Canary was paused."""
-        self.paused = False
-        """Whether forwards run without Canary until `resume`."""
-        self._missed = False
-        self._passing = False
         self.ends = 0
         """How often `end` was called."""
-        self._listeners: list[StepListener] = []
+        self._listeners = Listeners(switch)
         self._inside = False
         self._view: BatchView | None = None
         self.last_view: BatchView | None = None
@@ -131,13 +119,15 @@ class Step:
             self._read_interval = 1
         self._ended_forwards = 0
         self._idle_read = 0.0
-        self._token_bytes = sum(s.sources.slot_bytes / s.region.tokens_per_slot for s in self._states.values())
-        self._much = False
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
         """In the order in which they are called."""
-        return tuple(self._listeners)
+        return self._listeners.all
+
+    def add(self, listener: StepListener) -> None:
+        """``listener`` comes after those that are there."""
+        self._listeners.add(listener)
 
     @property
     def inside(self) -> bool:
@@ -148,31 +138,6 @@ class Step:
     def captured(self) -> bool:
         """Whether a CUDA graph has Canary's work in it."""
         return self._captured
-
-    def pause(self) -> None:
-        """From the next forward on nothing is checked, recorded or scrubbed until `resume`; events of slots are
-        followed all the same. From any thread. Raises `CanaryError` where Canary is off, or its work is part of a CUDA
-        graph, which always does the same."""
-        if not self._switch.enabled:
-            raise CanaryError("nothing is checked here any more, so there is nothing to pause")
-        if self._captured:
-            raise CanaryError(
-                "Canary's work is part of a CUDA graph of this engine, which can't be told to leave it out"
-            )
-        if not self.paused:
-            self.paused = self.tables.paused = True
-            self._switch.tell(Event("paused", "warning", {"forwards": self.forwards}))
-
-    def resume(self) -> None:
-        """Undoes `pause`. What the forwards in between have written was not recorded, so what slots hold by then is not
-        judged until it is written again. From any thread."""
-        if self.paused:
-            self.paused = self.tables.paused = False
-            self._switch.tell(Event("resumed", "warning", {"unchecked_forwards": self.passed_by}))
-
-    def add(self, listener: StepListener) -> None:
-        """``listener`` comes after those that are there."""
-        self._listeners.append(listener)
 
     def run(
         self,
@@ -196,7 +161,7 @@ class Step:
         if not self._switch.enabled:
             self.close()
             return forward()
-        if (self.paused or self._missed) and self._passes():
+        if self._pause.passes():
             return self._unguarded(forward)
         if not self.overhead.due:
             return self._guarded(forward, view, batch, overlap, settle)
@@ -228,9 +193,7 @@ class Step:
         finally:
             self._inside = False
         try:
-            for listener in self._listeners:
-                with self._guard(listener, "after"):
-                    listener.after(batch, seen)
+            self._listeners.after(batch, seen)
             if seen is None:
                 self._forget(batch)
             elif settle is not None:
@@ -246,11 +209,30 @@ class Step:
             self.close()
         return output
 
+    def _unguarded(self, forward: Callable[[], Output]) -> Output:
+        """The forward alone. What was found before is still told."""
+        self._inside = True
+        try:
+            output = forward()
+        finally:
+            self._inside = False
+        self.end()
+        return output
+
+    def _begin(self, batch: Any, overlap: Overlap) -> bool:
+        """Gives whether the forward is issued before its check."""
+        with self._switch.guard("begin_forward"):
+            if not self._may_go_on(overlap):
+                # A listener may write to the tensors of the view before.
+                self._workspace.join(for_good=True)
+        self._listeners.begin(batch)
+        return self.issues_first(overlap)
+
     def issues_first(self, overlap: Overlap) -> bool:
         """For engines that call `before` and `after`: a forward is issued next, on the current stream. Gives whether it
         may be issued before the host works for Canary. If so, tell the events of slots, make the view and call `before`
         as soon as it was issued, all of it within `beside`; if not, now."""
-        if not self._switch.enabled or self.paused or self._missed:
+        if not self._switch.enabled or self._pause.on or self._pause.missed:
             return False
         with self._switch.guard("issues_first"):
             issued_first = self._may_issue_first(overlap)
@@ -264,16 +246,42 @@ class Step:
             return issued_first
         return False
 
+    def _may_issue_first(self, overlap: Overlap) -> bool:
+        """Whether a forward may be issued before the host works for Canary."""
+        if not overlap.allows(Overlap.ALL) or self._workspace.side is None:
+            return False
+        if self._captured or self._audit.due or self.stores.on:
+            return False
+        hooked = self._hooks.canary_pre_forward.get_hookimpls()
+        return not (hooked or any(state.reads for state in self._states.values()))
+
+    def _may_go_on(self, overlap: Overlap) -> bool:
+        """Whether a forward need not wait for the record of the one before, which reads the bytes that this one has
+        written, if it is issued first."""
+        return overlap.allows(Overlap.NEXT) and not self._recorder.much and self._workspace.queue.frees_nothing
+
     def beside(self) -> AbstractContextManager[None]:
         """What is issued within comes after what the forwards' stream had to do at `issues_first`, not after the
         forward that was issued since. Only where that said so."""
         return self._workspace.beside(True)
 
+    def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
+        seen: BatchView | None = None
+        with self._switch.guard("batch"):
+            seen = view_or_none(view())
+        seen = self._listeners.before(batch, seen)
+        if seen is None:
+            self._audit.begin(None)
+            self.unchecked += 1
+        else:
+            self.before(seen, overlap)
+        return seen
+
     def before(self, view: BatchView, overlap: Overlap = Overlap.NONE) -> None:
         """Checks every slot that the forward of ``view`` will read. May be captured in a graph."""
         if not self._switch.enabled:
             return
-        if (self.paused or self._missed) and self._passes():
+        if self._pause.passes():
             self._passing = True
             return
         measured = self.overhead.due
@@ -289,13 +297,12 @@ class Step:
             self.watchdog.feed()
             self.forwards += 1
             self._workspace.journal.step = self.forwards
-            self._captured = self._captured or capturing(self._workspace.device)
+            self._captured = self._recorder.captured = self._captured or capturing(self._workspace.device)
             self.require_place(view)
             self._view = self.last_view = view
             self._canary.sampled.begin()
             self._overlap = overlap
-            compared = [name for name in view.tables if self._schedules[name].begin(view, self._captured)]
-            compared = [name for name in compared if self._states[name].reads]
+            compared = [name for name in self._recorder.begin(view) if self._states[name].reads]
             # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
             hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
             alone = compared or hooked or self._captured or self._audit.due or self.stores.on
@@ -319,6 +326,10 @@ class Step:
         finally:
             if measured:
                 self.overhead.leave()
+
+    def require_place(self, view: BatchView) -> None:
+        """Raises `AttachError` for a view that doesn't fit what is guarded here, see `canary_core.batch`."""
+        require_place(view, self._workspace.device, self._states.keys())
 
     def stored(self, layer: int, halves: Collection[str] | None = None) -> None:
         """Between `before` and `after`: the store of ``layer`` was issued on the current stream, of all its sources or
@@ -357,6 +368,32 @@ class Step:
             if measured:
                 self.overhead.leave()
 
+    def _record(self, view: BatchView) -> None:
+        workspace, hooks = self._workspace, self._hooks
+        hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
+        beside = self._overlap.allows(Overlap.ALL) and not (hooked or self._captured)
+        # The check is done before the engine does anything more: it may write to what that reads.
+        workspace.join(for_good=not beside)
+        if hooked:
+            hooks.canary_post_forward(canary=self._canary, batch=view)
+        # One that is measured, or audited, is issued at once.
+        at_once = self.overhead.due or self._audit.due or self.stores.on
+        self._recorder.record(view, beside, late=self._overlap.allows(Overlap.NEXT) and not at_once)
+        if hooked:
+            hooks.canary_recorded(canary=self._canary, batch=view)
+        if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self._captured:
+            self._switch.misuse(
+                f"{UNENDED_FORWARDS} forwards began and step.end was not called, so nothing that they find is told; "
+                "call it after each step"
+            )
+
+    def _forget(self, batch: Any) -> None:
+        self._listeners.forget(batch)
+        self._canary.sampled.forget()
+        # With no check before the forward, nothing else lets queued events take effect.
+        self._slots.settle()
+        self._audit.end()
+
     def abandon(self) -> None:
         """The forward that was checked last has failed: nothing is recorded of it."""
         self._view = None
@@ -388,7 +425,7 @@ class Step:
 
         Raises `ViolationError` with the first finding in raise mode.
         """
-        if not self._switch.enabled or (self._missed and not self._read_is_due()):
+        if not self._switch.enabled or (self._pause.missed and not self._read_is_due()):
             return
         measured = self.overhead.due
         if measured:
@@ -439,30 +476,18 @@ class Step:
             return
         for name in self._states:
             self._slots.clear(name, None)
-        for listener in self._listeners:
-            with self._guard(listener, "flushed"):
-                listener.flushed()
+        self._listeners.flushed()
 
     def idle(self) -> None:
         """The engine has nothing to run, and nothing is in flight: now and then reports what the last forwards left
         behind. Raises `ViolationError` in raise mode."""
         if not self._switch.enabled:
             return
-        for listener in self._listeners:
-            with self._guard(listener, "idle"):
-                listener.idle()
+        self._listeners.idle()
         if self._read_is_due():
             # With nothing in flight this stream does for what would wait for the next forward.
             self._slots.settle()
             self.end()
-
-    def close(self) -> None:
-        """Closes the listeners: Canary is off. Again: does nothing."""
-        listeners, self._listeners = self._listeners, []
-        self._view = self.last_view = None
-        for listener in listeners:
-            with self._guard(listener, "close"):
-                listener.close()
 
     def _read_is_due(self) -> bool:
         """Whether the counters may be read once more while no forward is checked."""
@@ -472,168 +497,28 @@ class Step:
         self._idle_read = now
         return True
 
-    def _passes(self) -> bool:
-        """Whether the forward that comes runs without Canary: between `pause` and `resume`. Nobody records what such
-        forwards write, so before the first of them, and after the last, all slots become unknown: neither a comparison
-        that a plugin asks for in between nor a later check judges by what was there before."""
-        if capturing(self._workspace.device):
-            return False
-        paused = self.paused
-        if paused != self._missed:
-            self._missed = paused
-            for name in self._states:
-                self._slots.forget(name, None)
-            self._canary.sampled.forget()
-        if paused:
-            self.passed_by += 1
-            self.watchdog.feed()
-            self._slots.settle()
-        return paused
+    def close(self) -> None:
+        """Closes the listeners: Canary is off. Again: does nothing."""
+        self._view = self.last_view = None
+        self._listeners.close()
 
-    def _unguarded(self, forward: Callable[[], Output]) -> Output:
-        """The forward alone. What was found before is still told."""
-        self._inside = True
-        try:
-            output = forward()
-        finally:
-            self._inside = False
-        self.end()
-        return output
+    def pause(self) -> None:
+        """From the next forward on nothing is checked, recorded or scrubbed until `resume`; events of slots are
+        followed all the same. From any thread. Raises `CanaryError` where Canary is off, or its work is part of a CUDA
+        graph, which always does the same."""
+        self._pause.begin(self.forwards, self._captured)
 
-    def _may_issue_first(self, overlap: Overlap) -> bool:
-        """Whether a forward may be issued before the host works for Canary."""
-        if not overlap.allows(Overlap.ALL) or self._workspace.side is None:
-            return False
-        if self._captured or self._audit.due or self.stores.on:
-            return False
-        hooked = self._hooks.canary_pre_forward.get_hookimpls()
-        return not (hooked or any(state.reads for state in self._states.values()))
+    def resume(self) -> None:
+        """Undoes `pause`. What the forwards in between have written was not recorded, so what slots hold by then is not
+        judged until it is written again. From any thread."""
+        self._pause.end()
 
-    def _may_go_on(self, overlap: Overlap) -> bool:
-        """Whether a forward need not wait for the record of the one before, which reads the bytes that this one has
-        written, if it is issued first."""
-        return overlap.allows(Overlap.NEXT) and not self._much and self._workspace.queue.frees_nothing
+    @property
+    def paused(self) -> bool:
+        """Whether forwards run without Canary until `resume`."""
+        return self._pause.on
 
-    def _begin(self, batch: Any, overlap: Overlap) -> bool:
-        """Gives whether the forward is issued before its check."""
-        with self._switch.guard("begin_forward"):
-            if not self._may_go_on(overlap):
-                # A listener may write to the tensors of the view before.
-                self._workspace.join(for_good=True)
-        for listener in self._listeners:
-            with self._guard(listener, "begin"):
-                listener.begin(batch)
-        return self.issues_first(overlap)
-
-    def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
-        seen: BatchView | None = None
-        with self._switch.guard("batch"):
-            seen = _view_or_none(view())
-        for listener in self._listeners:
-            with self._guard(listener, "before"):
-                seen = listener.before(batch, seen)
-        if seen is None:
-            self._audit.begin(None)
-            self.unchecked += 1
-        else:
-            self.before(seen, overlap)
-        return seen
-
-    def _record(self, view: BatchView) -> None:
-        workspace, hooks = self._workspace, self._hooks
-        hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
-        beside = self._overlap.allows(Overlap.ALL) and not (hooked or self._captured)
-        # The check is done before the engine does anything more: it may write to what that reads.
-        workspace.join(for_good=not beside)
-        if hooked:
-            hooks.canary_post_forward(canary=self._canary, batch=view)
-        self._much = view.tokens * self._token_bytes > MOST_LATE_BYTES
-        # One that is measured, or audited, is issued at once.
-        at_once = self._much or self.overhead.due or self._audit.due or self.stores.on
-        at_once = at_once or not self._overlap.allows(Overlap.NEXT)
-        if beside and workspace.side is not None and not at_once:
-            workspace.side.postpone(partial(self._issue_late, view))
-        else:
-            with workspace.beside(beside):
-                self._issue_record(view, beside)
-        if hooked:
-            hooks.canary_recorded(canary=self._canary, batch=view)
-        if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self._captured:
-            self._switch.misuse(
-                f"{UNENDED_FORWARDS} forwards began and step.end was not called, so nothing that they find is told; "
-                "call it after each step"
-            )
-
-    def _issue_late(self, view: BatchView) -> None:
-        """The record of a forward that may run beside the next one: issued once what follows the forward was."""
-        if self._switch.enabled:
-            with self._switch.guard("post_forward"):
-                self._issue_record(view, beside=True)
-
-    def _issue_record(self, view: BatchView, beside: bool) -> None:
-        """The launches of `_record`, on the current stream: ``beside`` the forwards', or theirs."""
-        workspace = self._workspace
-        with self.overhead.device(self._captured):
-            for name, table in view.tables.items():
-                state = self._states[name]
-                if table.carried:
-                    # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
-                    pass
-                elif state.sources and self._schedules[name].now:
-                    first = None if self._captured else workspace.proof.writes(state, view)
-                    self._backend.fingerprint(state, view, table)
-                    self.stores.compare(state, view, table)
-                    if first is not None:
-                        workspace.proof.compare(state, first)
-                elif state.sources:
-                    state.forget_written()
-                self._backend.record(state, view, table)
-                if table.checkpoints is not None:
-                    record_checkpoints(self._backend, state, view, table)
-            self.stores.end(compared=not any(table.carried for table in view.tables.values()))
-            # A forward has either a scrub or a comparison of tables, so that it has no launch more.
-            if not self.tables.took_turn() or self._captured:
-                self.scrub.run(self._captured)
-        if beside and workspace.side is not None:
-            # The rest of the view was read by the check alone, which is done.
-            side = workspace.side
-            side.reads(view.prefix_lens, view.new_lens, view.token_ids, view.writers)
-            side.reads(view.positions, view.expected_tokens)
-            for made in (table.checkpoints for table in view.tables.values() if table.checkpoints is not None):
-                side.reads(made.slots, made.positions)
-
-    def _forget(self, batch: Any) -> None:
-        for listener in self._listeners:
-            with self._guard(listener, "forget"):
-                listener.forget(batch)
-        self._canary.sampled.forget()
-        # With no check before the forward, nothing else lets queued events take effect.
-        self._slots.settle()
-        self._audit.end()
-
-    def _guard(self, listener: StepListener, method: str) -> Any:
-        return self._switch.guard(f"{type(listener).__name__}.{method}")
-
-    def require_place(self, view: BatchView) -> None:
-        """Raises `AttachError` for what is no view, a view of another device (a kernel would read foreign addresses)
-        or an unknown region."""
-        if _view_or_none(view) is None:
-            raise AttachError("step.before needs the BatchView of its forward, got None; leave both halves out there")
-        device = self._workspace.device
-        if view.device != device:
-            raise AttachError(f"the batch is on {view.device}, the pool on {device}; build the BatchView there")
-        if view.rows > MOST_ROWS:
-            raise AttachError(f"a batch may have {MOST_ROWS} rows, got {view.rows}; split it")
-        if not view.tables.keys() <= self._states.keys():
-            unknown = sorted(view.tables.keys() - self._states.keys())
-            raise AttachError(f"the batch has tables of unknown regions {unknown}; there are {sorted(self._states)}")
-
-
-def _view_or_none(view: BatchView | None) -> BatchView | None:
-    """``view``. Raises `AttachError` for what is neither a view nor None."""
-    if view is None or isinstance(view, BatchView):
-        return view
-    raise AttachError(
-        f"a forward's view must be a BatchView, got a {type(view).__name__}; correct the adapter that makes it, or "
-        "give None for a forward that can't be checked"
-    )
+    @property
+    def passed_by(self) -> int:
+        """How many forwards ran while Canary was paused."""
+        return self._pause.passed_by

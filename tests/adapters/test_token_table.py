@@ -2,7 +2,7 @@
 
 import torch
 
-from canary_adapters import TABLE_STEP, token_table
+from canary_adapters import TABLE_STEP, token_table, unknown_tokens
 from canary_adapters.token_table import MOST_TOKENS
 
 CPU = torch.device("cpu")
@@ -25,3 +25,13 @@ def test_a_table_has_a_largest_size():
     table = token_table([torch.arange(100)] * 3, MOST_TOKENS, CPU)
     assert table.numel() <= MOST_TOKENS + 3 * TABLE_STEP
     assert table[2, :100].tolist() == list(range(100))
+
+
+def test_an_adapter_may_fill_the_rows_itself():
+    """It is given what `token_table` would make of the same rows, before anything is known of them; numpy's views of
+    its rows write to it."""
+    table = unknown_tokens(2, 17, CPU)
+    assert torch.equal(table, token_table([None, None], 17, CPU))
+    table.numpy()[1, :3] = range(3)
+    assert torch.equal(table, token_table([None, torch.arange(3)], 17, CPU))
+    assert unknown_tokens(3, MOST_TOKENS, CPU).shape == token_table([None] * 3, MOST_TOKENS, CPU).shape

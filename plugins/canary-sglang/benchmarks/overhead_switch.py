@@ -46,7 +46,9 @@ def canary_attached(canary: Any) -> None:
             guard.step.scrub.budget = ScrubBudget.parse(budget) if budget else own
             # A Canary that is off closes its listeners for good; ours comes back.
             kept = listeners.setdefault(id(guard), list(guard.step.listeners))
-            guard.step._listeners = list(kept)
+            if not guard.step.listeners:
+                for listener in kept:
+                    guard.step.add(listener)
             guard._switch.enabled = name == "on"
         _write(folder / "applied", arm)
 

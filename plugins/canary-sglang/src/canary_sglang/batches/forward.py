@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import slot_table
+from canary_adapters import TABLE_STEP, slot_table
 from canary_core import BatchAdapter, BatchView
-from canary_sglang.batches.tokens import TABLE_STEP, UNKNOWN, expected_tokens
+from canary_sglang.batches.tokens import expected_tokens
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches, drafts, runners
 
@@ -127,7 +127,7 @@ class ForwardBatches(BatchAdapter[Any]):
         """A decode and extends of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
         numbers = self._entries.new_zeros(rows, dtype=torch.int64)
         lengths = self._entries.new_zeros(rows, dtype=torch.int32)
-        known = lengths.new_full((rows, TABLE_STEP), UNKNOWN)
+        known = lengths.new_full((rows, TABLE_STEP), -1)
         tables = dict.fromkeys(self._regions, slot_table(self._entries, numbers, numbers))
         for anchors in self._anchors.padding(numbers):
             for lens, expected in ((numbers, None), (lengths, known)):
