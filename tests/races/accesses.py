@@ -36,7 +36,8 @@ class Accesses:
     """Looks at the launches on ``device``: kernels of Triton's interpreter load by load and store by store, with their
     masks, and torch's own operators by the elements that they name. What is not watched is nobody's business.
 
-    races: sentences about two launches, or two programs of one, that touch the same byte in no order, each told once.
+    races: sentences about two launches, or two programs of one, that touch the same byte in no order, and about kernels
+    that touch memory that they were not given, each told once.
     ``harmless``: given a launch's name, a memory's and offsets of bytes there that it reads, says of each whether
     nothing comes of it.
     """
@@ -48,9 +49,10 @@ class Accesses:
         self.kernels: set[str] = set()
         """Names of those that were launched."""
         self._memories: list[Memory] = []
-        self._begins = np.zeros(0, dtype=np.int64)
+        self._begins = self._ends = np.zeros(0, dtype=np.int64)
         self._launch: str | None = None
         self._number = 0
+        self._given: list[tuple[int, int]] = []
         # Of a kernel's launch, by memory: as `Memory.last`, the last program, from 1.
         self._programs: dict[str, Numbers] = {}
 
@@ -61,6 +63,7 @@ class Accesses:
             return
         self._memories = sorted([*self._memories, memory], key=lambda known: known.begin)
         self._begins = np.array([known.begin for known in self._memories], dtype=np.int64)
+        self._ends = np.array([known.end for known in self._memories], dtype=np.int64)
 
     def watches(self, tensor: Tensor) -> bool:
         """Whether it lies in watched memory."""
@@ -89,6 +92,8 @@ class Accesses:
         """The launch reads, writes or counts in ``size`` bytes at each address."""
         addresses = np.unique(addresses.astype(np.int64).ravel())
         which = np.searchsorted(self._begins, addresses, side="right") - 1
+        if self._launch in self.kernels:
+            self._require_given(kind, addresses[(which < 0) | (addresses + size > self._ends[which])], size)
         for n in np.unique(which[which >= 0]):
             memory = self._memories[n]
             inside = addresses[(which == n) & (addresses < memory.end)] - memory.begin
@@ -106,6 +111,8 @@ class Accesses:
 
         def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
             self.kernels.add(executor.fn.__name__)
+            storages = [t.untyped_storage() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            self._given = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
             with self.launch(executor.fn.__name__):
                 call(executor, *args, **kwargs)
 
@@ -139,10 +146,19 @@ class Accesses:
                     )
         memory.last[kind, mine.number, places] = self._number
 
+    def _require_given(self, kind: int, elsewhere: Numbers, size: int) -> None:
+        """``elsewhere``: what lies in no watched memory. It may be a tensor's that the kernel was given."""
+        for begin, end in self._given if len(elsewhere) else ():
+            elsewhere = elsewhere[(elsewhere < begin) | (elsewhere + size > end)]
+        if len(elsewhere):
+            self._tell(f"{self._launch} {VERBS[kind]} memory that nobody has given it")
+
     def _compare_programs(self, kind: int, memory: Memory, places: Numbers) -> None:
         x, y, _ = interpreter.interpreter_builder.grid_idx
         mine = 1 + x + (y << 16)
-        last = self._programs.setdefault(memory.name, np.zeros((3, memory.end - memory.begin), dtype=np.int32))
+        last = self._programs.get(memory.name)
+        if last is None:
+            last = self._programs[memory.name] = np.zeros((3, memory.end - memory.begin), dtype=np.int32)
         for theirs in AGAINST[kind]:
             before = last[theirs, places]
             if ((before != 0) & (before != mine)).any():

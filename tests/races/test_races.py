@@ -55,20 +55,25 @@ def test_nor_where_the_engine_calls_before_and_after(overlap, monkeypatch):
 
 
 @triton.jit
-def words_kernel(p_words, same: tl.constexpr):
-    """Each program writes a word, or all of them the same one."""
-    tl.store(p_words + tl.program_id(0) * (1 - same), tl.program_id(0))
+def words_kernel(p_words, step: tl.constexpr):
+    """Each of three programs writes a word; with ``step`` 0 all write the same one."""
+    tl.store(p_words + tl.program_id(0) * step, tl.program_id(0))
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_programs_of_one_launch_that_race_are_told(same):
-    """They run in no order on a GPU, whatever stream they are launched on."""
+@pytest.mark.parametrize(("step", "told"), [
+    (1, []),
+    (0, ["a program of words_kernel writes words, which another writes"]),
+    (2, ["words_kernel writes memory that nobody has given it"]),
+])  # fmt: skip
+def test_programs_that_race_or_write_elsewhere_are_told(step, told):
+    """Programs run in no order on a GPU, whatever stream they are launched on."""
     accesses = Accesses(Device(), lambda launch, memory, places: np.zeros(len(places), dtype=bool))
-    words = torch.zeros(4, dtype=torch.int32)
+    # Of eight words the kernel is given four.
+    words = torch.from_numpy(np.zeros(8, dtype=np.int32)[:4])
     accesses.watch("words", words)
     with accesses.looking():
-        words_kernel[(3,)](words, same)
-    assert accesses.races == (["a program of words_kernel writes words, which another writes"] if same else [])
+        words_kernel[(3,)](words, step)
+    assert accesses.races == told
 
 
 def test_a_record_that_the_next_forward_should_wait_for_is_told(monkeypatch):
