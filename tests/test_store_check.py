@@ -117,6 +117,25 @@ def test_what_an_abandoned_forward_stored_says_nothing_of_the_next(told):
     assert g.violations == []
 
 
+def test_a_store_may_be_told_for_one_region_only():
+    """Of two regions that number their layers alike, only the one that is named counts as stored."""
+    g = Guarded(ToyEngine(window=4), store_check=True)
+    g.submit("a", 3)
+    batch = g.engine.batch()
+    g.canary.step.before(batch)
+    g.canary.step.stored(9, region="full")
+    g.engine.forward(batch)
+    noted = [g.canary.step.stores.noted]
+    g.canary.step.stored(9, region="window")
+    noted.append(g.canary.step.stores.noted)
+    flip(g.engine.window_kv[1], int(g.engine.slot_map[g.engine.requests[0].slots[2]]))
+    g.canary.step.after()
+    g.canary.step.end()
+    g.canary.drain()
+    assert noted == [0, 1]
+    assert [(v.region, v.source, v.position) for v in g.violations] == [("window", "v.9", 2)]
+
+
 def test_stores_outside_of_a_forward_are_none():
     """An engine warms up, or captures its graphs, without Canary."""
     g = Guarded(store_check=True)

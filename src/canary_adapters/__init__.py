@@ -1,8 +1,9 @@
 """Engine-free adapters: an engine's tensors in, Canary's views out.
 
 Sources say where a slot's bytes are, a probe finds it out where shapes lie, pools put sources together as regions and
-check their addresses, tables say what a forward reads, events say what happens to blocks, the filter dismisses what a
-model explains. Nothing here imports an engine; sources, pools and tables neither read from a device nor copy a tensor.
+check their addresses, tables and lengths say what a forward reads, events say what happens to blocks, the filter
+dismisses what a model explains. Nothing here imports an engine; sources, pools and tables neither read from a device
+nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
@@ -10,6 +11,7 @@ from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, Bl
 from canary_adapters.block_lists import BlockLists, GivenBlocks, RequestBlocks, metadata_blocks
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddingFilter
+from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
@@ -55,10 +57,12 @@ __all__ = [
     "PackedPool",
     "PagedPool",
     "Part",
+    "PrefixLens",
     "ProbedPiece",
     "RegionPool",
     "RequestBlocks",
     "RowPool",
+    "UniformLens",
     "WindowPool",
     "block_table",
     "growing_source",

@@ -331,13 +331,14 @@ class Step:
         """Raises `AttachError` for a view that doesn't fit what is guarded here, see `canary_core.batch`."""
         require_place(view, self._workspace.device, self._states.keys())
 
-    def stored(self, layer: int, halves: Collection[str] | None = None) -> None:
+    def stored(self, layer: int, halves: Collection[str] | None = None, region: str | None = None) -> None:
         """Between `before` and `after`: the store of ``layer`` was issued on the current stream, of all its sources or
-        of those of ``halves``. With ``CANARY_STORE_CHECK`` what the new slots hold there is compared with what they
-        hold at the end of the forward; else, and where no forward is checked, it does nothing. If a layer is stored in
-        several parts, tell each of them. Nothing may write to these bytes from then on until `after`. Within
-        the capture of a graph it does nothing."""
-        self.stores.stored(layer, halves)
+        of those of ``halves``; in all regions that have the layer, or in ``region`` only, where others number theirs
+        alike. With ``CANARY_STORE_CHECK`` what the new slots hold there is compared with what they hold at the end of
+        the forward; else, and where no forward is checked, it does nothing. If a layer is stored in several parts, tell
+        each of them. Nothing may write to these bytes from then on until `after`. Within the capture of a graph it does
+        nothing."""
+        self.stores.stored(layer, halves, region)
 
     def after(self, view: BatchView | None = None) -> None:
         """Records the slots that the forward has written, then scrubs the next stretch of every region. May be captured

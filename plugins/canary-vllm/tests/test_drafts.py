@@ -9,8 +9,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
 def test_a_draft_models_layers_are_guarded(method):
     """Drafts that are accepted and rejected, chunked prefill, prefix hits, preemption, and requests that become too
-    long to be drafted for: silent, answers as without Canary, every byte that a drafter writes is claimed; bits that
-    are flipped in each layer and half of the draft model are named."""
+    long to be drafted for: silent, answers as without Canary, every byte that a drafter writes is claimed, what the
+    served model's layers store is there when its forward ends; bits that are flipped in each layer and half of the
+    draft model are named."""
     told = told_by("drafts_script", method)
     assert told["trouble"] == []
     assert told["same"]
@@ -19,5 +20,6 @@ def test_a_draft_models_layers_are_guarded(method):
     assert told["regions"] == ["draft", "full"]
     # The random head of EAGLE's guesses next to nothing.
     assert method == "eagle" or max(told["steps"]) > min(told["steps"]) == 1
+    assert told["stores"] > 100
     assert told["found"] == told["poked"] != []
     assert told["flipped"] == ["draft"]

@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
 def test_the_v2_runner_is_guarded(options, regions):
     """The V2 runner, with Triton's interpreter: silent under preemption and prefix hits, answers as without Canary, a
     table compared in each forward, the layers of a draft model are guarded, and so are states that the prefix cache
-    keeps; a flipped bit is named, and so are requests that get each other's token, and a cached state that changed
-    before another request reused it."""
+    keeps; a flipped bit is named, also between a store and the end of the forward, and so are requests that get each
+    other's token, and a cached state that changed before another request reused it."""
     told = told_by("v2_script", *options)
     assert told["runner"] == "vllm.v1.worker.gpu.model_runner"
     assert told["trouble"] == []
@@ -34,6 +34,11 @@ def test_the_v2_runner_is_guarded(options, regions):
     assert told["regions"] == regions
     # A drafter's runs are forwards of their own.
     assert told["compared"] * len(regions) == told["forwards"]
+    stores = told["stores"]
+    assert stores["trouble"] == []
+    assert stores["same"]
+    assert stores["noted"] > 10
+    assert stores["found"] == [["BYTES", "POST_FORWARD", 1, "v", stores["position"]]]
     assert told["exchanged"] == [["WRITE_INPUT", "a"], ["WRITE_INPUT", "b"]]
     assert told["states"] == ([["BYTES", 0, "conv", "first"]] if "state" in regions else [])
 

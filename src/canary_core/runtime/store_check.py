@@ -37,12 +37,14 @@ class StoreCheck:
                 state.stores.zero_()
         self._view = view
 
-    def stored(self, layer: int, halves: Collection[str] | None = None) -> None:
+    def stored(self, layer: int, halves: Collection[str] | None = None, region: str | None = None) -> None:
         """See `Step.stored`."""
         if self._view is None or not self._switch.enabled or capturing(self._workspace.device):
             return
         with self._switch.guard("stored"):
             for name in self._view.tables:
+                if region not in (None, name):
+                    continue
                 state = self._workspace.states[name]
                 key = (name, layer, None if halves is None else frozenset(halves))
                 columns = self._columns.get(key)

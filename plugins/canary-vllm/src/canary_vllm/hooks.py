@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
-from canary_vllm.actions.quarantine import Quarantine, groups_of
+from canary_vllm.actions.quarantine import Quarantine
 from canary_vllm.allocator.recorder import BlockRecorder
 from canary_vllm.compat import targets
 from canary_vllm.session import Session, attach_runner
@@ -56,7 +56,7 @@ class Hooks:
         if config.on_violation == "abort":
             self._left_out("CANARY_ON_VIOLATION=abort", ["requests are not ended; quarantine computes them again"])
         if config.on_violation != "report":
-            self._quarantine = Quarantine(lambda: groups_of(self.sessions))
+            self._quarantine = Quarantine(lambda: [g for session in self.sessions for g in session.groups])
             hook_manager().register(self._quarantine)
 
     def stop(self) -> None:

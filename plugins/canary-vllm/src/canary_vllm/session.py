@@ -31,6 +31,7 @@ from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, moved_st
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
 from canary_vllm.pools.pool import VLLMPool
+from canary_vllm.pools.stores import follow_stores
 
 MOST_WARM_ROWS = 256
 """Kernels for forwards of up to so many requests are compiled before the first forward."""
@@ -74,6 +75,9 @@ class Session:
         self._patches = Patches(self.canary.guard)
         if len(self._tokens) < len(self.groups) and runners.drafter(runner) is not None:
             self._patches.wrap(runners.drafter(runner), "propose", self._proposes)
+        if origin is None and not runner.vllm_config.parallel_config.use_ubatching:
+            # A connector may load into a layer that was stored; halves of a batch store one after the other.
+            follow_stores(self._patches, self.canary, runner, self._tokens)
         self._loads = None if origin is None else Loads(self.canary, self._tokens, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = origin is None and not drafted

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm_on_cpu.scripts import told_by
 
-from canary_core import Canary, CanaryConfig, Kind, hook_manager
+from canary_core import Canary, CanaryConfig, Kind, Patches, hook_manager
 from canary_core.testing import Findings
 
 pytestmark = pytest.mark.timeout(600)
@@ -149,6 +149,24 @@ def test_what_comes_back_wrong_is_told(engine, store, wait_steps):
         assert told.request.startswith("another's")
         assert "every layer, K and V" in told.detail
         assert {v.kind for v in guarded.findings.violations} == {Kind.ARRIVAL}
+
+
+def test_stores_are_not_looked_at_beside_a_connector(engine, store):
+    """vLLM waits for what a connector loads into a layer after it has stored there, so with one nobody can tell that
+    nothing else is written to what was stored: no store is looked at."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    patches, order = Patches(), []
+    with guard(engine, store_check=True) as guarded:
+        layer = next(iter(engine.runner.compilation_config.static_forward_context.values()))
+        assert not hasattr(layer.impl.do_kv_cache_update, "__wrapped__")
+        patches.follow(layer.impl, "do_kv_cache_update", lambda *_: order.append("stored"))
+        patches.follow(get_kv_transfer_group(), "wait_for_layer_load", lambda _, name: order.append(name))
+        guarded.serve(prompts(1), "first")
+        patches.undo()
+        assert guarded.found() == []
+        assert "noted_stores" not in guarded.canary.stats()
+    assert order[:2] == ["stored", layer.layer_name]
 
 
 def guarded_bits(data):

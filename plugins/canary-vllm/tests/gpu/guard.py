@@ -3,6 +3,7 @@ outside is found with layer and half, and the tokens are those of an engine with
 
     python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; all of one GPU: 8b, lmcache, too
     python3 guard.py eagle draft mamba gdn conv piecewise int8            # drafts, states, torch.compile, scales
+    CANARY_STORE_CHECK=true python3 guard.py small piecewise mla ngram    # any setting of Canary's, for all of them
     python3 guard.py tp2 pp2 dp2                                          # two GPUs
     python3 guard.py small ngram hybrid --device cpu                      # a check that the script runs; all but pp2
                                                                           # and dp2, which vLLM does not run there
@@ -535,6 +536,7 @@ def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[
         "feature": feature,
         "forwards": [one["stats"].get("forwards") for one in clean],
         "slots": [one["stats"].get("checked_slots") for one in clean],
+        "stores": [one["stats"].get("noted_stores", 0) for one in clean],
         "coverage": [e.get("summary") for e in coverage],
         "false": len(false),
         "flips": f"{found}/{len(guarded['pokes'])}",

@@ -53,11 +53,12 @@ def main() -> None:
 
     engine.renew()
     plain = serve()
-    with guarded.guard(engine, audit=16, read_check=128, scrub_budget="64KiB") as guard:
+    with guarded.guard(engine, audit=16, read_check=128, scrub_budget="64KiB", store_check=True) as guard:
         told: dict[str, Any] = {"same": serve() == plain, "trouble": guard.trouble()}
         (audit,), (coverage,) = guard.findings.told("audit"), guard.findings.told("coverage")
         told |= {"audit": audit.fields["unclaimed_bytes"], "coverage": coverage.fields["coverage_ratio"]}
         told |= {"regions": sorted(guard.canary.regions), "steps": sorted(set(steps))}
+        told["stores"] = guard.canary.stats()["noted_stores"]
     drafts = sorted(engine.runner.drafter._draft_attn_layer_names)
     found, poked = [], []
     with guarded.guard(engine) as guard:

@@ -7,7 +7,7 @@ from typing import Any
 
 from canary_vllm.hooks import HOOKS
 
-from canary_core import Canary, CanaryConfig, hook_manager
+from canary_core import Canary, CanaryConfig, Patches, hook_manager
 from canary_core.testing import FaultInjector, FaultSpec, Findings
 from vllm_on_cpu.engine import SmallEngine
 
@@ -48,6 +48,29 @@ def guard(engine: SmallEngine, *plugins: object, **settings: Any) -> Iterator[Gu
         HOOKS.stop()
         for listener in listeners:
             hook_manager().unregister(listener)
+
+
+@contextmanager
+def flip_behind_a_store(engine: SmallEngine, layer: int, half: str, request: str) -> Iterator[list[int]]:
+    """The bug of a stray write: what comes after the attention of ``layer`` in the model flips, once, a bit that the
+    layer has just stored, of the last token that vLLM's scheduler has sent for ``request``. Yields its position."""
+    patches, done = Patches(), list[int]()
+
+    def make(original: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not done:
+                done.append(engine.scheduler.requests[request].num_computed_tokens - 1)
+                engine.poke(layer, half, request, done[0])
+            return original(*args, **kwargs)
+
+        return forward
+
+    block = engine.runner.model.model.layers[layer]
+    patches.wrap(getattr(block, "mlp", None) or block.feed_forward, "forward", make)
+    try:
+        yield done
+    finally:
+        patches.undo()
 
 
 def prompts(seed: object, count: int = 8, longest: int = 110) -> list[list[int]]:

@@ -80,6 +80,17 @@ def main() -> None:
             pass
         guard.canary.drain()
         found = [[v.kind.name, v.layer, v.half, v.position, v.stored_request] for v in guard.findings.violations]
+    with guarded.guard(engine, store_check=True, read_check=0) as guard:
+        same = guarded.traffic(engine, 1, new_tokens=6) == plain[:1]
+        stores = {"same": same, "trouble": guard.trouble(), "noted": guard.canary.stats()["noted_stores"]}
+        engine.submit("flip", guarded.prompts("flip")[0], 12)
+        while len(engine.answers["flip"]) < 3:
+            engine.step()
+        with guarded.flip_behind_a_store(engine, 1, "v", "flip") as done:
+            engine.step()
+        guard.canary.drain()
+        found_there = [[v.kind.name, v.phase.name, v.layer, v.half, v.position] for v in guard.findings.violations]
+        stores |= {"found": found_there, "position": done[0]}
     with guarded.guard(engine) as guard:
         for name in "ab":
             engine.submit(name, guarded.prompts(name)[0], 12)
@@ -100,6 +111,7 @@ def main() -> None:
     told = {"runner": type(engine.runner).__mro__[1].__module__, "same": answers == plain, "trouble": trouble}
     told |= {"audits": audits, "forwards": stats["checked_forwards"], "found": found, "tables": tables}
     told |= {"compared": stats["tables_compared"], "exchanged": exchanged, "regions": regions, "states": states}
+    told["stores"] = stores
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)

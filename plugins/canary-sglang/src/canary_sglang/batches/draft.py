@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import slot_table
+from canary_adapters import UniformLens, slot_table
 from canary_core import BatchView
-from canary_sglang.batches.forward import Anchors, UniformLens
+from canary_sglang.batches.forward import Anchors
 from canary_sglang.batches.writers import RequestWriters
 
 

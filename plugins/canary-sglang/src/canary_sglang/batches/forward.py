@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import TABLE_STEP, slot_table
+from canary_adapters import TABLE_STEP, UniformLens, slot_table
 from canary_core import BatchAdapter, BatchView
 from canary_sglang.batches.tokens import expected_tokens
 from canary_sglang.batches.writers import RequestWriters
@@ -14,28 +14,6 @@ from canary_sglang.compat import batches, drafts, runners
 
 FIRST_ROWS = 256
 """Rows of static buffers at first. A larger batch makes them larger."""
-
-
-class UniformLens:
-    """Static tensors with one number in all rows. Once the engine's largest batch has come, they need no launch."""
-
-    def __init__(self) -> None:
-        self._filled: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._last: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def of(self, value: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``value`` for each row of ``like``, ``[rows]``, with its dtype unless ``dtype`` is given. Must not be written
-        to."""
-        key, rows = (value, dtype or like.dtype), like.shape[0]
-        last = self._last.get(key)
-        if last is not None and last.shape[0] == rows:
-            return last
-        known = self._filled.get(key)
-        if known is None or known.shape[0] < rows:
-            known = torch.full((max(rows, FIRST_ROWS),), value, dtype=key[1], device=like.device)
-            self._filled[key] = known
-        found = self._last[key] = known[:rows]
-        return found
 
 
 class Anchors:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import ragged_table, ring_table, slot_table
+from canary_adapters import UniformLens, ragged_table, ring_table, slot_table
 from canary_core import Canary, Patches, ReadTable, RegionKind
-from canary_sglang.batches.forward import FIRST_ROWS, UniformLens
+from canary_sglang.batches.forward import FIRST_ROWS
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import attention
 

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from canary_core import Event, Kind, Violation, emit, hookimpl
@@ -32,7 +32,7 @@ class Quarantine:
             return
         if not self._schedulers:
             reason = "the scheduler is another process; nothing is evicted, and nothing computed again"
-            self._tell("quarantine_failed", {"kind": violation.kind.name.lower(), "reason": reason})
+            emit(Event("quarantine_failed", "warning", {"kind": violation.kind.name.lower(), "reason": reason}))
             return
         for group in self._groups():
             if group.region == violation.region:
@@ -57,10 +57,8 @@ class Quarantine:
             if cached or having:
                 about: dict[str, object] = {"kind": violation.kind.name.lower(), "region": violation.region}
                 about |= {"slot": violation.slot, "block": number, "evicted": cached}
-                self._tell("quarantined", {**about, "recomputed": [request.request_id for request in having]})
-
-    def _tell(self, name: str, fields: dict[str, object]) -> None:
-        emit(Event(name, "warning", fields))
+                about["recomputed"] = [request.request_id for request in having]
+                emit(Event("quarantined", "warning", about))
 
 
 def preempt(scheduler: Any, request: Any) -> None:
@@ -74,8 +72,3 @@ def preempt(scheduler: Any, request: Any) -> None:
         request.async_tokens_to_discard = request.num_output_placeholders
         request.num_output_placeholders = 0
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-
-
-def groups_of(sessions: Sequence[Any]) -> list[Group]:
-    """Those of all ``sessions``."""
-    return [group for session in sessions for group in session.groups]

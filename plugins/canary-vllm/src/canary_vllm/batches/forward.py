@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import TABLE_STEP, block_table, ring_table, slot_table
+from canary_adapters import TABLE_STEP, PrefixLens, block_table, ring_table, slot_table
 from canary_core import BatchAdapter, BatchView, SlotTable
 from canary_vllm.batches.requests import Requests
 from canary_vllm.pools.pool import Group
@@ -29,7 +29,7 @@ class V1Batches(BatchAdapter[Any]):
     def __init__(self, runner: Any, groups: Sequence[Group], requests: Requests) -> None:
         self._runner = runner
         self._groups = groups
-        self._lengths = _Lengths()
+        self._lengths = PrefixLens()
         self._requests = requests
 
     def view(self, batch: Any) -> BatchView | None:
@@ -66,7 +66,7 @@ class V2Batches(BatchAdapter[Prepared]):
 
     def __init__(self, groups: Sequence[Group], requests: Requests) -> None:
         self._groups = groups
-        self._lengths = _Lengths()
+        self._lengths = PrefixLens()
         self._requests = requests
 
     def view(self, batch: Prepared) -> BatchView | None:
@@ -119,24 +119,6 @@ def moved_states(
         if before and first != last and held is not None and last < len(held):
             moves.append((int(held[first]), int(held[last])))
     return moves
-
-
-class _Lengths:
-    """Prefix and new lengths of rows, from the lengths and starts that attention reads."""
-
-    def __init__(self) -> None:
-        self._ones: Tensor | None = None
-
-    def of(self, seq_lens: Tensor, starts: Tensor, new: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """``seq_lens``: int32 ``[rows]``, with the new tokens. ``starts``: int32 ``[rows + 1]``. ``new``: the host's
-        idea of new tokens, by which a decode costs one launch instead of two."""
-        rows = len(seq_lens)
-        if max(new) > 1:
-            new_lens = starts[1:] - starts[:-1]
-            return seq_lens - new_lens, new_lens
-        if self._ones is None or len(self._ones) < rows:
-            self._ones = torch.ones(max(rows, 256), dtype=seq_lens.dtype, device=seq_lens.device)
-        return seq_lens - 1, self._ones[:rows]
 
 
 def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterator[BatchView]:

@@ -10,7 +10,7 @@ def row(runner: Any, token: int) -> Tensor | None:
     table = _table(runner)
     if table is None:
         return None
-    first = _first(table)
+    first = int(getattr(getattr(table, "shard_indices", None), "org_vocab_start_index", 0))
     weight: Tensor = table.weight
     return weight[token - first] if first <= token < first + weight.shape[0] else None
 
@@ -34,8 +34,3 @@ def _table(runner: Any) -> Any:
             # It may want tokens to embed, and give them instead of the layer.
             return None
     return table if isinstance(getattr(table, "weight", None), Tensor) else None
-
-
-def _first(table: Any) -> int:
-    indices = getattr(table, "shard_indices", None)
-    return int(getattr(indices, "org_vocab_start_index", 0))

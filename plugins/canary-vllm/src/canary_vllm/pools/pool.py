@@ -26,10 +26,11 @@ UNGUARDED = {
 @dataclass(frozen=True, slots=True)
 class Group(BlockGroup):
     """One guarded group. ``page``: slots of an entry of its table. ``holds``: the KV of the served model's ``tokens``,
-    that of a draft model's layers (``drafts``), or recurrent ``states``, one a block."""
+    that of a draft model's layers (``drafts``), or recurrent ``states``, one a block. ``layers``: vLLM's names."""
 
     page: int = 1
     holds: str = "tokens"
+    layers: tuple[str, ...] = ()
 
 
 class VLLMPool(PoolAdapter):
@@ -109,7 +110,7 @@ class VLLMPool(PoolAdapter):
         # A full group may have layers with a window: they read less of the same slots.
         window = window if "SlidingWindow" in next(iter(kinds)) else None
         name = self._name("draft" if drafts else "window" if window else "full", number)
-        self.groups.append(Group(name, number, block, page, "drafts" if drafts else "tokens"))
+        self.groups.append(Group(name, number, block, page, "drafts" if drafts else "tokens", tuple(names)))
         return Region(
             name,
             slots,

@@ -1,0 +1,45 @@
+"""Lengths of a forward's rows, from the tensors that attention reads. The host waits for nothing."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FIRST_ROWS = 256
+"""Rows of static tensors at first. A larger batch makes them larger."""
+
+
+class UniformLens:
+    """Static tensors with one number in all rows. Once the engine's largest batch has come, they need no launch."""
+
+    def __init__(self) -> None:
+        self._filled: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._last: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def of(self, value: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``value`` for each row of ``like``, ``[rows]``, with its dtype unless ``dtype`` is given. Must not be written
+        to."""
+        key, rows = (value, dtype or like.dtype), like.shape[0]
+        last = self._last.get(key)
+        if last is not None and last.shape[0] == rows:
+            return last
+        known = self._filled.get(key)
+        if known is None or known.shape[0] < rows:
+            known = torch.full((max(rows, FIRST_ROWS),), value, dtype=key[1], device=like.device)
+            self._filled[key] = known
+        found = self._last[key] = known[:rows]
+        return found
+
+
+class PrefixLens:
+    """Prefix and new lengths, where an engine has the lengths of whole rows and the starts of their new tokens."""
+
+    def __init__(self) -> None:
+        self._uniform = UniformLens()
+
+    def of(self, seq_lens: Tensor, starts: Tensor, new: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Both ``[rows]``, with the dtype of ``seq_lens``; must not be written to. ``seq_lens``: ``[rows]``, with the
+        new tokens. ``starts``: ``[rows + 1]``, of the same dtype. ``new``: the host's idea of new tokens, by which a
+        decode costs one launch instead of two."""
+        new_lens = starts[1:] - starts[:-1] if max(new) > 1 else self._uniform.of(1, seq_lens)
+        return seq_lens - new_lens, new_lens
