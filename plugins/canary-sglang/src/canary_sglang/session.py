@@ -136,12 +136,10 @@ class Session:
             # The forward writes to them, see there.
             batch = copy.copy(batch)
             batch.input_ids = batch.input_ids.clone()
+        if self._given is not None and self.canary.step.tables.due:
+            original = partial(self._given.around, original, batch)
         view = partial(self._batches.view, batch)
-        run = partial(self.canary.step.run, original, view, batch=batch, overlap=overlap, settle=settle)
-        if self._given is None or not self.canary.step.tables.due:
-            return run()
-        with self._given.of(batch):
-            return run()
+        return self.canary.step.run(original, view, batch=batch, overlap=overlap, settle=settle)
 
     def forget_slots(self, slots: Tensor) -> None:
         """Makes ``slots`` unknown in all regions; they are numbered as in the engine's tables."""

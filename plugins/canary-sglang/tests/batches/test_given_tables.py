@@ -4,7 +4,8 @@ ones are told."""
 import pytest
 from engines.setups import TRITON
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.beyond_ci("the same comparison with vLLM and Transformers")]
+pytestmark = pytest.mark.timeout(900)
+BEYOND = pytest.mark.beyond_ci("the same comparison of mha, and with vLLM and Transformers")
 
 ALWAYS = {"CANARY_TABLE_INTERVAL": "1", "CANARY_READ_CHECK": "0"}
 SMALL = {"attention_backend": "triton", "dtype": "float32", "triton_attention_num_kv_splits": 1}
@@ -18,7 +19,7 @@ KINDS = {
 """Fields beside those of a setup."""
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["mha", *(pytest.param(name, marks=BEYOND) for name in KINDS if name != "mha")])
 def test_right_lists_are_silent_and_wrong_ones_told(name, launch):
     """Clean traffic compares a list in every forward. Then a list with one entry of another request, and one that is a
     step old: told with request, position, both slots and the list's name."""
@@ -49,6 +50,7 @@ def test_right_lists_are_silent_and_wrong_ones_told(name, launch):
         assert {v["detail"] for v in wrong} == {"window_kv_indices of TritonAttnBackend"}
 
 
+@BEYOND
 @pytest.mark.parametrize("name", ["mamba2", "gated_delta", "kimi_delta", "short_conv"])
 def test_right_lists_of_recurrent_states_are_silent(name, start):
     """The list of states that the kernels of recurrent layers are given is compared with SGLang's map from requests to
@@ -65,6 +67,7 @@ def test_right_lists_of_recurrent_states_are_silent(name, start):
     assert len(told) == 1 + (name == "kimi_delta")
 
 
+@BEYOND
 def test_a_backend_that_reads_the_engine_s_table_is_told_once(launch):
     """SGLang's own default on a CPU has no lists to compare."""
     engine = launch({}, like="mha", **ALWAYS)
