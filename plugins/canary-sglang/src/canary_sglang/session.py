@@ -137,11 +137,10 @@ class Session:
             batch = copy.copy(batch)
             batch.input_ids = batch.input_ids.clone()
         view = partial(self._batches.view, batch)
-        run = partial(self.canary.step.run, original, view, batch=batch, overlap=overlap, settle=settle)
-        if self._given is None or not self.canary.step.tables.due:
-            return run()
-        with self._given.of(batch):
-            return run()
+        forward = original
+        if self._given is not None and self.canary.step.tables.due:
+            forward = self._given.around(batch, original)
+        return self.canary.step.run(forward, view, batch=batch, overlap=overlap, settle=settle)
 
     def forget_slots(self, slots: Tensor) -> None:
         """Makes ``slots`` unknown in all regions; they are numbered as in the engine's tables."""

@@ -1,9 +1,8 @@
 """`GivenTables`: the lists that a model's attention is given, against `req_to_token`."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +13,14 @@ from canary_sglang.batches.forward import FIRST_ROWS, UniformLens
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import attention
 
+Output = TypeVar("Output")
+
 
 class GivenTables:
     """Compares what the attention backends of one runner make of `req_to_token`, and of the map from requests to
-    recurrent states (the region ``states``), right after they have made it: while a forward (`of`) is issued, on its
-    stream. The scheduler may write to both once that is done (`Step.follow_check`). Where a model has both, they take
-    turns.
+    recurrent states (the region ``states``), right after they have made it: while a forward is issued (`around`), on
+    its stream. The scheduler may write to both once that is done (`Step.follow_check`). Where a model has both, they
+    take turns.
 
     The backends' own objects are patched with the first forward, since SGLang makes them after the pool. A backend that
     is not known is told once, as a ``tables_left_out`` event.
@@ -46,24 +47,31 @@ class GivenTables:
         self._follows_slots = self._follows_states = False
         self._turn_of_states = False
 
-    @contextmanager
-    def of(self, batch: Any) -> Iterator[None]:
-        """While the forward of ``batch`` is issued, whose tables are due."""
-        with self._canary.guard("tables"):
-            if self._runner.attn_backend is not self._backend:
-                self._follow(self._runner.attn_backend)
-            self._batch = batch if self._patches.done else None
-            self._turn_of_states = self._follows_states and not (self._follows_slots and self._turn_of_states)
-        try:
-            yield
-        finally:
-            if self._batch is not None and self._tables.due:
-                self._tables.skip()
-            self._batch = None
+    def around(self, batch: Any, forward: Callable[[], Output]) -> Callable[[], Output]:
+        """``forward``, which issues ``batch``, whose tables are due: they are compared within it. Whether they were is
+        asked before the step ends, after which those of the next forward may be due."""
+
+        def compared() -> Output:
+            with self._canary.guard("tables"):
+                self._begin(batch)
+            try:
+                return forward()
+            finally:
+                if self._batch is not None and self._tables.due:
+                    self._tables.skip()
+                self._batch = None
+
+        return compared
 
     def close(self) -> None:
         """The backends' methods are their own again."""
         self._patches.undo()
+
+    def _begin(self, batch: Any) -> None:
+        if self._runner.attn_backend is not self._backend:
+            self._follow(self._runner.attn_backend)
+        self._batch = batch if self._patches.done else None
+        self._turn_of_states = self._follows_states and not (self._follows_slots and self._turn_of_states)
 
     def _follow(self, backend: Any) -> None:
         self._patches.undo()
