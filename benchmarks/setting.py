@@ -53,7 +53,7 @@ class Forward:
         elif op == "note_store":
             backend.note_store(state, self.batch, range(len(state.sources)))
         elif op == "compare_tables":
-            backend.compare_tables(state, self._read_table(), 0)
+            backend.compare_tables(state, self._read_table(), 0, True)
         elif op == "gather_blocks":
             slots = self.read_slots[: len(self.read_slots) // BLOCK_SLOTS * BLOCK_SLOTS]
             words = BLOCK_VALUES + len(state.sources)

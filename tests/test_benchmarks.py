@@ -16,7 +16,7 @@ from canary_core.errors import ViolationError
 from canary_core.ops.backends import Backend, triton_backend
 
 CPU = torch.device("cpu")
-NO_OPS = ("name", "row_steps", "compile_together", "tables_ready")
+NO_OPS = ("name", "row_steps", "compile_together")
 OPS = [field.name for field in fields(Backend) if field.name not in NO_OPS]
 
 

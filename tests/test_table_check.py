@@ -11,6 +11,7 @@ from support.toy import ToyEngine
 from canary_adapters import ragged_table
 from canary_core import AttachError, BatchView, Kind, ReadTable
 from canary_core.events import Event
+from canary_core.ops.state import RegionState
 
 
 def kv_indices(batch: BatchView, region: str = "full", window: int = 0) -> ReadTable:
@@ -218,8 +219,12 @@ def test_a_comparison_that_has_to_be_compiled_is_left_out_meanwhile(interval, co
     g = Guarded(table_interval=interval)
     answers = iter([False, True])
     workspace = g.canary.step.tables._workspace
-    backend = replace(workspace.backend, tables_ready=lambda state, table: next(answers))
-    object.__setattr__(workspace, "backend", backend)
+    compare = workspace.backend.compare_tables
+
+    def compared_if_ready(state: RegionState, table: ReadTable, name: int, wait: bool) -> bool:
+        return (wait or next(answers)) and compare(state, table, name, wait)
+
+    object.__setattr__(workspace, "backend", replace(workspace.backend, compare_tables=compared_if_ready))
     g.submit("a", 3)
     for _ in range(2 * interval):
         batch = g.engine.batch()

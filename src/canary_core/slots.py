@@ -25,9 +25,10 @@ Owner = int | Callable[[], int | Tensor]
 one for each slot. It is called when the event takes effect, on the stream of the forwards."""
 
 Event = Literal["alloc", "park", "share", "evict", "free"]
+"""What happens to who has a slot: the name of an op of the back ends, too."""
+
 KEEPING = ("alloc", "park", "share")
 """Events after which no slot may be handed out that could not be before."""
-"""What happens to who has a slot: the name of an op of the back ends, too."""
 
 
 class SlotEvents:

@@ -20,8 +20,9 @@ NoteOp = Callable[[RegionState, Tensor, int, int | Tensor], None]
 class Backend:
     """The ops in the order in which a step runs them; `baseline` runs once, at attach, `verify` and `adopt` where bytes
     arrive, with records or without, `note` where slots get other content without a forward, `gather_blocks` for the
-    ledger, `compare_tables` where attention has got its tables, `note_store` where a layer has stored what it computed,
-    and `compare_stores` before `record`."""
+    ledger, `compare_tables` where attention has got its tables (last argument: whether to wait for a compiler; gives
+    whether it was launched), `note_store` where a layer has stored what it computed, and `compare_stores` before
+    `record`."""
 
     name: str
     baseline: Callable[[RegionState], None]
@@ -39,15 +40,13 @@ class Backend:
     adopt: Callable[[RegionState, Tensor], None]
     note: NoteOp
     gather_blocks: Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]
-    compare_tables: Callable[[RegionState, ReadTable, int], None]
+    compare_tables: Callable[[RegionState, ReadTable, int, bool], bool]
     note_store: Callable[[RegionState, BatchView, Sequence[int]], None]
     compare_stores: BatchOp
     row_steps: tuple[int, ...] = ()
     """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
     compile_together: Callable[[Callable[[], None]], None] | None = None
     """Compiles what the ops that a function calls need, side by side, and launches none of them."""
-    tables_ready: Callable[[RegionState, ReadTable], bool] | None = None
-    """Whether `compare_tables` of such a table is compiled; if not, that begins in a thread. None: it always is."""
 
 
 def choose(name: str, device: torch.device) -> Backend:
@@ -107,5 +106,5 @@ def triton_backend() -> Backend:
         compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
         compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
         stores.note_store, stores.compare_stores,
-        launch.ROW_STEPS, launch.compile_together, tables.tables_ready,
+        launch.ROW_STEPS, launch.compile_together,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
         # What an engine keeps is the table itself, or lists that are copied, with a row for some requests only.
         for kept in (table, replace(table, rows=lens.int())):
             padding = ReadTable("padding", state.region.name, table, kept, lens, lens, batch.writers)
-            backend.compare_tables(state, padding, 0)
+            backend.compare_tables(state, padding, 0, True)
     if state.reads:
         backend.read_check(state, batch, table)
     if state.sources:

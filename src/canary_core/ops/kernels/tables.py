@@ -18,6 +18,9 @@ PARTS = 16
 WARPS = 4
 PROGRAMS_PER_PROCESSOR = 4
 
+NAME = 4
+"""The place of ``name`` among the arguments of a launch."""
+
 CLOCK_STEP = tl.constexpr(int(Clock.STEP))
 KIND_READ_TABLE = tl.constexpr(int(Kind.READ_TABLE))
 PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
@@ -28,20 +31,20 @@ VARYING = (
 )  # fmt: skip
 
 
-def compare_tables(state: RegionState, table: ReadTable, name: int) -> None:
-    """As `canary_core.ops.reference.tables.compare_tables`. One launch; never reads back."""
-    launcher, given = _launch(state, table, name)
-    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+def compare_tables(state: RegionState, table: ReadTable, name: int, wait: bool = True) -> bool:
+    """As `canary_core.ops.reference.tables.compare_tables`. One launch; never reads back. Engines give their tables as
+    they like, so not all of it is compiled when they start: without ``wait`` that begins beside the engine, and
+    meanwhile nothing is launched."""
+    launcher, given = _launch(state, table)
+    grid = programs(state, PROGRAMS_PER_PROCESSOR), 1
+    if not wait and not launcher.ready(grid, given):
+        return False
+    launcher(grid, _named(given, name))
+    return True
 
 
-def tables_ready(state: RegionState, table: ReadTable) -> bool:
-    """Whether `compare_tables` of such a table has nothing to compile; else that begins beside the engine. Engines give
-    their tables as they like, so not all of it is compiled when they start."""
-    launcher, given = _launch(state, table, 0)
-    return launcher.ready((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
-
-
-def _launch(state: RegionState, table: ReadTable, name: int) -> tuple[Launch, Arguments]:
+def _launch(state: RegionState, table: ReadTable) -> tuple[Launch, Arguments]:
+    """The launch, and its arguments with 0 for ``name``."""
     region = state.region
     ring = region.page_ring or (0, 0)
     kept_pool = (*(table.kept.pool_page or (0, 0)), *ring)
@@ -56,10 +59,17 @@ def _launch(state: RegionState, table: ReadTable, name: int) -> tuple[Launch, Ar
         state.launches.by_op[key] = launcher
     slot_map = region.slot_map
     given = arguments(
-        table.first, table.end, table.writers, table.rows, name, slot_map, 0 if slot_map is None else len(slot_map),
+        table.first, table.end, table.writers, table.rows, 0, slot_map, 0 if slot_map is None else len(slot_map),
         *_of(table.kept), *_of(table.given),
     )  # fmt: skip
     return launcher, given
+
+
+def _named(given: Arguments, name: int) -> Arguments:
+    """``given`` with this ``name``, for which nothing else is compiled."""
+    objects, raw = list(given.objects), list(given.raw)
+    objects[NAME] = raw[NAME] = name
+    return Arguments(tuple(objects), raw, given.kind)
 
 
 def _of(table: SlotTable) -> tuple[Tensor | int | None, ...]:

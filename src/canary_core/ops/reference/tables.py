@@ -11,10 +11,11 @@ from canary_core.ops.state import RegionState
 from canary_core.records import Clock, Kind, Phase, Row, Status
 
 
-def compare_tables(state: RegionState, table: ReadTable, name: int) -> None:
+def compare_tables(state: RegionState, table: ReadTable, name: int, wait: bool = True) -> bool:
     """Before or after the `check` of a forward, and before its `record`: looks at each position that ``table`` is
     about. Reports READ_TABLE where the engine's table has a slot and the given one names another one, or none.
-    ``name``: the number under which the host remembers `ReadTable.name`."""
+    ``name``: the number under which the host remembers `ReadTable.name`. ``wait``: for what has to be compiled. Gives
+    whether it was compared; without ``wait`` it may not be."""
     region = state.region
     first = table.first.long().clamp(min=0)
     places = plan.expand(first, torch.maximum(table.end.long(), first))
@@ -28,7 +29,7 @@ def compare_tables(state: RegionState, table: ReadTable, name: int) -> None:
     status = torch.where(present, status, Status.RANGE)
     differs = (kept_status == Status.OK) & ((status != Status.OK) | (given != kept))
     if not bool(differs.any()):
-        return
+        return True
     given, row = given[differs], places.row[differs]
     step = (state.shared.clock[Clock.STEP] + 1) * 8 + Phase.PRE_FORWARD
     fields: dict[Row, Tensor | int] = {
@@ -41,3 +42,4 @@ def compare_tables(state: RegionState, table: ReadTable, name: int) -> None:
         Row.STEP: step,
     }
     report(state.shared, Kind.READ_TABLE, given, fields)
+    return True
