@@ -57,9 +57,7 @@ class Listeners:
 
     def begin(self, batch: Any) -> None:
         """A forward is issued next."""
-        for listener in self._listeners:
-            with self._guard(listener, "begin"):
-                listener.begin(batch)
+        self._each("begin", batch)
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
         """A forward is checked next; gives the view to check, which one listener after the other may amend."""
@@ -70,27 +68,19 @@ class Listeners:
 
     def after(self, batch: Any, view: BatchView | None) -> None:
         """The forward was issued."""
-        for listener in self._listeners:
-            with self._guard(listener, "after"):
-                listener.after(batch, view)
+        self._each("after", batch, view)
 
     def forget(self, batch: Any) -> None:
         """The forward could not be checked."""
-        for listener in self._listeners:
-            with self._guard(listener, "forget"):
-                listener.forget(batch)
+        self._each("forget", batch)
 
     def flushed(self) -> None:
         """The engine has emptied its caches."""
-        for listener in self._listeners:
-            with self._guard(listener, "flushed"):
-                listener.flushed()
+        self._each("flushed")
 
     def idle(self) -> None:
         """The engine has nothing to run."""
-        for listener in self._listeners:
-            with self._guard(listener, "idle"):
-                listener.idle()
+        self._each("idle")
 
     def close(self) -> None:
         """The Canary is off: each is closed, and there are none from now on. Again: does nothing."""
@@ -98,6 +88,11 @@ class Listeners:
         for listener in listeners:
             with self._guard(listener, "close"):
                 listener.close()
+
+    def _each(self, method: str, *given: Any) -> None:
+        for listener in self._listeners:
+            with self._guard(listener, method):
+                getattr(listener, method)(*given)
 
     def _guard(self, listener: StepListener, method: str) -> Failsafe:
         return self._switch.guard(f"{type(listener).__name__}.{method}")

@@ -113,7 +113,6 @@ class Step:
         self.last_view: BatchView | None = None
         """Of the last forward that was checked."""
         self._overlap = Overlap.NONE
-        self._captured = False
         self._read_interval = config.read_interval
         if workspace.device.type == "cpu" or config.mode == "raise":
             self._read_interval = 1
@@ -137,7 +136,7 @@ class Step:
     @property
     def captured(self) -> bool:
         """Whether a CUDA graph has Canary's work in it."""
-        return self._captured
+        return self._recorder.captured
 
     def run(
         self,
@@ -250,7 +249,7 @@ class Step:
         """Whether a forward may be issued before the host works for Canary."""
         if not overlap.allows(Overlap.ALL) or self._workspace.side is None:
             return False
-        if self._captured or self._audit.due or self.stores.on:
+        if self.captured or self._audit.due or self.stores.on:
             return False
         hooked = self._hooks.canary_pre_forward.get_hookimpls()
         return not (hooked or any(state.reads for state in self._states.values()))
@@ -297,7 +296,7 @@ class Step:
             self.watchdog.feed()
             self.forwards += 1
             self._workspace.journal.step = self.forwards
-            self._captured = self._recorder.captured = self._captured or capturing(self._workspace.device)
+            self._recorder.captured = self.captured or capturing(self._workspace.device)
             self.require_place(view)
             self._view = self.last_view = view
             self._canary.sampled.begin()
@@ -305,17 +304,17 @@ class Step:
             compared = [name for name in self._recorder.begin(view) if self._states[name].reads]
             # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
             hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
-            alone = compared or hooked or self._captured or self._audit.due or self.stores.on
+            alone = compared or hooked or self.captured or self._audit.due or self.stores.on
             beside = overlap is not Overlap.NONE and not alone
             for name in view.tables:
                 self._states[name].require_capacity(view)
-            with self._workspace.beside(beside), self.overhead.device(self._captured):
+            with self._workspace.beside(beside), self.overhead.device(self.captured):
                 self._workspace.queue.settle()
                 if hooked:
                     self._hooks.canary_pre_forward(canary=self._canary, batch=view)
                 for name, table in view.tables.items():
                     self._backend.check(self._states[name], view, table)
-                    if not self._captured:
+                    if not self.captured:
                         self._workspace.proof.look(self._states[name], view, table)
                     if name in compared:
                         self._backend.read_check(self._states[name], view, table)
@@ -372,7 +371,7 @@ class Step:
     def _record(self, view: BatchView) -> None:
         workspace, hooks = self._workspace, self._hooks
         hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
-        beside = self._overlap.allows(Overlap.ALL) and not (hooked or self._captured)
+        beside = self._overlap.allows(Overlap.ALL) and not (hooked or self.captured)
         # The check is done before the engine does anything more: it may write to what that reads.
         workspace.join(for_good=not beside)
         if hooked:
@@ -382,7 +381,7 @@ class Step:
         self._recorder.record(view, beside, late=self._overlap.allows(Overlap.NEXT) and not at_once)
         if hooked:
             hooks.canary_recorded(canary=self._canary, batch=view)
-        if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self._captured:
+        if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self.captured:
             self._switch.misuse(
                 f"{UNENDED_FORWARDS} forwards began and step.end was not called, so nothing that they find is told; "
                 "call it after each step"
@@ -433,12 +432,12 @@ class Step:
             self.overhead.enter()
         try:
             workspace = self._workspace
-            if self._captured:
+            if self.captured:
                 # No host code of ours runs before a replay.
                 workspace.queue.settle()
             self.ends += 1
             # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
-            idle = self.ends > 1 and self.forwards == self._ended_forwards and not self._captured
+            idle = self.ends > 1 and self.forwards == self._ended_forwards and not self.captured
             self._ended_forwards = self.forwards
             if workspace.side is not None:
                 workspace.side.unmark()
@@ -447,7 +446,7 @@ class Step:
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
-                    self.scrub.adjust(self._captured)
+                    self.scrub.adjust(self.captured)
                     self._canary.ledger.send()
                 self.overhead.read()
                 self._audit.look(now_and_then=True)
@@ -507,7 +506,7 @@ class Step:
         """From the next forward on nothing is checked, recorded or scrubbed until `resume`; events of slots are
         followed all the same. From any thread. Raises `CanaryError` where Canary is off, or its work is part of a CUDA
         graph, which always does the same."""
-        self._pause.begin(self.forwards, self._captured)
+        self._pause.begin(self.forwards, self.captured)
 
     def resume(self) -> None:
         """Undoes `pause`. What the forwards in between have written was not recorded, so what slots hold by then is not

@@ -54,7 +54,7 @@ class Accesses:
         self._number = 0
         self._given: list[tuple[int, int]] = []
         # Of a kernel's launch, by memory: as `Memory.last`, the last program, from 1.
-        self._programs: dict[str, Numbers] = {}
+        self._programs: dict[int, Numbers] = {}
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """From now on; the tensor is kept, so that its memory becomes nobody else's."""
@@ -75,7 +75,7 @@ class Accesses:
         stream, who writes there."""
         with self.device.on(self.device.main), self.launch(f"whoever gets the memory of {name}"):
             for tensor in tensors:
-                self.touch(WRITE, addresses_of(tensor), tensor.element_size())
+                self.touch_whole(WRITE, tensor)
 
     @contextmanager
     def launch(self, name: str) -> Iterator[None]:
@@ -102,6 +102,10 @@ class Accesses:
                 self._compare(kind, memory, places)
                 if self._launch in self.kernels:
                     self._compare_programs(kind, memory, places)
+
+    def touch_whole(self, kind: int, tensor: Tensor) -> None:
+        """As `touch`, every element of ``tensor``."""
+        self.touch(kind, addresses_of(tensor), tensor.element_size())
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -156,9 +160,9 @@ class Accesses:
     def _compare_programs(self, kind: int, memory: Memory, places: Numbers) -> None:
         x, y, _ = interpreter.interpreter_builder.grid_idx
         mine = 1 + x + (y << 16)
-        last = self._programs.get(memory.name)
+        last = self._programs.get(memory.begin)
         if last is None:
-            last = self._programs[memory.name] = np.zeros((3, memory.end - memory.begin), dtype=np.int32)
+            last = self._programs[memory.begin] = np.zeros((3, memory.end - memory.begin), dtype=np.int32)
         for theirs in AGAINST[kind]:
             before = last[theirs, places]
             if ((before != 0) & (before != mine)).any():
@@ -224,11 +228,8 @@ class Operators(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and self._accesses.watches(tensor):
                     kind = WRITE if argument.alias_info is not None and argument.alias_info.is_write else READ
                     chosen = CHOSEN.get(func.overloadpacket.__name__) if place == 0 else None
-                    yield (
-                        kind,
-                        tensor,
-                        addresses_of(tensor) if chosen is None else chosen(addresses_of(tensor), *args[1:]),
-                    )
+                    addresses = addresses_of(tensor)
+                    yield kind, tensor, addresses if chosen is None else chosen(addresses, *args[1:])
 
 
 def addresses_of(tensor: Tensor) -> Numbers:

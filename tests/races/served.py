@@ -1,6 +1,5 @@
 """`Served`: a toy engine that serves as SGLang does with its overlap scheduler, on a pretended device."""
 
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from races.accesses import READ, WRITE, Accesses, Numbers, addresses_of
+from races.accesses import READ, WRITE, Accesses, Numbers
 from races.streams import Device, Event
 from support.guarded import Guarded
 from support.toy import Request, ToyEngine
@@ -35,9 +34,7 @@ class Served:
     here only the reads of that are looked at.
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, overlap: Overlap, scheduler: bool = False, **settings: Any
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, overlap: Overlap, scheduler: bool = False) -> None:
         self.overlap = overlap
         self.refills = False
         """Whether the lengths of a batch are filled into the tensor of the one before, too."""
@@ -47,8 +44,7 @@ class Served:
         self.scheduler = self.device.stream("scheduler") if scheduler else self.device.main
         self.accesses = Accesses(self.device, self._read_of_no_use)
         self.engine = ToyEngine(slots=72, layers=1, row_elements=SLOT_BYTES // 2)
-        settings = {"scrub_budget": "64KiB", "stats_interval": 0, "table_interval": 2, **settings}
-        self.guarded = Guarded(self.engine, backend="triton", **settings)
+        self.guarded = Guarded(self.engine, backend="triton", scrub_budget="64KiB", stats_interval=0, table_interval=2)
         self.canary = self.guarded.canary
         self.canary.sampled.follow()
         self.canary.step.add(Drops(self))
@@ -160,7 +156,7 @@ class Served:
     def _copied(self, *tensors: Tensor) -> None:
         with self.accesses.launch("the copy to the host"):
             for tensor in tensors:
-                self.accesses.touch(READ, addresses_of(tensor), tensor.element_size())
+                self.accesses.touch_whole(READ, tensor)
 
     def _read_of_no_use(self, launch: str, memory: str, places: Numbers) -> Numbers:
         """The scrub compares slots that it listed in the forward before. Where bytes differ it asks the record, and
@@ -236,23 +232,21 @@ class Served:
         for request, new in live:
             request.slots += [engine.free.pop(0) for _ in range(new)]
             self._enter(request, request.cached)
+        writes = self._made("write_slots", [s for r, _ in live for s in r.slots[r.cached :]])
+        kept = SlotTable(engine.table, self._made("rows", [self._rows[r.name] for r, _ in live]), write_slots=writes)
         width = max(len(r.tokens) for r, _ in live)
         batch = BatchView(
             self._made("prefix_lens", [r.cached for r, _ in live]),
             self._made("new_lens", [new for _, new in live]),
             self._made("token_ids", [t for r, new in live for t in r.tokens[r.cached :][:new]]),
             self._made("writers", [engine.writers.id(r.name) for r, _ in live]),
-            {},
+            {"full": kept},
             expected_tokens=self._made("expected_tokens", [r.tokens + [-1] * (width - len(r.tokens)) for r, _ in live]),
         )
-        writes = self._made("write_slots", [s for r, _ in live for s in r.slots[r.cached :]])
-        rows = self._made("rows", [self._rows[r.name] for r, _ in live])
-        kept = SlotTable(engine.table, rows, write_slots=writes)
         given = SlotTable(self._made("page table", [r.slots + [0] * (WIDTH - len(r.slots)) for r, _ in live]))
         ends = self._made("ends", [len(r.slots) for r, _ in live])
         begins = self._made("begins", [0] * len(live))
         self.canary.slots.alloc("full", writes)
-        batch = dataclasses.replace(batch, tables={"full": kept})
         return batch, ReadTable("kv_indices", "full", given, kept, begins, ends, batch.writers)
 
     def _made(self, name: str, values: list[Any]) -> Tensor:
@@ -269,7 +263,7 @@ class Served:
 
     def _fill(self, tensor: Tensor) -> None:
         with self.accesses.launch("the engine"):
-            self.accesses.touch(WRITE, addresses_of(tensor), tensor.element_size())
+            self.accesses.touch_whole(WRITE, tensor)
 
     def _compute(self, batch: BatchView) -> None:
         """Reads what attention reads, then writes."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_on_cpu.params import shared_engine
 from vllm_on_cpu.setups import SETUPS, Setup
 
 MARKERS = (
@@ -48,12 +49,7 @@ def shared(name: str) -> Shared:
     return Shared(setup, SmallEngine(setup.model, **setup.options))
 
 
-def _marks(setup: Setup) -> list[pytest.MarkDecorator]:
-    group = pytest.mark.xdist_group(f"process {setup.process}")
-    return [group, pytest.mark.older_release] if setup.older else [group]
-
-
-@pytest.fixture(scope="session", params=[pytest.param(name, marks=_marks(setup)) for name, setup in SETUPS.items()])
+@pytest.fixture(scope="session", params=[shared_engine(name) for name in SETUPS])
 def engine(request: pytest.FixtureRequest) -> Shared:
     """One engine of each of `SETUPS`, loaded once a process; each guard gives it a new KV cache."""
     return shared(request.param)

@@ -5,18 +5,12 @@ from typing import Any
 import pytest
 from vllm_on_cpu import guarded
 from vllm_on_cpu.engine import SmallEngine
-from vllm_on_cpu.setups import SETUPS
+from vllm_on_cpu.params import shared_engine
 
 from canary_core import Kind
 from canary_core.records import Phase
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def of(name: str) -> Any:
-    """An engine of `vllm_on_cpu.setups`."""
-    marks = [pytest.mark.xdist_group(f"process {SETUPS[name].process}")]
-    return pytest.param(name, marks=marks + [pytest.mark.older_release] * SETUPS[name].older)
 
 
 def impls(engine: SmallEngine) -> dict[str, Any]:
@@ -60,7 +54,9 @@ def flipped(guard: guarded.Guarded, layer: int, half: str) -> tuple[list[Any], l
     return found, expected
 
 
-@pytest.mark.parametrize("engine", [of(n) for n in ("llama", "fp8", "window", "hybrid", "mla")], indirect=True)
+@pytest.mark.parametrize(
+    "engine", [shared_engine(n) for n in ("llama", "fp8", "window", "hybrid", "mla")], indirect=True
+)
 def test_a_flip_between_a_store_and_the_end_of_the_forward_is_told(engine):
     """In each layer and half, in that very forward, and never again."""
     setup = engine.setup
@@ -73,7 +69,7 @@ def test_a_flip_between_a_store_and_the_end_of_the_forward_is_told(engine):
                 assert f"the store of layer {layer} and the end of the forward" in told.explanation
 
 
-@pytest.mark.parametrize("engine", [of("llama")], indirect=True)
+@pytest.mark.parametrize("engine", [shared_engine("llama")], indirect=True)
 def test_without_the_setting_the_same_flip_is_not_told(engine):
     """Bytes count from the end of the forward on. And vLLM's own stores are not wrapped, while with the setting they
     are, until the session ends."""
