@@ -1,5 +1,5 @@
-"""Real SGLang on a GPU with the Triton backend: the lists that its CUDA graphs and its eager forwards read, compared
-with `req_to_token` in every forward. What `tests/batches/test_given_tables.py` states for a CPU.
+"""Real SGLang on a GPU: the lists and page tables that its CUDA graphs and its eager forwards read, compared with
+`req_to_token` in every forward. What `tests/batches/test_given_tables.py` states for a CPU, and other backends.
 
 ``python3 -m pytest -m gpu plugins/canary-sglang/tests/gpu/test_given_tables.py``: up to a minute an engine.
 """
@@ -13,6 +13,17 @@ SETUPS = {
     "window": {"model": "gpu_cohere2"},
     "mla": {"model": "gpu_deepseek_v2"},
 }
+OTHERS = {
+    "flashinfer": {"attention_backend": "flashinfer"},
+    "flashinfer_window": {"attention_backend": "flashinfer", "model": "gpu_cohere2"},
+    "fa3": {"attention_backend": "fa3"},
+    "fa3_pages": {"attention_backend": "fa3", "page_size": 64},
+    "fa3_window": {"attention_backend": "fa3", "model": "gpu_cohere2"},
+    "fa3_mla": {"attention_backend": "fa3", "model": "gpu_deepseek_v2"},
+    "fa3_eager": {"attention_backend": "fa3", "disable_cuda_graph": True},
+}
+"""Backends that SGLang's wheel may have no kernels for, or that are compiled when they are first used."""
+TOLD_AS = {"flashinfer": "kv_indices of FlashInferAttnBackend", "fa3": "page_table of FlashAttentionBackend"}
 EAGLE = {
     "speculative_algorithm": "EAGLE",
     "draft_model": "gpu_llama_draft",
@@ -25,7 +36,7 @@ ALWAYS = {"CANARY_TABLE_INTERVAL": "1", "CANARY_SCRUB_BUDGET": "64MiB", "CANARY_
 
 def fields(name, **options):
     """Of a `Setup`."""
-    known = {"device": "cuda", "model": "gpu_llama", **SETUPS.get(name, EAGLE), **options}
+    known = {"device": "cuda", "model": "gpu_llama", **(SETUPS | OTHERS).get(name, EAGLE), **options}
     return {"options": known, "prompts": 8, "new_tokens": 24, "shared": 300, "patience_s": 400}
 
 
@@ -62,6 +73,40 @@ def test_right_lists_are_silent_and_wrong_ones_told(name, launch, record_propert
 
     if name == "window":
         done = engine.stale_table(what="window", prompts=setup.traffic(4, 4)[2:])
+        assert {(v["region"], v["request"]) for v in read_tables(done)} == {("swa", done["requests"][0])}
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_backends_are_compared_too(name, launch, record_property):
+    """FlashInfer's lists and FlashAttention-3's page tables: clean traffic compares one in every forward. Then a wrong
+    entry of those that a graph reads is told with request, position, both slots and the table's name; so is one of a
+    window."""
+    backend, _, kind = name.partition("_")
+    if backend == "fa3":
+        pytest.importorskip("sgl_kernel.flash_attn", exc_type=ImportError)
+    engine = launch(fields(name), **ALWAYS)
+    setup = engine.setup
+    for seed in (0, 0, 1):
+        engine.serve(prompts=setup.traffic(seed), new_tokens=setup.new_tokens)
+    found = engine.findings()
+    record_property("compared", found["stats"]["tables_compared"])
+    assert found["violations"] == []
+    assert found["stats"]["tables_compared"] == found["stats"]["forwards"]
+    assert "tables_left_out" not in {event["name"] for event in engine.events()}
+    assert TOLD_AS[backend] in engine.table_names()
+
+    if kind != "eager":
+        done = engine.stale_table(what="entry", prompts=setup.traffic(2, 4)[2:], backend=backend)
+        wrong = [v for v in read_tables(done) if v["region"] == "full"]
+        places = range(done["position"], done["position"] + done.get("positions", 1))
+        assert {(v["request"], v["position"]) for v in wrong} == {(done["requests"][-1], p) for p in places}
+        slots = {(done["wrong"] + i, done["right"] + i) for i in range(len(places))}
+        assert {(v["slot"], v["stored_value"]) for v in wrong} == slots
+        assert {v["detail"] for v in wrong} == {TOLD_AS[backend]}
+    if kind == "window":
+        done = engine.stale_table(what="window", prompts=setup.traffic(4, 4)[2:], backend=backend)
         assert {(v["region"], v["request"]) for v in read_tables(done)} == {("swa", done["requests"][0])}
     engine.close()
 

@@ -1,6 +1,10 @@
 """What an attention backend makes of `req_to_token`, broken from outside, after SGLang's own functions have made it."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -10,30 +14,49 @@ NEW_TOKENS = 8
 """Of each request: the lists of the forwards after those that are broken are right again."""
 
 
-def stale_table(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Serves the prompts together; once all are decoding, for four forwards the lists of the Triton backend are wrong:
-    ``entry`` names at one position of the last request a slot of the first one, ``old`` is the list of the forward
-    before, ``window`` names at the oldest position of a window's list the slot after it. Then they are served to
-    their end. Gives the findings, the requests' names, and for ``entry`` both slots and the position."""
-    from sglang.srt.layers.attention import triton_backend
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
+def stale_table(engine: Any, what: str, prompts: list[list[int]], backend: str = "triton") -> dict[str, Any]:
+    """Serves the prompts together; once all are decoding, for four forwards what the backend is given is wrong:
+    ``entry`` names at a place of the last request what an earlier place of the first one has, ``old`` is the list of
+    the forward before (Triton), ``window`` names at the oldest position of a window's list the slot after it. Then they
+    are served to their end. Gives the findings, the requests' names, and for ``entry`` the first position that is wrong
+    and the slots there. ``backend``: ``triton``, ``flashinfer``, or ``fa3``, whose graphs have page tables."""
     served = decoding(engine, prompts, NEW_TOKENS)
     engine.session.canary.drain()
     engine.told.violations = []
     known: dict[str, Any] = {"requests": [r.rid for r in served]}
+    with BREAKS[backend](what, len(served), known):
+        # A window's table and the full one take turns.
+        for _ in range(4):
+            engine.step()
+    engine.session.canary.drain()
+    found = [v.fields() for v in engine.told.violations]
+    while engine.step():
+        pass
+    return {**known, "violations": found}
+
+
+def wrong_entry(indptr: torch.Tensor, indices: torch.Tensor, rows: int, known: dict[str, Any]) -> None:
+    """Position 3 of the last row names the slot that position 1 of the first one has."""
+    place = int(indptr[rows - 1]) + 3
+    known.update(position=3, right=int(indices[place]), wrong=int(indices[1]))
+    indices[place] = indices[1].clone()
+
+
+@contextlib.contextmanager
+def break_triton(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
+    """Its two functions that fill lists, for eager forwards and graphs."""
+    from sglang.srt.layers.attention import triton_backend
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
     before: list[torch.Tensor] = []
     fill, update = TritonAttnBackend._fill_kv_indptr_and_indices, triton_backend.update_sliding_window_buffer
 
     def filled(self: Any, bs: int, seq_lens: Any, req_pool_indices: Any, kv_indices: Any, *more: Any) -> Any:
         indptr = fill(self, bs, seq_lens, req_pool_indices, kv_indices, *more)
-        rows = len(served)
         end = int(indptr[rows])
         right = kv_indices[:end].clone()
         if what == "entry":
-            place = int(indptr[rows - 1]) + 3
-            known.update(position=3, right=int(right[place]), wrong=int(right[1]))
-            kv_indices[place] = right[1]
+            wrong_entry(indptr, kv_indices, rows, known)
         elif what == "old" and before:
             old = before[-1][:end]
             kv_indices[: len(old)] = old
@@ -47,17 +70,59 @@ def stale_table(engine: Any, what: str, prompts: list[list[int]]) -> dict[str, A
             indices[int(indptr[0])] = indices[int(indptr[0]) + 1]
         return made
 
-    TritonAttnBackend._fill_kv_indptr_and_indices = filled
-    triton_backend.update_sliding_window_buffer = updated
-    try:
-        # A window's list and the full one take turns.
-        for _ in range(4):
-            engine.step()
-    finally:
-        TritonAttnBackend._fill_kv_indptr_and_indices = fill
-        triton_backend.update_sliding_window_buffer = update
-    engine.session.canary.drain()
-    found = [v.fields() for v in engine.told.violations]
-    while engine.step():
-        pass
-    return {**known, "violations": found}
+    with (
+        mock.patch.object(TritonAttnBackend, "_fill_kv_indptr_and_indices", filled),
+        mock.patch.object(triton_backend, "update_sliding_window_buffer", updated),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def break_flashinfer(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
+    """The kernel that makes all of its lists; a window's has a first position of each row."""
+    from sglang.srt.layers.attention import flashinfer_backend
+
+    class Breaking:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(table: Any, req: Any, lengths: Any, indptr: Any, start: Any, indices: Any, *more: Any) -> None:
+                right[grid](table, req, lengths, indptr, start, indices, *more)
+                if what == "entry" and start is None:
+                    wrong_entry(indptr, indices, rows, known)
+                elif what == "window" and start is not None:
+                    indices[int(indptr[0])] = indices[int(indptr[0]) + 1].clone()
+
+            return launch
+
+    right = flashinfer_backend.create_flashinfer_kv_indices_triton
+    with mock.patch.object(flashinfer_backend, "create_flashinfer_kv_indices_triton", Breaking()):
+        yield
+
+
+@contextlib.contextmanager
+def break_fa3(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
+    """The function that fills the page tables of a decode that is replayed from a graph. ``entry``: the second page
+    of the last row is the first one of the first row."""
+    from sglang.srt.layers.attention import flashattention_backend
+
+    right = flashattention_backend.normal_decode_set_metadata
+
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        done = right(*args, **kwargs)
+        given = signature(right).bind(*args, **kwargs).arguments
+        table, size = given["page_table"], given["page_size"]
+        if what == "entry":
+            slots = {"right": int(table[rows - 1, 1]) * size, "wrong": int(table[0, 0]) * size}
+            known.update(position=size, positions=size, **slots)
+            table[rows - 1, 1] = table[0, 0].clone()
+        else:
+            window, end = given["swa_page_table"], int(given["seq_lens"][0])
+            first = max(end - known["window_tokens"], 0) // size
+            window[0, first] = window[0, first + 1].clone()
+        return done
+
+    known["window_tokens"] = 128
+    with mock.patch.object(flashattention_backend, "normal_decode_set_metadata", filled):
+        yield
+
+
+BREAKS = {"triton": break_triton, "flashinfer": break_flashinfer, "fa3": break_fa3}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import UniformLens, ragged_table, ring_table, slot_table
+from canary_adapters import UniformLens, block_table, ragged_table, ring_table, slot_table
 from canary_core import Canary, Patches, ReadTable, RegionKind
 from canary_sglang.batches.forward import FIRST_ROWS
 from canary_sglang.batches.writers import RequestWriters
@@ -87,7 +87,8 @@ class GivenTables:
         if batch is None or self._turn_of_states or not self._tables.due or kwargs.get("in_capture") or _capturing():
             return
         with self._canary.guard("tables"):
-            self._tables.compare(list(self._read_tables(backend, graph, batch)))
+            seen = args[0] if args else kwargs["forward_batch"]
+            self._tables.compare(list(self._read_tables(backend, graph, batch, seen)))
 
     def _made_states(self, backend: Any, *args: Any, **kwargs: Any) -> None:
         batch = self._batch
@@ -108,31 +109,39 @@ class GivenTables:
         name = f"mamba_cache_indices of {type(backend).__name__}"
         yield ReadTable(name, self._states, given, kept, end - 1, end, self._writers.ids(batch.rids))
 
-    def _read_tables(self, backend: Any, graph: bool, batch: Any) -> Iterator[ReadTable]:
+    def _read_tables(self, backend: Any, graph: bool, batch: Any, seen: Any) -> Iterator[ReadTable]:
+        """``seen``: the batch as the backend was given it, with padded rows in a graph."""
         lengths, rows = attention.read_lengths(batch), len(batch.rids)
         if lengths is None:
             return
         end = lengths[:rows]
         kept = slot_table(self._runner.req_to_token_pool.req_to_token, batch.req_pool_indices[:rows])
-        for made in attention.indices(backend, graph):
+        for made in attention.made(backend, graph, seen):
             region = self._window if made.own_slots else self._full
-            if region is None or made.starts.shape[0] <= rows:
+            if region is None or made.rows < rows:
                 continue
-            first, starts = self._uniform.of(0, end), made.starts[:rows]
-            if made.window_tokens is not None:
-                first, starts = self._window_starts(end, starts, made.window_tokens)
-            given = ragged_table(made.entries, starts)
+            tokens = made.window_tokens
+            first = self._uniform.of(0, end) if tokens is None else self._window_first(end, tokens)
+            if isinstance(made, attention.Pages):
+                given = block_table(made.entries[:rows], made.page_size)
+            else:
+                given = ragged_table(made.entries, self._list_begins(made, first, rows))
             writers = self._writers.ids(batch.rids)
             yield ReadTable(made.name, region, given, kept, first, end, writers, made.own_slots)
 
-    def _window_starts(self, end: Tensor, starts: Tensor, window_tokens: int) -> tuple[Tensor, Tensor]:
-        """The first position of each row in a window's list, and where its position 0 would be; in static buffers."""
-        rows = len(end)
-        if self._buffers is None or self._buffers.shape[1] < rows:
-            self._buffers = torch.zeros((2, max(rows, FIRST_ROWS)), dtype=torch.int64, device=end.device)
-        first, begins = self._buffers[0, :rows], self._buffers[1, :rows]
-        torch.sub(end, window_tokens, out=first).clamp_(min=0)
-        return first, torch.sub(starts, first, out=begins)
+    def _window_first(self, end: Tensor, tokens: int) -> Tensor:
+        """The first of the last ``tokens`` positions of each row, in a static buffer."""
+        if self._buffers is None or self._buffers.shape[1] < len(end):
+            self._buffers = torch.zeros((2, max(len(end), FIRST_ROWS)), dtype=torch.int64, device=end.device)
+        return torch.sub(end, tokens, out=self._buffers[0, : len(end)]).clamp_(min=0)
+
+    def _list_begins(self, made: attention.Indices, first: Tensor, rows: int) -> Tensor:
+        """Where each row's position 0 would be in a list that begins with its position ``first``; of a window's in a
+        static buffer."""
+        starts = made.starts[:rows]
+        if made.window_tokens is None or self._buffers is None:
+            return starts
+        return torch.sub(starts, first, out=self._buffers[1, :rows])
 
 
 def _capturing() -> bool:

@@ -1,6 +1,6 @@
 """What attention backends are given for a forward: lists of slots and page tables that they make of `req_to_token`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ METADATA = ("init_forward_metadata", "init_forward_metadata_out_graph")
 """Methods of a backend that make its tables, for a forward and for the replay of a graph."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Indices:
     """A list of the slots of all rows, one row after the other: row ``r`` has those from ``starts[r]`` on.
 
-    window_tokens: the list has only so many of a row's last positions, None for all. own_slots: it has slots of the
-    window's own pool, else numbers as in `req_to_token`.
+    window_tokens: the list begins with the first of so many last positions of a row, None for all. own_slots: it has
+    slots of the window's own pool, else numbers as in `req_to_token`.
     """
 
     name: str
@@ -30,6 +30,31 @@ class Indices:
     starts: Tensor
     window_tokens: int | None = None
     own_slots: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Batch rows that it has."""
+        return self.starts.shape[0] - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pages:
+    """A page table, ``[rows, pages]``: the number of a page of ``page_size`` slots for each page of a row. Of a window
+    only the last ``window_tokens`` positions are read. ``own_slots`` as in `Indices`."""
+
+    name: str
+    entries: Tensor
+    page_size: int
+    window_tokens: int | None = None
+    own_slots: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Batch rows that it has."""
+        return self.entries.shape[0]
+
+
+Made = Indices | Pages
 
 
 def leaves(backend: Any) -> Iterator[Any]:
@@ -60,31 +85,101 @@ def why_not(backend: Any) -> str | None:
     name = type(backend).__name__
     if name in READ_THEMSELVES:
         return "it makes no table: it reads req_to_token itself"
-    if name != "TritonAttnBackend":
+    if name not in KNOWN:
         return "what it makes of req_to_token is not known here"
-    if getattr(backend, "dcp_size", 1) > 1:
+    sharded = getattr(backend, "dcp_size", 1) > 1 or (getattr(backend, "attn_cp_size", None) or 1) > 1
+    if sharded or getattr(backend, "_kv_shard_pool", None) is not None:
         return "the slots of one request lie on several ranks"
     # Up to 0.5.17, and later.
-    translates = getattr(backend, "_translate_kv_loc", None) is not None
+    hooks = getattr(backend, "_unified_hooks", None)
+    translates = getattr(backend, "_translate_kv_loc", None) is not None or getattr(hooks, "enabled", False)
     if translates or getattr(getattr(backend, "kv_index_translator", None), "is_translating", False):
         return "req_to_token has virtual slots, which it translates"
     return None
 
 
-def indices(backend: Any, graph: bool) -> Iterator[Indices]:
-    """What a leaf has made last. ``graph``: for the replay of a CUDA graph, in that graph's own buffers."""
+def made(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
+    """What a leaf has made last, for ``batch``, as it was given that. ``graph``: for the replay of a CUDA graph, in
+    that graph's own buffers."""
+    yield from KNOWN[type(backend).__name__](backend, graph, batch)
+
+
+def _triton(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
     if graph:
-        made, entries, window = backend, backend.cuda_graph_kv_indices, "cuda_graph_window_kv_indices"
+        holder, entries, window = backend, backend.cuda_graph_kv_indices, "cuda_graph_window_kv_indices"
     else:
-        made, window = backend.forward_metadata, "window_kv_indices"
-        entries = made.kv_indices
-    name = type(backend).__name__
-    yield Indices(f"kv_indices of {name}", entries.view(-1), made.kv_indptr)
-    tokens = getattr(backend, "sliding_window_size", None)
-    entries, starts = getattr(made, window, None), getattr(made, "window_kv_indptr", None)
-    if tokens and tokens > 0 and entries is not None and starts is not None:
+        holder, window = backend.forward_metadata, "window_kv_indices"
+        entries = holder.kv_indices
+    yield Indices(name="kv_indices of TritonAttnBackend", entries=entries.view(-1), starts=holder.kv_indptr)
+    tokens = _window_tokens(backend)
+    entries, starts = getattr(holder, window, None), getattr(holder, "window_kv_indptr", None)
+    if tokens and entries is not None and starts is not None:
         own = bool(getattr(backend, "use_sliding_window_kv_pool", False))
-        yield Indices(f"window_kv_indices of {name}", entries.view(-1), starts, int(tokens), own)
+        name = "window_kv_indices of TritonAttnBackend"
+        yield Indices(name=name, entries=entries.view(-1), starts=starts, window_tokens=tokens, own_slots=own)
+
+
+def _flashinfer(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
+    """The lists that its wrappers were planned with: one for all layers, or a window's and one for the other layers."""
+    mode = batch.forward_mode.name
+    if not graph:
+        metadata = backend.forward_metadata
+        wrappers = getattr(metadata, "decode_wrappers", None) or getattr(metadata, "prefill_wrappers", ())
+    elif mode == "DECODE":
+        wrappers = backend.decode_cuda_graph_metadata[batch.batch_size]
+    elif mode == "TARGET_VERIFY":
+        wrappers = backend.prefill_cuda_graph_metadata[batch.batch_size]
+    else:
+        wrappers = backend.full_cg_prefill_wrappers
+    # The slots of what it has dequantized.
+    if not wrappers or getattr(backend, "dq_page_table", None) is not None:
+        return
+    name, window = "kv_indices of FlashInferAttnBackend", _window_tokens(backend.indices_updater_decode)
+    full = wrappers[-1]
+    yield Indices(name=name, entries=full._paged_kv_indices_buf, starts=full._paged_kv_indptr_buf)
+    # With drafted tokens a window's list is another one.
+    if len(wrappers) == 2 and window and batch.spec_info is None:
+        own = getattr(backend.indices_updater_decode, "_swa_kv_pool", None) is not None
+        tokens = window + 1 if mode == "DECODE" else window
+        entries, starts = wrappers[0]._paged_kv_indices_buf, wrappers[0]._paged_kv_indptr_buf
+        yield Indices(name=f"window_{name}", entries=entries, starts=starts, window_tokens=tokens, own_slots=own)
+
+
+def _flash_attention(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
+    metadata = backend.forward_metadata
+    name, size = "page_table of FlashAttentionBackend", int(backend.page_size)
+    if metadata.page_table is not None:
+        yield Pages(name=name, entries=metadata.page_table, page_size=size)
+    tokens = _window_tokens(backend)
+    if tokens and metadata.swa_page_table is not None:
+        entries = metadata.swa_page_table
+        yield Pages(name=f"swa_{name}", entries=entries, page_size=size, window_tokens=tokens, own_slots=True)
+
+
+def _sparse(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
+    """The tables through which DeepSeek's sparse attention finds the slots that its indexer has chosen; of drafted
+    tokens each one has a row."""
+    metadata, size = backend.forward_metadata, int(backend.real_page_size)
+    if batch.forward_mode.name == "TARGET_VERIFY":
+        return
+    name, slots = "of DeepseekSparseAttnBackend", metadata.page_table_1
+    yield Pages(name=f"real_page_table {name}", entries=metadata.real_page_table, page_size=size)
+    if slots is not None and slots is not metadata.real_page_table:
+        yield Pages(name=f"page_table_1 {name}", entries=slots, page_size=1)
+
+
+def _window_tokens(holder: Any) -> int | None:
+    tokens = getattr(holder, "sliding_window_size", None)
+    return int(tokens) if tokens and tokens > 0 else None
+
+
+KNOWN: dict[str, Callable[[Any, bool, Any], Iterator[Made]]] = {
+    "TritonAttnBackend": _triton,
+    "FlashInferAttnBackend": _flashinfer,
+    "FlashAttentionBackend": _flash_attention,
+    "DeepseekSparseAttnBackend": _sparse,
+}
+"""Backends whose tables are known, and what they have made."""
 
 
 def read_lengths(batch: Any) -> Tensor | None:
