@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -180,6 +180,8 @@ class Engine:
             s.process_batch_result(batch, result)
             self.steps += 1
         else:
+            # Of the overlap scheduler's loop, which this one is not: `on_idle` asks for it.
+            s.result_queue = getattr(s, "result_queue", deque())
             s.on_idle()
         s.last_batch = batch
         return bool(batch)

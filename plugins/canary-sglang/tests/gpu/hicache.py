@@ -98,20 +98,22 @@ def judge(case: str, found: list[dict[str, Any]], told: list[dict[str, Any]], sa
 
 @contextlib.contextmanager
 def flipped_file(folder: Path, case: str) -> Iterator[None]:
-    """Within it, in the case ``flip_file SOURCE`` one page's file has a flipped bit: all of its layers' K is before all
-    V."""
+    """Within it, in the case ``flip_file SOURCE`` every third page's file has a flipped bit: which of them are loaded
+    depends on what stayed in memory. All of a page's layers' K is before all V."""
     how, _, source = case.partition(" ")
     if how != "flip_file":
         yield
         return
-    page = sorted((folder / "store").glob("*.bin"))[len(source) + int(source[-1])]
-    content = page.read_bytes()
+    pages = sorted((folder / "store").glob("*.bin"))[int(source[-1]) % 3 :: 3]
+    contents = {page: page.read_bytes() for page in pages}
     half, layer = source.split(".")
-    flipped = bytearray(content)
-    flipped[("kv".index(half) * LAYERS + int(layer)) * len(content) // (2 * LAYERS) + 1] ^= 1
-    page.write_bytes(flipped)
+    for page, content in contents.items():
+        flipped = bytearray(content)
+        flipped[("kv".index(half) * LAYERS + int(layer)) * len(content) // (2 * LAYERS) + 1] ^= 1
+        page.write_bytes(flipped)
     yield
-    page.write_bytes(content)
+    for page, content in contents.items():
+        page.write_bytes(content)
 
 
 def side_main(options: argparse.Namespace) -> None:
