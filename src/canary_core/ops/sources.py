@@ -75,6 +75,7 @@ class SourceTable(Sequence[KVSource]):
         self.salts = hashing.salts(max(len(self), 1), device)
         self.descriptors = torch.zeros(len(self), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
         self.groups = source_groups(self.bound, device)
+        self._shapes = [SourceShape.of(s) for s in self]
         self.slot_bytes = sum(s.slot_bytes for s in self)
         """Fingerprinted bytes of one slot."""
         self._describe()
@@ -122,17 +123,20 @@ class SourceTable(Sequence[KVSource]):
             fresh.require_slots(region.slots)
         if len(new) != len(self):
             raise AttachError(f"region {region.name!r}: rebind needs all {len(self)} sources, got {len(new)}")
-        reshaped = [SourceShape.of(s) for s in new] != [SourceShape.of(s) for s in self]
+        shapes = [SourceShape.of(s) for s in new]
+        reshaped = shapes != self._shapes
         if reshaped:
             self.groups = source_groups(new, self.descriptors.device)
-        self.bound = new
+        self.bound, self._shapes = new, shapes
         self._describe()
         return reshaped
 
     def _describe(self) -> None:
         rows = [descriptor(s, self._config.non_finite) for s in self]
         if rows:
-            self.descriptors.copy_(torch.tensor(rows, dtype=torch.int64))
+            # From pinned memory, so that the host does not wait.
+            host = torch.tensor(rows, dtype=torch.int64, pin_memory=self.descriptors.is_cuda)
+            self.descriptors.copy_(host, non_blocking=True)
 
 
 def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[SourceGroup, ...]:

@@ -16,6 +16,9 @@ class Instant:
     def wait_event(self, event: Any) -> None:
         """Nothing to wait for."""
 
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
     def synchronize(self) -> None:
         """Nothing to wait for."""
 

@@ -183,6 +183,8 @@ class Session:
             if view is None:
                 original(model, batch_data, *args, **kwargs)
                 return
+            with self.canary.guard("canary_transformers: inputs"):
+                self._wait_for_inputs()
             with self._on_stream():
                 self.canary.step.before(view)
             try:
@@ -196,6 +198,13 @@ class Session:
                 self._give_sampled()
 
         return compute_batch
+
+    def _wait_for_inputs(self) -> None:
+        """The engine writes its lists on the caller's stream, from which its own does not wait: long before a forward
+        reads them, but the check comes first."""
+        if self._io.compute_stream is not None:
+            streams = torch.get_device_module(self._device)
+            self._io.compute_stream.wait_stream(streams.current_stream(self._device))
 
     def _updated(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """A layer's K and V were given to the cache."""

@@ -40,6 +40,8 @@ class ModelCall:
         history = self.history_to(end)
         if history is None:
             return None
+        if history.shape[1] == end and not unknown and self.tokens is not None:
+            return history.to(device, torch.int64)
         expected = torch.full((self.rows, end), UNKNOWN, dtype=torch.int64, device=device)
         expected[:, end - history.shape[1] :] = history.to(device)
         expected[:, :unknown] = UNKNOWN

@@ -19,7 +19,8 @@ class Group:
     """A region of ``rows * capacity`` slots: slot ``r * capacity + i`` is index ``i`` of the tensors' batch row ``r``.
 
     It holds position ``first + i`` for ``i < held``. Where a window moves on, ``first`` grows and all bytes move to
-    other indices, as slots do. ``bound``: where its bytes were found last, K and V of each layer in turn.
+    other indices, as slots do. ``bound``: where its bytes were found last, K and V of each layer in turn; ``places``:
+    the same in short, see `places_of`.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Group:
     first: int
     held: int
     bound: tuple[KVSource, ...] = ()
+    places: Sequence[object] = ()
 
     @property
     def end(self) -> int:
@@ -50,6 +52,7 @@ class Group:
             if view.layer in self.layers
             for half, tensor in (("k", view.keys), ("v", view.values))
         ]
+        self.places = self.places_of(views)
         before: Sequence[KVSource | None] = self.bound if len(self.bound) == len(parts) else [None] * len(parts)
         self.bound = tuple(
             _moved(old, tensor) or growing_source(tensor, part, self.capacity)
@@ -57,10 +60,19 @@ class Group:
         )
         return self.bound
 
+    def places_of(self, views: Sequence[LayerView]) -> Sequence[object]:
+        """Address, tokens and strides of K and V of each layer: while these stay, so do `sources`."""
+        return [
+            (tensor.data_ptr(), tensor.shape[2], tensor.stride())
+            for view in views
+            if view.layer in self.layers
+            for tensor in (view.keys, view.values)
+        ]
+
     def resized(self, rows: int, held: int) -> "Group":
         """The same with ``rows`` rows, and with room for ``held`` tokens of each."""
         capacity = self.capacity if held <= self.capacity else capacity_for(held)
-        return replace(self, rows=rows, capacity=capacity, bound=())
+        return replace(self, rows=rows, capacity=capacity, bound=(), places=())
 
     def slots(self, indices: range, rows: Tensor) -> Tensor:
         """Slots at ``indices`` of batch rows ``rows`` (int64 ``[n]``), int64 ``[n * len(indices)]``."""

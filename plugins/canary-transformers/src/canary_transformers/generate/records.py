@@ -1,11 +1,13 @@
 """`CacheRecords`: one `Canary` on a cache of `generate()`, and what the cache holds as far as Canary was told."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pluggy
 import torch
 from torch import Tensor
 
+from canary_adapters import upload
 from canary_core import BatchView, Canary, SlotTable
 from canary_transformers.generate.caches import LayerView
 from canary_transformers.generate.forward import UNKNOWN, ModelCall
@@ -32,7 +34,8 @@ class CacheRecords:
         self._pad = None if canary.config.bytes == "off" else pad
         self._every = torch.arange(groups[0].rows, device=canary.device)
         self._unknown_end = 0
-        self._writers: list[int] = []
+        self._writers = self._every
+        self._view: BatchView | None = None
 
     @property
     def rows(self) -> int:
@@ -81,13 +84,9 @@ class CacheRecords:
     def rebind(self, views: Sequence[LayerView]) -> None:
         """The layers' tensors are those of ``views`` now."""
         for group in self.groups:
-            mine = [view for view in views if view.layer in group.layers]
-            bound = [source.tensor.data_ptr() for source in group.bound]
-            in_place = group.keeping.static_tokens is not None
-            if in_place and bound == [t.data_ptr() for view in mine for t in (view.keys, view.values)]:
-                continue
-            if len(mine) == len(group.layers):
-                self.canary.slots.rebind(group.name, group.sources(mine))
+            places = group.places_of(views)
+            if places != group.places and len(places) == 2 * len(group.layers):
+                self.canary.slots.rebind(group.name, group.sources(views))
 
     def adopt(self, forward: ModelCall, was_empty: bool) -> None:
         """After the first forward under guard: records the whole cache, so that what ``forward`` wrote is judged from
@@ -122,26 +121,33 @@ class CacheRecords:
             first = end - held[group.name]
             tables[group.name] = group.table(self.end, self.canary.device, first or None, forward.new)
         self.checked = held
-        self.canary.step.before(self._batch(self.end, forward, tables))
+        self._view = self._batch(self.end, forward, tables)
+        self.canary.step.before(self._view)
 
     def record(self, views: Sequence[LayerView], forward: ModelCall) -> None:
         """After a forward: records what it wrote to the tensors of ``views``."""
         held, self.checked = self.checked or {}, None
-        before, self.end = self.end, self.end + forward.new
+        view, self._view = self._view, None
+        if view is None:
+            raise RuntimeError("CacheRecords.record needs a forward that was checked")
+        self.end += forward.new
         for group in self.groups:
             self._move(group, held[group.name])
         self.rebind(views)
-        tables = {group.name: group.table(self.end, self.canary.device) for group in self.groups}
         if forward.tokens is not None:
             self._excuse_pads(forward.tokens)
-        self.canary.step.after(self._batch(before, forward, tables))
+        if any(table.write_slots is not None for table in view.tables.values()):
+            # Rows have moved, so the new tokens are where this table says.
+            tables = {group.name: group.table(self.end, self.canary.device) for group in self.groups}
+            view = replace(view, tables=tables)
+        self.canary.step.after(view)
         if forward.tokens is None:
             self._unknown_end = self.end
 
     def abandon(self) -> None:
         """The forward has failed, or left the cache alone."""
         if self.checked is not None:
-            self.checked = None
+            self.checked = self._view = None
             self.canary.step.abandon()
 
     def check_beyond(self, lengths: Mapping[int, int]) -> None:
@@ -191,7 +197,7 @@ class CacheRecords:
         writers = self.canary.writers
         for name in names:
             writers.forget(name)
-        self._writers = [writers.id(name) for name in names]
+        self._writers = upload([writers.id(name) for name in names], self.canary.device)
 
     def _move(self, group: Group, held: int) -> None:
         """The group holds the last ``held`` tokens now: records go where the bytes went."""
@@ -224,7 +230,7 @@ class CacheRecords:
             prefix_lens=torch.full((rows,), prefix, dtype=torch.int64, device=device),
             new_lens=torch.full((rows,), forward.new, dtype=torch.int64, device=device),
             token_ids=forward.token_ids(device),
-            writers=torch.tensor(self._writers, dtype=torch.int64, device=device),
+            writers=self._writers,
             tables=tables,
             expected_tokens=forward.expected_tokens(prefix, self._unknown_end, device),
         )

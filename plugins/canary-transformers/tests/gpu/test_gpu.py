@@ -1,0 +1,216 @@
+"""Real Transformers on a GPU: its streams, CUDA graphs and compiled decodes. What the tests beside this folder state
+on a CPU holds here: clean traffic is silent, answers stay what they are, a flipped bit is named exactly.
+
+``python3 -m pytest -m gpu plugins/canary-transformers/tests/gpu``: a minute or two, most of it compiling.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny.batching import SETTINGS, Traffic, serve
+from tiny.generation import expect_clean, flip, forwards, generate, listening, new_cache, prompts
+from tiny.models import WINDOW, batching, generating
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.cache_utils import StaticCache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+from canary_core import Kind
+
+DEVICE = "cuda"
+FULL = {"llama": (0, 3), "gemma3": (1,)}
+"""Layers of `batching` that read all of the past."""
+LOOPS: dict[str, dict[str, Any]] = {
+    "in step": {"use_cuda_graph": False, "use_async_batching": False},
+    "graphs": {"use_cuda_graph": True, "use_async_batching": False},
+    "asynchronous": {"use_cuda_graph": True, "use_async_batching": True},
+}
+"""How continuous batching runs; the first is what it does by itself without FlashAttention."""
+DECODES: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "compiled": {"cache_implementation": "static"},
+}
+"""Settings of `generate()`. It compiles decodes with a static cache on a GPU by itself."""
+
+pytestmark = [
+    pytest.mark.gpu,
+    # PyTorch's compiler warns of what it would do otherwise on this GPU.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Full attention everywhere, or windows on most layers."""
+    name: str = request.param
+    return name
+
+
+def served(kind: str) -> Any:
+    """A model for continuous batching on the GPU, without FlashAttention."""
+    model = copy.deepcopy(batching(kind)).to(DEVICE)
+    # A release without this switch looks for FlashAttention unless it is told "paged".
+    model.set_attn_implementation("sdpa" if "auto_switch_to_flash" in SETTINGS else "paged|sdpa")
+    return model
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_continuous_batching_is_silent_and_answers_the_same(kind, loop, guard):
+    """Prefills in chunks, decodes, blocks that requests share and hand on: no finding, and no answer changes."""
+    model, traffic = served(kind), Traffic(seed=3, requests=12, options=LOOPS[loop])
+    before = serve(model, traffic)
+    guarded = guard(model)
+    assert list(serve(model, traffic).values()) == list(before.values())
+    guarded.close()
+    stats = expect_clean(guarded)
+    assert stats["forwards"] > 10
+    assert stats["checked_slots"] > 500
+    assert list(serve(model, traffic).values()) == list(before.values())
+
+
+class FlippedBit:
+    """Flips one bit of a running request's KV, in the engine's own tensor, right before a forward reads it."""
+
+    POSITION = 3
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layer: int, half: str) -> None:
+        self._layer, self._half = layer, half
+        self.request: str | None = None
+        original = ContinuousBatchProcessor.prepare_next_batch
+
+        def prepare_next_batch(processor: Any) -> bool:
+            ready: bool = original(processor)
+            if ready and self.request is None:
+                self._flip(processor)
+            return ready
+
+        monkeypatch.setattr(ContinuousBatchProcessor, "prepare_next_batch", prepare_next_batch)
+
+    def _flip(self, processor: Any) -> None:
+        # Of a request that decodes, and will for a while: the token was written by a forward before this one.
+        running = processor.scheduler.active_requests
+        name = next((n for n, s in running.items() if 4 <= len(s.generated_tokens) <= 6), None)
+        if name is None:
+            return
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        cell = self._cell(processor.cache, name)
+        cell.view(torch.uint8).view(-1)[5] ^= 4
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        self.request = name
+
+    def _cell(self, cache: Any, request: str) -> torch.Tensor:
+        which = ("k", "v").index(self._half)
+        if hasattr(cache, "cache_allocators"):
+            allocator = cache.layer_to_allocator[self._layer]
+            slots = allocator.tokens_per_page
+            block = allocator.block_table[request][self.POSITION // slots]
+            tensor = allocator._kv_token_views[self._layer][which]
+            return tensor[block * allocator.block_physical_stride + self.POSITION % slots]
+        group, place = cache.layer_index_to_group_indices[self._layer]
+        block = cache.group_cache_managers[group].block_table[request][self.POSITION // cache.block_size]
+        tensor = (cache.key_cache, cache.value_cache)[which][place]
+        return tensor[block * cache.block_size + self.POSITION % cache.block_size]
+
+
+@pytest.mark.parametrize("half", ["k", "v"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_flipped_bit_that_a_running_request_reads_is_found(kind, loop, half, guard, monkeypatch):
+    """With layer, half, position and request, and nothing else is found."""
+    model = served(kind)
+    for layer in FULL[kind]:
+        with monkeypatch.context() as patch:
+            flipped = FlippedBit(patch, layer, half)
+            guarded = guard(model)
+            # Without shared prefixes, so that the slot belongs to one request.
+            serve(model, Traffic(requests=4, new_tokens=14, options={**LOOPS[loop], "allow_block_sharing": False}))
+            guarded.close()
+        assert flipped.request is not None
+        found = guarded.violations
+        assert {(v.kind, v.layer, v.half, v.position, v.request) for v in found} == {
+            (Kind.BYTES, layer, half, FlippedBit.POSITION, flipped.request)
+        }
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_generate_is_silent_answers_the_same_and_compiles_nothing_more(kind, name):
+    """Every forward is checked. What is compiled is what is compiled without a guard: no graph more, none broken, and
+    its CUDA graphs stay."""
+    ids = prompts(3, 21).to(DEVICE)
+    counters = torch._dynamo.utils.counters
+    outputs, compiled = [], []
+    for mode in ("off", "log"):
+        torch._dynamo.reset()
+        counters.clear()
+        model = copy.deepcopy(generating(kind)).to(DEVICE)
+        with listening(model, mode=mode)[0] as watch:
+            for _ in range(3):
+                outputs.append(generate(model, ids, **DECODES[name]))
+        skips = counters["inductor"]["cudagraph_skips"]
+        compiled.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), skips))
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    assert compiled[0] == compiled[1]
+    assert (compiled[0][0] > 0) == (name == "compiled")
+    assert expect_clean(watch)["forwards"] == 36
+
+
+def test_a_guard_that_comes_later_compiles_nothing_again(kind):
+    """A model that was compiled is guarded, let go and guarded again: the same compiled decode serves them all."""
+    torch._dynamo.reset()
+    model, ids = copy.deepcopy(generating(kind)).to(DEVICE), prompts(3, 21).to(DEVICE)
+    expected = generate(model, ids, **DECODES["compiled"])
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(3):
+        with listening(model)[0] as watch:
+            assert torch.equal(generate(model, ids, **DECODES["compiled"]), expected)
+            assert expect_clean(watch)["forwards"] == 12
+        assert torch.equal(generate(model, ids, **DECODES["compiled"]), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("half", ["keys", "values"])
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("name", ["dynamic", "static"])
+def test_a_flipped_bit_of_a_cache_is_found(kind, name, layer, half):
+    """Layer, half, row and position are named, also where a window has moved on."""
+    model = copy.deepcopy(generating(kind)).to(DEVICE)
+    with listening(model)[0] as watch:
+        cache = new_cache(model, name)
+        forwards(model, cache, *(chunk.to(DEVICE) for chunk in (prompts(2, 12), prompts(2, 1), prompts(2, 3))))
+        expect_clean(watch)
+        window = 0 if kind == "llama" or layer == 2 else WINDOW - (name == "dynamic")
+        flip(cache, layer, half, row=1, index=4)
+        forwards(model, cache, prompts(2, 1).to(DEVICE))
+        (found,) = watch.violations
+    assert (found.kind, found.layer, found.half) == (Kind.BYTES, layer, half[0])
+    assert found.position == (16 - window + 4 if window else 4)
+    assert found.request is not None
+    assert found.request.endswith("row 1")
+
+
+@pytest.mark.parametrize("half", ["keys", "values"])
+def test_a_flipped_bit_in_a_compiled_generate_is_found(kind, half):
+    """Between two decodes that are replayed from CUDA graphs, in the tensor that they read."""
+    model, ids = copy.deepcopy(generating(kind)).to(DEVICE), prompts(2, 6).to(DEVICE)
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    seen = []
+
+    def injure(given: torch.Tensor, scores: Any, **named: Any) -> torch.Tensor:
+        seen.append(given.shape[1])
+        if len(seen) == 7:
+            flip(cache, 2, half, row=1, index=4)
+        return torch.zeros(len(given), dtype=torch.bool, device=given.device)
+
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with listening(model)[0] as watch:
+        model.generate(
+            ids, past_key_values=cache, generation_config=config, stopping_criteria=StoppingCriteriaList([injure])
+        )
+        (found,) = watch.violations
+    assert hasattr(model, "_compiled_call")
+    assert (found.kind, found.layer, found.half, found.position) == (Kind.BYTES, 2, half[0], 4)
+    assert found.request is not None
+    assert found.request.endswith("row 1")
