@@ -47,7 +47,14 @@ class Guard:
 
     @property
     def violations(self) -> list[Violation]:
-        """What was found so far, oldest first; without what was dismissed."""
+        """What was found so far, oldest first; without what was dismissed.
+
+        For caches of `generate()` and of direct calls it waits for the GPU, so ask between forwards, on the thread that
+        makes them; of continuous batching it has what its loop has read so far.
+        """
+        if self.config.mode == "log":
+            for cache in list(self._caches):
+                cache.drain()
         return list(self._violations)
 
     def stats(self) -> dict[str, int]:
