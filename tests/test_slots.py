@@ -526,6 +526,31 @@ def test_forgotten_bytes_leave_the_record_and_numbers_that_are_no_slots_are_left
     assert torch.equal(state.fingerprints, fingerprints)
 
 
+@pytest.mark.parametrize("adopts", [True, False])
+def test_a_write_that_leaves_another_region_s_bytes_is_lost_once_these_are_adopted(adopts):
+    """Without that nothing is known of them. Numbers that are no slots are left out, and records stay as they are."""
+    guarded = Guarded(ToyEngine())
+    engine, slots = guarded.engine, guarded.canary.slots
+    guarded.submit(tokens=3)
+    coming = torch.tensor(engine.free[:3])
+    for tensor in (*engine.k, *engine.v):
+        tensor[coming] = 7.0
+    before = records(guarded).clone()
+    if adopts:
+        slots.adopt_bytes("full", torch.cat((coming, torch.tensor([-1, 10_000]))))
+        slots.adopt_bytes("full", torch.tensor([], dtype=torch.int64))
+    assert torch.equal(records(guarded), before)
+    kept, batch = engine.v[1].clone(), engine.batch()
+    guarded.canary.step.before(batch)
+    engine.forward(batch)
+    engine.v[1].copy_(kept)
+    guarded.canary.step.after(batch)
+    guarded.canary.step.end()
+    guarded.canary.drain()
+    found = {(v.kind, v.slot, v.layer, v.half) for v in guarded.violations}
+    assert found == ({(Kind.LOST_WRITE, slot, 1, "v") for slot in coming.tolist()} if adopts else set())
+
+
 def test_a_mark_that_finds_no_slot_changes_nothing(guarded):
     """Slots that are none, such as those of evicted window entries, are left out of every mark."""
     guarded.submit(tokens=20)
@@ -576,6 +601,7 @@ EVENTS = {
     "clear": lambda slots, region, some: slots.clear(region, some),
     "forget": lambda slots, region, some: slots.forget(region, some),
     "forget_bytes": lambda slots, region, some: slots.forget_bytes(region, some),
+    "adopt_bytes": lambda slots, region, some: slots.adopt_bytes(region, some),
     "expect_zeros": lambda slots, region, some: slots.expect_zeros(region, some),
     "expect": lambda slots, region, some: slots.expect(region, some),
     "check": lambda slots, region, some: slots.check(region, some),
@@ -705,6 +731,7 @@ def test_what_is_told_of_no_region_of_ours_does_nothing(guarded):
         slots.clear(region, some)
         slots.forget(region, None)
         slots.forget_bytes(region, some)
+        slots.adopt_bytes(region, some)
         slots.expect_zeros(region, some)
         slots.expect(region, some)
         slots.check(region, some)

@@ -166,6 +166,16 @@ class SlotEvents:
             _, slot, anything = payload.entries(state, slots.long())
             state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
 
+    def adopt_bytes(self, region: str, slots: Tensor) -> None:
+        """``slots``, which hold nothing, were handed out, and in them lie the bytes of another region with the same
+        memory: a write that leaves them so is lost. One look at their bytes, in the order of events; numbers that are
+        no slots are left out. Not for slots that will be read: what lies there now would count as right."""
+        state = self._told("adopt_bytes", region, slots=slots)
+        if state is not None and state.sources and len(slots):
+            with self._switch.guard("adopt_bytes"):
+                self.workspace.join()
+                self._queue.put_arrival(partial(self.workspace.backend.adopt, state, slots), slots)
+
     def expect_zeros(self, region: str, slots: Tensor) -> None:
         """All bytes of ``slots`` are zero: a write that leaves them so is lost. They must be slots of the region. Takes
         effect on the current stream at once."""

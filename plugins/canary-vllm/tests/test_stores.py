@@ -69,6 +69,34 @@ def test_a_flip_between_a_store_and_the_end_of_the_forward_is_told(engine):
                 assert f"the store of layer {layer} and the end of the forward" in told.explanation
 
 
+@pytest.mark.parametrize("engine", [shared_engine(n) for n in ("llama", "hybrid")], indirect=True)
+def test_a_store_that_never_comes_is_told_also_in_a_block_that_another_group_had(engine):
+    """One layer does not store a prompt, after groups of layers have taken turns on all blocks. A token that its slot
+    has had before is not judged: to store it again may change nothing."""
+    small = engine.small
+    small.renew()
+    with guarded.guard(small, store_check=True, read_check=0) as guard:
+        guarded.traffic(small, 3, new_tokens=12)
+        assert guard.trouble() == []
+        for layer in range(engine.setup.layers):
+            prompt = guarded.prompts(f"lost {layer}", 1)[0][:40]
+            small.submit(f"lost-{layer}", prompt, 4)
+            unsure = guard.canary.stats()["unsure"]
+            (impl,) = [impl for name, impl in impls(small).items() if f".{layer}." in name]
+            impl.do_kv_cache_update = lambda *_, **__: None
+            small.step()
+            del impl.do_kv_cache_update
+            guard.canary.drain()
+            found = {(v.kind, v.layer, v.half, v.position, v.request) for v in guard.findings.violations}
+            told = {(Kind.LOST_WRITE, layer, half, p, f"lost-{layer}") for half in "kv" for p in range(len(prompt))}
+            assert found <= told
+            assert len(told - found) <= guard.canary.stats()["unsure"] - unsure < 6
+            guard.findings.violations.clear()
+            while small.step():
+                pass
+            small.scheduler.reset_prefix_cache()
+
+
 @pytest.mark.parametrize("engine", [shared_engine("llama")], indirect=True)
 def test_without_the_setting_the_same_flip_is_not_told(engine):
     """Bytes count from the end of the forward on. And vLLM's own stores are not wrapped, while with the setting they

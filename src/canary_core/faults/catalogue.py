@@ -100,7 +100,7 @@ def _put_back(flat: Tensor, element: int, change: tuple[int, int]) -> None:
 def _lost_write(scene: Scene) -> Injection | None:
     """Keeps the old bytes of one request's new slots in one source and puts them back after the forward. Only slots
     that get another token count: writing the same one again may leave the same bytes; and only where it is known what
-    the bytes were."""
+    the bytes are: not where another region, which has the same memory, has left its own."""
     source = scene.source(Role.DATA)
     slot, status = scene.write_slots
     usable = status == Status.OK
@@ -111,6 +111,8 @@ def _lost_write(scene: Scene) -> Injection | None:
     other = (record.step_written == 0) | (record.token != token)
     known = (scene.state.fingerprints != 0).any(1)[torch.where(usable, slot, 0)]
     lost = usable & other & known & source.has_bytes(torch.where(usable, slot, 0))
+    column = [s.name for s in scene.state.sources].index(source.name)
+    lost[lost.clone()] = ~scene.broken(slot[lost])[:, column]
     rows = scene.writes.row[lost].unique()
     if not len(rows):
         return None

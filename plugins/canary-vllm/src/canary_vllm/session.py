@@ -132,6 +132,11 @@ class Session:
             self.requests.notice(output)
             message = messages.attached(output)
             self.lifetime.replay(message)
+            given = self.requests.blocks.given()
+            if message is not None and self.canary.step.stores.on and len(self.groups) > 1:
+                self.lifetime.blocks.handed_out(
+                    message.events, {g.number: given.get(g.number, ()) for g in self._tokens}
+                )
             if self._loads is not None:
                 self._loads.scheduled(output, message)
             copies = getattr(output, "kv_cache_block_copies", None)

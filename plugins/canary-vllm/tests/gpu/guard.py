@@ -1,5 +1,6 @@
 """Guards a real vLLM with random weights and shows it: clean traffic finds nothing, every bit that is flipped from
-outside is found with layer and half, and the tokens are those of an engine without Canary.
+outside is found with layer and half, so is every fault of `CANARY_FAULTS` as what it is, and the tokens are those of an
+engine without Canary.
 
     python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; all of one GPU: 8b, lmcache, too
     python3 guard.py eagle draft mamba gdn conv piecewise int8            # drafts, states, torch.compile, scales
@@ -303,6 +304,34 @@ def told(worker: Any) -> dict[str, Any]:
     return {"violations": list(guard_witness.VIOLATIONS), "events": list(guard_witness.EVENTS), "stats": stats}
 
 
+def inject(worker: Any, fault: str, seed: int) -> None:
+    """In a worker: the next forwards meet this fault once, of those that `CANARY_FAULTS` knows."""
+    import guard_witness
+
+    from canary_core import plugins
+    from canary_core.faults.injector import FaultInjector
+
+    guard_witness.OBJECTS.clear()
+    guard_witness.INJECTORS.append(FaultInjector.parse(fault, seed))
+    plugins.hook_manager().register(guard_witness.INJECTORS[-1])
+
+
+def explained(worker: Any) -> list[dict[str, Any]]:
+    """In a worker: what was injected since, and whether a finding names it as what it is."""
+    import guard_witness
+
+    from canary_core import plugins
+
+    told(worker)
+    injector = guard_witness.INJECTORS.pop()
+    plugins.hook_manager().unregister(injector)
+    return [
+        {"source": one.source, "region": one.region, "step": one.step,
+         "found": any(one.explains(violation) for violation in guard_witness.OBJECTS)}
+        for one in injector.injections
+    ]  # fmt: skip
+
+
 class Served:
     """A running engine."""
 
@@ -426,6 +455,19 @@ class Served:
             self.llm.reset_prefix_cache()
         return done
 
+    def faults(self) -> dict[str, list[dict[str, Any]]]:
+        """Each fault of `CANARY_FAULTS`, once in each worker, while requests share prefixes and decode."""
+        from canary_core.faults.catalogue import FAULTS
+
+        done = {}
+        for number, fault in enumerate(FAULTS):
+            self.generate(self.prompts(900 + number, 4, 500, shared=320), 16)
+            self.llm.collective_rpc(inject, args=(fault, number))
+            self.generate(self.prompts(900 + number, 8, 500, shared=320), 32)
+            done[fault] = [one for worker in self.llm.collective_rpc(explained) for one in worker]
+            self.llm.reset_prefix_cache()
+        return done
+
 
 def child(feature: str, guarded: bool) -> None:
     """One engine in this process: its results as a file."""
@@ -442,6 +484,7 @@ def child(feature: str, guarded: bool) -> None:
     if guarded:
         result["clean"] = served.llm.collective_rpc(told)
         result["pokes"] = served.pokes()
+        result["faults"] = served.faults()
         result["end"] = [one["stats"] for one in served.llm.collective_rpc(told)]
     rank = os.environ.get("VLLM_DP_RANK", "")
     (OUT / f"{feature}-{'guarded' if guarded else 'plain'}{rank}.json").write_text(json.dumps(result))
@@ -532,6 +575,7 @@ def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[
     coverage = [e for one in clean for e in one["events"] if e["event"] == "coverage"]
     found = sum(p["found"] for p in guarded["pokes"])
     others = [v for p in guarded["pokes"] for v in p["others"]]
+    faults = {fault: bool(done) and all(one["found"] for one in done) for fault, done in guarded["faults"].items()}
     same = guarded["answers"] == plain["answers"]
     row = {
         "feature": feature,
@@ -541,13 +585,17 @@ def judge(feature: str, guarded: dict[str, Any], plain: dict[str, Any]) -> dict[
         "coverage": [e.get("summary") for e in coverage],
         "false": len(false),
         "flips": f"{found}/{len(guarded['pokes'])}",
+        "faults": f"{sum(faults.values())}/{len(faults)}",
         "others": len(others),
         "same": same,
         "audit": [e["event"] for e in audits],
         "start_s": guarded["start_s"],
         "traffic_s": (guarded["traffic_s"], plain["traffic_s"]),
     }
-    row["ok"] = not false and not others and same and found == len(guarded["pokes"]) and not bad
+    row["ok"] = (
+        not false and not others and same and found == len(guarded["pokes"]) and all(faults.values()) and not bad
+    )
+    row["missed_faults"] = {fault: guarded["faults"][fault] for fault, found in faults.items() if not found}
     row["first_false"], row["first_other"], row["bad_events"] = false[:3], others[:3], bad[:4]
     row["said"] = next((p["said"] for p in guarded["pokes"] if p["said"]), None)
     if "again" in guarded:
@@ -575,12 +623,11 @@ def main() -> None:
         (OUT / f"guard-{feature}.json").write_text(json.dumps(row, indent=1))
         print(json.dumps(row, indent=1), flush=True)
         rows.append(row)
-    print(f"\n{'feature':9} {'ok':5} {'forwards':>12} {'false':>5} {'flips':>7} {'others':>6} {'same':5} coverage")
+    columns = {"feature": 9, "ok": 5, "forwards": 12, "false": 5, "flips": 7, "faults": 6, "others": 6, "same": 5}
+    print("\n" + " ".join(f"{name:>{width}}" for name, width in columns.items()) + " coverage")
     for row in rows:
-        print(
-            f"{row['feature']:9} {row['ok']!s:5} {row.get('forwards')!s:>12} {row.get('false')!s:>5} "
-            f"{row.get('flips')!s:>7} {row.get('others')!s:>6} {row.get('same')!s:5} {row.get('coverage')}"
-        )
+        cells = " ".join(f"{row.get(name)!s:>{width}}" for name, width in columns.items())
+        print(f"{cells} {row.get('coverage')}")
     sys.exit(0 if all(row["ok"] for row in rows) else 1)
 
 

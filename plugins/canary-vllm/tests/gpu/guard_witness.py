@@ -6,11 +6,16 @@ from canary_core import hookimpl
 
 VIOLATIONS: list[dict[str, Any]] = []
 EVENTS: list[dict[str, Any]] = []
+OBJECTS: list[Any] = []
+"""The violations themselves."""
+INJECTORS: list[Any] = []
+"""The fault injector that is registered just now."""
 
 
 @hookimpl
 def canary_violation(violation: Any) -> None:
     """A finding."""
+    OBJECTS.append(violation)
     VIOLATIONS.append({k: v for k, v in violation.fields().items() if isinstance(v, (int, str, float))})
 
 

@@ -113,8 +113,7 @@ class BlockRecorder:
 
         @functools.wraps(original)
         def release(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-            # It may be an iterator, which can be read once.
-            every = list(blocks)
+            every = list(blocks)  # It may be an iterator.
             result = original(every, *args, **kwargs)
             with self._guard("after free_blocks"):
                 own = {block.block_id: block for block in every if getattr(block, "pool", None) in (None, pool)}
@@ -122,7 +121,6 @@ class BlockRecorder:
                     if number not in own:
                         continue
                     block = own[number]
-                    # More than one if it is released more often than it was held.
                     for _ in range(min(times, 1 - block.ref_cnt)):
                         self._note("park" if caching and block.block_hash is not None else "free", [block])
             return result

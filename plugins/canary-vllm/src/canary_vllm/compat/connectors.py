@@ -49,14 +49,11 @@ def _lmcache(extra: Mapping[str, Any]) -> tuple[bool, bool]:
     settings: dict[str, Any] = {}
     path = os.environ.get("LMCACHE_CONFIG_FILE")
     if path:
-        # vLLM needs it, so it is there.
         settings |= pkgutil.resolve_name("yaml:safe_load")(Path(path).read_text()) or {}
     for variable, value in os.environ.items():
         if variable.startswith("LMCACHE_"):
             settings[variable.removeprefix("LMCACHE_").lower()] = value
-    for key, value in extra.items():
-        if key.startswith("lmcache."):
-            settings[key.removeprefix("lmcache.").lower()] = value
+    settings |= {k.removeprefix("lmcache.").lower(): v for k, v in extra.items() if k.startswith("lmcache.")}
     shared = any(_on(settings.get(name)) for name in LMCACHE_SHARED)
     # A storage that is chosen in here only.
     shared = shared or "enable_nixl_storage" in str(settings.get("extra_config"))
