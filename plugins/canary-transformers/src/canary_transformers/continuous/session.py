@@ -241,6 +241,9 @@ class Session:
             blocks, writers = upload_lists([change.blocks, change.writers], self._device)
             group, tell = names[change.group], getattr(self.canary.slots, change.event)
             tell(group.name, blocks, partial(writers.to, torch.int32), group.block_slots)
+            if change.event == "alloc" and self.canary.step.stores.on and len(self._groups) > 1:
+                # Groups take turns on the same memory.
+                self.canary.slots.adopt_bytes(group.name, self._slots(group, change.blocks))
 
     def _of(self, group: int | None) -> Sequence[compat.KVGroup]:
         return [g for g in self._groups if group is None or g.index == group]
