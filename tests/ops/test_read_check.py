@@ -100,14 +100,14 @@ def test_every_kind_of_batch_is_walked_through():
 
 @pytest.mark.parametrize("programs", [1, 3, 4, 9])
 def test_a_round_of_small_budgets_compares_each_place_once(programs, monkeypatch):
-    """Rows of 5, 0, 1, 12 and 0 places are 6 tiles of 4. Six forwards of 3 tiles go round three times, so each place is
-    compared three times."""
+    """Rows of 5, 0, 1, 12 and 0 places are 6 tiles of 4. Six forwards of 4 tiles go round four times, every third one
+    past the last row to the first; so each place is compared four times."""
     walk(monkeypatch, 4, programs)
     prefixes = [5, 0, 1, 12, 0]
     source = KVSource(torch.zeros(64, 5, dtype=torch.uint8), "k", 0, chunk_bytes=5, slot_stride_bytes=5)
     config = CanaryConfig(ring_rows=64, read_check=-1, non_finite=False)
     state = RegionState(Region("kv", 64, (source,)), 0, Shared.allocate(config, torch.device("cpu")), config)
-    state.cursors[Cursor.READ_TILES] = 3
+    state.cursors[Cursor.READ_TILES] = 4
     torch_backend().baseline(state)
     table = SlotTable(torch.randperm(60)[: 5 * 12].view(5, 12))
     batch = BatchView(
@@ -120,4 +120,4 @@ def test_a_round_of_small_budgets_compares_each_place_once(programs, monkeypatch
     for _ in range(tiles):
         torch_backend().check(state, batch, table)
         triton_backend().read_check(state, batch, table)
-    assert int(state.shared.counters[Counter.CHECKED_BYTES]) == 3 * sum(prefixes) * 5
+    assert int(state.shared.counters[Counter.CHECKED_BYTES]) == 4 * sum(prefixes) * 5
