@@ -17,6 +17,7 @@ from canary_core.ops.kernels.common import (
 )
 from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, spread
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, launch_over, region_arguments
+from canary_core.ops.kernels.tiles import SCRUB_TILES
 from canary_core.ops.state import RegionState
 from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SLOT, BLOCK_SUM, BLOCK_VALUES, Block
 
@@ -42,7 +43,7 @@ WEIGHT = tl.constexpr((hashing.WEIGHT_SEED + hashing.GOLDEN) % (1 << 64))
 
 def adopt(state: RegionState, slots: Tensor) -> None:
     """As `canary_core.ops.reference.blocks.adopt`. One launch a source group."""
-    launch_over(state, "adopt", adopt_kernel, slots)
+    launch_over(state, "adopt", adopt_kernel, SCRUB_TILES, slots)
 
 
 def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Tensor, first: int) -> None:

@@ -96,20 +96,42 @@ def lookup(
 ):  # fmt: skip
     """`reference.plan.lookup`: slot and status of int64 positions, of the table row that begins at element
     ``row_first``."""
-    column = position
+    element, column, present = find_entry(row_first, position, width, extent, PAGE_SIZE, RING, GROUP)
+    entry = tl.load(p_table + element, mask=m & present, other=-1)
+    slot, status = resolve_entry(
+        entry, column, p_map, map_length, slots, null_first, null_end, m & present, PAGE_SIZE, POOL, GROUP
+    )  # fmt: skip
+    slot = tl.where(present, slot, -1)
+    status = tl.where(present, status, STATUS_RANGE)
+    return slot, status
+
+
+@triton.jit
+def find_entry(
+    row_first, position, width, extent,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Which element of a table has the entry of each position, the position's column, and whether there is such an
+    element."""
+    column = position.to(tl.int64)
     if GROUP > 1:
-        column = (position + 1) * GROUP - 1
+        column = (column + 1) * GROUP - 1
     if RING > 0:
         column = column % RING
     page = column // PAGE_SIZE
     element = row_first + page
-    present = (page < width) & (element >= 0) & (element < extent)
-    entry = tl.load(p_table + element, mask=m & present, other=-1).to(tl.int64)
+    return element, column, (page < width) & (element >= 0) & (element < extent)
+
+
+@triton.jit
+def resolve_entry(
+    entry, column, p_map, map_length, slots, null_first, null_end, m,
+    PAGE_SIZE: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Slot and status of the entries of a table."""
+    entry = entry.to(tl.int64)
     number = tl.where(entry >= 0, entry * PAGE_SIZE + column % PAGE_SIZE, entry)
-    slot, status = resolve(number, p_map, map_length, slots, null_first, null_end, m & present, POOL, GROUP)
-    slot = tl.where(present, slot, -1)
-    status = tl.where(present, status, STATUS_RANGE)
-    return slot, status
+    return resolve(number, p_map, map_length, slots, null_first, null_end, m, POOL, GROUP)
 
 
 @triton.jit

@@ -14,14 +14,15 @@ from canary_core.ops.kernels.common import (
     STATE_VALUES,
     STATUS_OK,
     WRITTEN,
-    lookup,
+    find_entry,
     readable,
     report_record,
+    resolve_entry,
     split_head,
 )
 from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, load_strip, spread
 from canary_core.ops.kernels.launch import VARYING, arguments, batch_arguments, group_launches, jit, launch_over
-from canary_core.ops.kernels.tiles import READ_CHECK_TILES, SCRUB_TILES
+from canary_core.ops.kernels.tiles import READ_CHECK_TILES, SCRUB_TILES, VERIFY_TILES
 from canary_core.ops.state import RegionState
 from canary_core.records import (
     COUNTERS,
@@ -81,7 +82,7 @@ def scrub(state: RegionState) -> None:
 
 def verify(state: RegionState, slots: Tensor) -> None:
     """As `canary_core.ops.reference.compare.verify`. One launch a source group."""
-    launch_over(state, "verify", verify_kernel, slots)
+    launch_over(state, "verify", verify_kernel, VERIFY_TILES, slots)
 
 
 @jit(*VARYING)
@@ -95,83 +96,113 @@ def read_check_kernel(
     POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs over tiles of `SLOTS` readable places, by groups of sources."""
+    """Grid: any number of programs, which share tiles of `SLOTS` readable places, by groups of sources. A program takes
+    tiles that follow each other and walks through the rows of the batch: where it is, is a few numbers, while tiles in
+    turns keep all rows in registers across the loop."""
     N: tl.constexpr = len(STRIPS) // STRIP
     source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
     strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
+    i_row, i_inside, left = begin_stretch(p_cursors, p_prefix, p_new, rows, WINDOW, ALIGN, GROUP, ROWS, SLOTS)
+    row_first, first, prefix = begin_row(p_prefix, p_new, p_rows, i_row, rows, table_stride, WINDOW, ALIGN, GROUP)
+    position = first + i_inside * SLOTS
+    o_place = tl.arange(0, SLOTS)
+    entry = load_entries(p_table, row_first, position, prefix, width, extent, PAGE_SIZE, RING, GROUP, SLOTS)
+    checked = tl.zeros((), tl.int64)
+    while left > 0:
+        o_position = position + o_place
+        _element, column, m = find_entry(row_first, o_position, width, extent, PAGE_SIZE, RING, GROUP)
+        m = (o_position < prefix) & m
+        slot, status = resolve_entry(
+            entry, column, p_map, map_length, slots, null_first, null_end, m, PAGE_SIZE, POOL, GROUP
+        )  # fmt: skip
+        m = m & (status == STATUS_OK)
+        this_position, this_row = position, tl.where(i_row < rows, i_row, i_row - rows)
+        # The next tile's entries are asked for before this one's bytes, and looked at after them.
+        left -= 1
+        position += SLOTS
+        # Twice round at most, should an engine change its lengths meanwhile: a kernel must end.
+        while (position >= prefix) & (left > 0) & (i_row < 2 * rows):
+            i_row += 1
+            row_first, position, prefix = begin_row(
+                p_prefix, p_new, p_rows, i_row, rows, table_stride, WINDOW, ALIGN, GROUP
+            )
+        entry = load_entries(p_table, row_first, position, prefix, width, extent, PAGE_SIZE, RING, GROUP, SLOTS)
+        if ABREAST[0] > 0:
+            b_left = m
+            for _ in range(tl.sum(m.to(tl.int32), 0)):
+                i_place = tl.min(tl.where(b_left, o_place, SLOTS), 0)
+                one = o_place == i_place
+                b_left = b_left & (one == 0)
+                b_slot = spread(tl.sum(tl.where(one, slot, 0), 0), ABREAST)
+                checked += compare(
+                    p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock,
+                    p_ring, ring_rows, region, b_slot, b_slot >= 0, spread(this_position + i_place, ABREAST),
+                    p_writers, this_row, PHASE_PRE, STRIPS, True,
+                )  # fmt: skip
+        else:
+            checked += compare(
+                p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
+                ring_rows, region, slot, m, this_position, p_writers, this_row, PHASE_PRE, STRIPS, True,
+            )  # fmt: skip
+    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
+
+
+@triton.jit
+def begin_stretch(
+    p_cursors, p_prefix, p_new, rows,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The first of the tiles that this program compares: its row of the batch, and which of the row's tiles it is; and
+    how many there are, which follow each other, from the last row's last one to the first row's first one too."""
     o_row = tl.arange(0, ROWS)
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0) // GROUP
     b_first = tl.zeros_like(b_prefix)
     if WINDOW > 0:
         b_first = b_prefix - readable(b_prefix, tl.load(p_new + o_row, mask=o_row < rows, other=0), WINDOW, ALIGN)
-    b_row = o_row
-    if p_rows is not None:
-        b_row = tl.load(p_rows + o_row, mask=o_row < rows, other=0).to(tl.int32)
     b_tiles = (b_prefix - b_first + SLOTS - 1) // SLOTS
     b_tile_end = tl.cumsum(b_tiles, 0)
     total = tl.sum(b_tiles, 0)
     tiles = tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), total).to(tl.int32)
-    # `check` has already moved the cursor past this forward's stretch.
+    # `check` has already moved the cursor past this forward's tiles.
     begin = ((tl.load(p_cursors + CURSOR_READ) - tiles + total) % tl.maximum(total, 1)).to(tl.int32)
-    checked = tl.zeros((), tl.int64)
-    step = tl.num_programs(1)
-    i = tl.program_id(1)
-    # A tile's slots are looked up while the bytes of the one before are read: one wait a tile, not two.
-    slot, m, position, i_row = place(
-        i, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width, table_stride,
-        extent, map_length, slots, null_first, null_end, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
-    )  # fmt: skip
-    while i < tiles:
-        next_slot, next_m, next_position, next_row = place(
-            i + step, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width,
-            table_stride, extent, map_length, slots, null_first, null_end, PAGE_SIZE, RING, POOL, GROUP, SLOTS,
-        )  # fmt: skip
-        if ABREAST[0] > 0:
-            o_place = tl.arange(0, SLOTS)
-            b_left = m
-            for _ in range(tl.sum(m.to(tl.int32), 0)):
-                one = o_place == tl.min(tl.where(b_left, o_place, SLOTS), 0)
-                b_left = b_left & (one == 0)
-                b_slot = spread(tl.sum(tl.where(one, slot, 0), 0), ABREAST)
-                b_position = spread(tl.sum(tl.where(one, position, 0), 0), ABREAST)
-                checked += compare(
-                    p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock,
-                    p_ring, ring_rows, region, b_slot, b_slot >= 0, b_position, p_writers, i_row, PHASE_PRE, STRIPS,
-                    True,
-                )  # fmt: skip
-        else:
-            checked += compare(
-                p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
-                ring_rows, region, slot, m, position, p_writers, i_row, PHASE_PRE, STRIPS, True,
-            )  # fmt: skip
-        slot, m, position, i_row = next_slot, next_m, next_position, next_row
-        i += step
-    tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
-
-
-@triton.jit
-def place(
-    i, tiles, begin, total, o_row, b_prefix, b_first, b_tile_end, b_row, p_table, p_map, width, table_stride, extent,
-    map_length, slots, null_first, null_end,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Slots of the ``i``-th of this forward's ``tiles``, whether each is one, its position, and the tile's row of the
-    batch; none beyond the last tile."""
-    i_tile = begin + i
+    # Shared out as evenly as can be: the first ones take one more.
+    pid = tl.program_id(1)
+    each = tiles // tl.num_programs(1)
+    over = tiles - each * tl.num_programs(1)
+    i_tile = begin + pid * each + tl.minimum(pid, over)
     i_tile = tl.where(i_tile < total, i_tile, i_tile - total)
     i_row = tl.sum((b_tile_end <= i_tile).to(tl.int32), 0)
     i_inside = i_tile - tl.max(tl.where(b_tile_end <= i_tile, b_tile_end, 0), 0)
-    prefix = tl.sum(tl.where(o_row == i_row, b_prefix, 0), 0).to(tl.int64)
-    first = tl.sum(tl.where(o_row == i_row, b_first, 0), 0).to(tl.int64)
-    row_first = tl.sum(tl.where(o_row == i_row, b_row, 0), 0).to(tl.int64)
-    position = first + i_inside.to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-    m = (position < prefix) & (i < tiles)
-    slot, status = lookup(
-        p_table, row_first * table_stride, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
-        PAGE_SIZE, RING, POOL, GROUP,
-    )  # fmt: skip
-    return slot, m & (status == STATUS_OK), position, i_row
+    return i_row, i_inside, each + (pid < over).to(tl.int32)
+
+
+@triton.jit
+def begin_row(
+    p_prefix, p_new, p_rows, i_row, rows, table_stride,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Where a row of the batch begins in the table, the first place that it reads, and the end of those; of no row, no
+    place. After the last row comes the first one again."""
+    i_row = tl.where(i_row < rows, i_row, i_row - rows)
+    prefix = tl.maximum(tl.load(p_prefix + i_row, mask=i_row < rows, other=0).to(tl.int32), 0) // GROUP
+    first = tl.zeros_like(prefix)
+    if WINDOW > 0:
+        first = prefix - readable(prefix, tl.load(p_new + i_row, mask=i_row < rows, other=0), WINDOW, ALIGN)
+    row = i_row.to(tl.int64)
+    if p_rows is not None:
+        row = tl.load(p_rows + i_row, mask=i_row < rows, other=0).to(tl.int64)
+    return row * table_stride, first, prefix
+
+
+@triton.jit
+def load_entries(
+    p_table, row_first, position, prefix, width, extent,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The table's entries of a tile, for the places from ``position`` on that are before ``prefix``."""
+    o_position = position + tl.arange(0, SLOTS)
+    element, _column, m = find_entry(row_first, o_position, width, extent, PAGE_SIZE, RING, GROUP)
+    return tl.load(p_table + element, mask=(o_position < prefix) & m, other=-1)
 
 
 @triton.jit
@@ -348,16 +379,19 @@ def compare(
             writer = tl.load(p_writers + i_row).to(tl.int64)
         step = tl.load(p_clock + CLOCK_NEXT) * 8 + phase
         kind = tl.full(slot.shape, KIND_BYTES, tl.int64)
+        o_position = position + tl.zeros_like(slot)
+        if len(position.shape) == 0:
+            o_position += tl.arange(0, slot.shape[0])
         compared += tl.sum(differs.to(tl.int64), 0) * (STRIPS[1] * STRIPS[2])
         report_record(
-            p_counters, p_ring, ring_rows, kind, differs, region, source[0], slot, position, token, p_records,
+            p_counters, p_ring, ring_rows, kind, differs, region, source[0], slot, o_position, token, p_records,
             written, old, value, writer, step,
         )  # fmt: skip
         if len(STRIPS) > STRIP:
             strip_differs = strip_differs & written & (strip_old != 0)
             compared += tl.sum(strip_differs.to(tl.int64), 0) * (STRIPS[STRIP + 1] * STRIPS[STRIP + 2])
             report_record(
-                p_counters, p_ring, ring_rows, kind, strip_differs, region, strip[0], slot, position, token,
+                p_counters, p_ring, ring_rows, kind, strip_differs, region, strip[0], slot, o_position, token,
                 p_records, written, strip_old, strip_value, writer, step,
             )  # fmt: skip
     return compared

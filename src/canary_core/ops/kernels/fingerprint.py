@@ -12,13 +12,10 @@ import triton.language as tl
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import STATUS_OK, report_record, split_head
 from canary_core.ops.kernels.fold import FIELDS, STRIP, describe, fold, fold_abreast, spread
-from canary_core.ops.kernels.launch import arguments, group_launches, jit
+from canary_core.ops.kernels.launch import MOST_PROGRAMS, arguments, group_launches, jit
 from canary_core.ops.kernels.tiles import SCRUB_TILES, WRITE_TILES
 from canary_core.ops.state import RegionState
 from canary_core.records import PLAN_WORDS, Clock, Counter, Descriptor, Kind, NullBytes, Phase
-
-MOST_TILES = 32768
-"""Programs over a batch's tokens; CUDA allows 65,535 in that dimension of a grid."""
 
 PLAN = tl.constexpr(PLAN_WORDS)
 SURE = tl.constexpr(int(Descriptor.SURE))
@@ -39,7 +36,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     given = arguments(batch.token_ids, batch.writers, batch.tokens, state.judged_nulls)
     nulls = int(state.judged_nulls > 0)
     for launch in group_launches(state, "fingerprint", fingerprint_kernel, WRITE_TILES):
-        tiles = min(-(-batch.tokens // launch.slots), MOST_TILES)
+        tiles = min(-(-batch.tokens // launch.slots), MOST_PROGRAMS)
         if launch.abreast:
             # A program's tokens are far apart: where only the last token of a row has a slot, the work is spread then.
             # And an odd number apart: else, of prefills whose lengths are powers of two, one program would get all.

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from canary_core.records import DESCRIPTOR_WORDS, Descriptor
 
-STRIP = tl.constexpr(6)
+STRIP = tl.constexpr(8)
 """How many constants of each source of a group are in ``STRIPS``, one flat tuple, which begins with those of the wide
 source and goes on with those of the narrow one, if there is one. Kernels know them by number:
 
@@ -24,6 +24,8 @@ source and goes on with those of the narrow one, if there is one. Kernels know t
 | ``S * STRIP + 3`` | alignment             |
 | ``S * STRIP + 4`` | words of a load       |
 | ``S * STRIP + 5`` | loads in flight       |
+| ``S * STRIP + 6`` | words of a sum        |
+| ``S * STRIP + 7`` | stages                |
 """
 FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
 ADDRESS = tl.constexpr(int(Descriptor.ADDRESS))
@@ -84,10 +86,12 @@ def fold(
     WORDS: tl.constexpr = STRIPS[S * STRIP + 1] * CHUNK_WORDS
     BLOCK_WORDS: tl.constexpr = STRIPS[S * STRIP + 4]
     UNROLL: tl.constexpr = STRIPS[S * STRIP + 5]
+    SUM_WORDS: tl.constexpr = STRIPS[S * STRIP + 6]
+    ROWS: tl.constexpr = slot.shape[0]
     first = first_byte(source, slot, STRIPS[S * STRIP])
     # Sums stay in their column until the end: a few lanes share a slot, so one short reduction ends each tile.
-    total = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint64)
-    odd = tl.zeros((slot.shape[0], BLOCK_WORDS), tl.uint32)
+    total = tl.zeros((ROWS, BLOCK_WORDS // SUM_WORDS), tl.uint64)
+    odd = tl.zeros((ROWS, BLOCK_WORDS), tl.uint32)
     if FLOATS:
         p_source = p_descriptors + source[0] * FIELDS
         exponent = tl.load(p_source + EXPONENT).to(tl.uint32)
@@ -98,21 +102,43 @@ def fold(
     words = WORDS
     if ROLLED:
         words = source[7]
-    for w in range(0, words, BLOCK_WORDS * UNROLL):
+    for w in tl.range(0, words, BLOCK_WORDS * UNROLL, num_stages=STRIPS[S * STRIP + 7]):
+        # All loads first: the compiler keeps that order, and waits at the first use.
+        loaded = ()
         for u in tl.static_range(UNROLL):
-            o_word = w + u * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-            word = load_words(
-                source[2], first, source[5], m, o_word, STRIPS[S * STRIP + 2], WORDS, STRIPS[S * STRIP + 3],
-                BLOCK_WORDS, UNROLL,
-            )  # fmt: skip
-            key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
-            total += word.to(tl.uint64) * key[None, :]
+            block = load_block(source, p_keys, first, m, w + u * BLOCK_WORDS, STRIPS, S)
+            loaded += (block,)  # type: ignore[assignment]
+        for u in tl.static_range(UNROLL):
+            word, key = loaded[u]  # type: ignore[var-annotated]
+            terms = word.to(tl.uint64) * key[None, :]  # type: ignore[var-annotated]
+            if SUM_WORDS > 1:
+                terms = tl.sum(tl.reshape(terms, (ROWS, BLOCK_WORDS // SUM_WORDS, SUM_WORDS)), 2)
+            total += terms
             if FLOATS:
                 odd = odd | (((word & exponent) + increment) & carry)
     found = tl.zeros_like(slot).to(tl.uint32)
     if FLOATS:
         found = tl.max(odd, 1)
     return source[1] + tl.sum(total, 1).to(tl.int64, bitcast=True), found
+
+
+@triton.jit
+def load_block(source, p_keys, first, m, w, STRIPS: tl.constexpr, S: tl.constexpr):
+    """One load of `fold`: the words from ``w`` on of each slot, and their keys."""
+    WORDS: tl.constexpr = STRIPS[S * STRIP + 1] * ((STRIPS[S * STRIP + 2] + 3) // 4)
+    BLOCK_WORDS: tl.constexpr = STRIPS[S * STRIP + 4]
+    UNROLL: tl.constexpr = STRIPS[S * STRIP + 5]
+    o_word = w + tl.arange(0, BLOCK_WORDS)
+    word = load_words(
+        source[2], first, source[5], m, o_word, STRIPS[S * STRIP + 2], WORDS, STRIPS[S * STRIP + 3], BLOCK_WORDS,
+        UNROLL,
+    )  # fmt: skip
+    # Kernels whose threads add up words of their own were measured without a mask here, the others with one.
+    if STRIPS[S * STRIP + 6] > 1 and WORDS % (BLOCK_WORDS * UNROLL) == 0:
+        key = tl.load(p_keys + o_word)
+    else:
+        key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0)
+    return word, key.to(tl.uint64, bitcast=True)
 
 
 @triton.jit

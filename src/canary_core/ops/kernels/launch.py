@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.kernels.tiles import SCRUB_TILES, Tiles, constants, is_long
+from canary_core.ops.kernels.tiles import Tiles, constants, is_long
 from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, TableConstants
 from canary_core.ops.sources import SourceGroup
 from canary_core.ops.state import RegionState
@@ -39,8 +39,8 @@ SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.
 ROW_STEPS = (16, 64, 256, 1024, 4096, 16384, 65536)
 """Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
 
-GROUP_PROGRAMS_PER_PROCESSOR = 16
-"""Programs of a kernel that reads bytes."""
+MOST_PROGRAMS = 32768
+"""Programs over slots or tokens; CUDA allows 65,535 in that dimension of a grid."""
 
 MOST_COMPILERS = 8
 """Threads that compile at a time: the rest of the machine is the engine's."""
@@ -226,16 +226,19 @@ def register_limit(state: RegionState, registers: int) -> dict[str, int]:
 
 
 def programs(state: RegionState, per_processor: int) -> int:
-    """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch."""
+    """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch. 0 a processor
+    gives `MOST_PROGRAMS`."""
     device = state.records.device
-    return INTERPRETED_PROGRAMS if device.type == "cpu" else processors(device) * per_processor
+    if device.type == "cpu":
+        return INTERPRETED_PROGRAMS
+    return processors(device) * per_processor or MOST_PROGRAMS
 
 
-def launch_over(state: RegionState, op: str, kernel: Any, slots: Tensor) -> None:
-    """Launches ``kernel`` once for each source group of the region, over a list of slots that it goes through in tiles
-    of the scrub's size; its arguments after those of `group_launches` are the list and its length."""
+def launch_over(state: RegionState, op: str, kernel: Any, tiles: Tiles, slots: Tensor) -> None:
+    """Launches ``kernel`` once for each source group of the region, over a list of slots; its arguments after those of
+    `group_launches` are the list and its length."""
     given = arguments(slots, slots.shape[0])
-    for launch in group_launches(state, op, kernel, SCRUB_TILES):
+    for launch in group_launches(state, op, kernel, tiles):
         needed = max(-(-slots.shape[0] // launch.slots), 1)
         launch.launch((launch.blocks, min(needed, launch.programs)), given)
 
@@ -257,7 +260,9 @@ def group_launches(
             fixed = (region_arguments(state), source_arguments(state, group))
             every = {**(table._asdict() if table else {}), **constants(group.shapes, tile, len(group.columns))}
             blocks = -(-len(group.columns) // max(tile.abreast, 1))
-            over_slots = max(-(-programs(state, GROUP_PROGRAMS_PER_PROCESSOR) // blocks), 1)
-            launcher = Launcher(kernel, state, fixed, every, num_warps=tile.warps)
+            # Rounded down: with a program more for each block some would not fit, and run when the others are done.
+            over_slots = max(programs(state, tile.programs) // (blocks if tile.programs else 1), 1)
+            limit = register_limit(state, tile.registers) if tile.registers else {}
+            launcher = Launcher(kernel, state, fixed, every, num_warps=tile.warps, **limit)
             known.append(GroupLaunch(blocks, over_slots, tile.slots, tile.abreast, launcher))
     return known

@@ -18,6 +18,10 @@ class Tile(NamedTuple):
     ``abreast``: 0 where a program reads the slots that it looked up together, each a row of the tile, in one source.
     Otherwise it reads them one after another, and the rows are ``abreast`` sources of one slot; columns and loads are
     powers of two then.
+
+    ``sum_words``: how many words a thread adds up at once, so that it keeps one sum of them. ``stages``: of how many
+    rounds of loads the words are on their way, through shared memory; None keeps them in registers. ``registers``: most
+    of a thread, 0 for no limit. ``programs``: of a multiprocessor; 0 where each tile has a program of its own.
     """
 
     slots: int
@@ -25,6 +29,10 @@ class Tile(NamedTuple):
     unrolled: int
     columns: int = COLUMNS
     abreast: int = 0
+    sum_words: int = 1
+    stages: int | None = None
+    registers: int = 0
+    programs: int = 16
 
 
 class Tiles(NamedTuple):
@@ -36,7 +44,10 @@ class Tiles(NamedTuple):
 
 WRITE_TILE = Tile(32, 4, 2)
 SCRUB_TILE = Tile(32, 2, 2)
-READ_CHECK_TILE = Tile(READ_TILE, 1, 3)
+# 12 warps of 168 registers are what a multiprocessor of 65,536 has room for.
+READ_CHECK_TILE = Tile(READ_TILE, 1, 3, sum_words=4, registers=168, programs=12)
+# A list has few tiles, so nothing is gained by programs that stay; loads through shared memory need fewer registers.
+VERIFY_TILE = Tile(32, 1, 1, sum_words=4, stages=4, programs=0)
 
 # Long slots are few, and few of a batch's tokens or places have one: tiles of slots would be nearly empty and most of a
 # device idle. A key has 8 bytes for a word of 4 and comes from the second cache, so sources of one slot share the keys
@@ -50,6 +61,7 @@ LOOKED_UP = 128
 WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP))
 READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE))
 SCRUB_TILES = Tiles(SCRUB_TILE, LONG_TILE)
+VERIFY_TILES = Tiles(VERIFY_TILE, LONG_TILE)
 
 LONG_WORDS = 8192
 """A slot of more words in one source is long: more than a row of 128 heads of 128 bfloat16 has."""
@@ -67,7 +79,10 @@ def constants(shapes: tuple[SourceShape, ...], tile: Tile, sources: int) -> dict
     """Compile-time constants of a kernel that takes ``sources`` sources, or pairs of them, of these shapes by ``tile``:
     see `fold.STRIP` and `fold.describe`."""
     first, *narrow = shapes
-    strips = (*first, *loads(first, tile), *(value for shape in narrow for value in (*shape, _whole(shape), 1)))
+    block, unrolled = loads(first, tile)
+    strips: tuple[int | None, ...] = (*first, block, unrolled, min(tile.sum_words, block), tile.stages)
+    for shape in narrow:
+        strips += (*shape, _whole(shape), 1, 1, None)
     return {"STRIPS": strips, "SLOTS": tile.slots, "ABREAST": (tile.abreast, sources if tile.abreast else 0)}
 
 
