@@ -38,12 +38,9 @@ class Samples:
     def __init__(self, device: torch.device) -> None:
         self.table = torch.zeros(SAMPLE_WRITERS * SAMPLE_TOKENS, dtype=torch.int64, device=device)
         self._outgrown: list[Tensor] = []
-        self._allocate(FIRST_ROWS)
-
-    @property
-    def rows(self) -> int:
+        self.rows = 0
         """Most rows of a batch."""
-        return self.given.shape[1]
+        self._allocate(FIRST_ROWS)
 
     def grow(self, batch: BatchView) -> bool:
         """Makes room for the batch's rows; gives whether tensors were replaced. What was given is kept. Outgrown
@@ -82,6 +79,7 @@ class Samples:
 
     def _allocate(self, rows: int) -> None:
         table = self.table
+        self.rows = rows
         self.given = table.new_full((SAMPLE_TOKENS, rows), NOT_SAMPLED)
         self.ends = table.new_zeros(1 + rows)
         self.tails = table.new_zeros(rows, SAMPLE_TOKENS, TAIL_WORDS)
