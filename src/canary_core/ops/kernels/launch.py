@@ -247,7 +247,11 @@ def register_limit(state: RegionState, registers: int) -> dict[str, int]:
 
 def programs(state: RegionState, per_processor: int) -> int:
     """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch."""
-    device = state.records.device
+    return _programs(state.records.device, per_processor)
+
+
+@cache
+def _programs(device: torch.device, per_processor: int) -> int:
     return INTERPRETED_PROGRAMS if device.type == "cpu" else processors(device) * per_processor
 
 
