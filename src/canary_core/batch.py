@@ -12,6 +12,11 @@ from canary_core.region import Region, require_index_tensor, require_tensor
 MOST_ROWS = 65536
 """Requests of one forward; kernels work out each program's share from all their lengths at once."""
 
+LISTS = tuple(
+    (name, f"batch: {name}") for name in ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors")
+)
+"""Tensors of a view that have one dimension, and what they are called in an error."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCheckpoints:
@@ -168,17 +173,18 @@ class BatchView:
         device = self.prefix_lens.device
         # Asked many times a forward; torch makes new objects each time.
         object.__setattr__(self, "device", device)
-        for name in ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors"):
+        for name, what in LISTS:
             tensor = getattr(self, name)
             if tensor is not None:
-                require_index_tensor(f"batch: {name}", tensor, device, dims=1)
+                require_index_tensor(what, tensor, device, dims=1)
         object.__setattr__(self, "rows", self.prefix_lens.shape[0])
         object.__setattr__(self, "tokens", self.token_ids.shape[0])
         if self.expected_tokens is not None:
             require_index_tensor("batch: expected_tokens", self.expected_tokens, device, dims=2)
+        rows = self.prefix_lens.shape
         for name in ("new_lens", "writers", "anchors"):
             tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != self.prefix_lens.shape:
+            if tensor is not None and tensor.shape != rows:
                 raise AttachError(f"batch: {name} has shape {tuple(tensor.shape)}, rows are {self.rows}")
         if self.anchors is not None and self.anchors.dtype != torch.int64:
             raise AttachError(f"batch: anchors must be int64, got {self.anchors.dtype}")

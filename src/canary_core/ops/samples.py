@@ -40,6 +40,8 @@ class Samples:
         self._outgrown: list[Tensor] = []
         self.rows = 0
         """Most rows of a batch."""
+        # The part of the last row of `given` that was written last: decodes have as many rows as the one before.
+        self._last = self.table[:0]
         self._allocate(FIRST_ROWS)
 
     def grow(self, batch: BatchView) -> bool:
@@ -60,7 +62,9 @@ class Samples:
         `sampling.SampledTokens.give`. One copy on the current stream, one more for each row of ``without``."""
         columns = tokens.shape[0]
         if tokens.dim() == 1:
-            self.given[-1, :columns].copy_(tokens)
+            if self._last.shape[0] != columns:
+                self._last = self.given[-1, :columns]
+            self._last.copy_(tokens)
         else:
             last = tokens[:, -SAMPLE_TOKENS:].t()
             self.given[SAMPLE_TOKENS - last.shape[0] :, :columns].copy_(last)
@@ -81,6 +85,7 @@ class Samples:
         table = self.table
         self.rows = rows
         self.given = table.new_full((SAMPLE_TOKENS, rows), NOT_SAMPLED)
+        self._last = self.given[-1]
         self.ends = table.new_zeros(1 + rows)
         self.tails = table.new_zeros(rows, SAMPLE_TOKENS, TAIL_WORDS)
         self._empty()
