@@ -12,6 +12,11 @@ from canary_core.region import Region, require_index_tensor, require_tensor
 MOST_ROWS = 65536
 """Requests of one forward; kernels work out each program's share from all their lengths at once."""
 
+LISTS = tuple(
+    (name, f"batch: {name}") for name in ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors")
+)
+"""Tensors of a view that have one dimension, and what they are called in an error."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCheckpoints:
@@ -98,17 +103,25 @@ class SlotTable:
             require_index_tensor("slot table: write_slots", self.write_slots, device, dims=1)
 
     @property
+    def bounds(self) -> tuple[int, int, int]:
+        """`width`, the elements from one row to the next, and `extent`: at once, since kernels want them every
+        forward."""
+        count, width = self.entries.shape
+        stride = self.entries.stride(0)
+        extent = (count - 1) * stride + width if count and width else 0
+        ragged = count == 1 and stride == 1 and self.rows is not None
+        return 1 << 62 if ragged else width, stride, extent
+
+    @property
     def width(self) -> int:
         """Entries of one row. A ragged list has none: its starts may be negative, so that a row's first listed position
         lies beyond the list's own length; there only `entries` as a whole bounds what is read."""
-        ragged = self.rows is not None and self.entries.shape[0] == 1 and self.entries.stride(0) == 1
-        return 1 << 62 if ragged else self.entries.shape[1]
+        return self.bounds[0]
 
     @property
     def extent(self) -> int:
         """How many elements of ``entries`` can be read: from the first of the first row to the last of the last."""
-        entries = self.entries
-        return (entries.shape[0] - 1) * entries.stride(0) + entries.shape[1] if entries.numel() else 0
+        return self.bounds[2]
 
     @property
     def elements(self) -> Tensor:
@@ -148,21 +161,30 @@ class BatchView:
     positions: Tensor | None = None
     expected_tokens: Tensor | None = None
     anchors: Tensor | None = None
-    _device: torch.device = field(init=False, repr=False)
+    device: torch.device = field(init=False, repr=False)
+    """Where all tensors of the batch are."""
+    rows: int = field(init=False, repr=False)
+    """Batch rows, padding included."""
+    tokens: int = field(init=False, repr=False)
+    """Capacity of ``token_ids``: at least the sum of ``new_lens``."""
 
     def __post_init__(self) -> None:
         require_tensor("batch: prefix_lens", self.prefix_lens)
         device = self.prefix_lens.device
-        object.__setattr__(self, "_device", device)
-        for name in ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors"):
+        # Asked many times a forward; torch makes new objects each time.
+        object.__setattr__(self, "device", device)
+        for name, what in LISTS:
             tensor = getattr(self, name)
             if tensor is not None:
-                require_index_tensor(f"batch: {name}", tensor, device, dims=1)
+                require_index_tensor(what, tensor, device, dims=1)
+        object.__setattr__(self, "rows", self.prefix_lens.shape[0])
+        object.__setattr__(self, "tokens", self.token_ids.shape[0])
         if self.expected_tokens is not None:
             require_index_tensor("batch: expected_tokens", self.expected_tokens, device, dims=2)
+        rows = self.prefix_lens.shape
         for name in ("new_lens", "writers", "anchors"):
             tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != self.prefix_lens.shape:
+            if tensor is not None and tensor.shape != rows:
                 raise AttachError(f"batch: {name} has shape {tuple(tensor.shape)}, rows are {self.rows}")
         if self.anchors is not None and self.anchors.dtype != torch.int64:
             raise AttachError(f"batch: anchors must be int64, got {self.anchors.dtype}")
@@ -196,21 +218,6 @@ class BatchView:
                 f"batch: region {name!r} has {table.write_slots.shape[0]} write_slots for {self.tokens} token_ids; "
                 "give one for each token, or None to derive them from the table"
             )
-
-    @property
-    def rows(self) -> int:
-        """Batch rows, padding included."""
-        return self.prefix_lens.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        """Capacity of ``token_ids``: at least the sum of ``new_lens``."""
-        return self.token_ids.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where all tensors of the batch are."""
-        return self._device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

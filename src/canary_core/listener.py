@@ -1,5 +1,6 @@
 """`StepListener`: what accompanies the forwards of one `Canary`; `Listeners`: all of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from canary_core.batch import BatchView
@@ -38,6 +39,9 @@ class StepListener:
         """The Canary is off from now on. Called once."""
 
 
+METHODS = ("begin", "before", "after", "forget", "flushed", "idle", "close")
+
+
 class Listeners:
     """Calls the listeners of one Canary, in the order in which they were added. An exception of one goes to ``switch``:
     in log mode the others are called all the same."""
@@ -45,6 +49,9 @@ class Listeners:
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
         self._listeners: list[StepListener] = []
+        self._calls: dict[str, list[tuple[Failsafe, Callable[..., Any]]]] = {}
+        """By method: those listeners that override it."""
+        self._find_calls()
 
     @property
     def all(self) -> tuple[StepListener, ...]:
@@ -54,6 +61,7 @@ class Listeners:
     def add(self, listener: StepListener) -> None:
         """``listener`` comes after those that are there."""
         self._listeners.append(listener)
+        self._find_calls()
 
     def begin(self, batch: Any) -> None:
         """A forward is issued next."""
@@ -61,9 +69,9 @@ class Listeners:
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
         """A forward is checked next; gives the view to check, which one listener after the other may amend."""
-        for listener in self._listeners:
-            with self._guard(listener, "before"):
-                view = listener.before(batch, view)
+        for guard, before in self._calls["before"]:
+            with guard:
+                view = before(batch, view)
         return view
 
     def after(self, batch: Any, view: BatchView | None) -> None:
@@ -84,15 +92,22 @@ class Listeners:
 
     def close(self) -> None:
         """The Canary is off: each is closed, and there are none from now on. Again: does nothing."""
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            with self._guard(listener, "close"):
-                listener.close()
+        closing = self._calls["close"]
+        self._listeners = []
+        self._find_calls()
+        for guard, close in closing:
+            with guard:
+                close()
 
     def _each(self, method: str, *given: Any) -> None:
-        for listener in self._listeners:
-            with self._guard(listener, method):
-                getattr(listener, method)(*given)
+        for guard, call in self._calls[method]:
+            with guard:
+                call(*given)
 
-    def _guard(self, listener: StepListener, method: str) -> Failsafe:
-        return self._switch.guard(f"{type(listener).__name__}.{method}")
+    def _find_calls(self) -> None:
+        for method in METHODS:
+            self._calls[method] = [
+                (self._switch.guard(f"{type(listener).__name__}.{method}"), getattr(listener, method))
+                for listener in self._listeners
+                if getattr(getattr(listener, method), "__func__", None) is not getattr(StepListener, method)
+            ]

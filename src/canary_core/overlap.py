@@ -24,4 +24,6 @@ class Overlap(Enum):
 
     def allows(self, other: "Overlap") -> bool:
         """Whether it allows all that ``other`` does."""
-        return self.value >= other.value
+        # `value` is a function call, and this is asked several times a forward.
+        allowed: bool = self._value_ >= other._value_
+        return allowed

@@ -357,6 +357,9 @@ class Uncovered:
     tensor: Tensor | None = field(default=None, repr=False, compare=False)
 
 
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
 def require_tensor(what: str, value: object) -> None:
     """Raises `AttachError` unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
@@ -366,12 +369,24 @@ def require_tensor(what: str, value: object) -> None:
 def require_index_tensor(what: str, tensor: Tensor, device: torch.device, dims: int) -> None:
     """Raises `AttachError` unless ``tensor`` is int32 or int64 with ``dims`` dimensions, contiguous in its last, on
     ``device``."""
+    if is_index_tensor(tensor, device, dims):
+        return
     require_tensor(what, tensor)
-    if tensor.dtype not in (torch.int32, torch.int64):
+    if tensor.dtype not in INDEX_DTYPES:
         raise AttachError(f"{what} must be int32 or int64, got {tensor.dtype}; convert it where it is made")
     if tensor.device != device:
         raise AttachError(f"{what} must be on {device} beside the pool, got {tensor.device}; copy it there")
     if tensor.dim() != dims:
         raise AttachError(f"{what} must have {dims} dimension(s), got shape {tuple(tensor.shape)}")
-    if not tensor.is_contiguous() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise AttachError(f"{what} must be contiguous in its last dimension, got strides {tensor.stride()}")
+    raise AttachError(f"{what} must be contiguous in its last dimension, got strides {tensor.stride()}")
+
+
+def is_index_tensor(tensor: Tensor, device: torch.device, dims: int) -> bool:
+    """What `require_index_tensor` requires, in one look: each forward's view has several of them."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.dtype in INDEX_DTYPES
+        and tensor.device == device
+        and tensor.dim() == dims
+        and (tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+    )

@@ -89,6 +89,7 @@ class Step:
         self._hooks: pluggy.HookRelay = switch.hooks.hook
         self._states = workspace.states
         self._backend = workspace.backend
+        self._reads = any(state.reads for state in workspace.states.values())
         self.tables = TableCheck(workspace, switch, config.table_interval)
         """Whether attention is given the slots that the engine keeps."""
         findings.table_names = self.tables.names
@@ -175,7 +176,9 @@ class Step:
         overlap: Overlap,
         settle: Callable[[BatchView, Output], None] | None,
     ) -> Output:
-        issued_first = self._begin(batch, overlap)
+        if self._listeners.all:
+            self._begin(batch, overlap)
+        issued_first = self.issues_first(overlap)
         self._inside = True
         try:
             if issued_first:
@@ -218,14 +221,13 @@ class Step:
         self.end()
         return output
 
-    def _begin(self, batch: Any, overlap: Overlap) -> bool:
-        """Gives whether the forward is issued before its check."""
+    def _begin(self, batch: Any, overlap: Overlap) -> None:
+        """For the listeners, where there are any."""
         with self._switch.guard("begin_forward"):
             if not self._may_go_on(overlap):
                 # A listener may write to the tensors of the view before.
                 self._workspace.join(for_good=True)
         self._listeners.begin(batch)
-        return self.issues_first(overlap)
 
     def issues_first(self, overlap: Overlap) -> bool:
         """For engines that call `before` and `after`: a forward is issued next, on the current stream. Gives whether it
@@ -234,14 +236,15 @@ class Step:
         if not self._switch.enabled or self._pause.on or self._pause.missed:
             return False
         with self._switch.guard("issues_first"):
+            workspace = self._workspace
             issued_first = self._may_issue_first(overlap)
             if not (issued_first and self._may_go_on(overlap)):
                 # A view may be made in the tensors of the one before.
-                self._workspace.join(for_good=True)
-                self._workspace.queue.joined()
-            if issued_first and self._workspace.side is not None:
-                self._workspace.side.issue_postponed()
-                self._workspace.side.mark()
+                workspace.join(for_good=True)
+                workspace.queue.joined()
+            if issued_first and workspace.side is not None:
+                workspace.side.issue_postponed()
+                workspace.side.mark()
             return issued_first
         return False
 
@@ -249,10 +252,9 @@ class Step:
         """Whether a forward may be issued before the host works for Canary."""
         if not overlap.allows(Overlap.ALL) or self._workspace.side is None:
             return False
-        if self.captured or self._audit.due or self.stores.on:
+        if self._recorder.captured or self._audit.due or self.stores.on:
             return False
-        hooked = self._hooks.canary_pre_forward.get_hookimpls()
-        return not (hooked or any(state.reads for state in self._states.values()))
+        return not (self._hooks.canary_pre_forward.get_hookimpls() or self._reads)
 
     def _may_go_on(self, overlap: Overlap) -> bool:
         """Whether a forward need not wait for the record of the one before, which reads the bytes that this one has
@@ -292,32 +294,34 @@ class Step:
                     "step.before was called twice for one forward; call step.after when the forward was issued, or "
                     "step.abandon if it failed"
                 )
-            self._workspace.join(for_good=True)
+            workspace, recorder = self._workspace, self._recorder
+            workspace.join(for_good=True)
             self.watchdog.feed()
             self.forwards += 1
-            self._workspace.journal.step = self.forwards
-            self._recorder.captured = self.captured or capturing(self._workspace.device)
-            self.require_place(view)
+            workspace.journal.step = self.forwards
+            captured = recorder.captured = recorder.captured or capturing(workspace.device)
+            require_place(view, workspace.device, self._states.keys())
             self._view = self.last_view = view
             self._canary.sampled.begin()
             self._overlap = overlap
-            compared = [name for name in self._recorder.begin(view) if self._states[name].reads]
+            compared = recorder.begin(view)
             # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
             hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
-            alone = compared or hooked or self.captured or self._audit.due or self.stores.on
+            alone = compared or hooked or captured or self._audit.due or self.stores.on
             beside = overlap is not Overlap.NONE and not alone
             for name in view.tables:
                 self._states[name].require_capacity(view)
-            with self._workspace.beside(beside), self.overhead.device(self.captured):
-                self._workspace.queue.settle()
+            with workspace.beside(beside), self.overhead.device(captured):
+                workspace.queue.settle()
                 if hooked:
                     self._hooks.canary_pre_forward(canary=self._canary, batch=view)
                 for name, table in view.tables.items():
-                    self._backend.check(self._states[name], view, table)
-                    if not self.captured:
-                        self._workspace.proof.look(self._states[name], view, table)
+                    state = self._states[name]
+                    self._backend.check(state, view, table)
+                    if workspace.proof.looks and not captured:
+                        workspace.proof.look(state, view, table)
                     if name in compared:
-                        self._backend.read_check(self._states[name], view, table)
+                        self._backend.read_check(state, view, table)
             self.stores.begin(view)
             self._audit.begin(view)
         except Exception as error:
@@ -371,7 +375,7 @@ class Step:
     def _record(self, view: BatchView) -> None:
         workspace, hooks = self._workspace, self._hooks
         hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
-        beside = self._overlap.allows(Overlap.ALL) and not (hooked or self.captured)
+        beside = self._overlap.allows(Overlap.ALL) and not (hooked or self._recorder.captured)
         # The check is done before the engine does anything more: it may write to what that reads.
         workspace.join(for_good=not beside)
         if hooked:
@@ -431,13 +435,13 @@ class Step:
         if measured:
             self.overhead.enter()
         try:
-            workspace = self._workspace
-            if self.captured:
+            workspace, captured = self._workspace, self._recorder.captured
+            if captured:
                 # No host code of ours runs before a replay.
                 workspace.queue.settle()
             self.ends += 1
             # Not the forwards: replays are not counted on the host, and an engine that idles should hear of the last.
-            idle = self.ends > 1 and self.forwards == self._ended_forwards and not self.captured
+            idle = self.ends > 1 and self.forwards == self._ended_forwards and not captured
             self._ended_forwards = self.forwards
             if workspace.side is not None:
                 workspace.side.unmark()
@@ -446,7 +450,7 @@ class Step:
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
-                    self.scrub.adjust(self.captured)
+                    self.scrub.adjust(captured)
                     self._canary.ledger.send()
                 self.overhead.read()
                 self._audit.look(now_and_then=True)

@@ -81,6 +81,6 @@ class Device:
             made.setattr(torch.cuda, "Stream", lambda *args, **kwargs: self.stream("side"))
             made.setattr(torch.cuda, "Event", Event)
             side = side_stream.SideStream(torch.device("cpu"))
-        monkeypatch.setattr(torch.cuda, "set_stream", become)
+        monkeypatch.setattr(side_stream, "make_current", become)
         monkeypatch.setattr(side_stream, "current", lambda device: self.now)
         return side

@@ -32,15 +32,6 @@ class TableConstants(NamedTuple):
     ROWS: int
 
 
-class BatchArguments(NamedTuple):
-    """What kernels need of one batch, and which batch and table that is."""
-
-    batch: BatchView
-    table: SlotTable
-    given: Arguments
-    constants: TableConstants
-
-
 class Launch(Protocol):
     """A kernel with all that stays the same from forward to forward."""
 
@@ -62,27 +53,53 @@ class GroupLaunch(NamedTuple):
     launch: Launch
 
 
+class TableLaunches(NamedTuple):
+    """The launches, by op, of batches that have the same compile-time constants."""
+
+    constants: TableConstants
+    by_op: dict[str, Launch]
+
+
+class BatchArguments(NamedTuple):
+    """What kernels need of one batch, and which batch and table that is. numbers: those of ``given`` that are no
+    addresses; they stay the same for many forwards."""
+
+    batch: BatchView
+    table: SlotTable
+    numbers: Arguments
+    given: Arguments
+    launches: TableLaunches
+
+
 Key = tuple[str, TableConstants | None]
 """An op, and the compile-time constants of a batch if it has any."""
+
+TableKey = tuple[int, int, int, tuple[int, int] | None, int]
+"""What differs in `TableConstants` from batch to batch: a table's page size, ring, stored tokens and pool page, and the
+number of a step of batch rows."""
 
 
 class LaunchCache:
     """What was worked out for launches on one region. Addresses of the region's tensors are among it: whoever puts
     another tensor in the place of one must call `clear`.
 
-    by_op: the launch of each op. by_group: of each op that reads bytes, one for each group of sources. batch: the
-    kernels' arguments of the last batch, which several ops of a forward take.
+    by_op: the launch of each op. by_table: those of ops that have compile-time constants of a batch. by_group: of each
+    op that reads bytes, one for each group of sources. batch: the kernels' arguments of the last batch, which several
+    ops of a forward take. listed: the argument of the scrub.
     """
 
-    __slots__ = ("batch", "by_group", "by_op")
+    __slots__ = ("batch", "by_group", "by_op", "by_table", "listed")
 
     def __init__(self) -> None:
         self.by_op: dict[Key, Launch] = {}
+        self.by_table: dict[TableKey, TableLaunches] = {}
         self.by_group: dict[Key, list[GroupLaunch]] = {}
         self.batch: BatchArguments | None = None
+        self.listed: Arguments | None = None
 
     def clear(self) -> None:
         """Forgets everything: a tensor of the region was replaced, or a source has another shape."""
         self.by_op.clear()
+        self.by_table.clear()
         self.by_group.clear()
-        self.batch = None
+        self.batch = self.listed = None

@@ -38,12 +38,11 @@ class Samples:
     def __init__(self, device: torch.device) -> None:
         self.table = torch.zeros(SAMPLE_WRITERS * SAMPLE_TOKENS, dtype=torch.int64, device=device)
         self._outgrown: list[Tensor] = []
-        self._allocate(FIRST_ROWS)
-
-    @property
-    def rows(self) -> int:
+        self.rows = 0
         """Most rows of a batch."""
-        return self.given.shape[1]
+        # The part of the last row of `given` that was written last: decodes have as many rows as the one before.
+        self._last = self.table[:0]
+        self._allocate(FIRST_ROWS)
 
     def grow(self, batch: BatchView) -> bool:
         """Makes room for the batch's rows; gives whether tensors were replaced. What was given is kept. Outgrown
@@ -63,7 +62,9 @@ class Samples:
         `sampling.SampledTokens.give`. One copy on the current stream, one more for each row of ``without``."""
         columns = tokens.shape[0]
         if tokens.dim() == 1:
-            self.given[-1, :columns].copy_(tokens)
+            if self._last.shape[0] != columns:
+                self._last = self.given[-1, :columns]
+            self._last.copy_(tokens)
         else:
             last = tokens[:, -SAMPLE_TOKENS:].t()
             self.given[SAMPLE_TOKENS - last.shape[0] :, :columns].copy_(last)
@@ -82,7 +83,9 @@ class Samples:
 
     def _allocate(self, rows: int) -> None:
         table = self.table
+        self.rows = rows
         self.given = table.new_full((SAMPLE_TOKENS, rows), NOT_SAMPLED)
+        self._last = self.given[-1]
         self.ends = table.new_zeros(1 + rows)
         self.tails = table.new_zeros(rows, SAMPLE_TOKENS, TAIL_WORDS)
         self._empty()

@@ -75,19 +75,22 @@ class Scratch:
         self.claims = torch.zeros(slots, dtype=torch.int64, device=device)
         self.heads = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=device)
         self.plan = torch.zeros(FIRST_TOKENS, PLAN_WORDS, dtype=torch.int64, device=device)
+        self._rows, self._tokens = FIRST_ROWS, FIRST_TOKENS
         self._outgrown: list[Tensor] = []
 
     def grow(self, batch: BatchView) -> bool:
         """Makes room for the batch's rows and tokens; gives whether a tensor was replaced. Rare: sizes double. Outgrown
         tensors are kept, because a captured graph may still use them."""
         grown = False
-        if batch.rows > self.heads.shape[0]:
+        if batch.rows > self._rows:
             self._outgrown.append(self.heads)
-            self.heads = self.heads.new_zeros(1 << (batch.rows - 1).bit_length())
+            self._rows = 1 << (batch.rows - 1).bit_length()
+            self.heads = self.heads.new_zeros(self._rows)
             grown = True
-        if batch.tokens > self.plan.shape[0]:
+        if batch.tokens > self._tokens:
             self._outgrown.append(self.plan)
-            self.plan = self.plan.new_zeros(1 << (batch.tokens - 1).bit_length(), PLAN_WORDS)
+            self._tokens = 1 << (batch.tokens - 1).bit_length()
+            self.plan = self.plan.new_zeros(self._tokens, PLAN_WORDS)
             grown = True
         return grown
 
@@ -133,6 +136,8 @@ class RegionState:
         if config.read_check < 0 or region.kind in (RegionKind.STATE, RegionKind.RING):
             read_tiles = ALL_TILES
         self.reads = bool(self.sources and read_tiles)
+        self.judged_nulls = _judged_nulls(region)
+        """How many null slots are looked at for NaN and infinity, from the first one on."""
         self.cursors[Cursor.READ_TILES] = read_tiles if self.sources else 0
         check_tiles = -(-config.check_budget // CHECK_TILE) if config.check_budget else ALL_TILES
         self.cursors[Cursor.CHECK_TILES] = check_tiles
@@ -158,14 +163,6 @@ class RegionState:
         self.fingerprints.masked_fill_(written[:, None], 0)
 
     @property
-    def judged_nulls(self) -> int:
-        """How many null slots are looked at for NaN and infinity, from the first one on: those that attention may read.
-        What padded rows leave in a state, a ring or a compressed pool is read by nobody else."""
-        if self.region.kind not in (RegionKind.FULL, RegionKind.WINDOW):
-            return 0
-        return len(self.region.null_range) if self.region.null_reads is None else self.region.null_reads
-
-    @property
     def pool_bytes(self) -> int:
         """Fingerprinted bytes of all slots: what a round of the scrub reads where all are written."""
         return self.region.slots * self.sources.slot_bytes
@@ -183,3 +180,11 @@ class RegionState:
         """New addresses for the same sources, see `SourceTable.rebind`. Raises `AttachError`. Never captured."""
         if self.sources.rebind(sources):
             self.launches.clear()
+
+
+def _judged_nulls(region: Region) -> int:
+    """Those that attention may read. What padded rows leave in a state, a ring or a compressed pool is read by nobody
+    else."""
+    if region.kind not in (RegionKind.FULL, RegionKind.WINDOW):
+        return 0
+    return len(region.null_range) if region.null_reads is None else region.null_reads

@@ -87,7 +87,7 @@ class EventQueue:
 
     def settle(self) -> None:
         """Applies what waits on the current stream: after all forwards issued so far, before the next."""
-        if not len(self) or capturing(self._device):
+        if not (self._waiting or self._deferred) or capturing(self._device):
             return
         self._tell_deferred()
         events, self._waiting = self._waiting, []

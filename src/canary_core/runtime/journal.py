@@ -1,7 +1,7 @@
 """`Journal`: the last events of slots, as the host issued them, for whoever asks later who had a slot and when."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,7 +13,7 @@ MOST_KEPT_BYTES = 1 << 14
 """Of a GPU's tensor of slots: keeping a larger one, or a view of one, alive would cost the engine memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Entry:
     """One call of `SlotEvents`. ``step``: how many forwards had begun. ``event``: the name of the call. ``writer``: who
     has done it, a writer id, -1 if unknown. ``slots``: integer ``[n]``, pages of ``page_slots`` slots each; None where
@@ -44,9 +44,10 @@ class Journal:
 
     def note(self, event: str, region: str, slots: Mapping[str, Tensor], writer: object = -1, page: int = 1) -> None:
         """A call happened. ``slots``: its tensors of slots by argument, the one that it is about first."""
-        kept = [_kept(tensor) for tensor in slots.values()]
-        first = next(iter(slots.values()), None)
-        by = -1 if isinstance(writer, Callable) else int(writer)  # type: ignore[arg-type,call-overload]
+        tensors = list(slots.values())
+        kept = [_kept(tensor) for tensor in tensors]
+        first = tensors[0] if tensors else None
+        by = -1 if callable(writer) else int(writer)  # type: ignore[call-overload]
         entry = Entry(
             self.step,
             event,

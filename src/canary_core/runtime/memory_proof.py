@@ -83,6 +83,8 @@ class MemoryProof:
             self.rows[name] = slice(end, end + length)
             end += length
         self._left = dict.fromkeys(states, LOOKED_FORWARDS)
+        self.looks = bool(states)
+        """Whether any region is looked at still: where none is, nobody needs to ask."""
 
     def over(self, region: str) -> bool:
         """Whether the region is not looked at any more."""
@@ -94,6 +96,7 @@ class MemoryProof:
         if not view.tokens or self.over(name):
             return
         self._left[name] -= 1
+        self.looks = any(self._left.values())
         planned = state.scratch.plan[: min(view.tokens, TOKENS), 0]
         writes = planned > 0
         places, read = _sample(state, view, table)

@@ -44,9 +44,14 @@ class Recorder:
         """Whether the last forward wrote so much that its record was not put off, and the next one waits for it."""
 
     def begin(self, view: BatchView) -> list[str]:
-        """Host only. A forward of ``view`` will be recorded; gives the regions whose bytes are worth a comparison
-        before it, see `FingerprintSchedule`."""
-        return [name for name in view.tables if self._schedules[name].begin(view, self.captured)]
+        """Host only. A forward of ``view`` will be recorded; gives the regions whose bytes are compared before it, see
+        `FingerprintSchedule`."""
+        # Each region's schedule counts the forward, whether or not it compares bytes.
+        return [
+            name
+            for name in view.tables
+            if self._schedules[name].begin(view, self.captured) and self._states[name].reads
+        ]
 
     def record(self, view: BatchView, beside: bool, late: bool) -> None:
         """The forward of ``view`` was issued on the current stream. ``beside``: its record runs on the side stream,
@@ -68,15 +73,17 @@ class Recorder:
 
     def _issue(self, view: BatchView, beside: bool) -> None:
         """All launches, on the current stream: ``beside`` the forwards', or theirs."""
-        workspace = self._workspace
+        workspace, side = self._workspace, self._workspace.side
+        carried = False
         with self._overhead.device(self.captured):
             for name, table in view.tables.items():
                 state = self._states[name]
                 if table.carried:
                     # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
-                    pass
+                    carried = True
                 elif state.sources and self._schedules[name].now:
-                    first = None if self.captured else workspace.proof.writes(state, view)
+                    looks = workspace.proof.looks and not self.captured
+                    first = workspace.proof.writes(state, view) if looks else None
                     self._backend.fingerprint(state, view, table)
                     self._stores.compare(state, view, table)
                     if first is not None:
@@ -86,14 +93,14 @@ class Recorder:
                 self._backend.record(state, view, table)
                 if table.checkpoints is not None:
                     record_checkpoints(self._backend, state, view, table)
-            self._stores.end(compared=not any(table.carried for table in view.tables.values()))
+                    if beside and side is not None:
+                        side.reads(table.checkpoints.slots, table.checkpoints.positions)
+            self._stores.end(compared=not carried)
             # A forward has either a scrub or a comparison of tables, so that it has no launch more.
             if not self._tables.took_turn() or self.captured:
                 self.scrub.run(self.captured)
-        if beside and workspace.side is not None:
+        if beside and side is not None:
             # The rest of the view was read by the check alone, which is done.
-            side = workspace.side
-            side.reads(view.prefix_lens, view.new_lens, view.token_ids, view.writers)
-            side.reads(view.positions, view.expected_tokens)
-            for made in (table.checkpoints for table in view.tables.values() if table.checkpoints is not None):
-                side.reads(made.slots, made.positions)
+            side.reads(
+                view.prefix_lens, view.new_lens, view.token_ids, view.writers, view.positions, view.expected_tokens
+            )  # fmt: skip

@@ -167,19 +167,18 @@ class Progress:
 
     def __init__(self, slots: int) -> None:
         self.running, self.parked = Round(slots), Round(slots)
+        self.written: tuple[int, int] | None = None
+        """How many slots are running and how many parked; None until both are known."""
 
     def add(self, at_s: float, gauges: Sequence[int]) -> None:
         """The region's gauges, as they were ``at_s``."""
-        about = dict(zip(list(ScrubWord)[ScrubWord.RUNNING :], gauges, strict=True))
-        self.running.add(at_s, about[ScrubWord.RUNNING], about[ScrubWord.RUNNING_LISTED])
-        self.parked.add(at_s, about[ScrubWord.PARKED], about[ScrubWord.PARKED_LISTED])
-
-    @property
-    def written(self) -> tuple[int, int] | None:
-        """How many slots are running and how many parked; None until both are known."""
-        if self.running.last is None or self.parked.last is None:
-            return None
-        return self.running.last[1], self.parked.last[1]
+        # In the order of `ScrubWord`.
+        running_passed, running_listed, parked_passed, parked_listed = gauges
+        self.running.add(at_s, running_passed, running_listed)
+        self.parked.add(at_s, parked_passed, parked_listed)
+        running, parked = self.running.last, self.parked.last
+        if running is not None and parked is not None:
+            self.written = running[1], parked[1]
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from canary_core.runtime.streams import capturing, current
+from canary_core.runtime.streams import capturing, current, make_current
+
+LOOKED_AFTER, MOST_KEPT = 4, 16
+"""Forwards whose tensors are kept before the device is asked for the first time whether it is done with them, and at
+most."""
 
 
 class SideStream:
@@ -20,6 +24,8 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._begun, self._done, self._ready = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._postponed: list[Callable[[], None]] = []
+        self._read: list[tuple[Tensor | None, ...]] = []
+        self._kept: list[tuple[Tensor | None, ...]] = []
         self._main = self._stream
         self._depth = 0
         self._marked = False
@@ -35,12 +41,12 @@ class SideStream:
             self._begun.record(self._main)
         self._marked = False
         self._begun.wait(self._stream)
-        torch.cuda.set_stream(self._stream)
+        make_current(self._stream)
 
     def __exit__(self, *raised: object) -> None:
         self._depth -= 1
         if not self._depth:
-            torch.cuda.set_stream(self._main)
+            make_current(self._main)
             self.open = True
 
     def mark(self) -> None:
@@ -70,10 +76,10 @@ class SideStream:
             issue()
 
     def reads(self, *tensors: Tensor | None) -> None:
-        """Work on this stream reads ``tensors``: their memory is handed out on no stream before that is done."""
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(self._stream)
+        """Work on this stream, issued by now, reads ``tensors``: their memory is handed out on no stream before that is
+        done. They are kept until the device says so: to tell torch's allocator of each costs more, and once again when
+        it is given up."""
+        self._read.append(tensors)
 
     def join(self, for_good: bool = False) -> None:
         """What the current stream does from now on comes after what was issued here. ``for_good``: so does all that is
@@ -84,10 +90,25 @@ class SideStream:
         self.issue_postponed()
         # Whoever captures has waited for the device before, and may not wait for what lies outside of the graph.
         if not capturing(self._device):
+            if for_good and self._read:
+                self._let_go()
             self._done.record(self._stream)
             self._done.wait(current(self._device))
         if for_good:
             self.open = False
+
+    def _let_go(self) -> None:
+        """Before `_done` is recorded again: what was kept when that was recorded last is read no more if it has passed.
+        What was told of since is kept from now on."""
+        if len(self._kept) >= LOOKED_AFTER and self._done.query():
+            self._kept.clear()
+        elif len(self._kept) >= MOST_KEPT:
+            # The host is far ahead: the allocator has to know of them.
+            for tensor in (t for tensors in self._kept for t in tensors if t is not None):
+                tensor.record_stream(self._stream)
+            self._kept.clear()
+        self._kept += self._read
+        self._read.clear()
 
     def follow(self) -> None:
         """What the current stream does from now on comes after what was issued here before the last `join`, whoever

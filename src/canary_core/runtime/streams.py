@@ -1,13 +1,21 @@
 """What the host may do on a device's streams just now."""
 
+from functools import cache
+
 import torch
 
-_streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+_streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
+
+
+@cache
+def _on_gpu(device: torch.device) -> bool:
+    """Asked several times a forward, and the name of a device's type is a new string each time."""
+    return device.type == "cuda"
 
 
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured on the current stream: nothing may be read on the host then."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _on_gpu(device) and torch.cuda.is_current_stream_capturing()
 
 
 def current_handle(device: torch.device) -> int:
@@ -18,11 +26,16 @@ def current_handle(device: torch.device) -> int:
 
 def current(device: torch.device) -> torch.cuda.Stream:
     """The current stream of a GPU: `torch.cuda.current_stream` at a tenth of its cost."""
-    key = (device, current_handle(device))
+    key = (device.index, current_handle(device))
     known = _streams.get(key)
     if known is None:
         known = _streams[key] = torch.cuda.current_stream(device)
     return known
+
+
+def make_current(stream: torch.cuda.Stream) -> None:
+    """`torch.cuda.set_stream`, at a third of its cost."""
+    torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
 
 
 def synchronize(device: torch.device) -> None:

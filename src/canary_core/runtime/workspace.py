@@ -31,6 +31,9 @@ MOST_SORTS = 256
 """Sorts of misuse that are told; more say nothing new."""
 
 
+NOTHING = nullcontext()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
     """The settings, the memory of each region by name, what regions share, the ops, the events that wait for the next
@@ -74,7 +77,7 @@ class Workspace:
 
     def beside(self, wanted: bool) -> AbstractContextManager[None]:
         """``wanted``: what is issued within runs on the side stream, where the device has one."""
-        return self.side if wanted and self.side is not None else nullcontext()
+        return self.side if wanted and self.side is not None else NOTHING
 
 
 class Switch:
@@ -91,6 +94,7 @@ class Switch:
         self.hooks = hooks
         self._workspace = workspace
         self._misused: set[object] = set()
+        self._guards: dict[str, Failsafe] = {}
         self.recent: deque[tuple[float, Event]] = deque(maxlen=RECENT)
         """The last events that were told, and when each was, in seconds since the epoch."""
         self.misuses = 0
@@ -154,7 +158,10 @@ class Switch:
 
     def guard(self, where: str) -> "Failsafe":
         """A context for work of ours within the engine: its exceptions go to `fail`, findings pass through."""
-        return Failsafe(self, where)
+        known = self._guards.get(where)
+        if known is None:
+            known = self._guards[where] = Failsafe(self, where)
+        return known
 
 
 class Failsafe:

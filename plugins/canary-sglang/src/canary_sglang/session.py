@@ -128,7 +128,7 @@ class Session:
             overlap, settle = Overlap.CHECK, partial(self._forget_tree, batch, self._batches.trees_followed)
         elif overlap is Overlap.ALL:
             # The view may be made after the forward was issued, when the engine has put other tensors into the batch.
-            batch = copy.copy(batch)
+            batch = _copied(batch)
             if self.lifetime is not None and self.lifetime.whole:
                 # A slot that the last forward has written is written again only after it was given back.
                 overlap = Overlap.NEXT
@@ -242,6 +242,13 @@ class Session:
             if tables is not None:
                 views = [padded for view in views for padded in tables.padding(view)]
         return views
+
+
+def _copied(batch: Any) -> Any:
+    """`copy.copy` of a `ForwardBatch`, at a fraction of its cost: it has nothing but attributes."""
+    made = object.__new__(type(batch))
+    made.__dict__.update(batch.__dict__)
+    return made
 
 
 def _transfers(session: Session) -> Iterator[StepListener]:

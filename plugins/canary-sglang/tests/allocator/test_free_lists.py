@@ -143,8 +143,7 @@ def test_who_freed_and_who_got(followed):
     names = ["a", "b", "c"]
     ids = [lifetime.owners._writers.id(name) for name in names]
     batch = SimpleNamespace(reqs=[SimpleNamespace(rid=name) for name in names])
-    with lifetime.owners.preparing(batch):
-        slots = allocator.alloc(3 * allocator.page_size)
+    slots = lifetime.owners.preparing(batch, partial(allocator.alloc, 3 * allocator.page_size))
     pages = (slots[:: allocator.page_size] // allocator.page_size).tolist()
     assert [told.takers[page] for page in pages] == ids
     allocator.free_group_begin()

@@ -19,11 +19,14 @@ def test_slots_that_are_taken_ahead_are_those_of_who_has_more_afterwards():
     batch = SimpleNamespace(reqs=requests, spec_algorithm=SimpleNamespace(is_none=lambda: False), extend_lens=[1, 1])
     writers = RequestWriters(Writers(), torch.device("cpu"))
     owners = Owners(writers)
-    with owners.preparing(batch, decode=True):
-        taker = owners.taker(3, None)
-        other = owners.taker(2, None)
+
+    def prepare():
+        taken = owners.taker(3, None), owners.taker(2, None)
         requests[0].kv.kv_allocated_len += 1
         requests[1].kv.kv_allocated_len += 2
+        return taken
+
+    taker, other = owners.preparing(batch, prepare, decode=True)
     requests[0].kv.kv_allocated_len = 0
     assert taker().tolist() == [writers.id("a"), writers.id("b"), writers.id("b")]
     assert other() == -1

@@ -93,14 +93,14 @@ PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.check.check`. One launch; may be captured."""
-    given, constants = batch_arguments(state, batch, table)
-    launcher = state.launches.by_op.get(("check", constants))
+    given, launches = batch_arguments(state, batch, table)
+    launcher = launches.by_op.get("check")
     if launcher is None:
         tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
         options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
         fixed = (region_arguments(state), sample_arguments(state))
-        launcher = Launcher(check_kernel, state, fixed, constants._asdict() | tile, **options)
-        state.launches.by_op["check", constants] = launcher
+        launcher = Launcher(check_kernel, state, fixed, launches.constants._asdict() | tile, **options)
+        launches.by_op["check"] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 
@@ -108,8 +108,8 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 def check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows,
-    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
-    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map, p_write_slots,
+    expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
     POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, JUDGED: tl.constexpr,

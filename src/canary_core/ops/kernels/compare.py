@@ -67,14 +67,16 @@ PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.compare.read_check`. One launch a source group; may be captured."""
-    given, built_in = batch_arguments(state, batch, table)
-    for launch in group_launches(state, "read_check", read_check_kernel, READ_CHECK_TILES, built_in):
+    given, launches = batch_arguments(state, batch, table)
+    for launch in group_launches(state, "read_check", read_check_kernel, READ_CHECK_TILES, launches.constants):
         launch.launch((launch.blocks, launch.programs), given)
 
 
 def scrub(state: RegionState) -> None:
     """As `canary_core.ops.reference.compare.scrub`. One launch a source group; may be captured."""
-    given = arguments(state.listed)
+    given = state.launches.listed
+    if given is None:
+        given = state.launches.listed = arguments(state.listed)
     for launch in group_launches(state, "scrub", scrub_kernel, SCRUB_TILES):
         # One more program lists what the next scrub compares.
         launch.launch((launch.blocks, 1 + launch.programs), given)
@@ -90,8 +92,8 @@ def read_check_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_first, null_end,
     p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
-    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
-    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map, p_write_slots,
+    expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
     POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,

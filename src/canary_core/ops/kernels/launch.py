@@ -6,6 +6,7 @@ and a batch's once a forward, and a kernel that was compiled for their like is l
 """
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.tiles import Tiles, constants, is_long
-from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, TableConstants
+from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, TableConstants, TableLaunches
 from canary_core.ops.sources import SourceGroup
 from canary_core.ops.state import RegionState
 
@@ -65,17 +66,23 @@ def arguments(*objects: Tensor | int | None) -> Arguments:
     raw: list[int | None] = []
     seen: list[Any] = []
     for value in objects:
-        if value is None:
-            raw.append(None)
-            seen.append(None)
-        elif isinstance(value, int):
-            raw.append(value)
-            seen += (value == 1, value & 15 == 0, -(1 << 31) <= value < 1 << 31)
-        else:
+        if isinstance(value, Tensor):
             address = value.data_ptr()
             raw.append(address)
             seen += (value.dtype, address & 15 == 0)
+        elif value is None:
+            raw.append(None)
+            seen.append(None)
+        else:
+            raw.append(value)
+            seen += (value == 1, value & 15 == 0, -(1 << 31) <= value < 1 << 31)
     return Arguments(objects, raw, _kinds.setdefault(tuple(seen), len(_kinds)))
+
+
+def joined(first: Arguments, second: Arguments) -> Arguments:
+    """``second`` after ``first``."""
+    kind = _kinds.setdefault((first.kind, second.kind), len(_kinds))
+    return Arguments(first.objects + second.objects, first.raw + second.raw, kind)
 
 
 class Launcher:
@@ -176,33 +183,46 @@ def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
     return arguments(sources.descriptors, group.columns, sources.keys, sources.salts, state.fingerprints, len(sources))
 
 
-def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableConstants]:
-    """``p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
-    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens``, and
-    the compile-time constants that go with them. Looked at once a forward."""
-    last = state.launches.batch
+def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableLaunches]:
+    """``p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map,
+    p_write_slots, expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows,
+    tokens``, and the launches with the compile-time constants that go with them. Looked at once a forward, the numbers
+    only where one has changed."""
+    cache = state.launches
+    last = cache.batch
     if last is not None and last.batch is batch and last.table is table:
-        return last.given, last.constants
-    entries, writes, slot_map, expected = table.entries, table.write_slots, state.region.slot_map, batch.expected_tokens
-    stride = entries.stride(0)
+        return last.given, last.launches
+    writes, slot_map, expected = table.write_slots, state.region.slot_map, batch.expected_tokens
     if expected is not None and expected.numel() == 0:
         expected = None
-    rows, tokens = batch.rows, batch.tokens
-    found = arguments(
-        batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, batch.token_ids, batch.positions,
-        expected, 0 if expected is None else expected.shape[1], 0 if expected is None else expected.stride(0),
-        entries, table.rows, slot_map, table.width, stride,
-        table.extent,
-        0 if slot_map is None else slot_map.shape[0], writes, 0 if writes is None else writes.shape[0], rows, tokens,
+    values = (
+        *((0, 0) if expected is None else (expected.shape[1], expected.stride(0))), *table.bounds,
+        0 if slot_map is None else slot_map.shape[0], 0 if writes is None else writes.shape[0], batch.rows,
+        batch.tokens,
     )  # fmt: skip
-    region = state.region
-    constants = TableConstants(
-        table.page_size, table.ring_slots, table.stored_by(region), region.attention_window, region.group_tokens,
-        (*(table.pool_page or (0, 0)), *(region.page_ring or (0, 0))), region.tokens_per_slot,
-        next(step for step in ROW_STEPS if rows <= step),
+    numbers = last.numbers if last is not None and last.numbers.objects == values else arguments(*values)
+    tensors = arguments(
+        batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, batch.token_ids, batch.positions, expected,
+        table.entries, table.rows, slot_map, writes,
     )  # fmt: skip
-    state.launches.batch = BatchArguments(batch, table, found, constants)
-    return found, constants
+    given, launches = joined(tensors, numbers), _table_launches(state, table, batch.rows)
+    cache.batch = BatchArguments(batch, table, numbers, given, launches)
+    return given, launches
+
+
+def _table_launches(state: RegionState, table: SlotTable, rows: int) -> TableLaunches:
+    """Those for a batch of ``rows`` rows with ``table``."""
+    step = bisect_left(ROW_STEPS, rows)
+    key = table.page_size, table.ring_slots, table.stored_tokens, table.pool_page, step
+    known = state.launches.by_table.get(key)
+    if known is None:
+        region = state.region
+        constants = TableConstants(
+            table.page_size, table.ring_slots, table.stored_by(region), region.attention_window, region.group_tokens,
+            (*(table.pool_page or (0, 0)), *(region.page_ring or (0, 0))), region.tokens_per_slot, ROW_STEPS[step],
+        )  # fmt: skip
+        known = state.launches.by_table[key] = TableLaunches(constants, {})
+    return known
 
 
 @cache
@@ -228,7 +248,11 @@ def register_limit(state: RegionState, registers: int) -> dict[str, int]:
 def programs(state: RegionState, per_processor: int) -> int:
     """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch. 0 a processor
     gives `MOST_PROGRAMS`."""
-    device = state.records.device
+    return _programs(state.records.device, per_processor)
+
+
+@cache
+def _programs(device: torch.device, per_processor: int) -> int:
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
     return processors(device) * per_processor or MOST_PROGRAMS

@@ -51,13 +51,13 @@ WRITE = tl.constexpr(int(Happened.WRITE))
 
 def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.record.record`. One launch; may be captured."""
-    given, constants = batch_arguments(state, batch, table)
-    launcher = state.launches.by_op.get(("record", constants))
+    given, launches = batch_arguments(state, batch, table)
+    launcher = launches.by_op.get("record")
     if launcher is None:
-        every = constants._asdict() | {"TILE": TILE}
+        every = launches.constants._asdict() | {"TILE": TILE}
         fixed = (region_arguments(state), sample_arguments(state), history_arguments(state))
         launcher = Launcher(record_kernel, state, fixed, every, num_warps=WARPS)
-        state.launches.by_op["record", constants] = launcher
+        launches.by_op["record"] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
 
 
@@ -65,8 +65,8 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 def record_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows, p_histories,
-    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, expected_width, expected_stride,
-    p_table, p_rows, p_map, width, table_stride, extent, map_length, p_write_slots, write_length, rows, tokens,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map, p_write_slots,
+    expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
     POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr,

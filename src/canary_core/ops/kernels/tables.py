@@ -74,8 +74,7 @@ def _named(given: Arguments, name: int) -> Arguments:
 
 def _of(table: SlotTable) -> tuple[Tensor | int | None, ...]:
     """``p_entries, p_rows, width, stride, extent, page, ring``."""
-    entries = table.entries
-    return entries, table.rows, table.width, entries.stride(0), table.extent, table.page_size, table.ring_slots
+    return table.entries, table.rows, *table.bounds, table.page_size, table.ring_slots
 
 
 @jit(*VARYING)

@@ -4,7 +4,6 @@ Nothing here waits for the device. The events take effect before the next forwar
 """
 
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -171,9 +170,8 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
         return guarded.lifetime if guarded is not None and guarded.canary.enabled else None
 
     def preparing(decode: bool, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        followed = lifetime()
-        with followed.owners.preparing(batch, decode) if followed else nullcontext():
-            return original(batch, *args, **kwargs)
+        followed, prepare = lifetime(), partial(original, batch, *args, **kwargs)
+        return followed.owners.preparing(batch, prepare, decode) if followed else prepare()
 
     def releasing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         followed, request = lifetime(), args[0] if args else kwargs.get("req")

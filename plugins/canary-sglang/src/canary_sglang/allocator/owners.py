@@ -1,7 +1,6 @@
 """`Owners`: for which request SGLang calls its allocators."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +21,13 @@ class Owners:
         self.evicting: Callable[[], bool] = lambda: False
         """Whether a prefix cache whose slots are parked frees them now."""
 
-    @contextmanager
-    def preparing(self, batch: Any, decode: bool = False) -> Iterator[None]:
-        """Within it, slots are handed out to the requests of ``batch``, an extend or a decode."""
+    def preparing(self, batch: Any, prepare: Callable[[], Any], decode: bool = False) -> Any:
+        """Runs ``prepare``. Slots that it takes are handed out to the requests of ``batch``, an extend or a decode."""
+        # No context manager, which is slower: the engine waits for its host, here before each decode.
         before, self._batch = (self._batch, self._drafted), batch
         self._drafted = drafted = _DraftedSlots(batch) if decode and batches.speculates(batch) else None
         try:
-            yield
+            return prepare()
         finally:
             self._batch, self._drafted = before
             if drafted is not None:
@@ -36,7 +35,6 @@ class Owners:
 
     def releasing(self, request: Any, release: Callable[[], Any]) -> Any:
         """Runs ``release``. Slots that it frees were those of ``request``."""
-        # No context manager, which is slower: the engine waits for its host when a batch of requests ends.
         before, self._request = self._request, request
         try:
             return release()

@@ -59,6 +59,8 @@ class ForwardBatches(BatchAdapter[Any]):
         self._uniform = UniformLens()
         self._anchors = Anchors(runner, writers)
         self._prefix_lens = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=self._entries.device)
+        # The part of it that the last decode had.
+        self._decode_prefix_lens = self._prefix_lens
         # A draft model's slot at position p holds the token at p + 1.
         self._ahead = int(runners.draft_name(runner) is not None)
         self.trees_followed = False
@@ -125,7 +127,10 @@ class ForwardBatches(BatchAdapter[Any]):
         if rows > self._prefix_lens.shape[0] or seq_lens.dtype != self._prefix_lens.dtype:
             # Rare: SGLang's type of lengths differs, or the batch is the largest so far.
             self._prefix_lens = torch.zeros(max(rows, FIRST_ROWS), dtype=seq_lens.dtype, device=seq_lens.device)
-        ones, prefix_lens = self._uniform.of(1, seq_lens), self._prefix_lens[:rows]
+            self._decode_prefix_lens = self._prefix_lens
+        if self._decode_prefix_lens.shape[0] != rows:
+            self._decode_prefix_lens = self._prefix_lens[:rows]
+        ones, prefix_lens = self._uniform.of(1, seq_lens), self._decode_prefix_lens
         torch.sub(seq_lens, ones, out=prefix_lens)
         return prefix_lens, ones
 
