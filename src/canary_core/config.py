@@ -252,8 +252,8 @@ class CanaryConfig(BaseSettings):
         description="Each layer's new slots are fingerprinted right after they were stored, too, and compared with "
         "what they hold at the end of the forward, where the engine's plugin tells of its stores; not in forwards that "
         "are replayed from a CUDA graph. Takes 8 bytes more for each slot and source, and a launch a layer. Where "
-        "groups of layers take turns on the same memory, slots are looked at as they are handed out, too, so that a lost "
-        "write is found whichever group had them before.",
+        "groups of layers take turns on the same memory, slots are looked at as they are handed out, too, so that a "
+        "lost write is found whichever group had them before.",
     )
     on_violation: Literal["report", "abort", "quarantine"] = Field(
         default="report",

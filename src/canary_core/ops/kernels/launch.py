@@ -248,11 +248,7 @@ def register_limit(state: RegionState, registers: int) -> dict[str, int]:
 def programs(state: RegionState, per_processor: int) -> int:
     """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch. 0 a processor
     gives `MOST_PROGRAMS`."""
-    return _programs(state.records.device, per_processor)
-
-
-@cache
-def _programs(device: torch.device, per_processor: int) -> int:
+    device = state.records.device
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
     return processors(device) * per_processor or MOST_PROGRAMS
