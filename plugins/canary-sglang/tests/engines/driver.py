@@ -28,6 +28,7 @@ from tools import (
     cached_states,
     device_waits,
     fault_injection,
+    graph_tables,
     identities,
     injured,
     inspection,
@@ -42,7 +43,7 @@ from tools import (
 )
 
 from canary_core import plugins
-from engines import TESTS, fake_deepseek_v4, speculation
+from engines import TESTS, fake_deepseek_v4, fake_flash_attention, speculation
 from engines.cpu_models import CPU_DEFAULTS
 from engines.gpu_models import GPU_DEFAULTS
 from engines.hybrid_models import run_on_cpu
@@ -67,6 +68,8 @@ class Engine:
         model = options.pop("model", "llama")
         if model == "deepseek_v4":
             fake_deepseek_v4.install()
+        if options.get("attention_backend") == "fa3" and options.get("device") != "cuda":
+            fake_flash_attention.install()
         if options.get("device") != "cuda":
             run_on_cpu(model, options)
         cache_faults.use_swa_radix_cache(options)
@@ -267,6 +270,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         allocator_misuse.misuse_states,
         allocator_misuse.misuse_idle,
         stale_tables.stale_table,
+        graph_tables.graph_tables,
         allocator_misuse.misuse_and_fail,
         device_waits.waits,
         injured.injure,

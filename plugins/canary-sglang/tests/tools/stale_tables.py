@@ -19,7 +19,8 @@ def stale_table(engine: Any, what: str, prompts: list[list[int]], backend: str =
     ``entry`` names at a place of the last request what an earlier place of the first one has, ``old`` is the list of
     the forward before (Triton), ``window`` names at the oldest position of a window's list the slot after it. Then they
     are served to their end. Gives the findings, the requests' names, and for ``entry`` the first position that is wrong
-    and the slots there. ``backend``: ``triton``, ``flashinfer``, or ``fa3``, whose graphs have page tables."""
+    and the slots there. ``backend``: ``triton``, ``flashinfer``, ``fa3`` for the page tables
+    of its graphs, ``fa3_eager`` for those without one."""
     served = decoding(engine, prompts, NEW_TOKENS)
     engine.session.canary.drain()
     engine.told.violations = []
@@ -125,4 +126,38 @@ def break_fa3(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-BREAKS = {"triton": break_triton, "flashinfer": break_flashinfer, "fa3": break_fa3}
+@contextlib.contextmanager
+def break_fa3_eager(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
+    """What an eager decode calls between making its page table and making a window's of it, and the map that it makes
+    this one with. Both tables have an entry a slot there."""
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    right, translate = FlashAttentionBackend._maybe_init_local_attn_metadata, SWAKVPool.translate_loc_from_full_to_swa
+    first: list[int] = []
+
+    def made(self: Any, batch: Any, metadata: Any, *more: Any) -> Any:
+        table, size = metadata.page_table, self.page_size
+        if what == "entry":
+            known.update(position=size, positions=size, right=int(table[rows - 1, size]), wrong=int(table[0, 0]))
+            table[rows - 1, size] = table[0, 0].clone()
+        else:
+            place = max(int(batch.seq_lens[0]) - self.sliding_window_size, 0) // size * size
+            first[:] = [place, place + size]
+        return right(self, batch, metadata, *more)
+
+    def translated(self: Any, slots: torch.Tensor) -> torch.Tensor:
+        found = translate(self, slots)
+        if first and slots.dim() == 2:
+            found[0, first[0]] = found[0, first[1]].clone()
+            first.clear()
+        return found
+
+    with (
+        mock.patch.object(FlashAttentionBackend, "_maybe_init_local_attn_metadata", made),
+        mock.patch.object(SWAKVPool, "translate_loc_from_full_to_swa", translated),
+    ):
+        yield
+
+
+BREAKS = {"triton": break_triton, "flashinfer": break_flashinfer, "fa3": break_fa3, "fa3_eager": break_fa3_eager}

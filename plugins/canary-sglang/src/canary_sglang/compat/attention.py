@@ -60,6 +60,8 @@ Made = Indices | Pages
 def leaves(backend: Any) -> Iterator[Any]:
     """``backend``, or those of which it consists."""
     parts = [part for name in PARTS if (part := getattr(backend, name, None)) is not None]
+    # FlashInfer's own backend has names of kernels there.
+    parts = [part for part in parts if not isinstance(part, str)]
     if not parts:
         yield backend
     for part in dict.fromkeys(parts):
@@ -90,6 +92,8 @@ def why_not(backend: Any) -> str | None:
     sharded = getattr(backend, "dcp_size", 1) > 1 or (getattr(backend, "attn_cp_size", None) or 1) > 1
     if sharded or getattr(backend, "_kv_shard_pool", None) is not None:
         return "the slots of one request lie on several ranks"
+    if getattr(backend, "is_prefill_aware_swa", False):
+        return "its page tables leave out what the window has passed"
     # Up to 0.5.17, and later.
     hooks = getattr(backend, "_unified_hooks", None)
     translates = getattr(backend, "_translate_kv_loc", None) is not None or getattr(hooks, "enabled", False)
@@ -122,13 +126,14 @@ def _triton(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
 def _flashinfer(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
     """The lists that its wrappers were planned with: one for all layers, or a window's and one for the other layers."""
     mode = batch.forward_mode.name
+    # Of drafted tokens other code makes it.
+    if mode == "TARGET_VERIFY":
+        return
     if not graph:
         metadata = backend.forward_metadata
         wrappers = getattr(metadata, "decode_wrappers", None) or getattr(metadata, "prefill_wrappers", ())
     elif mode == "DECODE":
         wrappers = backend.decode_cuda_graph_metadata[batch.batch_size]
-    elif mode == "TARGET_VERIFY":
-        wrappers = backend.prefill_cuda_graph_metadata[batch.batch_size]
     else:
         wrappers = backend.full_cg_prefill_wrappers
     # The slots of what it has dequantized.
@@ -137,8 +142,7 @@ def _flashinfer(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
     name, window = "kv_indices of FlashInferAttnBackend", _window_tokens(backend.indices_updater_decode)
     full = wrappers[-1]
     yield Indices(name=name, entries=full._paged_kv_indices_buf, starts=full._paged_kv_indptr_buf)
-    # With drafted tokens a window's list is another one.
-    if len(wrappers) == 2 and window and batch.spec_info is None:
+    if len(wrappers) == 2 and window:
         own = getattr(backend.indices_updater_decode, "_swa_kv_pool", None) is not None
         tokens = window + 1 if mode == "DECODE" else window
         entries, starts = wrappers[0]._paged_kv_indices_buf, wrappers[0]._paged_kv_indptr_buf
@@ -146,6 +150,9 @@ def _flashinfer(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
 
 
 def _flash_attention(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
+    # Branches of drafted tokens have tables beside this one.
+    if batch.forward_mode.name == "TARGET_VERIFY" and (getattr(backend, "topk", 0) or 0) > 1:
+        return
     metadata = backend.forward_metadata
     name, size = "page_table of FlashAttentionBackend", int(backend.page_size)
     if metadata.page_table is not None:
@@ -154,18 +161,6 @@ def _flash_attention(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
     if tokens and metadata.swa_page_table is not None:
         entries = metadata.swa_page_table
         yield Pages(name=f"swa_{name}", entries=entries, page_size=size, window_tokens=tokens, own_slots=True)
-
-
-def _sparse(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
-    """The tables through which DeepSeek's sparse attention finds the slots that its indexer has chosen; of drafted
-    tokens each one has a row."""
-    metadata, size = backend.forward_metadata, int(backend.real_page_size)
-    if batch.forward_mode.name == "TARGET_VERIFY":
-        return
-    name, slots = "of DeepseekSparseAttnBackend", metadata.page_table_1
-    yield Pages(name=f"real_page_table {name}", entries=metadata.real_page_table, page_size=size)
-    if slots is not None and slots is not metadata.real_page_table:
-        yield Pages(name=f"page_table_1 {name}", entries=slots, page_size=1)
 
 
 def _window_tokens(holder: Any) -> int | None:
@@ -177,7 +172,6 @@ KNOWN: dict[str, Callable[[Any, bool, Any], Iterator[Made]]] = {
     "TritonAttnBackend": _triton,
     "FlashInferAttnBackend": _flashinfer,
     "FlashAttentionBackend": _flash_attention,
-    "DeepseekSparseAttnBackend": _sparse,
 }
 """Backends whose tables are known, and what they have made."""
 
