@@ -45,7 +45,8 @@ def test_the_v2_runner_is_guarded(options, regions):
 
 @pytest.mark.parametrize("feature", ["gdn"])
 def test_what_wants_a_process_of_its_own_is_guarded(tmp_path, feature):
-    """Gated delta nets of a mixture of experts: silent, answers as without Canary, every flip in a state named."""
+    """Gated delta nets of a mixture of experts: silent, answers as without Canary, every flip in a state named, and
+    every fault that states can have."""
     environment = {**os.environ, "OUT": str(tmp_path), "GUARD_POKES": "4"}
     run = subprocess.run(
         [sys.executable, str(HERE / "gpu" / "guard.py"), feature, "--device", "cpu"],
@@ -54,6 +55,7 @@ def test_what_wants_a_process_of_its_own_is_guarded(tmp_path, feature):
     told = json.loads((tmp_path / f"guard-{feature}.json").read_text())
     assert told["ok"], (told, run.stdout[-2000:])
     assert told["flips"] == "4/4"
+    assert told["faults"] == "4/4"
 
 
 def test_two_ranks_are_guarded_through_the_entry_point(tmp_path):
@@ -70,9 +72,10 @@ def test_two_ranks_are_guarded_through_the_entry_point(tmp_path):
     assert told["ok"], (told, run.stdout[-2000:])
     assert len(told["forwards"]) == 2
     assert told["flips"] == "3/3"
-    # What vLLM's own endpoint gives out is read from these files.
+    assert told["faults"] == "8/8"
+    # What vLLM's own endpoint gives out is read from these files: the flips, and the five faults that change bytes.
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(shared))
     for rank in "01":
         labels = {"kind": "bytes", "region": "full", "rank": rank, "model": ""}
-        assert registry.get_sample_value("kv_canary_incidents_total", labels) == 3
+        assert registry.get_sample_value("kv_canary_incidents_total", labels) == 3 + 5
