@@ -1,6 +1,6 @@
 """`BlockEvents`: what an engine's scheduler did with blocks, told to `Canary.slots` in few events."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,14 +60,17 @@ class BlockEvents:
         for run, numbers in zip(runs, blocks.split(counts), strict=True):
             self._tell(run, numbers)
 
-    def handed_out(self, events: Sequence[BlockEvent], given: Mapping[int, Collection[int]]) -> None:
-        """After `tell`, with the same events, where groups take turns on the same memory: which blocks each group was
-        ``given``, by its number. What a block holds that was handed out is another group's, and a write that leaves it
-        so is lost (`SlotEvents.adopt_bytes`): one look at the bytes of each block. Blocks that were given and not
-        handed out, such as prefix hits, stay as they are."""
+    def handed_out(
+        self, events: Sequence[BlockEvent], given: Sequence[Sequence[Sequence[int]]], groups: Collection[int]
+    ) -> None:
+        """After `tell`, with the same events, where ``groups``, by number, take turns on the same memory. ``given``:
+        blocks by group, of each request that got any. What a block holds that was handed out is another group's, and a
+        write that leaves it so is lost (`SlotEvents.adopt_bytes`): one look at the bytes of each block. Blocks that
+        were given and not handed out, such as prefix hits, stay as they are."""
         fresh = {block for event in events if event.sort == "alloc" for block in event.blocks}
         for group in self._groups:
-            blocks = sorted(fresh.intersection(given.get(group.number, ())))
+            own = {block for lists in given for block in lists[group.number]} if group.number in groups else set()
+            blocks = sorted(fresh & own)
             if blocks:
                 self._canary.slots.adopt_bytes(group.region, _slots(group, upload(blocks, self._canary.device)))
 

@@ -1,7 +1,6 @@
 """`BlockLists`: the blocks that an engine keeps for its requests, against the tables that attention is given."""
 
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,27 +45,15 @@ class RequestBlocks:
 
     def __init__(self) -> None:
         self._lists: dict[str, list[array[int]]] = {}
-        self._given: defaultdict[int, set[int]] = defaultdict(set)
 
     def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
         """These, by group, are all that ``request`` has."""
         self._lists[request] = [array("i", group) for group in blocks]
-        self._note(blocks)
 
     def extend(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
         """It gets these beside those it has; of a request that was not given any, nothing is known."""
         for known, more in zip(self._lists.get(request, ()), blocks, strict=False):
             known.extend(more)
-        self._note(blocks)
-
-    def given(self) -> defaultdict[int, set[int]]:
-        """The blocks that requests were told to have since this was last asked, by group."""
-        given, self._given = self._given, defaultdict(set)
-        return given
-
-    def _note(self, blocks: Sequence[Sequence[int]]) -> None:
-        for group, more in enumerate(blocks):
-            self._given[group].update(more)
 
     def drop(self, request: str) -> None:
         """It has ended."""

@@ -132,11 +132,10 @@ class Session:
             self.requests.notice(output)
             message = messages.attached(output)
             self.lifetime.replay(message)
-            given = self.requests.blocks.given()
             if message is not None and self.canary.step.stores.on and len(self.groups) > 1:
-                self.lifetime.blocks.handed_out(
-                    message.events, {g.number: given.get(g.number, ()) for g in self._tokens}
-                )
+                given = [new.block_ids for new in output.scheduled_new_reqs]
+                given += [more for more in output.scheduled_cached_reqs.new_block_ids if more is not None]
+                self.lifetime.blocks.handed_out(message.events, given, [group.number for group in self._tokens])
             if self._loads is not None:
                 self._loads.scheduled(output, message)
             copies = getattr(output, "kv_cache_block_copies", None)
