@@ -91,7 +91,7 @@ class LaunchCache:
     __slots__ = ("batch", "by_group", "by_op", "by_table", "listed")
 
     def __init__(self) -> None:
-        self.by_op: dict[Key, Launch] = {}
+        self.by_op: dict[str, Launch] = {}
         self.by_table: dict[TableKey, TableLaunches] = {}
         self.by_group: dict[Key, list[GroupLaunch]] = {}
         self.batch: BatchArguments | None = None

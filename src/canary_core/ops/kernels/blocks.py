@@ -52,12 +52,12 @@ def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Te
     if not blocks:
         return
     op = "gather_pages" if block.paged else "gather_blocks"
-    launcher = state.launches.by_op.get((op, None))
+    launcher = state.launches.by_op.get(op)
     if launcher is None:
         fixed = (region_arguments(state), arguments(state.fingerprints, state.fingerprints.shape[1]))
         constants = {"PAGED": block.paged, "SLOT_TILE": SLOT_TILE, "SOURCE_TILE": SOURCE_TILE}
         launcher = Launcher(gather_blocks_kernel, state, fixed, constants, num_warps=WARPS)
-        state.launches.by_op[op, None] = launcher
+        state.launches.by_op[op] = launcher
     launcher((blocks, 1), arguments(slots, block.slots, rows, first))
 
 

@@ -32,11 +32,11 @@ def note(state: RegionState, slots: Tensor, event: int, who: int | Tensor = -1) 
     """As `canary_core.ops.reference.histories.note`. One launch; may be captured."""
     if state.histories is None:
         return
-    launcher = state.launches.by_op.get(("note", None))
+    launcher = state.launches.by_op.get("note")
     if launcher is None:
         fixed = (region_arguments(state), history_arguments(state))
         launcher = Launcher(note_kernel, state, fixed, {"TILE": TILE}, num_warps=WARPS)
-        state.launches.by_op["note", None] = launcher
+        state.launches.by_op["note"] = launcher
     count = slots.shape[0]
     each, who = (who, -1) if isinstance(who, Tensor) else (None, who)
     launcher((max(triton.cdiv(count, TILE), 1), 1), arguments(slots, count, event, each, who))

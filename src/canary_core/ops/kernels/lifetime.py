@@ -60,12 +60,12 @@ def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: in
 
 
 def _launch(event: str, state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int) -> None:
-    launcher = state.launches.by_op.get((event, None))
+    launcher = state.launches.by_op.get(event)
     if launcher is None:
         constants = {"EVENT": event, "HAPPENED": int(Happened[event.upper()]), "TILE": TILE}
         fixed = (region_arguments(state), history_arguments(state))
         launcher = Launcher(lifetime_kernel, state, fixed, constants, num_warps=WARPS)
-        state.launches.by_op[event, None] = launcher
+        state.launches.by_op[event] = launcher
     count = slots.shape[0]
     each, writer = (writer, -1) if isinstance(writer, Tensor) else (None, writer)
     launcher((max(triton.cdiv(count, TILE), 1), 1), arguments(slots, count, each, writer, page_slots))

@@ -41,11 +41,11 @@ def compare_stores(state: RegionState, batch: BatchView, table: SlotTable) -> No
     """As `canary_core.ops.reference.stores.compare_stores`. One launch; may be captured."""
     if not batch.tokens:
         return
-    launcher = state.launches.by_op.get(("compare_stores", None))
+    launcher = state.launches.by_op.get("compare_stores")
     if launcher is None:
         fixed = (region_arguments(state), arguments(state.fingerprints, state.stores, len(state.sources)))
         launcher = Launcher(compare_stores_kernel, state, fixed, {"TILE": TILE}, num_warps=WARPS)
-        state.launches.by_op["compare_stores", None] = launcher
+        state.launches.by_op["compare_stores"] = launcher
     launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), arguments(batch.token_ids, batch.writers, batch.tokens))
 
 

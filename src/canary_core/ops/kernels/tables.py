@@ -49,7 +49,7 @@ def _launch(state: RegionState, table: ReadTable) -> tuple[Launch, Arguments]:
     ring = region.page_ring or (0, 0)
     kept_pool = (*(table.kept.pool_page or (0, 0)), *ring)
     given_pool = (0, 0, 0, 0) if table.own_slots else (*(table.given.pool_page or (0, 0)), *ring)
-    key = (f"compare_tables {kept_pool} {given_pool} {table.own_slots}", None)
+    key = f"compare_tables {kept_pool} {given_pool} {table.own_slots}"
     launcher = state.launches.by_op.get(key)
     if launcher is None:
         constants = {
