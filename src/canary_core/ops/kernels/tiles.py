@@ -42,12 +42,12 @@ class Tiles(NamedTuple):
     long: Tile
 
 
-WRITE_TILE = Tile(32, 4, 2)
 SCRUB_TILE = Tile(32, 2, 2)
 # 12 warps of 168 registers are what a multiprocessor of 65,536 has room for.
 READ_CHECK_TILE = Tile(READ_TILE, 1, 3, sum_words=4, registers=168, programs=12)
-# A list has few tiles, so nothing is gained by programs that stay; loads through shared memory need fewer registers.
-VERIFY_TILE = Tile(32, 1, 1, sum_words=4, stages=4, programs=0)
+# What arrives, or is written, has few tiles, so nothing is gained by programs that stay; loads through shared memory
+# need fewer registers.
+VERIFY_TILE = WRITE_TILE = Tile(32, 1, 1, sum_words=4, stages=4, programs=0)
 
 # Long slots are few, and few of a batch's tokens or places have one: tiles of slots would be nearly empty and most of a
 # device idle. A key has 8 bytes for a word of 4 and comes from the second cache, so sources of one slot share the keys
