@@ -6,8 +6,10 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -121,14 +123,19 @@ def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
         save(report, args)
     _whole_steps(report, [STEPS[n] for n in chosen if n in STEPS], budget_s)
     save(report, args)
-    if "curves" in chosen:
-        with _section("curves"):
-            report["curves"] = step.curves(budget_s)
-    if "memory" in chosen:
-        report["memory"] = step.memory()
-    if "states" in chosen:
-        with _section("states"):
-            report["states"] = states.measure(budget_s=budget_s)
+    others: dict[str, Callable[[], Any]] = {
+        "curves": lambda: step.curves(budget_s),
+        "memory": step.memory,
+        "states": lambda: states.measure(budget_s=budget_s),
+    }
+    for name in [name for name in others if name in chosen]:
+        with _section(name):
+            try:
+                report[name] = others[name]()
+            except Exception:
+                console.print(traceback.format_exc(), markup=False)
+                report.setdefault("failed", []).append(name)
+        save(report, args)
     return report
 
 
@@ -146,6 +153,9 @@ def finish(report: reports.Report, args: argparse.Namespace) -> int:
         plot = Path(args.plot).name if args.plot else None
         Path(args.markdown).write_text(reports.markdown(report, plot))
     points = [p for curve in report.get("curves", {}).values() for p in curve]
+    if report.get("failed"):
+        console.print(f"failed, see above: {', '.join(report['failed'])}", markup=False)
+        return 1
     return 1 if any(r.get("refused") for r in (*report["results"], *report.get("steps", {}).values(), *points)) else 0
 
 

@@ -69,6 +69,7 @@ class Decode:
         """The next decode, checked and recorded."""
         self.canary.step.before(self.batch)
         self.canary.step.after(self.batch)
+        self.canary.step.end()
         self._advance(1)
 
     def pre(self) -> None:
