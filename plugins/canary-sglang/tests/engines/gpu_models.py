@@ -50,6 +50,13 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
         _BASE, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", mamba_d_ssm=512, mamba_n_heads=8,
         mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4, mamba_expand=1, mamba_chunk_size=128,
     ),
+    "gpu_deepseek_v32": dict(
+        _BASE, **_EXPERTS, n_routed_experts=4, architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32",
+        hidden_size=1024, num_attention_heads=64, num_key_value_heads=64, moe_intermediate_size=256, kv_lora_rank=512,
+        q_lora_rank=256, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, index_head_dim=128,
+        index_n_heads=64, index_topk=2048, first_k_dense_replace=4, routed_scaling_factor=1.0, norm_topk_prob=False,
+        scoring_func="sigmoid", topk_method="noaux_tc", rope_scaling=dict(_YARN, mscale=1.0, mscale_all_dim=1.0),
+    ),
     "gpu_deepseek_v4": dict(
         _BASE, **_EXPERTS, n_routed_experts=8, architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4",
         hidden_size=1024, num_attention_heads=64, num_key_value_heads=1, head_dim=512, moe_intermediate_size=256,

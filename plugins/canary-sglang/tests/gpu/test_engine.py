@@ -69,6 +69,18 @@ SETUPS = {
     ),
     "kimi_delta": setup({"model": "gpu_kimi_linear", "max_mamba_cache_size": 64}, regions=("full", "mamba")),
     "mamba2": setup({"model": "gpu_falcon_h1", "max_mamba_cache_size": 64}, regions=("full", "mamba")),
+    "dsa": setup(
+        {
+            "model": "gpu_deepseek_v32",
+            "attention_backend": None,
+            "dsa_prefill_backend": "flashmla_sparse",
+            "dsa_decode_backend": "flashmla_sparse",
+            "max_total_tokens": 20480,
+        },
+        prompts=6,
+        shared=600,
+        patience_s=500,
+    ),
     "dsv4": setup(
         {"model": "gpu_deepseek_v4", "attention_backend": None, "max_total_tokens": 20480},
         regions=("swa", "c4", "c128", "c4_state", "c128_state"),
@@ -79,7 +91,7 @@ SETUPS = {
         patience_s=500,
     ),
 }
-NEEDS = {"dsv4": "tilelang"}
+NEEDS = {"dsv4": "tilelang", "dsa": "sgl_kernel.flash_ops"}
 
 
 # All tests of one engine go to the same worker of `pytest -n 8 --dist loadgroup`, the longest of them first.

@@ -102,7 +102,7 @@ def break_flashinfer(what: str, rows: int, known: dict[str, Any]) -> Iterator[No
 @contextlib.contextmanager
 def break_fa3(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
     """The function that fills the page tables of a decode that is replayed from a graph. ``entry``: the second page
-    of the last row is the first one of the first row."""
+    of the last row, which must have one, is the first one of the first row."""
     from sglang.srt.layers.attention import flashattention_backend
 
     right = flashattention_backend.normal_decode_set_metadata
