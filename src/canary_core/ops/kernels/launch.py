@@ -48,6 +48,8 @@ MOST_COMPILERS = 8
 
 _kinds: dict[tuple[Any, ...], int] = {}
 _compiling_together = False
+_compiled_together: list[tuple[int | None, Any]] = []
+"""Kernels, and the device of each."""
 
 
 def jit(*varying: str) -> Callable[[Any], Any]:
@@ -130,9 +132,10 @@ class Launcher:
         compiled = self._compiled.get(given.kind)
         if compiled is None:
             if _compiling_together:
-                self._kernel.warmup(
+                kernel = self._kernel.warmup(
                     *self._fixed, *given.objects, **self._constants, **self._options, grid=grid
                 )  # fmt: skip
+                _compiled_together.append((self._device, kernel))
                 return
             compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
@@ -147,8 +150,8 @@ class Launcher:
 
 
 def compile_together(launches: Callable[[], None]) -> None:
-    """Compiles what ``launches`` would launch for the first time, side by side, and launches none of it. Where this
-    Triton can't, nothing happens, and the first launches compile one after the other."""
+    """Compiles what ``launches`` would launch for the first time, side by side, and launches none of it: all is ready
+    then. Where this Triton can't, nothing happens, and the first launches compile one after the other."""
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None:
         return
@@ -157,13 +160,29 @@ def compile_together(launches: Callable[[], None]) -> None:
         global _compiling_together
         _compiling_together = True
         try:
-            with ThreadPoolExecutor(MOST_COMPILERS) as threads, mode(threads):
-                launches()
+            with ThreadPoolExecutor(MOST_COMPILERS) as threads:
+                with mode(threads):
+                    launches()
+                list(threads.map(_make_ready, _compiled_together))
         finally:
             _compiling_together = False
+            _compiled_together.clear()
 
     # Triton's mode stays on where an error ends it, so it gets a context of its own: the engine compiles too.
     copy_context().run(collect)
+
+
+def _make_ready(compiled: tuple[int | None, Any]) -> None:
+    """What is left to do before a kernel can be launched: it is loaded, and Triton up to 3.6 has a C compiler make a
+    launcher for its parameters, a third of a second each."""
+    device, kernel = compiled
+    # An error comes again with the launch, where it is told.
+    with suppress(Exception):
+        if device is not None:
+            torch.cuda.set_device(device)
+        # Compiled in the mode, it is a promise of a kernel.
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        kernel.run  # noqa: B018  (a property that does it)
 
 
 def region_arguments(state: RegionState) -> Arguments:
