@@ -457,16 +457,23 @@ class Served:
 
     def faults(self) -> dict[str, list[dict[str, Any]]]:
         """Each fault of `CANARY_FAULTS`, once in each worker, while requests share prefixes and decode. Where only
-        states are guarded, some find nothing to break: they are left out."""
+        states are guarded, some find nothing to break, and without a prefix cache no slot is kept unused: those are
+        left out."""
         from canary_core.faults.catalogue import FAULTS
 
         done, has_kv = {}, bool({half for _, half, _ in self.places} - {"conv", "ssm"})
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+        # Several blocks each, of which one is written: those of a model with states have hundreds of tokens.
+        blocks = [spec.block_size for spec in specs if "Mamba" not in type(spec).__name__]
+        length = min(max(500, 3 * max(blocks, default=0)), 4000) if self.scale == 1 else 500
         for number, fault in enumerate(FAULTS):
-            self.generate(self.prompts(900 + number, 4, 500, shared=320), 16)
+            self.generate(self.prompts(900 + number, 4, length, shared=320), 16)
             self.llm.collective_rpc(inject, args=(fault, number))
-            self.generate(self.prompts(900 + number, 8, 500, shared=320), 32)
+            self.generate(self.prompts(900 + number, 8, length, shared=320), 32)
             met = [one for worker in self.llm.collective_rpc(explained) for one in worker]
-            if met or has_kv:
+            has_place = has_kv and (scheduler.kv_cache_manager.enable_caching or fault != "real_kv_unused_cache")
+            if met or has_place:
                 done[fault] = met
             self.llm.reset_prefix_cache()
         return done
@@ -520,6 +527,8 @@ def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if feature in ("tp2", "pp2", "dp2") else "all"
     if guarded:
         environment |= {"CANARY_PLUGINS": "vllm,guard_witness", "CANARY_READ_CHECK": "-1", "CANARY_AUDIT": "6"}
+        # So that a pool of 8 GB is read once within the few forwards that follow a fault.
+        environment["CANARY_SCRUB_BUDGET"] = "512MiB"
         environment |= {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
     if "mamba" in feature or feature in ("conv", "gdn", "cached"):
         # Else a decode's state is compared every 256th step.
