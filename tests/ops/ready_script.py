@@ -6,6 +6,7 @@ those in this process's first thread. In a process of its own, since Triton deci
 """
 
 import json
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,8 @@ def main() -> None:
     kernels = {id(kernel): kernel for kernel in (promise.result() for promise in made)}
     loaded = sum(kernel.function is not None for kernel in kernels.values())
     first = THREADS.count(threading.main_thread().name)
-    print(json.dumps({"compiled": len(kernels), "loaded": loaded, "launchers": len(THREADS), "in_first": first}))
+    told = {"compiled": len(kernels), "loaded": loaded, "launchers": len(THREADS), "in_first": first}
+    sys.stdout.write(json.dumps(told) + "\n")
 
 
 if __name__ == "__main__":
