@@ -28,7 +28,7 @@ WRITER_VALUES = tl.constexpr(1 << SAMPLE_WRITER_BITS)
 TAIL = tl.constexpr(TAIL_WORDS)
 NONE_GIVEN = tl.constexpr(NO_SAMPLE)
 LEFT_OUT = tl.constexpr(NOT_SAMPLED)
-ROWS_AT_ONCE = tl.constexpr(64)
+ROWS_AT_ONCE = tl.constexpr(32)
 
 
 def sample_arguments(state: RegionState) -> Arguments:
@@ -42,23 +42,25 @@ def sample_arguments(state: RegionState) -> Arguments:
 
 @triton.jit
 def remember(p_samples, p_given, p_ends, sample_rows):
-    """As `reference.samples.remember`; for one program."""
+    """As `reference.samples.remember`; for one program, which others don't wait for."""
+    o_back = tl.arange(0, KEPT).to(tl.int64)
     n_rows = tl.load(p_ends)
     for first in range(0, n_rows, ROWS_AT_ONCE):
         o_row = first + tl.arange(0, ROWS_AT_ONCE).to(tl.int64)
         m_row = o_row < n_rows
-        end = tl.load(p_ends + 1 + o_row, mask=m_row, other=0)
-        for back in tl.static_range(KEPT):
-            p_token = p_given + (KEPT - 1 - back) * sample_rows + o_row
-            token = tl.load(p_token, mask=m_row, other=LEFT_OUT)
-            position = ((end >> TOKEN_BITS) & (POSITION_VALUES - 1)) - back
-            sample = tl.where((token >= 0) & (token < TOKEN_VALUES), end - back * TOKEN_VALUES + token, 0)
-            kept = (end >> (TOKEN_BITS + POSITION_BITS)) % KEPT_WRITERS * KEPT + position % KEPT
-            tl.store(p_samples + kept, sample, mask=m_row & (end != 0) & (position > 0) & (token != LEFT_OUT))
-            if back == 0:
-                tl.store(p_token, tl.zeros_like(token) + NONE_GIVEN, mask=m_row)
-            else:
-                tl.store(p_token, tl.zeros_like(token) + LEFT_OUT, mask=m_row)
+        end = tl.load(p_ends + 1 + o_row, mask=m_row, other=0)[:, None]
+        # All that was given for these rows at once: one load after the other would each wait for the last one's store.
+        o_given = (KEPT - 1 - o_back) * sample_rows
+        p_token = p_given + o_given[None, :] + o_row[:, None]
+        token = tl.load(p_token, mask=m_row[:, None], other=LEFT_OUT)  # [ROWS_AT_ONCE, KEPT]
+        position = ((end >> TOKEN_BITS) & (POSITION_VALUES - 1)) - o_back[None, :]
+        sample = tl.where((token >= 0) & (token < TOKEN_VALUES), end - o_back[None, :] * TOKEN_VALUES + token, 0)
+        kept = (end >> (TOKEN_BITS + POSITION_BITS)) % KEPT_WRITERS * KEPT + position % KEPT
+        said = m_row[:, None] & (end != 0) & (position > 0) & (token != LEFT_OUT)
+        tl.store(p_samples + kept, sample, mask=said)
+        tl.store(
+            p_token, tl.where(o_back[None, :] == 0, NONE_GIVEN, LEFT_OUT) + tl.zeros_like(token), mask=m_row[:, None]
+        )
 
 
 @triton.jit
