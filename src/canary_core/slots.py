@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Integral
 from typing import Literal
 
 import torch
@@ -19,6 +18,7 @@ from canary_core.region import KVSource
 from canary_core.runtime.event_queue import QueuedEvent
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
+from canary_core.slot_arguments import SlotArguments
 
 Owner = int | Callable[[], int | Tensor]
 """Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
@@ -48,6 +48,7 @@ class SlotEvents:
         """What is told here of slots that change is no surprise to it."""
         self._switch = switch
         self._states = workspace.states
+        self._given = SlotArguments(workspace.states, workspace.device, switch)
         self._queue = workspace.queue
         self.counts: dict[str, dict[str, int]] = {region: {} for region in self._states}
         """How many events of each kind were told of each region; each call is one."""
@@ -222,7 +223,7 @@ class SlotEvents:
 
     def payload_layout(self, region: str) -> PayloadLayout | None:
         """What the payloads of `export_records` mean, for `check_payload`; None in off mode."""
-        state = self._named("payload_layout", region)
+        state = self._given.region("payload_layout", region)
         return None if state is None else PayloadLayout.of(state)
 
     def export_records(self, region: str, slots: Tensor, settle: bool = True) -> Tensor:
@@ -234,8 +235,8 @@ class SlotEvents:
         ``settle``: events that wait and change what slots hold take effect before. Not for a stream other than the
         forwards', and then none of those events may be about ``slots``.
         """
-        state = self._named("export_records", region)
-        if state is None or not self._fits("export_records", region, slots=slots):
+        state = self._given.region("export_records", region)
+        if state is None or not self._given.fit("export_records", region, slots=slots):
             rows = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else 0
             return torch.empty((rows, 0), dtype=torch.int64, device=self.workspace.device)
         if self._switch.enabled:
@@ -253,7 +254,7 @@ class SlotEvents:
         pinned ``rows`` must stay as they are until that stream has read them. ``writer``: who is named as the writer of
         slots that another Canary exported (-1: nobody)."""
         state = self._state(region, "import_records")
-        if state is not None and self._payload_fits(region, slots, rows):
+        if state is not None and self._given.payload_fits(region, slots, rows):
             self._count("import_records", region)
             self.workspace.journal.note("import_records", region, {"slots": slots}, writer)
             self.audit.claim(region, slots, arriving=False)
@@ -293,7 +294,7 @@ class SlotEvents:
 
     def still_holds(self, region: str, slot: int, step: int) -> bool:
         """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""
-        state = self._named("still_holds", region)
+        state = self._given.region("still_holds", region)
         if state is None:
             return False
         self.workspace.join()
@@ -310,13 +311,13 @@ class SlotEvents:
 
     def _state(self, region: str, event: str) -> RegionState | None:
         """None where nothing is to be done: Canary is off, or the region, which ``event`` names, is not guarded."""
-        return self._named(event, region) if self._switch.enabled else None
+        return self._given.region(event, region) if self._switch.enabled else None
 
     def _told(self, event: str, region: str, **slots: Tensor) -> RegionState | None:
         """As `_state`, for an event about ``slots``, by the names of the arguments; counts it. None, too, where they
         can't be slots."""
         state = self._state(region, event)
-        if state is None or not self._fits(event, region, **slots):
+        if state is None or not self._given.fit(event, region, **slots):
             return None
         self._count(event, region)
         self.workspace.journal.note(event, region, slots)
@@ -326,84 +327,22 @@ class SlotEvents:
         """For events of other rooms, by their name: whether ``region`` is guarded and the others can be slots of it and
         a number of slots. Tells what is wrong."""
         state = self._state(region, event)
-        return state is not None and self._fits(event, region, slots=slots) and self._pages(event, region, page_slots)
+        return (
+            state is not None
+            and self._given.fit(event, region, slots=slots)
+            and self._given.pages(event, region, page_slots)
+        )
 
     def _owned(self, about: tuple[str, str, int], slots: Tensor, writer: Owner) -> RegionState | None:
         """As `_told`, for an event of the allocator: of which kind, of which region, and how many slots a page has."""
         event, region, page_slots = about
         state = self._state(region, event)
-        if state is None or not self._fits(event, region, slots=slots):
+        if state is None or not self._given.fit(event, region, slots=slots):
             return None
-        if not self._pages(event, region, page_slots):
-            return None
-        if not callable(writer) and not isinstance(writer, Integral):
-            self._refuse(
-                (event, region, "writer"),
-                f"writer must be a number of canary.writers.id(name), or a function that gives it, got a "
-                f"{type(writer).__name__}; -1 is for nobody",
-            )
+        if not (self._given.pages(event, region, page_slots) and self._given.owner(event, region, writer)):
             return None
         self._count(event, region)
         return state
-
-    def _named(self, event: str, region: str) -> RegionState | None:
-        """The region's state; None in off mode, and where there is no such region, which is told."""
-        state = self._states.get(region) if isinstance(region, str) else None
-        if state is None and self._states:
-            self._refuse(
-                (event, "region", str(region)),
-                f"no region {region!r} is guarded; there are {', '.join(self._states)}. Correct the name, or ask "
-                "`region in canary.regions` first",
-            )
-        return state
-
-    def _fits(self, event: str, region: str, **slots: Tensor) -> bool:
-        """Whether each of ``slots`` is an integer tensor ``[n]`` on the pool's device, all of one length. Tells the
-        first that is not."""
-        lengths = []
-        for name, tensor in slots.items():
-            got = _misfit(tensor, self.workspace.device)
-            if got:
-                wanted = f"an integer tensor [n] on {self.workspace.device}"
-                self._refuse((event, region, name, got), f"{name} must be {wanted}, got {got}; convert it there")
-                return False
-            lengths.append(tensor.shape[0])
-        if lengths and lengths.count(lengths[0]) != len(lengths):
-            told = ", ".join(f"{name} {length}" for name, length in zip(slots, lengths, strict=True))
-            self._refuse(
-                (event, region, "length"), f"{' and '.join(slots)} must have the same length, got {told}; pair them"
-            )
-            return False
-        return True
-
-    def _pages(self, event: str, region: str, page_slots: int) -> bool:
-        """Whether ``page_slots`` may be how many slots a page has. Tells if not."""
-        if isinstance(page_slots, Integral) and page_slots >= 1:
-            return True
-        self._refuse(
-            (event, region, "page_slots"),
-            f"page_slots must be an integer of at least 1, got {page_slots!r}; give how many slots a page has",
-        )
-        return False
-
-    def _payload_fits(self, region: str, slots: Tensor, rows: Tensor) -> bool:
-        """Whether ``rows`` may be a payload of ``slots``, and these are slots. Tells what is not."""
-        if not self._fits("import_records", region, slots=slots):
-            return False
-        if isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 2 and len(rows) == len(slots):
-            return True
-        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
-        self._refuse(
-            ("import_records", region, "rows"),
-            f"rows must be an int64 tensor [{len(slots)}, words], one row for each slot, got {got}; give what "
-            "export_records gave, or call forget",
-        )
-        return False
-
-    def _refuse(self, sort: tuple[str, ...], what: str) -> None:
-        """``sort`` begins with the event's name."""
-        room = "" if "." in sort[0] else "slots."
-        self._switch.misuse(f"{room}{sort[0]}: {what}", sort)
 
     def _count(self, event: str, region: str) -> None:
         counts = self.counts[region]
@@ -445,14 +384,3 @@ class SlotEvents:
                 self._queue.put_arrival(partial(contents.mark_all, state, new))
             else:
                 self._queue.put_arrival(partial(contents.mark, self.workspace.backend, state, slots, new), slots)
-
-
-def _misfit(slots: object, device: torch.device) -> str:
-    """What keeps ``slots`` from being an integer tensor ``[n]`` on ``device``; empty: nothing."""
-    if not isinstance(slots, Tensor):
-        return f"a {type(slots).__name__}"
-    if slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:
-        return str(slots.dtype)
-    if slots.dim() != 1:
-        return f"{slots.dim()} dimensions"
-    return "" if slots.device == device else f"one on {slots.device}"
