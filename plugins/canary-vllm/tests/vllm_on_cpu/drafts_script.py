@@ -13,6 +13,15 @@ from pathlib import Path
 from typing import Any
 
 
+DRAFTERS = {
+    "eagle": ("llama", "llama_1"),
+    "eagle3": ("llama", "llama_eagle3"),
+    "draft_model": ("llama", "llama"),
+    "mtp": ("glm4_moe", None),
+}
+"""Of each method, the model that is served and the one that drafts; None where the served one's folder has both."""
+
+
 def own_weights(runner: Any) -> None:
     """Each matrix has weights of its own, and a draft model nearly those of the served one."""
     import torch
@@ -35,9 +44,12 @@ def main() -> None:
     from vllm_on_cpu import guarded, models
     from vllm_on_cpu.engine import SmallEngine
 
-    folder = models.folder("llama_1" if sys.argv[1] == "eagle" else "llama", Path(tempfile.mkdtemp()))
-    config = dict(method=sys.argv[1], model=folder, num_speculative_tokens=3, draft_tensor_parallel_size=1)
-    engine = SmallEngine("llama", num_gpu_blocks_override=14, speculative_config=config)
+    method = sys.argv[1]
+    served, drafter = DRAFTERS[method]
+    config: dict[str, Any] = dict(method=method, num_speculative_tokens=3, draft_tensor_parallel_size=1)
+    if drafter is not None:
+        config["model"] = models.folder(drafter, Path(tempfile.mkdtemp()))
+    engine = SmallEngine(served, num_gpu_blocks_override=14, speculative_config=config)
     own_weights(engine.runner)
     steps: list[int] = []
 

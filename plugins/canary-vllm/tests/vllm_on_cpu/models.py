@@ -27,6 +27,14 @@ MODELS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=128, first_k_dense_replace=8, topk_method="greedy", n_group=1, topk_group=1,
         routed_scaling_factor=1.0, scoring_func="softmax", norm_topk_prob=False, moe_layer_freq=1,
     ),
+    # By default its drafter would read layers that a model of two has not.
+    "llama_eagle3": dict(LLAMA, num_hidden_layers=1, eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+    "glm4_moe": dict(
+        architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", hidden_act="silu", num_nextn_predict_layers=1,
+        n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=64,
+        first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=False,
+        attention_bias=False, use_qk_norm=False, partial_rotary_factor=1.0,
+    ),
     # vLLM's own scan for CPUs takes a prompt in one chunk.
     "mamba2": dict(
         architectures=["Mamba2ForCausalLM"], model_type="mamba2", hidden_act="silu", num_heads=4, n_groups=1,
