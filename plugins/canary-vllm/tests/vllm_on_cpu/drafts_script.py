@@ -12,7 +12,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-
 DRAFTERS = {
     "eagle": ("llama", "llama_1"),
     "eagle3": ("llama", "llama_eagle3"),
