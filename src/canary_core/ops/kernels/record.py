@@ -26,6 +26,8 @@ from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Happ
 
 TILE = 256
 """New tokens that a program records at a time."""
+TILES_AT_ONCE = tl.constexpr(8)
+"""Tiles before its own of which a program loads the tokens together."""
 WARPS = 8
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -101,11 +103,14 @@ def record_kernel(
         writer = tl.load(p_writers + i_row).to(tl.int64)
         head = tl.load(p_heads + i_row)
 
-        b_before = tl.zeros((TILE,), tl.int64)
-        for i_before in range(i_tile):
-            o_before = i_before * TILE + tl.arange(0, TILE).to(tl.int64)
+        # Tokens of many tiles at once: one tile after the other, each would wait for memory.
+        b_before = tl.zeros((TILES_AT_ONCE * TILE,), tl.int64)
+        for i_before in range(0, i_tile, TILES_AT_ONCE):
+            o_before = i_before * TILE + tl.arange(0, TILES_AT_ONCE * TILE).to(tl.int64)
+            m_before = o_before < i_tile * TILE
             p_token = p_tokens + token_zero + (prefix + o_before + 1) * GROUP - 1
-            b_before += mix(tl.load(p_token).to(tl.int64), prefix + o_before)
+            b_token = tl.load(p_token, mask=m_before, other=0).to(tl.int64)
+            b_before += tl.where(m_before, mix(b_token, prefix + o_before), 0)
 
         o_new = i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
         m = o_new < new
