@@ -9,7 +9,7 @@ from torch import Tensor
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.ops.launches import LaunchCache
-from canary_core.ops.samples import Samples
+from canary_core.ops.samples import FIRST_ROWS, Samples
 from canary_core.ops.sources import SourceTable
 from canary_core.records import (
     ALL_TILES,
@@ -29,9 +29,8 @@ from canary_core.records import (
 )
 from canary_core.region import KVSource, Region, RegionKind
 
-FIRST_ROWS = 256
 FIRST_TOKENS = 8192
-"""Capacity of a region's scratch before a batch asks for more."""
+"""Capacity of a region's scratch before a batch asks for more, beside `FIRST_ROWS`."""
 
 HISTORY_SHARE = 100
 """Histories take at most one in so many bytes of what they are about."""
