@@ -122,15 +122,15 @@ class BlockLists:
             return None
         self._row = chosen[-1] + 1
         device = self._canary.device
-        host = torch.full((rows + len(chosen) * width,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        index, entries = host[:rows].fill_(NOT_NOW), host[rows:].view(len(chosen), width)
+        # Row by row in a list of Python's: as many small operations of torch take some 10 us each.
+        numbers = array("i", [NOT_NOW]) * rows
         for place, row in enumerate(chosen):
-            index[row] = place
-            blocks = lists[row]
-            if isinstance(blocks, array):
-                entries[place, : len(blocks)] = torch.frombuffer(blocks, dtype=torch.int32)
-            elif blocks:
-                entries[place, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            numbers[row] = place
+            blocks = lists[row] or ()
+            numbers.extend(blocks)
+            numbers.extend(array("i", [-1]) * (width - len(blocks)))
+        host = torch.frombuffer(numbers, dtype=torch.int32)
+        host = host.pin_memory() if device.type == "cuda" else host
         both = host.to(device, non_blocking=True)
         table = block_table(both[rows:].view(len(chosen), width), block_slots, both[:rows])
         return ring_table(table, ring_slots) if ring_slots else table

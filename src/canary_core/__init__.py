@@ -28,7 +28,7 @@ from canary_core.plugins import start as start_plugins
 from canary_core.plugins import start_for as start_plugins_for
 from canary_core.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
 from canary_core.records import Kind, Phase, State
-from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
+from canary_core.region import KVSource, Placement, Region, RegionKind, Role, Uncovered
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import StreamSet
 from canary_core.runtime.watchdog import Watchdog
@@ -71,6 +71,7 @@ __all__ = [
     "PayloadLayout",
     "PayloadRecords",
     "Phase",
+    "Placement",
     "PluginError",
     "PoolAdapter",
     "ReadTable",

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,8 +130,8 @@ class KVSource:
     def alignment(self) -> int:
         """The largest of 16, 4 and 1 that divides every chunk's address and length."""
         places = (self.address, self.page_stride_bytes, self.slot_stride_bytes, self.chunk_stride_bytes)
-        lengths = (*places, self.chunk_bytes)
-        return next(a for a in (16, 4, 1) if all(n % a == 0 for n in lengths))
+        bits = reduce(or_, places, self.chunk_bytes)
+        return 16 if not bits & 15 else 4 if not bits & 3 else 1
 
     def first_bytes(self, count: int) -> "KVSource":
         """This source cut to the first ``count`` bytes of each slot's first chunk."""
@@ -161,6 +164,15 @@ class KVSource:
                 f"{self.name}: {slots} slots need {end} bytes from the tensor's start, its storage has {have}; "
                 f"check slot count and strides of {self}"
             )
+
+
+class Placement(NamedTuple):
+    """How the slots of a `KVSource` lie in a tensor that takes the place of its own, see there."""
+
+    page_stride_bytes: int
+    slot_stride_bytes: int
+    chunk_stride_bytes: int
+    present: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

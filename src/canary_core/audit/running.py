@@ -126,6 +126,11 @@ class RunningAudit:
         except Exception as error:
             self._fall_over(error)
 
+    @property
+    def follows_sources(self) -> bool:
+        """Whether it has to know where the sources of a region are: whether `rebind` does anything."""
+        return self._footprint is not None
+
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
         """The adapter says where the bytes of ``region`` are now."""
         if self._footprint is not None:

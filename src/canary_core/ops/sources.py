@@ -1,18 +1,35 @@
 """`SourceTable`: the fingerprinted sources of a region, and what kernels must know of them."""
 
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import NamedTuple, overload
 
 import torch
+from torch import Tensor
 
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.ops import hashing
-from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES
-from canary_core.region import PARTIAL_BYTES, KVSource, Region, Role
+from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES, Descriptor
+from canary_core.region import PARTIAL_BYTES, KVSource, Placement, Region, Role
 
 NARROW_WORDS = 16
 """Most words a slot of a narrow source that shares a launch with a wide one: they are read at once."""
+
+MOVING = (
+    Descriptor.ADDRESS,
+    Descriptor.PAGE_STRIDE,
+    Descriptor.SLOT_STRIDE,
+    Descriptor.CHUNK_STRIDE,
+    Descriptor.PRESENT,
+)
+"""Words of a descriptor that differ where a source's bytes have moved."""
+
+BEST_ALIGNMENT = 16
+"""See `KVSource.alignment`."""
 
 # Exponent bits, lowest exponent bit and the bit above, of one 32-bit word full of floats. For e4m3fn only the mantissa
 # full of ones is NaN, so its seven low bits count as exponent. Formats with NaN at -0 (fnuz) have no such pattern.
@@ -61,16 +78,19 @@ class SourceTable(Sequence[KVSource]):
     With ``CANARY_BYTES=partial`` each is cut to its first bytes, with ``off`` there are none. Tensors keep their
     addresses for life, so captured graphs stay valid, `rebind` included.
 
-    bound: the sources, another tuple after each `rebind`. descriptors: int64 ``[sources, DESCRIPTOR_WORDS]``, see
-    `Descriptor`. keys: int64, one for each word of the longest slot, and salts: int64 ``[sources]``, at least one of
-    each, see `hashing`. groups: sources that byte kernels take in one launch.
+    bound: the sources, another tuple after each `rebind` or `rebind_alike`. descriptors: int64
+    ``[sources, DESCRIPTOR_WORDS]``, see `Descriptor`. keys: int64, one for each word of the longest slot, and salts:
+    int64 ``[sources]``, at least one of each, see `hashing`. groups: sources that byte kernels take in one launch.
     """
 
     def __init__(self, region: Region, config: CanaryConfig) -> None:
         device = region.device
         self._region = region
         self._config = config
-        self.bound = _fingerprinted(region.sources, config.bytes)
+        self._bound: tuple[KVSource, ...] | None = _fingerprinted(region.sources, config.bytes)
+        self._moved: tuple[Sequence[Tensor], Sequence[Placement]] = ((), ())
+        self._turns: _Turns | None = None
+        self._rows = self._descriptors()
         self.keys = hashing.keys(max((s.slot_words for s in self), default=1), device)
         self.salts = hashing.salts(max(len(self), 1), device)
         self.descriptors = torch.zeros(len(self), DESCRIPTOR_WORDS, dtype=torch.int64, device=device)
@@ -78,10 +98,17 @@ class SourceTable(Sequence[KVSource]):
         self._shapes = [SourceShape.of(s) for s in self]
         self.slot_bytes = sum(s.slot_bytes for s in self)
         """Fingerprinted bytes of one slot."""
-        self._describe()
+        self._send()
+
+    @property
+    def bound(self) -> tuple[KVSource, ...]:
+        """The sources. After `rebind_alike` made only where somebody asks: kernels go by the descriptors."""
+        if self._bound is None:
+            self._bound = () if self._turns is None else self._turns.moved(*self._moved)
+        return self._bound
 
     def __len__(self) -> int:
-        return len(self.bound)
+        return self._rows.shape[0]
 
     def __iter__(self) -> Iterator[KVSource]:
         return iter(self.bound)
@@ -127,16 +154,126 @@ class SourceTable(Sequence[KVSource]):
         reshaped = shapes != self._shapes
         if reshaped:
             self.groups = source_groups(new, self.descriptors.device)
-        self.bound, self._shapes = new, shapes
-        self._describe()
+        self._bound, self._shapes = new, shapes
+        self._moved, self._turns = ((), ()), None
+        self._rows = self._descriptors()
+        self._send()
         return reshaped
 
-    def _describe(self) -> None:
-        rows = [descriptor(s, self._config.non_finite) for s in self]
-        if rows:
-            # From pinned memory, so that the host does not wait.
-            host = torch.tensor(rows, dtype=torch.int64, pin_memory=self.descriptors.is_cuda)
+    def rebind_alike(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> bool:
+        """As `rebind`, at a fraction of its cost: source ``i`` lies in ``tensors[i]`` now, as
+        ``places[i % len(places)]`` says. Gives whether it did so: only where the tensors of one place have one shape,
+        strides, type and device, the sources of one place differ in nothing but tensor and name, and kernels stay the
+        same."""
+        count = len(places)
+        if len(tensors) != len(self) or self._config.bytes != "all" or not count or len(self) % count:
+            return False
+        turns = self._turns
+        if turns is None or turns.turns != count:
+            turns = self._turns = _Turns.of(self.bound, count, self._rows)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if not turns.fit(tensors, addresses, places, self._region.slots):
+            return False
+        turns.rows_but_addresses.copy_(torch.tensor(turns.words(places)))
+        # `torch.tensor` takes several times as long.
+        turns.addresses.copy_(torch.frombuffer(array("q", addresses), dtype=torch.int64))
+        self._send()
+        self._bound, self._moved = None, (tuple(tensors), tuple(places))
+        return True
+
+    def _descriptors(self) -> Tensor:
+        """Those of all sources on the host."""
+        rows = [descriptor(s, self._config.non_finite) for s in self.bound]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, DESCRIPTOR_WORDS)
+
+    def _send(self) -> None:
+        """The descriptors to the device. From pinned memory of its own, so that the host does not wait, neither now nor
+        to write the next ones."""
+        if len(self):
+            host = self._rows.pin_memory() if self.descriptors.is_cuda else self._rows
             self.descriptors.copy_(host, non_blocking=True)
+
+
+class _Turns(NamedTuple):
+    """Sources of which each ``turns``-th is alike. ``sources``: all of them, without their tensors; ``first``: those of
+    the first turn, ``types``: type and device of the tensor of each. ``repeat``: whether they are alike at all, and
+    aligned as well as can be. ``addresses`` and ``rows_but_addresses``: the words of descriptors on the host that may
+    change, ``[sources]`` and ``[sources / turns, turns, words]``."""
+
+    sources: tuple[KVSource, ...]
+    turns: int
+    first: tuple[KVSource, ...]
+    types: list[tuple[torch.dtype, int]]
+    repeat: bool
+    addresses: Tensor
+    rows_but_addresses: Tensor
+
+    @classmethod
+    def of(cls, sources: Sequence[KVSource], count: int, rows: Tensor) -> "_Turns":
+        """Those of ``sources``, whose descriptors are ``rows``."""
+        kept = [[word for place, word in enumerate(row) if place not in MOVING] for row in rows.tolist()]
+        repeat = all(words == kept[i % count] for i, words in enumerate(kept)) and all(
+            source.alignment == BEST_ALIGNMENT and not source.offset_bytes for source in sources
+        )
+        # Tensors that a cache has given up must not be kept.
+        nowhere = torch.empty(0)
+        bare = tuple(replace(source, tensor=nowhere) for source in sources)
+        types = [(source.tensor.dtype, source.tensor.get_device()) for source in sources[:count]]
+        changing = rows.view(-1, count, DESCRIPTOR_WORDS)[:, :, Descriptor.PAGE_SIZE : Descriptor.PRESENT + 1]
+        return cls(bare, count, bare[:count], types, repeat, rows[:, Descriptor.ADDRESS], changing)
+
+    def fit(self, tensors: Sequence[Tensor], addresses: Sequence[int], places: Sequence[Placement], slots: int) -> bool:
+        """Whether all sources may be where ``tensors`` and ``places`` say: with the same kernels, and with all of
+        ``slots`` slots within the tensors."""
+        if not self.repeat:
+            return False
+        bits = reduce(or_, addresses)
+        for turn, (source, place) in enumerate(zip(self.first, places, strict=True)):
+            bits |= place.page_stride_bytes | place.slot_stride_bytes | place.chunk_stride_bytes
+            mine = tensors[turn :: self.turns]
+            if not _same_layout(mine, *self.types[turn]) or not _within(mine[0], source, place, slots):
+                return False
+        return not bits % BEST_ALIGNMENT
+
+    def words(self, places: Sequence[Placement]) -> list[list[int]]:
+        """The words from `Descriptor.PAGE_SIZE` to `Descriptor.PRESENT` of one turn."""
+        return [
+            [
+                source.page_size, place.page_stride_bytes, place.slot_stride_bytes, source.chunks,
+                place.chunk_stride_bytes, source.chunk_bytes, place.present,
+            ]
+            for source, place in zip(self.first, places, strict=True)
+        ]  # fmt: skip
+
+    def moved(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> tuple[KVSource, ...]:
+        """The sources where they are now."""
+        turns = [places[i % self.turns] for i in range(len(tensors))]
+        return tuple(
+            replace(source, tensor=tensor, **place._asdict())
+            for source, tensor, place in zip(self.sources, tensors, turns, strict=True)
+        )
+
+
+def _same_layout(tensors: Sequence[Tensor], dtype: torch.dtype, device: int) -> bool:
+    """Whether all have the shape and strides of the first, and this type and device."""
+    shape, strides = tensors[0].shape, tensors[0].stride()
+    for tensor in tensors:
+        if tensor.shape != shape or tensor.stride() != strides:
+            return False
+        if tensor.dtype != dtype or tensor.get_device() != device:
+            return False
+    return True
+
+
+def _within(tensor: Tensor, source: KVSource, place: Placement, slots: int) -> bool:
+    """Whether all slots of ``source`` that have bytes lie within ``tensor`` itself, which its storage has."""
+    page, slot, chunk, present = place
+    if min(page, slot, chunk) < 0 or not 0 < present <= source.page_size:
+        return False
+    pages = -(-slots // source.page_size)
+    reach = (pages - 1) * page + (present - 1) * slot + (source.chunks - 1) * chunk + source.chunk_bytes
+    last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+    return reach <= (last + 1) * tensor.element_size()
 
 
 def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[SourceGroup, ...]:

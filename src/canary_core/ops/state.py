@@ -27,7 +27,7 @@ from canary_core.records import (
     Clock,
     Cursor,
 )
-from canary_core.region import KVSource, Region, RegionKind
+from canary_core.region import KVSource, Placement, Region, RegionKind
 
 FIRST_TOKENS = 8192
 """Capacity of a region's scratch before a batch asks for more, beside `FIRST_ROWS`."""
@@ -179,6 +179,10 @@ class RegionState:
         """New addresses for the same sources, see `SourceTable.rebind`. Raises `AttachError`. Never captured."""
         if self.sources.rebind(sources):
             self.launches.clear()
+
+    def rebind_alike(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> bool:
+        """As `rebind`, see `SourceTable.rebind_alike`: the launches stay what they are."""
+        return self.sources.rebind_alike(tensors, places)
 
 
 def _judged_nulls(region: Region) -> int:

@@ -1,8 +1,9 @@
 """A batch of continuous batching as a `BatchView`: the tables are the very tensors that the forward reads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import add, is_
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -35,6 +36,8 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
         self._writers = writers
         self._book = book
         self._states: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        # The states of the last batch, and the writers of its rows: a decode has those of the one before.
+        self._last: tuple[list[Any], list[int]] = ([], [])
 
     def view(self, batch: ContinuousForward) -> BatchView | None:
         """The forward's rows are its requests, in order; tokens behind theirs are padding of the engine."""
@@ -43,11 +46,12 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
             return None
         new = [request.query_length for request in batch.requests]
         past = [state.position_offset - count for state, count in zip(states, new, strict=True)]
-        self._notice_reused_names(states)
-        writers = [self._writers.id(state.request_id) for state in states]
         input_ids: Tensor = batch.arguments["input_ids"][0]
         starts = [self._starts(group, batch.arguments, past, new) for group in self._groups]
-        prefix_lens, new_lens, writer_ids, *row_starts = upload_lists([past, new, writers, *starts], input_ids.device)
+        history = self._book.changes(states, max(map(add, past, new)))
+        lists = [past, new, self._writer_ids(states), *starts, *history]
+        prefix_lens, new_lens, writer_ids, *others = upload_lists(lists, input_ids.device)
+        row_starts, changes = others[: len(starts)], others[len(starts) :]
         return BatchView(
             prefix_lens=prefix_lens,
             new_lens=new_lens,
@@ -58,8 +62,17 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
                 for group, rows in zip(self._groups, row_starts, strict=True)
             },
             positions=batch.arguments["position_ids"][0],
-            expected_tokens=self._book.expected(states, max(p + n for p, n in zip(past, new, strict=True))),
+            expected_tokens=self._book.take(*changes),
         )
+
+    def _writer_ids(self, states: list[Any]) -> list[int]:
+        """Of each row's request."""
+        last, writers = self._last
+        if len(last) != len(states) or not all(map(is_, last, states)):
+            self._notice_reused_names(states)
+            writers = [self._writers.id(state.request_id) for state in states]
+            self._last = states, writers
+        return writers
 
     def _notice_reused_names(self, states: Sequence[Any]) -> None:
         """A new state under a known name is another request, unless it is what preemption made of the old one."""
@@ -74,12 +87,20 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
     ) -> list[int]:
         """Where each row's position 0 would be in the flat list that `_table` reads; may be negative."""
         if not arguments["read_index"][group.index].numel():
-            return [end - count for end, count in zip(accumulate(new), new, strict=True)]
+            return _firsts(new)
         window = group.window_tokens
-        cached = [p if window is None else min(p, window - 1) for p in past]
-        lengths = [c + n for c, n in zip(cached, new, strict=True)]
-        firsts = (end - length for end, length in zip(accumulate(lengths), lengths, strict=True))
+        if window is None:
+            return _firsts(map(add, past, new))
+        cached = [min(p, window - 1) for p in past]
+        firsts = _firsts(map(add, cached, new))
         return [first - (p - c) for first, p, c in zip(firsts, past, cached, strict=True)]
+
+
+def _firsts(lengths: Iterable[int]) -> list[int]:
+    """Where each of these lists begins, one after the other."""
+    firsts = list(accumulate(lengths, initial=0))
+    firsts.pop()
+    return firsts
 
 
 def _table(group: KVGroup, arguments: Mapping[str, Any], starts: Tensor) -> SlotTable:

@@ -55,8 +55,10 @@ class Session:
         # Records of blocks that are in host memory, by request and group.
         self._away: dict[tuple[str, int], Tensor] = {}
         self._stepping = False
+        self._streams = torch.get_device_module(self._device)
+        self._written: torch.cuda.Event | None = None
         if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
+            self._streams.synchronize(self._device)
         with self._on_stream():
             writers = Writers()
             pool = PagedCachePool(cache)
@@ -179,14 +181,9 @@ class Session:
         @functools.wraps(original)
         def compute_batch(model: Any, batch_data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             # The engine warms up through the same function; there it reads slots that nobody has written.
-            view = self._view(batch_data) if self._stepping and self.canary.enabled else None
-            if view is None:
+            if not (self._stepping and self.canary.enabled and self._before(batch_data)):
                 original(model, batch_data, *args, **kwargs)
                 return
-            with self.canary.guard("canary_transformers: inputs"):
-                self._wait_for_inputs()
-            with self._on_stream():
-                self.canary.step.before(view)
             try:
                 original(model, batch_data, *args, **kwargs)
             except BaseException:
@@ -194,17 +191,34 @@ class Session:
                 raise
             with self._on_stream():
                 self.canary.step.after()
-            with self._ours("sampled"):
-                self._give_sampled()
+                with self.canary.guard("canary_transformers: sampled"):
+                    self._give_sampled()
 
         return compute_batch
 
-    def _wait_for_inputs(self) -> None:
+    def _before(self, arguments: dict[str, Any]) -> bool:
+        """Checks what the forward will read; gives whether it is followed at all."""
+        inputs = self._inputs_written()
+        with self._on_stream():
+            view = self._view(arguments)
+            if view is None:
+                return False
+            with self.canary.guard("canary_transformers: inputs"):
+                if inputs is not None:
+                    inputs.wait(self._io.compute_stream)
+            self.canary.step.before(view)
+        return True
+
+    def _inputs_written(self) -> torch.cuda.Event | None:
         """The engine writes its lists on the caller's stream, from which its own does not wait: long before a forward
-        reads them, but the check comes first."""
-        if self._io.compute_stream is not None:
-            streams = torch.get_device_module(self._device)
-            self._io.compute_stream.wait_stream(streams.current_stream(self._device))
+        reads them, but the check comes first. Gives what to wait for."""
+        if self._io.compute_stream is None:
+            return None
+        with self.canary.guard("canary_transformers: inputs"):
+            if self._written is None:
+                self._written = self._streams.Event()
+            self._written.record(self._streams.current_stream(self._device))
+        return self._written
 
     def _updated(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """A layer's K and V were given to the cache."""
@@ -227,7 +241,7 @@ class Session:
 
     def _view(self, arguments: dict[str, Any]) -> BatchView | None:
         view = None
-        with self._ours("batch"):
+        with self.canary.guard("canary_transformers: batch"):
             requests = compat.requests(self._io)
             view = self._batch.view(ContinuousForward(requests, arguments))
             if view is not None and self.canary.step.tables.due:
@@ -263,5 +277,5 @@ class Session:
         stream = self._io.compute_stream
         if stream is None:
             return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[object] = torch.get_device_module(self._device).stream(stream)
+        context: contextlib.AbstractContextManager[object] = self._streams.stream(stream)
         return context

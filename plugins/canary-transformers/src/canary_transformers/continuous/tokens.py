@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,10 +26,17 @@ class TokenBook:
         self._tokens = torch.full((0, 0), UNKNOWN, dtype=torch.int32, device=device)
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self._free: list[int] = []
+        # The last states that were looked for, and where they are.
+        self._last: tuple[list[Any], list[_Place]] = ([], [])
+        self._taken: tuple[slice | None, int] = (None, 0)
 
     def expected(self, states: Sequence[Any], width: int) -> Tensor:
         """The tokens of `RequestState`s ``states`` by position, int32 ``[len(states), up to width]``; -1 where the
         engine does not know them yet (a token that an earlier batch is still computing)."""
+        return self.take(*upload_lists(self.changes(states, width), self._device))
+
+    def changes(self, states: Sequence[Any], width: int) -> tuple[list[int], list[int], list[int], list[int]]:
+        """The first half of `expected`, for who has more to upload: four lists, of which `take` wants the tensors."""
         width = self._fit(len(states), width)
         places = self._find(states)
         fresh = [place.row for place in places if place.known == 0]
@@ -37,22 +45,43 @@ class TokenBook:
         tokens: list[int] = []
         for place, state in zip(places, states, strict=True):
             prompt, generated = state.initial_tokens, state.generated_tokens
-            first, end = place.known, min(len(prompt) + len(generated), columns)
+            first, known = place.known, len(prompt) + len(generated)
+            if known == first + 1 and known <= columns and generated:
+                # A decode, in short.
+                flat.append(place.row * columns + first)
+                tokens.append(generated[-1])
+                place.known = known
+                continue
+            end = min(known, columns)
             if end > first:
                 flat.extend(range(place.row * columns + first, place.row * columns + end))
                 tokens.extend(prompt[first:end])
                 tokens.extend(generated[max(first - len(prompt), 0) : max(end - len(prompt), 0)])
                 place.known = end
         rows = [place.row for place in places]
-        row_index, fresh_index, flat_index, values = upload_lists([rows, fresh, flat, tokens], self._device)
-        if fresh:
-            self._tokens.index_fill_(0, fresh_index, UNKNOWN)
-        if flat:
-            self._tokens.view(-1).index_copy_(0, flat_index, values.to(torch.int32))
-        return self._tokens[:, :width].index_select(0, row_index)
+        first_row = rows[0]
+        in_a_row = rows == list(range(first_row, first_row + len(rows)))
+        self._taken = slice(first_row, first_row + len(rows)) if in_a_row else None, width
+        return [] if in_a_row else rows, fresh, flat, tokens
+
+    def take(self, rows: Tensor, fresh: Tensor, flat: Tensor, tokens: Tensor) -> Tensor:
+        """The second half of `expected`. What it gives holds until the next `take`."""
+        if fresh.shape[0]:
+            self._tokens.index_fill_(0, fresh, UNKNOWN)
+        if flat.shape[0]:
+            # The lower half of each number, without a launch for it.
+            self._tokens.view(-1).index_copy_(0, flat, tokens.view(torch.int32)[::2])
+        in_a_row, width = self._taken
+        if in_a_row is not None:
+            return self._tokens[in_a_row, :width]
+        return self._tokens[:, :width].index_select(0, rows)
 
     def _find(self, states: Sequence[Any]) -> list["_Place"]:
         """Each request's place; that of a request not seen before knows nothing."""
+        last, places = self._last
+        if len(last) == len(states) and all(map(is_, last, states)):
+            # No other request was seen since.
+            return places
         for state in states:
             place = self._places.get(state.request_id)
             if place is not None:
@@ -64,7 +93,9 @@ class TokenBook:
             if state.request_id not in self._places:
                 row = self._free.pop() if self._free else self._places.popitem(last=False)[1].row
                 self._places[state.request_id] = _Place(row, state)
-        return [self._places[state.request_id] for state in states]
+        places = [self._places[state.request_id] for state in states]
+        self._last = list(states), places
+        return places
 
     def _fit(self, rows: int, width: int) -> int:
         """Makes room for ``rows`` requests of ``width`` tokens; gives the width there is."""
@@ -77,7 +108,9 @@ class TokenBook:
             new_rows = min(max(have_rows, _power_of_two(2 * rows)), max(self._budget_tokens // new_width, rows))
             self._tokens = torch.full((new_rows, new_width), UNKNOWN, dtype=torch.int32, device=self._device)
             self._places.clear()
-            self._free = list(range(new_rows))
+            self._last = [], []
+            # Rows of requests that come together follow each other: then a batch's are one part of the book.
+            self._free = list(reversed(range(new_rows)))
         return width
 
 

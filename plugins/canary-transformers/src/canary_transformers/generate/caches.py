@@ -1,6 +1,8 @@
 """Caches of `generate()` in supported releases: which tensors hold which positions, and how that changes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache as once
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ _STATIC_FULL = ("StaticLayer", "LinearAttentionAndStaticFullAttentionLayer", "St
 _STATIC_WINDOW = ("StaticSlidingWindowLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer")
 _KNOWN = {name: name in _STATIC_FULL + _STATIC_WINDOW for name in _FULL + _WINDOW + _STATIC_FULL + _STATIC_WINDOW}
 """Layers that keep K and V as ``[batch, heads, tokens, dim]``, and whether they write in place."""
+
+_ALL_TOKENS = tuple(name for name in _FULL + _STATIC_FULL if name != "Fp8QuantizedLayer")
+"""Those that keep every token, and nothing that says how many but the tensors or a count on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,18 @@ class LayerView:
 def guarded(cache: Any) -> Any | None:
     """The cache that is guarded for ``cache``: an encoder-decoder cache's self-attention half, else the cache itself;
     None if ``cache`` is no `Cache`, or one that keeps tokens in a way of its own."""
+    plain, encoder_decoder = _classes()
+    if isinstance(cache, encoder_decoder):
+        return guarded(cache.self_attention_cache)
+    return cache if isinstance(cache, plain) and type(cache).update is plain.update else None
+
+
+@once
+def _classes() -> tuple[Any, Any]:
+    """Asked several times a forward; importing Transformers is for when a model is there."""
     from transformers.cache_utils import Cache, EncoderDecoderCache
 
-    if isinstance(cache, EncoderDecoderCache):
-        return guarded(cache.self_attention_cache)
-    own_update = isinstance(cache, Cache) and type(cache).update is not Cache.update
-    return cache if isinstance(cache, Cache) and not own_update else None
+    return Cache, EncoderDecoderCache
 
 
 def look(cache: Any, wait: bool = False) -> list[LayerView]:
@@ -78,6 +89,18 @@ def look(cache: Any, wait: bool = False) -> list[LayerView]:
                 views.append(view)
     device = views[0].keys.device if views else None
     return [view for view in views if view.keys.device == device]
+
+
+def keeps_all(cache: Any, views: Sequence[LayerView]) -> bool:
+    """Whether all layers of a `guarded` ``cache`` that can be guarded are those of ``views``, keep every token in one
+    way, and have no more to say about that than their tensors."""
+    found = {view.layer for view in views}
+    if len({view.keeping for view in views}) > 1:
+        return False
+    return all(
+        type(layer).__name__ in _ALL_TOKENS if index in found else _reason(cache, layer) is not None
+        for index, layer in enumerate(cache.layers)
+    )
 
 
 def uncovered(cache: Any) -> list[Uncovered]:

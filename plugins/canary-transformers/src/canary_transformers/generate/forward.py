@@ -31,7 +31,8 @@ class ModelCall:
         """Its tokens, row after row, int64."""
         if self.tokens is None:
             return torch.full((self.rows * self.new,), UNKNOWN, dtype=torch.int64, device=device)
-        return self.tokens.to(device, torch.int64).reshape(-1)
+        # One column of a longer tensor is a list with gaps.
+        return self.tokens.to(device, torch.int64).reshape(-1).contiguous()
 
     def expected_tokens(self, prefix: int, unknown: int, device: torch.device) -> Tensor | None:
         """What every position up to its end should hold, int64 ``[rows, prefix + new]``, if that is known; of the first

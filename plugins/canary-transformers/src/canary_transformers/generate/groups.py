@@ -1,13 +1,14 @@
 """`Group`: layers of a cache that keep tokens alike, as one region."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from canary_adapters import Part, growing_source
-from canary_core import KVSource, Region, RegionKind, SlotTable
+from canary_core import KVSource, Placement, Region, RegionKind, SlotTable
 from canary_transformers.generate.caches import Keeping, LayerView
 
 LEAST_TOKENS = 128
@@ -32,6 +33,8 @@ class Group:
     held: int
     bound: tuple[KVSource, ...] = ()
     places: Sequence[object] = ()
+    _like: tuple["_Like", ...] = field(default=(), init=False)
+    _whole: SlotTable | None = field(default=None, init=False)
 
     @property
     def end(self) -> int:
@@ -58,6 +61,7 @@ class Group:
             _moved(old, tensor) or growing_source(tensor, part, self.capacity)
             for old, (part, tensor) in zip(before, parts, strict=True)
         )
+        self._like = tuple(_Like.of(source) for source in self.bound[:2])
         return self.bound
 
     def places_of(self, views: Sequence[LayerView]) -> Sequence[object]:
@@ -68,6 +72,13 @@ class Group:
             if view.layer in self.layers
             for tensor in (view.keys, view.values)
         ]
+
+    def places_alike(self, tensors: Sequence[Tensor]) -> list[Placement] | None:
+        """How K and V of the first layer lie in the first two of ``tensors``, which are those of all layers in turn:
+        `SlotEvents.rebind_alike` sees whether the others do, too. None where another look at the layout is needed."""
+        placed = [_placed(like, tensor) for like, tensor in zip(self._like, tensors, strict=False)]
+        places = [place for place in placed if place is not None]
+        return places if len(places) == 2 else None
 
     def resized(self, rows: int, held: int) -> "Group":
         """The same with ``rows`` rows, and with room for ``held`` tokens of each."""
@@ -83,9 +94,13 @@ class Group:
         """What attention reads, up to position ``end``. ``write_first``: the forward's ``new`` tokens from ``end`` on
         go to where they are once the rows begin with that position; None: to where the table has them."""
         width = end + new
-        entries = torch.arange(
-            -self.first, (self.rows - 1) * self.capacity + width - self.first, device=device
-        ).as_strided((self.rows, width), (self.capacity, 1))
+        moves = write_first is not None and new > 0
+        if not moves and not self.first and width <= self.capacity:
+            # Lengths say how much of it is read, so one table serves all forwards.
+            if self._whole is None:
+                self._whole = SlotTable(self._entries(self.capacity, device))
+            return self._whole
+        entries = self._entries(width, device)
         if write_first is None or not new:
             return SlotTable(entries)
         position = torch.arange(end, width, device=device) - write_first
@@ -96,6 +111,12 @@ class Group:
             write_slots=(row[:, None] + position).flatten(),
             stored_tokens=min(width - write_first, new),
         )
+
+    def _entries(self, width: int, device: torch.device) -> Tensor:
+        """The slots of positions up to ``width`` of each row, as they are numbered while rows begin with ``first``."""
+        last = (self.rows - 1) * self.capacity
+        numbers = torch.arange(-self.first, last + width - self.first, device=device)
+        return numbers.as_strided((self.rows, width), (self.capacity, 1))
 
 
 def groups_of(views: Sequence[LayerView], end: int) -> list[Group]:
@@ -131,20 +152,38 @@ def disagreeing(views: Sequence[LayerView], groups: Sequence[Group], end: int) -
     return off
 
 
+class _Like(NamedTuple):
+    """What of a source stays when its tensor grows."""
+
+    contents: tuple[int, int, int]
+    dtype: torch.dtype
+    chunks: int
+    chunk_bytes: int
+
+    @classmethod
+    def of(cls, source: KVSource) -> "_Like":
+        """That of ``source``."""
+        rows, heads, _, dim = source.tensor.shape
+        return cls((rows, heads, dim), source.tensor.dtype, source.chunks, source.chunk_bytes)
+
+
 def _moved(old: KVSource | None, tensor: Tensor) -> KVSource | None:
     """``old`` where it is now, without another search for overlaps; None if more than the place is new."""
-    if old is None or old.tensor.dtype != tensor.dtype or tensor.stride(3) != 1:
+    place = None if old is None else _placed(_Like.of(old), tensor)
+    return None if old is None or place is None else replace(old, tensor=tensor, **place._asdict())
+
+
+def _placed(like: _Like, tensor: Tensor) -> Placement | None:
+    """How a source's slots lie in ``tensor``; None if more than the place is new."""
+    shape, strides = tensor.shape, tensor.stride()
+    if strides[3] != 1 or (shape[0], shape[1], shape[3]) != like.contents or tensor.dtype != like.dtype:
         return None
-    if (old.tensor.shape[:2], old.tensor.shape[3]) != (tensor.shape[:2], tensor.shape[3]):
-        return None
-    rows, heads, tokens = (stride * tensor.element_size() for stride in tensor.stride()[:3])
+    size = tensor.element_size()
+    rows, heads, tokens = strides[0] * size, strides[1] * size, strides[2] * size
     # Contents of a slot in one piece, or heads that a batch or a token apart would overlap, are looked at again.
-    if old.chunks != tensor.shape[1] or min(rows, heads, tokens) < old.chunk_bytes:
+    if like.chunks != shape[1] or min(rows, heads, tokens) < like.chunk_bytes:
         return None
-    return replace(
-        old, tensor=tensor, slot_stride_bytes=tokens, page_stride_bytes=rows,
-        chunk_stride_bytes=heads if old.chunks > 1 else 0, present=tensor.shape[2],
-    )  # fmt: skip
+    return Placement(rows, tokens, heads if like.chunks > 1 else 0, shape[2])
 
 
 def capacity_for(held: int) -> int:

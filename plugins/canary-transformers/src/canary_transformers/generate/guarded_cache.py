@@ -16,6 +16,7 @@ from canary_transformers.generate.caches import LayerView
 from canary_transformers.generate.forward import ModelCall
 from canary_transformers.generate.groups import disagreeing, groups_of
 from canary_transformers.generate.records import CacheRecords
+from canary_transformers.generate.steady import Steady
 
 
 class GuardedCache:
@@ -40,6 +41,8 @@ class GuardedCache:
         self._writers = Writers()
         # None until the first forward has ended; others take their place whenever the cache outgrows them.
         self._records: CacheRecords | None = None
+        # None where the cache must be looked at as a whole.
+        self._steady: Steady | None = None
         self._ended: Tally[str] = Tally()
         self._over = config.mode == "off"
         self._was_empty = True
@@ -54,9 +57,10 @@ class GuardedCache:
     def before(self, cache: Any, forward: ModelCall) -> None:
         """Checks what the forward will read."""
         with self._ours("before the forward"):
-            if self._over:
+            if self._over or self._check_steady(cache, forward):
                 return
             records, views = self._records, caches.look(cache)
+            self._steady = None
             if records is None:
                 self._was_empty = all(view.end == 0 for view in views)
             elif disagree := disagreeing(views, records.groups, records.end):
@@ -78,7 +82,7 @@ class GuardedCache:
                 return
             if self._records is None:
                 self._attach(cache, forward)
-            elif self._records.checked is not None:
+            elif self._records.checked is not None and not self._record_steady(cache, self._records, forward):
                 self._record(cache, self._records, forward)
             if self._records is not None:
                 self._records.canary.step.end()
@@ -135,6 +139,36 @@ class GuardedCache:
             self._over = True
             self._retire()
 
+    def _check_steady(self, cache: Any, forward: ModelCall) -> bool:
+        """`before` where nothing has changed since the last forward; gives whether that is so."""
+        records, steady = self._records, self._steady
+        if records is None or steady is None or steady.end != records.end or forward.rows != records.rows:
+            return False
+        held = {group.name: group.held + forward.new for group in records.groups}
+        if not records.have_room(held) or not steady.same(cache, steady.end):
+            return False
+        records.check(forward, held)
+        return True
+
+    def _record_steady(self, cache: Any, records: CacheRecords, forward: ModelCall) -> bool:
+        """`after` where the forward did what most do: all layers hold its tokens, and nothing else is new. Gives
+        whether that is so; if not, nothing was recorded."""
+        steady = self._steady
+        if steady is None or not forward.new:
+            return False
+        end = records.end + forward.new
+        if steady.growing:
+            moved = steady.moved(cache, end)
+            if moved is None or not records.rebind_alike(moved):
+                return False
+            steady.follow(moved, end)
+        elif steady.same(cache, end):
+            steady.follow(steady.tensors, end)
+        else:
+            return False
+        records.record(None, forward)
+        return True
+
     def _live(self) -> CacheRecords | None:
         return None if self._over else self._records
 
@@ -160,6 +194,7 @@ class GuardedCache:
         if end > forward.new:
             self._tell("adopted", "info", {"cache": self.name, "tokens": rows * (end - forward.new)})
         self._records.adopt(forward, self._was_empty)
+        self._settle(cache, views, self._records)
 
     def _record(self, cache: Any, records: CacheRecords, forward: ModelCall) -> None:
         views = caches.look(cache)
@@ -172,6 +207,13 @@ class GuardedCache:
             self._attach(cache, forward)
         else:
             records.record(views, forward)
+            self._settle(cache, views, records)
+
+    def _settle(self, cache: Any, views: Sequence[LayerView], records: CacheRecords) -> None:
+        """All layers hold what they should: from now on most forwards change little."""
+        one = len(records.groups) == 1 and records.groups[0].layers == tuple(view.layer for view in views)
+        off = disagreeing(views, records.groups, records.end)
+        self._steady = Steady.of(cache, views, records.end) if one and not off else None
 
     def _changed(self, records: CacheRecords, views: Sequence[LayerView], disagree: dict[int, int]) -> None:
         """Not all layers hold what they should: tells that, and checks what attention will read. ``disagree``: layers
@@ -202,7 +244,7 @@ class GuardedCache:
         self._retire()
 
     def _retire(self) -> None:
-        records, self._records = self._records, None
+        records, self._records, self._steady = self._records, None, None
         if records is not None:
             try:
                 records.canary.close()
@@ -216,20 +258,25 @@ class GuardedCache:
     def _ours(self, where: str) -> Iterator[None]:
         """Code of ours within a call of the engine: no gradients, and its exceptions are ours to handle. Not
         `Canary.guard`: there may be no Canary yet, or another one at the end."""
-        where = f"canary_transformers: {where}"
         try:
-            # Records are updated in place for longer than the engine's own inference mode may last.
-            with torch.inference_mode(False), torch.no_grad():
+            if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+                # Records are updated in place for longer than the engine's own inference mode may last.
+                with torch.inference_mode(False), torch.no_grad():
+                    yield
+            else:
                 yield
         except ViolationError:
             raise
         except Exception as error:
-            self._over = True
-            if self._records is not None:
-                self._records.canary.fail(where, error)
-            elif self._config.mode == "raise":
-                raise
-            else:
-                self._tell("disabled", "error", {"where": where, "error": repr(error)})
+            self._failed(f"canary_transformers: {where}", error)
         if self._records is not None and not self._records.canary.enabled:
             self._over = True
+
+    def _failed(self, where: str, error: Exception) -> None:
+        self._over = True
+        if self._records is not None:
+            self._records.canary.fail(where, error)
+        elif self._config.mode == "raise":
+            raise error
+        else:
+            self._tell("disabled", "error", {"where": where, "error": repr(error)})

@@ -12,6 +12,7 @@ from canary_core import BatchView, Canary, SlotTable
 from canary_transformers.generate.caches import LayerView
 from canary_transformers.generate.forward import UNKNOWN, ModelCall
 from canary_transformers.generate.groups import Group
+from canary_transformers.generate.lengths import RowLengths
 
 
 class CacheRecords:
@@ -33,6 +34,7 @@ class CacheRecords:
         self._name = name
         self._pad = None if canary.config.bytes == "off" else pad
         self._every = torch.arange(groups[0].rows, device=canary.device)
+        self._lengths = RowLengths(groups[0].rows, canary.device)
         self._unknown_end = 0
         self._writers = self._every
         self._view: BatchView | None = None
@@ -88,6 +90,17 @@ class CacheRecords:
             if places != group.places and len(places) == 2 * len(group.layers):
                 self.canary.slots.rebind(group.name, group.sources(views))
 
+    def rebind_alike(self, tensors: Sequence[Tensor]) -> bool:
+        """As `rebind`, where the cache is one group, and its layers' tensors, K and V in turn, are ``tensors`` now.
+        Gives whether they could be taken for alike; if not, nothing has changed."""
+        (group,) = self.groups
+        places = group.places_alike(tensors)
+        if places is None or not self.canary.slots.rebind_alike(group.name, tensors, places):
+            return False
+        # The next look at all layers finds other places, and keeps no tensor that the cache has given up.
+        group.bound, group.places = (), ()
+        return True
+
     def adopt(self, forward: ModelCall, was_empty: bool) -> None:
         """After the first forward under guard: records the whole cache, so that what ``forward`` wrote is judged from
         now on. ``was_empty``: nothing was in the cache before, so that static tensors were zero."""
@@ -124,8 +137,8 @@ class CacheRecords:
         self._view = self._batch(self.end, forward, tables)
         self.canary.step.before(self._view)
 
-    def record(self, views: Sequence[LayerView], forward: ModelCall) -> None:
-        """After a forward: records what it wrote to the tensors of ``views``."""
+    def record(self, views: Sequence[LayerView] | None, forward: ModelCall) -> None:
+        """After a forward: records what it wrote to the tensors of ``views``; None: to those that are known."""
         held, self.checked = self.checked or {}, None
         view, self._view = self._view, None
         if view is None:
@@ -133,7 +146,8 @@ class CacheRecords:
         self.end += forward.new
         for group in self.groups:
             self._move(group, held[group.name])
-        self.rebind(views)
+        if views is not None:
+            self.rebind(views)
         if forward.tokens is not None:
             self._excuse_pads(forward.tokens)
         if any(table.write_slots is not None for table in view.tables.values()):
@@ -225,10 +239,10 @@ class CacheRecords:
                 self.canary.slots.forget_bytes(group.name, slots.masked_fill(~own, -1))
 
     def _batch(self, prefix: int, forward: ModelCall, tables: Mapping[str, SlotTable]) -> BatchView:
-        rows, device = forward.rows, self.canary.device
+        device = self.canary.device
         return BatchView(
-            prefix_lens=torch.full((rows,), prefix, dtype=torch.int64, device=device),
-            new_lens=torch.full((rows,), forward.new, dtype=torch.int64, device=device),
+            prefix_lens=self._lengths.of(prefix),
+            new_lens=self._lengths.new(forward.new),
             token_ids=forward.token_ids(device),
             writers=self._writers,
             tables=tables,

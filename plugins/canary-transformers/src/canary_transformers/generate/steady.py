@@ -1,0 +1,95 @@
+"""`Steady`: a cache seen again and again, of which nothing changes from forward to forward but its tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from canary_transformers.generate import caches
+from canary_transformers.generate.caches import LayerView
+
+
+@dataclass(slots=True, eq=False)
+class Steady:
+    """The layers of a cache that all keep every token, alike, and where their tensors were after the last forward: at a
+    fraction of what `caches.look` costs it can be seen whether nothing has changed since, and what a forward did.
+
+    listed: all layers of the cache. layers: those that are guarded; tensors: K and V of each in turn; addresses: where
+    these were. growing: each forward makes other tensors. counted: of static layers, whether the host can ask how many
+    tokens they hold. end: how many tokens a row has.
+    """
+
+    listed: list[Any]
+    layers: tuple[Any, ...]
+    tensors: list[Tensor]
+    addresses: list[int]
+    growing: bool
+    counted: bool
+    end: int
+
+    @classmethod
+    def of(cls, cache: Any, views: Sequence[LayerView], end: int) -> "Steady | None":
+        """Of a cache that was found to be as ``views`` say; None for one that has to be looked at anew each time."""
+        inner = caches.guarded(cache)
+        if inner is None or not views or not caches.keeps_all(inner, views):
+            return None
+        listed = list(inner.layers)
+        layers = tuple(listed[view.layer] for view in views)
+        growing = views[0].keeping.static_tokens is None
+        tensors = _tensors(layers)
+        if not _plain(tensors):
+            return None
+        # Else to ask would be to wait for the device.
+        counted = not growing and all(layer.cumulative_length.device.type == "cpu" for layer in layers)
+        return cls(listed, layers, tensors, _addresses(tensors), growing, counted, end)
+
+    def same(self, cache: Any, end: int) -> bool:
+        """Whether all tensors are what they were after the last forward, and hold ``end`` tokens, as far as the host
+        can know."""
+        if not self._known(cache) or not _all_same(_tensors(self.layers), self.tensors):
+            return False
+        return _addresses(self.tensors) == self.addresses and self._holds(end)
+
+    def follow(self, tensors: list[Tensor], end: int) -> None:
+        """The layers have ``tensors`` now, and hold ``end`` tokens."""
+        if tensors is not self.tensors:
+            self.tensors, self.addresses = tensors, _addresses(tensors)
+        self.end = end
+
+    def moved(self, cache: Any, end: int) -> list[Tensor] | None:
+        """The tensors of growing layers, if the first holds ``end`` tokens; whether all others are like it is left to
+        `SlotEvents.rebind_alike`."""
+        if not self._known(cache):
+            return None
+        tensors = _tensors(self.layers)
+        before, first = self.tensors[0].shape, tensors[0]
+        if not _plain(tensors) or first.shape != (*before[:2], end, before[3]):
+            return None
+        return tensors
+
+    def _known(self, cache: Any) -> bool:
+        """Whether the cache has the very layers that it had."""
+        inner = caches.guarded(cache)
+        return inner is not None and len(inner.layers) == len(self.listed) and _all_same(inner.layers, self.listed)
+
+    def _holds(self, end: int) -> bool:
+        return not self.counted or all(int(layer.cumulative_length) == end for layer in self.layers)
+
+
+def _tensors(layers: Sequence[Any]) -> list[Any]:
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _plain(tensors: Sequence[Any]) -> bool:
+    """Whether all are tensors that may be kept: one with a history of gradients would be kept with all of it."""
+    return all(tensor is not None and not tensor.requires_grad for tensor in tensors)
+
+
+def _all_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return all(map(is_, some, others))
