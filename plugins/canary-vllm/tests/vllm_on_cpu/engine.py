@@ -168,9 +168,11 @@ class SmallEngine:
         import torch
 
         groups = self.runner.kv_cache_config.kv_cache_groups
-        number = next(i for i, group in enumerate(groups) if name in group.layer_names)
+        number, group = next((i, group) for i, group in enumerate(groups) if name in group.layer_names)
         cache = self.runner.compilation_config.static_forward_context[name].kv_cache
-        slot = self.blocks(request)[number][position // BLOCK] * BLOCK + position % BLOCK
+        # Not always `BLOCK`: MLA on a CPU without AMX has its own.
+        size = group.kv_cache_spec.block_size
+        slot = self.blocks(request)[number][position // size] * size + position % size
         bits = cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()])
         if half == "kv":
             bits.view(-1, bits.shape[-1])[slot, 5] ^= 1 << 3
