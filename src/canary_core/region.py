@@ -133,6 +133,10 @@ class KVSource:
         bits = reduce(or_, places, self.chunk_bytes)
         return 16 if not bits & 15 else 4 if not bits & 3 else 1
 
+    def let_go(self) -> None:
+        """The engine gives the tensor up: an empty one of its type and device is kept in its place."""
+        object.__setattr__(self, "tensor", self.tensor.new_empty(0))
+
     def first_bytes(self, count: int) -> "KVSource":
         """This source cut to the first ``count`` bytes of each slot's first chunk."""
         return replace(self, chunks=1, chunk_stride_bytes=0, chunk_bytes=min(self.chunk_bytes, count))

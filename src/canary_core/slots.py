@@ -146,7 +146,7 @@ class SlotEvents:
                 self.workspace.join()
                 apply = partial(contents.copy, self.workspace.backend, state, source, destination)
                 self._queue.put_arrival(apply, source, destination)
-                if check and state.sources and not len(self._queue) and not capturing(self.workspace.device):
+                if check and state.readable and not len(self._queue) and not capturing(self.workspace.device):
                     self.workspace.backend.verify(state, destination)
 
     def clear(self, region: str, slots: Tensor | None) -> None:
@@ -172,7 +172,7 @@ class SlotEvents:
         memory: a write that leaves them so is lost. One look at their bytes, in the order of events; numbers that are
         no slots are left out. Not for slots that will be read: what lies there now would count as right."""
         state = self._told("adopt_bytes", region, slots=slots)
-        if state is not None and state.sources and len(slots):
+        if state is not None and state.readable and len(slots):
             with self._switch.guard("adopt_bytes"):
                 self.workspace.join()
                 self._queue.put_arrival(partial(self.workspace.backend.adopt, state, slots), slots)
@@ -205,7 +205,7 @@ class SlotEvents:
         """Compares the bytes of ``slots`` with their records, on the current stream: right after they arrived with
         records, where the scrub would come by only later. Never captured."""
         state = self._told("check", region, slots=slots)
-        if state is not None and state.sources:
+        if state is not None and state.readable:
             with self._switch.guard("check_slots"):
                 self.workspace.join()
                 self._queue.settle_arrivals()
@@ -302,6 +302,15 @@ class SlotEvents:
         if state is None:
             return True
         return not self.audit.follows_sources and state.rebind_alike(tensors, places)
+
+    def let_go(self, region: str) -> None:
+        """The forward that `Step.before` was called for will give the region's tensors up. Canary keeps none of them,
+        so that their memory is free as early as without Canary, and reads none until the next `rebind`, which must
+        come before `Step.after`. For a cache that every forward makes anew, checked on the forward's own stream
+        (`Overlap.NONE`). While an audit runs it does nothing. Never captured."""
+        state = self._state(region, "let_go")
+        if state is not None and not self.audit.follows_sources:
+            state.sources.let_go()
 
     def still_holds(self, region: str, slot: int, step: int) -> bool:
         """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""

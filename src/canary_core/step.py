@@ -320,7 +320,7 @@ class Step:
                     self._backend.check(state, view, table)
                     if workspace.proof.looks and not captured:
                         workspace.proof.look(state, view, table)
-                    if name in compared:
+                    if name in compared and state.readable:
                         self._backend.read_check(state, view, table)
             self.stores.begin(view)
             self._audit.begin(view)

@@ -70,6 +70,42 @@ def test_it_keeps_no_tensor_that_was_given_up() -> None:
     assert given_up() is None
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("bytes_", ["all", "partial"])
+def test_tensors_that_are_let_go_are_kept_nowhere_and_not_read(alike: bool, bytes_: str) -> None:
+    """Not by the region either. Bound anew, all is as before."""
+    if alike and bytes_ == "partial":
+        pytest.skip("cut sources are never bound alike")
+    first = tensors(3)
+    canary = guarded(first, bytes=bytes_, read_check=-1)
+    if alike:
+        first = tensors(4)
+        assert canary.slots.rebind_alike("full", first, places(first))
+    given_up = [ref(tensor) for tensor in first]
+    descriptors = state(canary).sources.descriptors.clone()
+    for _ in range(2):
+        canary.slots.let_go("full")
+    del first
+    assert [there for there in given_up if there() is not None] == []
+    assert not state(canary).readable
+    canary.slots.check("full", torch.arange(4))
+    canary.slots.adopt_bytes("full", torch.arange(4))
+    canary.step.scrub.run(captured=False)
+    canary.drain()
+    assert canary.enabled
+    assert canary.stats()["violations"] == 0
+    found = tensors(4)
+    if alike:
+        assert canary.slots.rebind_alike("full", found, places(found))
+    else:
+        canary.slots.rebind("full", sources(found))
+    assert state(canary).readable
+    fresh = guarded(found, bytes=bytes_)
+    assert torch.equal(state(canary).sources.descriptors, state(fresh).sources.descriptors)
+    assert not torch.equal(state(canary).sources.descriptors, descriptors)
+    assert [s.address for s in state(canary).sources] == [tensor.data_ptr() for tensor in found]
+
+
 def odd(found: list[Tensor], which: str) -> tuple[list[Tensor], list[Placement]]:
     """Tensors that are not alike, or places that they do not have."""
     said = places(found)

@@ -214,7 +214,8 @@ def take(
     device, region = state.records.device, state.region
     asked = _asked(incident, region.name, state)
     slots = to_device(asked, device)
-    lookups = list(_lookups(incident, state))
+    # While the engine makes other tensors nothing is known of bytes.
+    lookups = list(_lookups(incident, state)) if state.readable else []
     matches = _matches(state, lookups, device)
     every = torch.arange(region.slots, device=device)
     root = slots[:1].clamp(0, region.slots - 1)
@@ -235,9 +236,9 @@ def take(
     every_slot = torch.cat((slots, donors, mates))
     safe = every_slot.clamp(0, region.slots - 1)
     records, stored = state.records[safe], state.fingerprints[safe]
-    found = torch.zeros_like(stored)
+    found = torch.zeros_like(stored) if state.readable else stored.clone()
     words: list[Tensor] = [torch.zeros(0)] * len(state.sources)
-    for stack in stacks(state):
+    for stack in stacks(state) if state.readable else ():
         there = stack.like.has_bytes(safe)
         value, _ = stack.fold(state, torch.where(there, safe, 0))
         found[:, stack.columns] = torch.where(there, value, 0).T
@@ -301,6 +302,8 @@ def _asked(incident: Incident, region: str, state: RegionState) -> list[int]:
 
 def _readable(state: RegionState) -> int:
     """Of how many slots the bytes are taken."""
+    if not state.readable:
+        return 0
     return max(4, min(MOST_READ, MOST_READ_BYTES // max(state.sources.slot_bytes, 1)))
 
 

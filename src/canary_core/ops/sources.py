@@ -90,6 +90,8 @@ class SourceTable(Sequence[KVSource]):
         self._bound: tuple[KVSource, ...] | None = _fingerprinted(region.sources, config.bytes)
         self._moved: tuple[Sequence[Tensor], Sequence[Placement]] = ((), ())
         self._turns: _Turns | None = None
+        self.gone = False
+        """Whether the engine has given the tensors up, see `let_go`."""
         self._rows = self._descriptors()
         self.keys = hashing.keys(max((s.slot_words for s in self), default=1), device)
         self.salts = hashing.salts(max(len(self), 1), device)
@@ -154,7 +156,7 @@ class SourceTable(Sequence[KVSource]):
         reshaped = shapes != self._shapes
         if reshaped:
             self.groups = source_groups(new, self.descriptors.device)
-        self._bound, self._shapes = new, shapes
+        self._bound, self._shapes, self.gone = new, shapes, False
         self._moved, self._turns = ((), ()), None
         self._rows = self._descriptors()
         self._send()
@@ -178,8 +180,18 @@ class SourceTable(Sequence[KVSource]):
         # `torch.tensor` takes several times as long.
         turns.addresses.copy_(torch.frombuffer(array("q", addresses), dtype=torch.int64))
         self._send()
-        self._bound, self._moved = None, (tuple(tensors), tuple(places))
+        self._bound, self._moved, self.gone = None, (tuple(tensors), tuple(places)), False
         return True
+
+    def let_go(self) -> None:
+        """The engine gives the tensors up: none is kept, here or by the region. Nothing may read them until they are
+        bound anew."""
+        if self._bound is None and self._turns is not None:
+            self._bound = self._turns.sources
+        for source in () if self.gone else (*self._region.sources, *self.bound):
+            if source.tensor.numel():
+                source.let_go()
+        self._moved, self.gone = ((), ()), True
 
     def _descriptors(self) -> Tensor:
         """Those of all sources on the host."""

@@ -162,6 +162,11 @@ class RegionState:
         self.fingerprints.masked_fill_(written[:, None], 0)
 
     @property
+    def readable(self) -> bool:
+        """Whether there are bytes to read: not where none are fingerprinted, nor after `SourceTable.let_go`."""
+        return len(self.sources) > 0 and not self.sources.gone
+
+    @property
     def pool_bytes(self) -> int:
         """Fingerprinted bytes of all slots: what a round of the scrub reads where all are written."""
         return self.region.slots * self.sources.slot_bytes

@@ -81,7 +81,7 @@ class Recorder:
                 if table.carried:
                     # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
                     carried = True
-                elif state.sources and self._schedules[name].now:
+                elif state.readable and self._schedules[name].now:
                     looks = workspace.proof.looks and not self.captured
                     first = workspace.proof.writes(state, view) if looks else None
                     self._backend.fingerprint(state, view, table)

@@ -259,7 +259,8 @@ class Scrub:
             return
         self._since = 0
         for stretch in self.stretches:
-            self._backend.scrub(stretch.state)
+            if stretch.state.readable:
+                self._backend.scrub(stretch.state)
 
     def step(self, idle: bool) -> None:
         """Host only. A forward ended now, or the engine idles."""

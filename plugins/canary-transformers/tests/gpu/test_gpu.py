@@ -214,3 +214,23 @@ def test_a_flipped_bit_in_a_compiled_generate_is_found(kind, half):
     assert (found.kind, found.layer, found.half, found.position) == (Kind.BYTES, 2, half[0], 4)
     assert found.request is not None
     assert found.request.endswith("row 1")
+
+
+def peak_of_decodes(model: Any, rows: int = 64, tokens: int = 2000) -> int:
+    """Bytes that two forwards need at most beyond what is there when they begin, with a dynamic cache."""
+    cache = new_cache(model, "dynamic")
+    forwards(model, cache, prompts(rows, tokens).to(DEVICE), prompts(rows, 1).to(DEVICE))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    began = torch.cuda.memory_allocated()
+    forwards(model, cache, *[prompts(rows, 1).to(DEVICE)] * 2)
+    return torch.cuda.max_memory_allocated() - began
+
+
+def test_a_dynamic_cache_takes_no_more_memory_while_it_grows():
+    """Its 49 MB are not there twice, though every forward makes them anew."""
+    model = copy.deepcopy(generating("llama")).to(DEVICE)
+    plain = peak_of_decodes(model)
+    with listening(model)[0] as watch:
+        assert peak_of_decodes(model) < plain + (8 << 20)
+    expect_clean(watch)

@@ -56,12 +56,15 @@ class Group:
             for half, tensor in (("k", view.keys), ("v", view.values))
         ]
         self.places = self.places_of(views)
-        before: Sequence[KVSource | None] = self.bound if len(self.bound) == len(parts) else [None] * len(parts)
-        self.bound = tuple(
-            _moved(old, tensor) or growing_source(tensor, part, self.capacity)
-            for old, (part, tensor) in zip(before, parts, strict=True)
-        )
-        self._like = tuple(_Like.of(source) for source in self.bound[:2])
+        if len(self.bound) == len(parts):
+            before = zip(self.bound, self._like, parts, strict=True)
+            self.bound = tuple(
+                _moved(old, like, tensor) or growing_source(tensor, part, self.capacity)
+                for old, like, (part, tensor) in before
+            )
+        else:
+            self.bound = tuple(growing_source(tensor, part, self.capacity) for part, tensor in parts)
+        self._like = tuple(_Like.of(source) for source in self.bound)
         return self.bound
 
     def places_of(self, views: Sequence[LayerView]) -> Sequence[object]:
@@ -76,7 +79,7 @@ class Group:
     def places_alike(self, tensors: Sequence[Tensor]) -> list[Placement] | None:
         """How K and V of the first layer lie in the first two of ``tensors``, which are those of all layers in turn:
         `SlotEvents.rebind_alike` sees whether the others do, too. None where another look at the layout is needed."""
-        placed = [_placed(like, tensor) for like, tensor in zip(self._like, tensors, strict=False)]
+        placed = [_placed(like, tensor) for like, tensor in zip(self._like[:2], tensors, strict=False)]
         places = [place for place in placed if place is not None]
         return places if len(places) == 2 else None
 
@@ -84,6 +87,12 @@ class Group:
         """The same with ``rows`` rows, and with room for ``held`` tokens of each."""
         capacity = self.capacity if held <= self.capacity else capacity_for(held)
         return replace(self, rows=rows, capacity=capacity, bound=(), places=())
+
+    def let_go(self) -> None:
+        """The layers' tensors are given up: none is kept here."""
+        for source in self.bound:
+            source.let_go()
+        self.places = ()
 
     def slots(self, indices: range, rows: Tensor) -> Tensor:
         """Slots at ``indices`` of batch rows ``rows`` (int64 ``[n]``), int64 ``[n * len(indices)]``."""
@@ -167,10 +176,10 @@ class _Like(NamedTuple):
         return cls((rows, heads, dim), source.tensor.dtype, source.chunks, source.chunk_bytes)
 
 
-def _moved(old: KVSource | None, tensor: Tensor) -> KVSource | None:
+def _moved(old: KVSource, like: _Like, tensor: Tensor) -> KVSource | None:
     """``old`` where it is now, without another search for overlaps; None if more than the place is new."""
-    place = None if old is None else _placed(_Like.of(old), tensor)
-    return None if old is None or place is None else replace(old, tensor=tensor, **place._asdict())
+    place = _placed(like, tensor)
+    return None if place is None else replace(old, tensor=tensor, **place._asdict())
 
 
 def _placed(like: _Like, tensor: Tensor) -> Placement | None:

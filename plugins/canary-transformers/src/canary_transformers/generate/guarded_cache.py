@@ -148,6 +148,7 @@ class GuardedCache:
         if not records.have_room(held) or not steady.same(cache, steady.end):
             return False
         records.check(forward, held)
+        steady.let_go()
         return True
 
     def _record_steady(self, cache: Any, records: CacheRecords, forward: ModelCall) -> bool:
@@ -199,7 +200,7 @@ class GuardedCache:
     def _record(self, cache: Any, records: CacheRecords, forward: ModelCall) -> None:
         views = caches.look(cache)
         if forward.new and {view.end for view in views} == {records.end}:
-            records.abandon()  # a model that was told not to use its cache
+            records.abandon(views)  # a model that was told not to use its cache
         elif {view.layer for view in views} != records.layers:
             # Layers that other forwards of this model leave alone.
             self._retire()
@@ -247,7 +248,7 @@ class GuardedCache:
         records, self._records, self._steady = self._records, None, None
         if records is not None:
             try:
-                records.canary.close()
+                records.close()
             finally:
                 self._ended.update(records.canary.stats())
 

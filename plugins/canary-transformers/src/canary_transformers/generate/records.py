@@ -136,6 +136,8 @@ class CacheRecords:
         self.checked = held
         self._view = self._batch(self.end, forward, tables)
         self.canary.step.before(self._view)
+        # The forward makes others, layer by layer. Kept, the cache would be there twice.
+        self._let_go([group for group in self.groups if group.keeping.static_tokens is None])
 
     def record(self, views: Sequence[LayerView] | None, forward: ModelCall) -> None:
         """After a forward: records what it wrote to the tensors of ``views``; None: to those that are known."""
@@ -158,8 +160,9 @@ class CacheRecords:
         if forward.tokens is None:
             self._unknown_end = self.end
 
-    def abandon(self) -> None:
-        """The forward has failed, or left the cache alone."""
+    def abandon(self, views: Sequence[LayerView] = ()) -> None:
+        """The forward has failed, or left the cache alone, whose layers are still ``views`` then."""
+        self.rebind(views)
         if self.checked is not None:
             self.checked = self._view = None
             self.canary.step.abandon()
@@ -204,6 +207,20 @@ class CacheRecords:
                 slots = group.slots(range(group.capacity), self._every)
                 self.canary.slots.expect_zeros(group.name, slots)
         self._rename_rows()
+
+    def close(self) -> None:
+        """Closes the Canary, which may be there for some time still: it keeps nothing of the cache. Raises
+        `ViolationError` in raise mode."""
+        try:
+            self.canary.drain()
+        finally:
+            self._let_go(self.groups)
+            self.canary.close()
+
+    def _let_go(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.canary.slots.let_go(group.name)
+            group.let_go()
 
     def _rename_rows(self) -> None:
         """A row has another history from now on than its name had."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from canary_transformers.generate import caches
@@ -16,15 +17,16 @@ class Steady:
     """The layers of a cache that all keep every token, alike, and where their tensors were after the last forward: at a
     fraction of what `caches.look` costs it can be seen whether nothing has changed since, and what a forward did.
 
-    listed: all layers of the cache. layers: those that are guarded; tensors: K and V of each in turn; addresses: where
-    these were. growing: each forward makes other tensors. counted: of static layers, whether the host can ask how many
-    tokens they hold. end: how many tokens a row has.
+    listed: all layers of the cache. layers: those that are guarded; tensors: K and V of each in turn, none while a
+    forward makes others; addresses: where these were; shape: of the first. growing: each forward makes other tensors.
+    counted: of static layers, whether the host can ask how many tokens they hold. end: how many tokens a row has.
     """
 
     listed: list[Any]
     layers: tuple[Any, ...]
     tensors: list[Tensor]
     addresses: list[int]
+    shape: torch.Size
     growing: bool
     counted: bool
     end: int
@@ -43,12 +45,12 @@ class Steady:
             return None
         # Else to ask would be to wait for the device.
         counted = not growing and all(layer.cumulative_length.device.type == "cpu" for layer in layers)
-        return cls(listed, layers, tensors, _addresses(tensors), growing, counted, end)
+        return cls(listed, layers, tensors, _addresses(tensors), tensors[0].shape, growing, counted, end)
 
     def same(self, cache: Any, end: int) -> bool:
         """Whether all tensors are what they were after the last forward, and hold ``end`` tokens, as far as the host
         can know."""
-        if not self._known(cache) or not _all_same(_tensors(self.layers), self.tensors):
+        if not self.tensors or not self._known(cache) or not _all_same(_tensors(self.layers), self.tensors):
             return False
         return _addresses(self.tensors) == self.addresses and self._holds(end)
 
@@ -64,10 +66,14 @@ class Steady:
         if not self._known(cache):
             return None
         tensors = _tensors(self.layers)
-        before, first = self.tensors[0].shape, tensors[0]
-        if not _plain(tensors) or first.shape != (*before[:2], end, before[3]):
+        if not _plain(tensors) or tensors[0].shape != (*self.shape[:2], end, self.shape[3]):
             return None
         return tensors
+
+    def let_go(self) -> None:
+        """A forward begins, which makes other tensors where the layers grow."""
+        if self.growing:
+            self.tensors = []
 
     def _known(self, cache: Any) -> bool:
         """Whether the cache has the very layers that it had."""
