@@ -77,7 +77,7 @@ class _Probe:
             *(order.index(d) for d in range(cache.dim()))
         )
         self._bytes = cache.element_size()
-        self._strides = torch.tensor(strides) * self._bytes
+        self._strides = torch.tensor(strides, device="cpu") * self._bytes
 
     def pieces(self, halves: Iterable[str]) -> tuple[ProbedPiece, ...]:
         found: list[ProbedPiece] = []

@@ -29,4 +29,4 @@ def unknown_tokens(rows: int, longest: int, device: torch.device) -> Tensor:
     which a copy to ``device`` makes nobody wait. For adapters that have no tensors of tokens: fill its rows by position
     through `Tensor.numpy`, whose views cost a fifth of torch's, and copy it with ``to(device, non_blocking=True)``."""
     width = -(-min(longest, MOST_TOKENS // rows) // TABLE_STEP) * TABLE_STEP
-    return torch.full((rows, width), UNKNOWN, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return torch.full((rows, width), UNKNOWN, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")

@@ -15,6 +15,6 @@ def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = tor
 
 def _host(values: Sequence[int], dtype: torch.dtype) -> Tensor:
     if dtype != torch.int64 or not len(values):
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device="cpu")
     # Some hundred numbers at a seventh of what `torch.tensor` takes to look at each.
     return torch.frombuffer(array("q", values), dtype=torch.int64)

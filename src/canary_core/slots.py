@@ -308,7 +308,8 @@ class SlotEvents:
         so that their memory is free as early as without Canary, and reads none until the next `rebind`, which must
         come before `Step.after`. For a cache that every forward makes anew, checked on the forward's own stream
         (`Overlap.NONE`). While an audit runs it does nothing. Never captured."""
-        state = self._state(region, "let_go")
+        # One that an error has switched off keeps nothing either.
+        state = self._given.region("let_go", region)
         if state is not None and not self.audit.follows_sources:
             state.sources.let_go()
 

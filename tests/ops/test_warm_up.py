@@ -1,8 +1,10 @@
 """`Canary.warm_up`: what forwards need is compiled before the first of them, and nothing else has changed."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 import torch
@@ -118,7 +120,7 @@ def test_compiling_together_ends_with_what_it_compiles(monkeypatch):
             current.set(self)
 
         def __exit__(self, *error):
-            assert launch._compiling_together
+            assert launch._together.get() == []
 
     def launches():
         raise ValueError("no such kernel")
@@ -127,7 +129,47 @@ def test_compiling_together_ends_with_what_it_compiles(monkeypatch):
     with pytest.raises(ValueError, match="no such kernel"):
         launch.compile_together(launches)
     assert current.get() is None
-    assert not launch._compiling_together
+    assert launch._together.get() is None
+    free = []
+
+    def try_it():
+        free.append(launch._compiling.acquire(blocking=False))
+        launch._compiling.release()
+
+    other = Thread(target=try_it)
+    other.start()
+    other.join()
+    assert free == [True]
+
+
+def test_other_threads_launch_while_one_compiles_together(monkeypatch):
+    """What they meet for the first time is launched and not only compiled."""
+
+    class Kernel:
+        """Notes what is done with it."""
+
+        def __init__(self):
+            self.done = []
+
+        def warmup(self, *args, **options):
+            self.done.append("compiled")
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: self.done.append("launched")
+
+    state = Padded(backend="torch").canary.states["full"]
+    mine, theirs = Kernel(), Kernel()
+    launchers = [launch.Launcher(kernel, state, (), {}, num_warps=4) for kernel in (mine, theirs)]
+
+    def launches():
+        launchers[0]((1, 1))
+        other.start()
+
+    other = Thread(target=launchers[1], args=((1, 1),))
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext(), raising=False)
+    launch.compile_together(launches)
+    other.join()
+    assert (mine.done, theirs.done) == (["compiled"], ["launched"])
 
 
 @pytest.mark.gpu

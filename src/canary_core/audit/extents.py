@@ -63,9 +63,9 @@ class Box:
 
     def starts(self) -> Tensor:
         """Where its runs start: int64 ``[runs]``."""
-        found = torch.tensor([self.start])
+        found = torch.tensor([self.start], device="cpu")
         for stride, count in self.dims:
-            found = (found[:, None] + torch.arange(count) * stride).flatten()
+            found = (found[:, None] + torch.arange(count, device="cpu") * stride).flatten()
         return found
 
 
@@ -178,7 +178,7 @@ def _count(boxes: Sequence[Box]) -> int:
     if len(boxes) == 1 or _interleave(boxes) or sum(box.runs for box in boxes) > MOST_RUNS:
         return min(most, span)
     starts = torch.cat([box.starts() for box in boxes])
-    ends = starts + torch.cat([torch.full((box.runs,), box.length) for box in boxes])
+    ends = starts + torch.cat([torch.full((box.runs,), box.length, device="cpu") for box in boxes])
     starts, order = starts.sort()
     ends = ends[order].cummax(0).values
     before = torch.cat((starts[:1], ends[:-1]))

@@ -46,7 +46,7 @@ class Snapshot:
         """How many bytes of storage ``index`` differ from the copy, and where the first of them are: int64 ``[n]``,
         offsets in the storage, in host memory. Waits for the device; works in pieces."""
         now, before = self.memory.storages[index].data, self.copies[index]
-        total, places, room = 0, [torch.empty(0, dtype=torch.int64)], SHOWN_BYTES
+        total, places, room = 0, [torch.empty(0, dtype=torch.int64, device="cpu")], SHOWN_BYTES
         for first, end in pieces(now.numel(), PIECE_BYTES):
             old = before[first:end].to(now.device)
             if torch.equal(now[first:end], old):

@@ -114,7 +114,7 @@ def _undescribed(stray: Stray, writes: Sequence[Writes]) -> Iterator[Problem]:
         first = tensor.data_ptr() - stray.storage.start
         inside = _inside(tensor, left - first)
         if not bool(inside[0]):
-            inside = torch.zeros_like(inside).index_fill_(0, torch.tensor([0]), True)
+            inside = torch.zeros_like(inside).index_fill_(0, torch.tensor([0], device="cpu"), True)
         mine, left = left[inside] - first, left[~inside]
         known = _known(stray, tensor, first, writes)
         more = "at least " if stray.count > len(stray.places) else ""
@@ -152,14 +152,16 @@ def _where(tensor: Tensor, places: Tensor, known: Tensor) -> str:
 
 def _known(stray: Stray, tensor: Tensor, first: int, writes: Sequence[Writes]) -> Tensor:
     """Some bytes of ``tensor`` that are described: the first and last of each chunk of a few slots."""
-    found = [torch.empty(0, dtype=torch.int64)]
+    found = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for write in writes:
         for source, _ in stray.described.get(write.region.name, ()):
-            slots = write.slots[:64] if len(write.slots) else torch.arange(min(64, write.region.slots))
+            slots = write.slots[:64] if len(write.slots) else torch.arange(min(64, write.region.slots), device="cpu")
             page, place = slots // source.page_size, slots % source.page_size
             start = page * source.page_stride_bytes + place * source.slot_stride_bytes
             start = start + (source.address - stray.storage.start - first)
-            byte = (torch.arange(source.chunks) * source.chunk_stride_bytes)[:, None] + torch.arange(source.chunk_bytes)
+            byte = (torch.arange(source.chunks, device="cpu") * source.chunk_stride_bytes)[:, None] + torch.arange(
+                source.chunk_bytes, device="cpu"
+            )
             found.append((start[:, None] + byte.flatten()).flatten())
     places = torch.cat(found)
     return places[_inside(tensor, places)]

@@ -395,8 +395,8 @@ def _evidence_of(raw: Mapping[str, Any], history: Sequence[Mapping[str, Any]], p
         raw["slot_count"],
         raw["page_size"],
         sources,
-        torch.tensor(raw["slots"], dtype=torch.int64),
-        torch.tensor(raw["records"], dtype=torch.int32).view(-1, 8),
+        torch.tensor(raw["slots"], dtype=torch.int64, device="cpu"),
+        torch.tensor(raw["records"], dtype=torch.int32, device="cpu").view(-1, 8),
         _numbers(raw["stored"], columns),
         _numbers(raw["found"], columns),
         read,
@@ -419,7 +419,7 @@ def _pattern(raw: dict[str, Any]) -> Pattern:
 
 def _numbers(lines: Sequence[str], columns: int) -> Tensor:
     rows = [[hashing.signed(int(line[i * 16 : i * 16 + 16], 16)) for i in range(columns)] for line in lines]
-    return torch.tensor(rows, dtype=torch.int64).view(len(lines), columns)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(lines), columns)
 
 
 def violation_of(fields: Mapping[str, Any]) -> Violation:

@@ -164,7 +164,7 @@ class Taken:
         for place, slot in enumerate(slots.tolist()):
             if 0 <= slot < count:
                 first.setdefault(slot, place)
-        rows = torch.tensor(list(first.values()), dtype=torch.int64)
+        rows = torch.tensor(list(first.values()), dtype=torch.int64, device="cpu")
         order = {slot: index for index, slot in enumerate(first)}
         read_slots = [slot for slot in slots[: self.known].tolist() if 0 <= slot < count]
         read = [order[slot] for slot in read_slots]
@@ -237,7 +237,7 @@ def take(
     safe = every_slot.clamp(0, region.slots - 1)
     records, stored = state.records[safe], state.fingerprints[safe]
     found = torch.zeros_like(stored) if state.readable else stored.clone()
-    words: list[Tensor] = [torch.zeros(0)] * len(state.sources)
+    words: list[Tensor] = [torch.zeros(0, device="cpu")] * len(state.sources)
     for stack in stacks(state) if state.readable else ():
         there = stack.like.has_bytes(safe)
         value, _ = stack.fold(state, torch.where(there, safe, 0))

@@ -91,7 +91,7 @@ Flip = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def _one_word(words: Tensor, column: int, stored: int) -> Flip | None:
     """The one word that could have changed alone, and what it was: ``stored - found = (old - new) * key``."""
     key = keys(len(words))
-    difference = torch.tensor(_signed(stored - int(fingerprints(words[None], column)[0])))
+    difference = torch.tensor(_signed(stored - int(fingerprints(words[None], column)[0])), device="cpu")
     new = words.long() & 0xFFFFFFFF
     old = new + difference * _inverse(key)
     # As a 64-bit number, which it is only by chance where another word changed.
@@ -107,7 +107,7 @@ def _two_bits(words: Tensor, column: int, stored: int) -> Flip | None:
     without another's."""
     key = keys(len(words))
     new = words.long() & 0xFFFFFFFF
-    bits = torch.arange(32)
+    bits = torch.arange(32, device="cpu")
     # What flipping a bit back adds to the fingerprint.
     change = torch.where((new[:, None] >> bits) & 1 == 1, -(key[:, None] << bits), key[:, None] << bits).view(-1)
     difference = _signed(stored - int(fingerprints(words[None], column)[0]))

@@ -40,9 +40,9 @@ def call_of(fields: Mapping[str, Any], region: str, writers: Mapping[str, int]) 
         region,
         fields["count"],
         writers.get(fields.get("writer", ""), -1),
-        torch.tensor(fields["slots"]) if fields.get("slots") is not None else None,
+        torch.tensor(fields["slots"], device="cpu") if fields.get("slots") is not None else None,
         fields["page_slots"],
-        torch.tensor(fields["to"]) if fields.get("to") is not None else None,
+        torch.tensor(fields["to"], device="cpu") if fields.get("to") is not None else None,
         fields["sure"],
     )
 

@@ -84,11 +84,11 @@ class Blocks:
     @classmethod
     def of(cls, tokens: Tensor, first: int, page_slots: int, anchor: int) -> "Blocks":
         """``tokens``: all of the sequence."""
-        total = mix(tokens, torch.arange(len(tokens))).cumsum(0)
+        total = mix(tokens, torch.arange(len(tokens), device="cpu")).cumsum(0)
         hashes = total + anchor if anchor else torch.zeros_like(total)
         begin = -(-first // page_slots) * page_slots
         count = max((len(tokens) - begin) // page_slots, 0)
-        last = torch.arange(1, count + 1) * page_slots + begin - 1
+        last = torch.arange(1, count + 1, device="cpu") * page_slots + begin - 1
         before = last - page_slots
         grown = total[last] - torch.where(before >= 0, total[before.clamp(min=0)], 0)
         return cls(first, tokens[first:], hashes[first:], page_slots, begin - first, count, hashes[last], grown)

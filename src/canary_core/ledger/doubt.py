@@ -23,15 +23,15 @@ class Doubt:
 
     def add(self, hashes: Iterable[int]) -> None:
         """``hashes``: signed, 64 bits, as random as prefix hashes are."""
-        every = torch.tensor([*hashes], dtype=torch.int64)
+        every = torch.tensor([*hashes], dtype=torch.int64, device="cpu")
         if not len(every):
             return
         if self._flags is None:
             # Else it could be written to only in inference mode, if that is where the first entry is made.
             with torch.inference_mode(False):
-                self._flags = torch.zeros(self._mask + 1, dtype=torch.bool)
+                self._flags = torch.zeros(self._mask + 1, dtype=torch.bool, device="cpu")
         self.added += len(every)
-        probe = torch.arange(PROBES)[:, None]
+        probe = torch.arange(PROBES, device="cpu")[:, None]
         # Only the low bits count, in which a signed shift is the same as an unsigned one.
         self._flags[(every + probe * (every >> 32 | 1)).bitwise_and_(self._mask).flatten()] = True
 

@@ -37,7 +37,9 @@ class Format:
 
     def pack(self, entries: Tensor) -> bytes:
         """``entries``: int64 ``[n, VALUES + sources]``, on the host."""
-        header = torch.tensor([MAGIC, self.digest, self.page_slots, self.rank, len(entries), self.sources])
+        header = torch.tensor(
+            [MAGIC, self.digest, self.page_slots, self.rank, len(entries), self.sources], device="cpu"
+        )
         table = torch.cat((header, entries.flatten()))
         return ctypes.string_at(table.data_ptr(), table.nbytes)
 

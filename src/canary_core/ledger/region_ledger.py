@@ -120,7 +120,9 @@ class RegionLedger:
         """See `Ledger.export`."""
         keys, sums, values = self.table.rows(hashes)
         pairs = zip(keys.tolist(), sums.tolist(), strict=True)
-        complete = torch.tensor([int(not self._doubted(hash, sum)) for hash, sum in pairs], dtype=torch.int64)
+        complete = torch.tensor(
+            [int(not self._doubted(hash, sum)) for hash, sum in pairs], dtype=torch.int64, device="cpu"
+        )
         return self._format(rank).pack(torch.cat((keys[:, None], sums[:, None], complete[:, None], values), dim=1))
 
     def import_entries(self, data: bytes | bytearray | memoryview, rank: int) -> int:
@@ -207,7 +209,7 @@ class RegionLedger:
                 if len(findings) < most:
                     block = int(index[i])
                     findings.append(self._finding(landed, rows[block], landed.begin + block, match))
-        bad = torch.zeros(len(index), dtype=torch.bool)
+        bad = torch.zeros(len(index), dtype=torch.bool, device="cpu")
         bad[wrong] = True
         # What came may leave again, and then this is what is stored. What was found to be wrong is remembered as such.
         for which, condemned in ((~bad, False), (bad, True)):

@@ -46,10 +46,10 @@ class Table:
         # Engines run us in inference mode, and what is made there can be written to only there.
         with torch.inference_mode(False):
             # Memory of which nothing was written yet is not taken.
-            self._values = torch.empty(self.capacity, sources, dtype=torch.int64)
-            self._hashes = torch.empty(self.capacity, dtype=torch.int64)
-            self._sums = torch.empty(self.capacity, dtype=torch.int64)
-            self._condemned = torch.zeros(self.capacity, dtype=torch.bool)
+            self._values = torch.empty(self.capacity, sources, dtype=torch.int64, device="cpu")
+            self._hashes = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
+            self._sums = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
+            self._condemned = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
         self._rows: dict[int, tuple[int, ...]] = {}
         self._next = 0
         self.doubt = Doubt(size_bytes // DOUBT_SHARE)
@@ -77,7 +77,7 @@ class Table:
         found = [Match(0)] * len(hashes)
         if not pairs:
             return found
-        block, number = torch.tensor(pairs).T
+        block, number = torch.tensor(pairs, device="cpu").T
         rows = number % self.capacity
         different = (values[block] != self._values[rows]).sum(1).tolist()
         condemned = self._condemned[rows].tolist()
@@ -101,7 +101,7 @@ class Table:
         """Hash, sum and values of all entries with these hashes (None: of all) that were not found to be wrong."""
         wanted = self._rows if hashes is None else hashes
         numbers = [number for hash in wanted for number in self._rows.get(hash, ())]
-        rows = torch.tensor(numbers, dtype=torch.int64) % self.capacity
+        rows = torch.tensor(numbers, dtype=torch.int64, device="cpu") % self.capacity
         rows = rows[~self._condemned[rows]]
         return self._hashes[rows], self._sums[rows], self._values[rows]
 
@@ -121,10 +121,10 @@ class Table:
         if len(fresh) == len(listed):
             self._append(listed, sums, values, condemned)
         elif fresh:
-            rows = torch.tensor(fresh, dtype=torch.int64)
+            rows = torch.tensor(fresh, dtype=torch.int64, device="cpu")
             self._append([listed[i] for i in fresh], sums[rows], values[rows], condemned)
         self.entries += len(fresh)
-        return torch.tensor(again, dtype=torch.int64)
+        return torch.tensor(again, dtype=torch.int64, device="cpu")
 
     def _touch(self, hashes: list[int], indices: list[int], values: Tensor) -> list[int]:
         """Of ``hashes`` that are known: those whose values, at ``indices``, are not stored yet, as indices. The entries
@@ -144,7 +144,7 @@ class Table:
         self.doubt.add(overfull)
         numbers = [(hash, number) for hash in old for number in self._rows.pop(hash)]
         if numbers:
-            rows_ = torch.tensor([number for _, number in numbers]) % self.capacity
+            rows_ = torch.tensor([number for _, number in numbers], device="cpu") % self.capacity
             kept = self._sums[rows_], self._values[rows_], self._condemned[rows_]
             self._append([hash for hash, _ in numbers], *kept)
         return variants
@@ -156,8 +156,8 @@ class Table:
         first = begin % self.capacity
         rows: slice | Tensor = slice(first, first + len(hashes))
         if first + len(hashes) > self.capacity:
-            rows = torch.arange(begin, self._next) % self.capacity
-        self._hashes[rows] = torch.tensor(hashes, dtype=torch.int64)
+            rows = torch.arange(begin, self._next, device="cpu") % self.capacity
+        self._hashes[rows] = torch.tensor(hashes, dtype=torch.int64, device="cpu")
         self._sums[rows], self._values[rows], self._condemned[rows] = sums, values, condemned
         if len(set(hashes)) == len(hashes) and self._rows.keys().isdisjoint(hashes):
             self._rows.update(zip(hashes, zip(range(begin, self._next), strict=False), strict=True))
@@ -170,7 +170,7 @@ class Table:
         if end <= begin:
             return
         numbers = range(begin, end)
-        hashes = self._hashes[torch.arange(begin, end) % self.capacity].tolist()
+        hashes = self._hashes[torch.arange(begin, end, device="cpu") % self.capacity].tolist()
         gone = []
         for number, hash in zip(numbers, hashes, strict=True):
             rows = self._rows.get(hash, ())

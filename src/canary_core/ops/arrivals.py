@@ -26,12 +26,12 @@ def sequence_rows(layout: PayloadLayout, tokens: Tensor, first: int, hashes: Ten
     """The payload rows, without fingerprints, of the positions from ``first`` on: int64
     ``[n, PAYLOAD_FINGERPRINTS]`` on the host. ``tokens``, ``hashes``: int64 ``[n]`` there, each position's token and
     prefix hash, 0 where that is not known."""
-    rows = torch.zeros(len(tokens), PAYLOAD_FINGERPRINTS, dtype=torch.int64)
+    rows = torch.zeros(len(tokens), PAYLOAD_FINGERPRINTS, dtype=torch.int64, device="cpu")
     # Another exporter than this Canary: who wrote it, and when, is said anew where they are imported.
     rows[:, PAYLOAD_STAMP] = layout.stamp ^ 1
-    record = torch.zeros(len(tokens), RECORD_WORDS, dtype=torch.int32)
+    record = torch.zeros(len(tokens), RECORD_WORDS, dtype=torch.int32, device="cpu")
     record[:, TOKEN] = tokens.int()
-    record[:, POSITION] = (torch.arange(first, first + len(tokens)) * STATES + int(State.WRITTEN)).int()
+    record[:, POSITION] = (torch.arange(first, first + len(tokens), device="cpu") * STATES + int(State.WRITTEN)).int()
     record[:, PREFIX_HASH : PREFIX_HASH + 2] = hashes.contiguous().view(torch.int32).view(-1, 2)
     rows[:, PAYLOAD_RECORD:] = record.view(torch.int64)
     return rows

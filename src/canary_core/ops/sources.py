@@ -90,6 +90,7 @@ class SourceTable(Sequence[KVSource]):
         self._bound: tuple[KVSource, ...] | None = _fingerprinted(region.sources, config.bytes)
         self._moved: tuple[Sequence[Tensor], Sequence[Placement]] = ((), ())
         self._turns: _Turns | None = None
+        self._unlike = False
         self.gone = False
         """Whether the engine has given the tensors up, see `let_go`."""
         self._rows = self._descriptors()
@@ -171,12 +172,15 @@ class SourceTable(Sequence[KVSource]):
         if len(tensors) != len(self) or self._config.bytes != "all" or not count or len(self) % count:
             return False
         turns = self._turns
-        if turns is None or turns.turns != count:
-            turns = self._turns = _Turns.of(self.bound, count, self._rows)
         addresses = [tensor.data_ptr() for tensor in tensors]
+        if turns is None or turns.turns != count:
+            if self._unlike or _bits(addresses, places) % BEST_ALIGNMENT:
+                return False
+            turns = self._turns = _Turns.of(self.bound, count, self._rows)
+            self._unlike = not turns.repeat
         if not turns.fit(tensors, addresses, places, self._region.slots):
             return False
-        turns.rows_but_addresses.copy_(torch.tensor(turns.words(places)))
+        turns.rows_but_addresses.copy_(torch.tensor(turns.words(places), device="cpu"))
         # `torch.tensor` takes several times as long.
         turns.addresses.copy_(torch.frombuffer(array("q", addresses), dtype=torch.int64))
         self._send()
@@ -196,14 +200,14 @@ class SourceTable(Sequence[KVSource]):
     def _descriptors(self) -> Tensor:
         """Those of all sources on the host."""
         rows = [descriptor(s, self._config.non_finite) for s in self.bound]
-        return torch.tensor(rows, dtype=torch.int64).view(-1, DESCRIPTOR_WORDS)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, DESCRIPTOR_WORDS)
 
     def _send(self) -> None:
         """The descriptors to the device. From pinned memory of its own, so that the host does not wait, neither now nor
         to write the next ones."""
         if len(self):
             host = self._rows.pin_memory() if self.descriptors.is_cuda else self._rows
-            self.descriptors.copy_(host, non_blocking=True)
+            self.descriptors.copy_(host, non_blocking=self.descriptors.is_cuda)
 
 
 class _Turns(NamedTuple):
@@ -239,13 +243,11 @@ class _Turns(NamedTuple):
         ``slots`` slots within the tensors."""
         if not self.repeat:
             return False
-        bits = reduce(or_, addresses)
         for turn, (source, place) in enumerate(zip(self.first, places, strict=True)):
-            bits |= place.page_stride_bytes | place.slot_stride_bytes | place.chunk_stride_bytes
             mine = tensors[turn :: self.turns]
             if not _same_layout(mine, *self.types[turn]) or not _within(mine[0], source, place, slots):
                 return False
-        return not bits % BEST_ALIGNMENT
+        return not _bits(addresses, places) % BEST_ALIGNMENT
 
     def words(self, places: Sequence[Placement]) -> list[list[int]]:
         """The words from `Descriptor.PAGE_SIZE` to `Descriptor.PRESENT` of one turn."""
@@ -264,6 +266,12 @@ class _Turns(NamedTuple):
             replace(source, tensor=tensor, **place._asdict())
             for source, tensor, place in zip(self.sources, tensors, turns, strict=True)
         )
+
+
+def _bits(addresses: Sequence[int], places: Sequence[Placement]) -> int:
+    """All that say how bytes are aligned."""
+    strides = [n for p in places for n in (p.page_stride_bytes, p.slot_stride_bytes, p.chunk_stride_bytes)]
+    return reduce(or_, addresses, reduce(or_, strides, 0))
 
 
 def _same_layout(tensors: Sequence[Tensor], dtype: torch.dtype, device: int) -> bool:

@@ -77,7 +77,7 @@ class Verdict:
         every = gathered.seen()
         seen = every[:count]
         # The entry with the token, or the group of tokens, before: of this run, or the slot before it.
-        before = torch.where(entries.inside >= group, torch.arange(count) - group, -1)
+        before = torch.where(entries.inside >= group, torch.arange(count, device="cpu") - group, -1)
         before = torch.where(entries.inside == group - 1, entries.before, before)
         prior = every[before.clamp(min=0)]
         known = (before >= 0) & (position > 0) & prior.holds(position - 1) & (prior.hash != 0)
@@ -101,7 +101,7 @@ class Verdict:
             Row.FOUND_VALUE: torch.where(kinds == Kind.PREFIX, self.should_be[:most], -1),
             Row.STEP: step * 8 + Phase.SWEEP,
         }
-        rows = torch.full((len(bad), ROW_WORDS), -1, dtype=torch.int64)
+        rows = torch.full((len(bad), ROW_WORDS), -1, dtype=torch.int64, device="cpu")
         for word, value in said.items():
             rows[:, word] = value
         found: list[list[int]] = rows.tolist()

@@ -69,15 +69,15 @@ class Entries:
     @classmethod
     def of(cls, runs: Sequence[CachedRun], vocabulary: int) -> "Entries":
         """Tokens of ``vocabulary`` and above are none that a forward has seen: they can't be judged."""
-        lengths = torch.tensor([len(run) for run in runs])
+        lengths = torch.tensor([len(run) for run in runs], device="cpu")
         count = int(lengths.sum())
-        run = torch.repeat_interleave(torch.arange(len(runs)), lengths)
-        inside = torch.arange(count) - (lengths.cumsum(0) - lengths)[run]
-        first = torch.tensor([item.first for item in runs])
-        has = torch.tensor([item.before is not None for item in runs])
+        run = torch.repeat_interleave(torch.arange(len(runs), device="cpu"), lengths)
+        inside = torch.arange(count, device="cpu") - (lengths.cumsum(0) - lengths)[run]
+        first = torch.tensor([item.first for item in runs], device="cpu")
+        has = torch.tensor([item.before is not None for item in runs], device="cpu")
         before = torch.where(has, count + has.long().cumsum(0) - 1, -1)
         tokens = [
-            torch.full((len(item),), UNKNOWN, dtype=torch.int64) if item.tokens is None else item.tokens
+            torch.full((len(item),), UNKNOWN, dtype=torch.int64, device="cpu") if item.tokens is None else item.tokens
             for item in runs
         ]
         token = torch.cat(tokens)
@@ -93,4 +93,4 @@ class Entries:
 
     def absent(self, region: str) -> Tensor:
         """Entries of runs that must have no slots in ``region``, bool ``[n]``."""
-        return torch.tensor([region in run.absent for run in self.runs])[self.run]
+        return torch.tensor([region in run.absent for run in self.runs], device="cpu")[self.run]

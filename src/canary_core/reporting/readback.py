@@ -81,7 +81,7 @@ class ReadBack:
             self._with_ring = total > self._seen
             return Snapshot(counters, [], 0, tallies)
         size = host_ring.shape[0]
-        numbers = torch.arange(self._seen, min(total, self._seen + 2 * size))
+        numbers = torch.arange(self._seen, min(total, self._seen + 2 * size), device="cpu")
         candidates = host_ring[numbers % size]
         rows: list[list[int]] = candidates[candidates[:, Row.SEQUENCE] == numbers + 1].tolist()
         dropped = total - self._seen - len(rows)

@@ -64,7 +64,7 @@ class Workspace:
     @classmethod
     def off(cls, config: CanaryConfig, device: torch.device) -> "Workspace":
         """Nothing is allocated on ``device``."""
-        empty = torch.empty(0, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
         shared = Shared(empty, empty, empty)
         proof = MemoryProof({}, torch.device("cpu"))
         return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None, proof, Journal())

@@ -55,6 +55,33 @@ def test_bytes_that_change_between_such_forwards_are_found(kind: str) -> None:
     assert {(v.kind, v.layer, v.half, v.position) for v in watch.violations} == {(Kind.BYTES, 1, "v", 6)}
 
 
+@pytest.mark.parametrize("layers", [[0], [1], [0, 1, 2]])
+def test_tensors_that_are_cut_in_place_are_noticed(layers: list[int]) -> None:
+    """They are the same objects at the same addresses. It is told before the next forward, and no byte is blamed."""
+    model = generating("llama")
+    watch, findings = listening(model)
+    with watch:
+        cache = new_cache(model, "dynamic")
+        forwards(model, cache, prompts(2, 5), *(prompts(2, 1) for _ in range(4)))
+        for mine in (cache.layers[i] for i in layers):
+            mine.keys.data, mine.values.data = mine.keys.data[:, :, :-1], mine.values.data[:, :, :-1]
+        forwards(model, cache, prompts(2, 1), prompts(2, 1))
+    assert {v.kind for v in watch.violations} <= {Kind.UNWRITTEN}
+    names = {"cache_changed", "cache_layers_disagree"}
+    assert [e.name for e in findings.events if e.name in names] == [sorted(names)[len(layers) < 3]]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_lengths_are_aligned(rows: int) -> None:
+    """All alike, so that kernels are compiled once: each begins at a multiple of 16 bytes."""
+    lengths = RowLengths(rows, torch.device("cpu"))
+    for length in range(5, 5 + 2 * AHEAD):
+        of = lengths.of(length)
+        assert of.tolist() == [length] * rows
+        assert of.is_contiguous()
+        assert of.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("change", ["cut", "longer", "swapped"])
 def test_layers_that_something_else_changes_are_noticed(layer: int, change: str) -> None:

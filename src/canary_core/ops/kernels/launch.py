@@ -6,13 +6,13 @@ and a batch's once a forward, and a kernel that was compiled for their like is l
 """
 
 import inspect
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import cache, partial
-from threading import Thread
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from canary_core.ops.state import RegionState
 INTERPRETED_PROGRAMS = 3
 """Programs on the interpreter: few, so that each of them goes round its loop."""
 
-VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "expected_width")
-"""Parameters that differ from batch to batch and that no address is made of: nothing is compiled anew for a 1 or a
-multiple of 16 among them."""
+VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "expected_width", "expected_stride")
+"""Parameters that differ from batch to batch: nothing is compiled anew for a 1 or a multiple of 16 among them. No
+address is made of them, but for ``expected_stride``: how long the sequences are, where each forward has a new list."""
 
 UNALIGNED = ("p_slots", "p_write_slots", "p_expected")
 """Parameters that engines cut out of larger tensors, wherever those begin: nothing is compiled anew for that."""
@@ -47,9 +47,10 @@ MOST_COMPILERS = 8
 """Threads that compile at a time: the rest of the machine is the engine's."""
 
 _kinds: dict[tuple[Any, ...], int] = {}
-_compiling_together = False
-_compiled_together: list[tuple[int | None, Any]] = []
-"""Kernels, and the device of each."""
+_together: ContextVar[list[tuple[int | None, Any]] | None] = ContextVar("_together", default=None)
+"""Within `compile_together`: the kernels that were met so far, with their devices. Other threads launch meanwhile."""
+_compiling = threading.RLock()
+"""Held by who compiles and loads kernels that somebody else may be about to launch."""
 
 
 def jit(*varying: str) -> Callable[[Any], Any]:
@@ -105,7 +106,7 @@ class Launcher:
         self._options = options
         self._device = state.records.device.index
         self._compiled: dict[int, Any] = {}
-        self._compiling: dict[int, Thread] = {}
+        self._compiling: dict[int, threading.Thread] = {}
 
     def ready(self, grid: tuple[int, int], given: Arguments) -> bool:
         """Whether a launch with such arguments has nothing to compile. If it has, that begins in a thread, and some
@@ -115,7 +116,7 @@ class Launcher:
         thread = self._compiling.get(given.kind)
         if thread is None:
             compile_ = partial(self._compile, grid, given)
-            thread = self._compiling[given.kind] = Thread(target=compile_, name="canary-compile", daemon=True)
+            thread = self._compiling[given.kind] = threading.Thread(target=compile_, name="canary-compile", daemon=True)
             thread.start()
         return not thread.is_alive()
 
@@ -131,13 +132,15 @@ class Launcher:
         device memory; compiles when it meets arguments of a new kind."""
         compiled = self._compiled.get(given.kind)
         if compiled is None:
-            if _compiling_together:
+            together = _together.get()
+            if together is not None:
                 kernel = self._kernel.warmup(
                     *self._fixed, *given.objects, **self._constants, **self._options, grid=grid
                 )  # fmt: skip
-                _compiled_together.append((self._device, kernel))
+                together.append((self._device, kernel))
                 return
-            compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
+            with _compiling:
+                compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
             if compiled is not None:
                 self._compiled[given.kind] = (compiled.run, compiled.function, compiled.packed_metadata)
@@ -157,16 +160,12 @@ def compile_together(launches: Callable[[], None]) -> None:
         return
 
     def collect() -> None:
-        global _compiling_together
-        _compiling_together = True
-        try:
-            with ThreadPoolExecutor(MOST_COMPILERS) as threads:
-                with mode(threads):
-                    launches()
-                list(threads.map(_make_ready, _compiled_together))
-        finally:
-            _compiling_together = False
-            _compiled_together.clear()
+        found: list[tuple[int | None, Any]] = []
+        _together.set(found)
+        with _compiling, ThreadPoolExecutor(MOST_COMPILERS) as threads:
+            with mode(threads):
+                launches()
+            list(threads.map(_make_ready, found))
 
     # Triton's mode stays on where an error ends it, so it gets a context of its own: the engine compiles too.
     copy_context().run(collect)

@@ -100,7 +100,7 @@ def stacks(state: RegionState) -> tuple[Stack, ...]:
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """``numbers`` as int64 ``[n]`` on ``device``, without a wait for what runs there."""
-    listed = torch.tensor(numbers, dtype=torch.int64)
+    listed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed.to(device)
 
 

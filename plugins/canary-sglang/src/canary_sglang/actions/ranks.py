@@ -13,7 +13,7 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._asked: Any = None
         self.size = 1 if group is None else torch.distributed.get_world_size(group)
 
@@ -28,7 +28,7 @@ class Ranks:
     def ask(self, has: bool) -> None:
         """Asks all ranks whether any of them has a finding; ``has``: whether this one does. Does not wait: the answer
         comes while the engine works."""
-        self._flag = torch.tensor([int(has)])
+        self._flag = torch.tensor([int(has)], device="cpu")
         self._asked = torch.distributed.all_reduce(
             self._flag, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
         )

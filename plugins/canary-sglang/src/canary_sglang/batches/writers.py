@@ -69,7 +69,7 @@ class RequestWriters:
 
     def spread(self, ids: Sequence[int], counts: Sequence[int]) -> Tensor:
         """As `repeated`, for writer ids instead of names."""
-        host = torch.tensor(ids, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+        host = torch.tensor(ids, dtype=torch.int32, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
 
     def each(self, ids: Sequence[int], counts: Sequence[int]) -> int | Callable[[], Tensor]:

@@ -20,10 +20,13 @@ def check_host_nodes(parked: ParkedRecords, runs: Sequence[HostRun], vocabulary:
     such as the hash of an image, are not compared."""
     if not runs:
         return [], 0
-    lengths = torch.tensor([len(run.slots) for run in runs])
-    place = torch.repeat_interleave(torch.arange(len(runs)), lengths)
+    lengths = torch.tensor([len(run.slots) for run in runs], device="cpu")
+    place = torch.repeat_interleave(torch.arange(len(runs), device="cpu"), lengths)
     begins = lengths.cumsum(0) - lengths
-    position = torch.arange(len(place)) + (torch.tensor([run.first for run in runs]) - begins)[place]
+    position = (
+        torch.arange(len(place), device="cpu")
+        + (torch.tensor([run.first for run in runs], device="cpu") - begins)[place]
+    )
     numbers, tokens = torch.cat([run.slots for run in runs]), torch.cat([run.tokens for run in runs])
 
     inside = (numbers >= 0) & (numbers < parked.slots)

@@ -219,11 +219,11 @@ class PrefixSweep(StepListener):
         if sweep.owner is None:
             slots = max(region.slots * region.tokens_per_slot for region in self._canary.regions.values())
             slots = max([slots, *(len(r.slot_map) for r in self._canary.regions.values() if r.slot_map is not None)])
-            sweep.owner = torch.full((slots,), -1, dtype=torch.int32)
+            sweep.owner = torch.full((slots,), -1, dtype=torch.int32, device="cpu")
         base = len(sweep.seen)
         sweep.seen += piece.nodes
-        lengths = torch.tensor([len(run) for run in piece.runs])
-        index = torch.repeat_interleave(torch.arange(base, len(sweep.seen), dtype=torch.int32), lengths)
+        lengths = torch.tensor([len(run) for run in piece.runs], device="cpu")
+        index = torch.repeat_interleave(torch.arange(base, len(sweep.seen), dtype=torch.int32, device="cpu"), lengths)
         inside = (result.numbers >= 0) & (result.numbers < len(sweep.owner))
         numbers, index = result.numbers[inside], index[inside]
         before = sweep.owner[numbers]

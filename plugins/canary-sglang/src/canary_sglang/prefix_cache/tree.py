@@ -282,7 +282,7 @@ class RustTree:
         slots, positions, before = self._walk(resident_only=False)
         if not len(slots):
             return []
-        resident = torch.ones(len(slots), dtype=torch.bool)
+        resident = torch.ones(len(slots), dtype=torch.bool, device="cpu")
         if self._has_window:
             resident = torch.isin(slots, self._walk(resident_only=True)[0])
         follows = (positions[1:] == positions[:-1] + 1) & (before[1:] == slots[:-1]) & (resident[1:] == resident[:-1])
@@ -302,7 +302,9 @@ class RustTree:
     def check(self, runs: Sequence[CachedRun]) -> list[Broken]:
         """Contradictions that the core itself finds, and those between its counts and ``runs``."""
         found = []
-        slots = torch.cat([run.slots for run in runs]).cpu() if runs else torch.empty(0, dtype=torch.int64)
+        slots = (
+            torch.cat([run.slots for run in runs]).cpu() if runs else torch.empty(0, dtype=torch.int64, device="cpu")
+        )
         size = int(self._core.full_evictable_size() + self._core.full_protected_size())
         if size != len(slots):
             found.append(Broken(None, "sizes", f"it counts {size - len(slots):+} tokens beside what its nodes hold"))
@@ -347,7 +349,7 @@ def node_tokens(key: Any, first: int, count: int) -> Tensor:
     """``count`` tokens of a node's key, from the token ``first`` on, int64 ``[count]``. If the key has pairs of tokens,
     the first token of each pair."""
     # A copy: torch can't share memory with SGLang's own arrays, which may be read-only.
-    tokens = torch.tensor(as_array(key.token_ids[first : first + count]))
+    tokens = torch.tensor(as_array(key.token_ids[first : first + count]), device="cpu")
     return tokens[:, 0] if tokens.dim() > 1 else tokens
 
 

@@ -214,9 +214,9 @@ class ParkedRecords:
         if layout is None:
             raise AttachError(f"no region {region!r} is guarded, so nothing of it can be parked")
         self._layout = layout
-        self._table = torch.zeros(self.slots, layout.words, dtype=torch.int64)
-        self._known = torch.zeros(self.slots, dtype=torch.bool)
-        self._age = torch.zeros(self.slots, dtype=torch.int32)
+        self._table = torch.zeros(self.slots, layout.words, dtype=torch.int64, device="cpu")
+        self._known = torch.zeros(self.slots, dtype=torch.bool, device="cpu")
+        self._age = torch.zeros(self.slots, dtype=torch.int32, device="cpu")
         self._coming: deque[_Parking] = deque()
         fields = {
             "with": "hicache",
@@ -245,7 +245,7 @@ class ParkedRecords:
         self._settle()
         host_slots = host_slots.cpu()
         rows = torch.empty(
-            len(host_slots), self._table.shape[1], dtype=torch.int64, pin_memory=torch.cuda.is_available()
+            len(host_slots), self._table.shape[1], dtype=torch.int64, pin_memory=torch.cuda.is_available(), device="cpu"
         )
         known = self._known[host_slots]
         torch.index_select(self._table, 0, host_slots, out=rows)

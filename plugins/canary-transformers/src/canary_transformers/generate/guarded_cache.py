@@ -259,6 +259,7 @@ class GuardedCache:
     def _ours(self, where: str) -> Iterator[None]:
         """Code of ours within a call of the engine: no gradients, and its exceptions are ours to handle. Not
         `Canary.guard`: there may be no Canary yet, or another one at the end."""
+        was_over = self._over
         try:
             if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
                 # Records are updated in place for longer than the engine's own inference mode may last.
@@ -270,8 +271,9 @@ class GuardedCache:
             raise
         except Exception as error:
             self._failed(f"canary_transformers: {where}", error)
-        if self._records is not None and not self._records.canary.enabled:
-            self._over = True
+        if not was_over and self._records is not None and not self._records.canary.enabled:
+            self._over, self._steady = True, None
+            self._records.let_go()
 
     def _failed(self, where: str, error: Exception) -> None:
         self._over = True

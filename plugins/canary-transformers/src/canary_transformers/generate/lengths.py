@@ -22,7 +22,8 @@ class RowLengths:
         if not 0 <= length - self._first < len(self._made):
             self._first = length
             lengths = torch.arange(length, length + AHEAD, device=self._device)
-            self._made = lengths[:, None].expand(-1, self._rows).contiguous()
+            # Each begins at a multiple of 16 bytes: kernels are compiled for that.
+            self._made = lengths[:, None].expand(-1, self._rows + self._rows % 2).contiguous()[:, : self._rows]
         return self._made[length - self._first]
 
     def new(self, count: int) -> Tensor:

@@ -214,8 +214,12 @@ class CacheRecords:
         try:
             self.canary.drain()
         finally:
-            self._let_go(self.groups)
+            self.let_go()
             self.canary.close()
+
+    def let_go(self) -> None:
+        """Keeps nothing of the cache, of which nothing is read any more."""
+        self._let_go(self.groups)
 
     def _let_go(self, groups: Sequence[Group]) -> None:
         for group in groups:

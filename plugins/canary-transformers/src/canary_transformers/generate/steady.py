@@ -18,14 +18,14 @@ class Steady:
     fraction of what `caches.look` costs it can be seen whether nothing has changed since, and what a forward did.
 
     listed: all layers of the cache. layers: those that are guarded; tensors: K and V of each in turn, none while a
-    forward makes others; addresses: where these were; shape: of the first. growing: each forward makes other tensors.
+    forward makes others; addresses: how these lay where; shape: of the first. growing: each forward makes others.
     counted: of static layers, whether the host can ask how many tokens they hold. end: how many tokens a row has.
     """
 
     listed: list[Any]
     layers: tuple[Any, ...]
     tensors: list[Tensor]
-    addresses: list[int]
+    addresses: list[object]
     shape: torch.Size
     growing: bool
     counted: bool
@@ -88,8 +88,9 @@ def _tensors(layers: Sequence[Any]) -> list[Any]:
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+def _addresses(tensors: Sequence[Tensor]) -> list[object]:
+    # A tensor can get another shape and stay what and where it is.
+    return [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
 
 
 def _plain(tensors: Sequence[Any]) -> bool:

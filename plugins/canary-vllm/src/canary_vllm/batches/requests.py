@@ -49,7 +49,7 @@ class Requests:
             # V2 sends all that is computed again after a preemption; V1 the prompt.
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             if tokens is not None and getattr(new, "prompt_embeds", None) is None:
-                self._prompts[new.req_id] = torch.tensor(tokens)
+                self._prompts[new.req_id] = torch.tensor(tokens, device="cpu")
                 self._open.add(new.req_id)
 
     def ids(self, names: Sequence[str]) -> Tensor:
