@@ -91,6 +91,7 @@ class SourceTable(Sequence[KVSource]):
         self._moved: tuple[Sequence[Tensor], Sequence[Placement]] = ((), ())
         self._turns: _Turns | None = None
         self._unlike = False
+        self._region_gone = False
         self.gone = False
         """Whether the engine has given the tensors up, see `let_go`."""
         self._rows = self._descriptors()
@@ -190,12 +191,17 @@ class SourceTable(Sequence[KVSource]):
     def let_go(self) -> None:
         """The engine gives the tensors up: none is kept, here or by the region. Nothing may read them until they are
         bound anew."""
+        if self.gone:
+            return
         if self._bound is None and self._turns is not None:
             self._bound = self._turns.sources
-        for source in () if self.gone else (*self._region.sources, *self.bound):
-            if source.tensor.numel():
+        else:
+            for source in self.bound:
                 source.let_go()
-        self._moved, self.gone = ((), ()), True
+        if not self._region_gone:
+            for source in self._region.sources:
+                source.let_go()
+        self._moved, self.gone, self._region_gone = ((), ()), True, True
 
     def _descriptors(self) -> Tensor:
         """Those of all sources on the host."""

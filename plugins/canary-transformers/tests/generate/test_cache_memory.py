@@ -6,6 +6,7 @@ from typing import Any
 from weakref import ref
 
 import pytest
+import torch
 from tiny.generation import expect_clean, flip, forwards, generate, listening, new_cache, prompts
 from tiny.models import generating
 from transformers import Cache
@@ -70,6 +71,26 @@ def test_after_generate_nothing_of_its_cache_is_left(how: dict[str, Any], monkey
         assert len(seen) > 30
         assert [there for there in seen if there() is not None] == []
     expect_clean(watch)
+
+
+@pytest.mark.usefixtures("no_cycles")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_beams_that_change_places_leave_no_old_tensors(name: str, move: str) -> None:
+    """Each layer's go when its new ones are made."""
+    model = generating(name)
+    watch, _ = listening(model)
+    with watch:
+        cache = new_cache(model, "dynamic")
+        forwards(model, cache, prompts(2, 9), prompts(2, 1), prompts(2, 1))
+        before = [ref(t.untyped_storage()) for layer in cache.layers for t in (layer.keys, layer.values)]
+        getattr(cache, move)(2 if move == "batch_repeat_interleave" else torch.tensor([1, 0]))
+        assert [there for there in before if there() is not None] == []
+        forwards(model, cache, prompts(len(cache.layers[0].keys), 1))
+        expect_clean(watch)
+        flip(cache, 1, "keys", row=1, index=6)
+        forwards(model, cache, prompts(len(cache.layers[0].keys), 1))
+        assert {(v.source, v.kind.name) for v in watch.violations} == {("k.1", "BYTES")}
 
 
 @pytest.mark.parametrize("close", [False, True])

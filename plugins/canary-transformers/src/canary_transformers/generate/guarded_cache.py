@@ -93,6 +93,14 @@ class GuardedCache:
             if self._records is not None:
                 self._records.abandon()
 
+    def moving(self) -> None:
+        """Rows are about to change places, for which growing layers make other tensors."""
+        with self._ours("moving rows"):
+            records = self._live()
+            if records is not None:
+                records.let_go_growing()
+                self._steady = None
+
     def reordered(self, cache: Any, rows: Tensor) -> None:
         """The cache's row ``i`` is now what its row ``rows[i]`` was; there may be more rows than before, or fewer."""
         with self._ours("rows"):

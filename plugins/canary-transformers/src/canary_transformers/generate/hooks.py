@@ -55,6 +55,8 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             "crop": lambda guarded, cache, tokens: guarded.cropped(tokens),
             "reset": lambda guarded, cache, nothing: guarded.cleared(),
         }
+        for name in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+            self._patches.wrap(cache, name, self._wrap_moving)
         for name, told in follow.items():
             self._patches.follow(cache, name, functools.partial(self._cache_changed, told))
 
@@ -139,6 +141,16 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             return inputs
 
         return prepare_inputs_for_generation
+
+    def _wrap_moving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def move(cache: Any, *args: Any, **kwargs: Any) -> Any:
+            _, guarded = self._followed.get(cache, (None, None))
+            if guarded is not None:
+                guarded.moving()
+            return original(cache, *args, **kwargs)
+
+        return move
 
     def _cache_changed(
         self, told: Callable[[GuardedCache, Any, Any], None], output: Any, cache: Any, *args: Any, **kwargs: Any

@@ -136,8 +136,7 @@ class CacheRecords:
         self.checked = held
         self._view = self._batch(self.end, forward, tables)
         self.canary.step.before(self._view)
-        # The forward makes others, layer by layer. Kept, the cache would be there twice.
-        self._let_go([group for group in self.groups if group.keeping.static_tokens is None])
+        self.let_go_growing()
 
     def record(self, views: Sequence[LayerView] | None, forward: ModelCall) -> None:
         """After a forward: records what it wrote to the tensors of ``views``; None: to those that are known."""
@@ -216,6 +215,11 @@ class CacheRecords:
         finally:
             self.let_go()
             self.canary.close()
+
+    def let_go_growing(self) -> None:
+        """Tensors that are not written in place are about to be made anew, layer by layer: kept, the cache would be
+        there twice."""
+        self._let_go([group for group in self.groups if group.keeping.static_tokens is None])
 
     def let_go(self) -> None:
         """Keeps nothing of the cache, of which nothing is read any more."""
