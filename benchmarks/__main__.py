@@ -24,6 +24,7 @@ FULL_BUDGET_S = 0.5
 QUICK = {"memory", *(case.name for case in (*CASES.values(), *STEPS.values()) if case.quick)}
 OTHERS = {
     "curves": "device time of a forward's hooks against pool size and context",
+    "start": "a start with an empty Triton cache and with a full one",
     "memory": "our share of a Llama-8B pool of 1M slots",
     "states": "decode of 64 requests with recurrent states of Qwen3-Next's shape, looked at and on average",
 }
@@ -87,7 +88,7 @@ def show_list(names: list[str]) -> None:
 
 def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
     """Measures everything in ``wanted``."""
-    from benchmarks import states, step
+    from benchmarks import start, states, step
     from benchmarks.measure import Result, measure
     from benchmarks.timing import peak_read_gbps
 
@@ -125,6 +126,7 @@ def run(wanted: list[str], args: argparse.Namespace) -> reports.Report:
     save(report, args)
     others: dict[str, Callable[[], Any]] = {
         "curves": lambda: step.curves(budget_s),
+        "start": start.measure,
         "memory": step.memory,
         "states": lambda: states.measure(budget_s=budget_s),
     }

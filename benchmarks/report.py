@@ -18,6 +18,7 @@ from canary_core import __version__
 Report = dict[str, Any]
 MOST_LAUNCHES = 4
 MOST_HOST_US = 60
+MOST_START_S = {"cold": 3.0, "warm": 0.5}
 ABOUT = """\
 Times are medians of CUDA-graph replays of several launches. Inputs are used in rotation, so that they come from
 memory and not from the cache; *in L2* is the same launch again and again on one batch that fits the cache. *bytes* is
@@ -89,6 +90,13 @@ def facts(report: Report) -> list[str]:
         found.append(
             f"kernel launches per forward (decode, full pool): {total:g} ({listed}); copies: {copied}; bar ≤ "
             f"{MOST_LAUNCHES}: {_yes(total <= MOST_LAUNCHES)}"
+        )
+    for kind, seconds in report.get("start", {}).items():
+        what = {"cold": "an empty", "warm": "a full"}[kind]
+        met = _yes(seconds["warm_up"] <= MOST_START_S[kind])
+        found.append(
+            f"a start with {what} Triton cache: {seconds['warm_up']:.2f} s to warm up, after {seconds['attach']:.2f} s in "
+            f"which the pool was fingerprinted and the scrub compiled; bar ≤ {MOST_START_S[kind]:g} s: {met}"
         )
     if memory := report.get("memory"):
         found.append(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import flips, states, step
+from benchmarks import flips, start, states, step
 from benchmarks.cases import CASES
 from benchmarks.equality import NotEqualError, require_equal
 from benchmarks.measure import Result
@@ -141,6 +141,7 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
             "one_mm": 1.0,
         },
         "launches": {"check_kernel": 1.0, "Memcpy DtoH": 1.0},
+        "start": {"cold": {"attach": 1.0, "warm_up": 2.5}, "warm": {"attach": 1.0, "warm_up": 0.75}},
         "memory": step.memory(1000),
         "states": {"shape": "2 requests"}
         | dict.fromkeys(("bytes", "interval", "compare_us", "fingerprint_us", "average_us", "gbps"), 77),
@@ -153,6 +154,18 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
     assert "| b |  | refused |" in text
     assert "check differs" in text
     assert "one in 77 looked at" in text
+    assert "an empty Triton cache: 2.50 s to warm up, after 1.00 s" in text
+    assert "bar ≤ 0.5 s: ✗" in text
+
+
+def test_a_start_is_measured_in_processes_of_its_own():
+    """On a CPU nothing is compiled; what fails there is told."""
+    assert {kind: [*seconds] for kind, seconds in start.measure("cpu").items()} == {
+        "cold": ["attach", "warm_up"],
+        "warm": ["attach", "warm_up"],
+    }
+    with pytest.raises(RuntimeError, match="benchmarks.start nowhere failed"):
+        start.measure("nowhere")
 
 
 def test_our_memory_is_within_its_bar():
