@@ -95,8 +95,8 @@ def facts(report: Report) -> list[str]:
         what = {"cold": "an empty", "warm": "a full"}[kind]
         met = _yes(seconds["warm_up"] <= MOST_START_S[kind])
         found.append(
-            f"a start with {what} Triton cache: {seconds['warm_up']:.2f} s to warm up, after {seconds['attach']:.2f} s in "
-            f"which the pool was fingerprinted and the scrub compiled; bar ≤ {MOST_START_S[kind]:g} s: {met}"
+            f"a start with {what} Triton cache: {seconds['warm_up']:.2f} s to warm up, after {seconds['attach']:.2f} s "
+            f"in which the pool was fingerprinted and the scrub compiled; bar ≤ {MOST_START_S[kind]:g} s: {met}"
         )
     if memory := report.get("memory"):
         found.append(

@@ -1,5 +1,5 @@
-"""What a start takes: the pool's guard and `Canary.warm_up`, in processes of their own, with no kernel compiled before and
-with all.
+"""What a start takes: the pool's guard and `Canary.warm_up`, in processes of their own, with no kernel compiled before
+and with all.
 
 ``python -m benchmarks.start [cpu|cuda]`` prints one of them as JSON, with whatever Triton's cache holds.
 """

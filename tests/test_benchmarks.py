@@ -164,7 +164,7 @@ def test_a_start_is_measured_in_processes_of_its_own():
         "cold": ["attach", "warm_up"],
         "warm": ["attach", "warm_up"],
     }
-    with pytest.raises(RuntimeError, match="benchmarks.start nowhere failed"):
+    with pytest.raises(RuntimeError, match="nowhere failed"):
         start.measure("nowhere")
 
 
