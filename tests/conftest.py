@@ -16,6 +16,13 @@ from canary_core.testing import Findings
 MakeDistribution = Callable[..., None]
 
 
+@pytest.fixture(autouse=True)
+def silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Canary that a test leaves behind without a forward does not tell another test, a minute later, that it hears
+    nothing. Tests of silence ask for it."""
+    monkeypatch.setenv("CANARY_SILENCE_S", "0")
+
+
 @pytest.fixture
 def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDistribution]:
     """Installs tiny real distributions (modules and a dist-info folder on sys.path) for one test."""
