@@ -51,7 +51,13 @@ class Decode:
         self._slots = (torch.randperm(slots - 1, device=device)[: shape.rows] + 1)[:, None]
         self._region = Region(REGION, slots, _sources(shape, slots, device), RegionKind.STATE, null_slot=0)
         config = CanaryConfig(
-            mode="raise", bytes="all", scrub_budget="0", state_interval=interval, log_level="warning", non_finite=False
+            mode="raise",
+            profile="watch",
+            bytes="all",
+            scrub_budget="0",
+            state_interval=interval,
+            log_level="warning",
+            non_finite=False,
         )
         self.canary = Canary([self._region], config)
         self._state = self.canary.states[REGION]

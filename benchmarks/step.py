@@ -44,12 +44,15 @@ HOST_BATCH = 20
 
 class Step:
     """A Canary with its default settings and a fixed scrub, guarding the pool of ``case``; ``mode`` as in
-    ``CANARY_MODE``: one that raises proves that nothing is found, one that logs is what engines run."""
+    ``CANARY_MODE``: one that raises proves that nothing is found, one that logs is what engines run. Both have the
+    profile ``watch``: a mode that raises alone would look at much more."""
 
     def __init__(self, case: Case, device: torch.device, mode: Literal["log", "raise"] = "raise") -> None:
         torch.manual_seed(0)
         traffic = Traffic.random(case, device)
-        config = CanaryConfig(mode=mode, scrub_budget=SCRUB, read_check=0, bytes="all", log_level="warning")
+        config = CanaryConfig(
+            mode=mode, profile="watch", scrub_budget=SCRUB, read_check=0, bytes="all", log_level="warning"
+        )
         self.canary = Canary([region(case, traffic)], config)
         self.canary.sampled.follow()
         self.canary.states[REGION].fingerprints.zero_()  # the pool is full already, and no forward lost a write

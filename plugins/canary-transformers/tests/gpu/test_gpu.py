@@ -15,6 +15,7 @@ from tiny.models import WINDOW, batching, generating
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cache_utils import StaticCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 
 from canary_core import Kind
 
@@ -39,6 +40,53 @@ pytestmark = [
     # PyTorch's compiler warns of what it would do otherwise on this GPU.
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+reset_of_the_engine = ContinuousBatchingAsyncIOs.reset
+
+
+@pytest.fixture(autouse=True)
+def awaited_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine does not wait until its lists on the device are reset (`LateReset`), and on a busy GPU that comes too
+    late now and then. Here it waits."""
+
+    def reset(lists: Any) -> None:
+        reset_of_the_engine(lists)
+        torch.cuda.current_stream().synchronize()
+
+    monkeypatch.setattr(ContinuousBatchingAsyncIOs, "reset", reset)
+
+
+class LateReset:
+    """A bug of Transformers 5.17 to 5.23: before the first asynchronous batch the lists on the device are reset on the
+    caller's stream, and neither the copy of that batch's lists nor its forward waits for this stream. Here the stream
+    is busy, and the forward begins when it no longer is: both may be so on any GPU that others use, too.
+
+    ``written``: the slots that the first forward after a reset was given to write to.
+    """
+
+    BUSY_CYCLES = 200_000_000
+    """About a tenth of a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.written: torch.Tensor | None = None
+        original = ContinuousBatchingAsyncIOs.get_model_kwargs
+
+        def reset(lists: Any) -> None:
+            torch.cuda._sleep(self.BUSY_CYCLES)
+            reset_of_the_engine(lists)
+            self.written = None
+
+        def get_model_kwargs(lists: Any, *args: Any, **kwargs: Any) -> Any:
+            arguments = original(lists, *args, **kwargs)
+            lists.compute_stream.wait_stream(torch.cuda.current_stream())
+            if self.written is None:
+                with torch.cuda.stream(lists.compute_stream):
+                    self.written = arguments["write_index"][0].clone()
+            return arguments
+
+        monkeypatch.setattr(ContinuousBatchingAsyncIOs, "reset", reset)
+        monkeypatch.setattr(ContinuousBatchingAsyncIOs, "get_model_kwargs", get_model_kwargs)
 
 
 @pytest.fixture(params=["llama", "gemma3"])
@@ -133,6 +181,22 @@ def test_a_flipped_bit_that_a_running_request_reads_is_found(kind, loop, half, g
         assert {(v.kind, v.layer, v.half, v.position, v.request) for v in found} == {
             (Kind.BYTES, layer, half, FlippedBit.POSITION, flipped.request)
         }
+
+
+def test_a_reset_that_comes_after_the_first_batch_is_found(guard, monkeypatch):
+    """All of the first batch's KV goes to one slot, the trash, with Canary and without."""
+    model, traffic = served("llama"), Traffic(seed=3, requests=4, options=LOOPS["asynchronous"])
+    late = LateReset(monkeypatch)
+    serve(model, traffic)
+    assert late.written is not None
+    assert len(late.written) > len(late.written.unique()) == 1
+    guarded = guard(model)
+    serve(model, traffic)
+    guarded.close()
+    (trash,) = late.written.unique().tolist()
+    first = guarded.violations[0]
+    assert (first.kind, first.step, first.slot) == (Kind.NULL_SLOT, 1, trash)
+    assert "padding leaked into a live row" in str(first)
 
 
 @pytest.mark.parametrize("name", DECODES)

@@ -101,10 +101,16 @@ def pool_tensors(cache: Any) -> dict[str, Tensor]:
     return {name: found[name] for name in sorted(found, key=lambda name: found[name].nbytes, reverse=True)}
 
 
+def asynchronous(inputs_and_outputs: Any) -> bool:
+    """Whether a batch is prepared on the host while the one before is computed, and copied by a stream of its own."""
+    return hasattr(inputs_and_outputs, "io_pairs")
+
+
 def requests(inputs_and_outputs: Any) -> Sequence[Any]:
     """The `FutureRequestState`s of the batch that is about to run, in batch order."""
-    pairs = getattr(inputs_and_outputs, "io_pairs", None)
-    io = inputs_and_outputs if pairs is None else pairs[inputs_and_outputs.current_pair].host_io
+    io = inputs_and_outputs
+    if asynchronous(io):
+        io = io.io_pairs[io.current_pair].host_io
     found: Sequence[Any] = io.requests_in_batch
     return found
 

@@ -56,6 +56,7 @@ class Session:
         self._away: dict[tuple[str, int], Tensor] = {}
         self._stepping = False
         self._streams = torch.get_device_module(self._device)
+        self._lists_are_late = self._io.compute_stream is not None and not compat.asynchronous(self._io)
         self._written: torch.cuda.Event | None = None
         if self._device.type != "cpu":
             self._streams.synchronize(self._device)
@@ -210,9 +211,10 @@ class Session:
         return True
 
     def _inputs_written(self) -> torch.cuda.Event | None:
-        """The engine writes its lists on the caller's stream, from which its own does not wait: long before a forward
-        reads them, but the check comes first. Gives what to wait for."""
-        if self._io.compute_stream is None:
+        """Without asynchronous batches the engine writes its lists on the caller's stream, from which its own does not
+        wait: long before a forward reads them, but the check comes first. Gives what to wait for. Asynchronous ones
+        come by a copy that the engine's own stream waits for; it must not wait for more because of us."""
+        if not self._lists_are_late:
             return None
         with self.canary.guard("canary_transformers: inputs"):
             if self._written is None:
