@@ -584,6 +584,20 @@ def test_built_in_plugins_are_found_without_metadata(monkeypatch):
     assert Plugins().manager.has_plugin("reporting")
 
 
+def test_another_manager_has_built_in_plugins_of_its_own_and_looks_for_nothing(monkeypatch):
+    """An engine may need one for each of its caches."""
+    first = Plugins()
+
+    def look(*args, **kwargs):
+        raise AssertionError("nothing is to be looked for")
+
+    monkeypatch.setattr(metadata, "version", look)
+    monkeypatch.setattr(metadata.EntryPoint, "load", look)
+    managers = first.manager, first.another_manager(), first.another_manager()
+    for name in ("reporting", "faults", "metrics", "control"):
+        assert len({id(manager.get_plugin(name)) for manager in managers}) == 3
+
+
 def test_a_plugin_with_the_name_of_a_built_in_one_is_refused(distribution):
     """It can't take reporting's place, nor stop the process."""
     distribution("canary-loud", {"canary_loud": OBSERVER}, {"reporting": "canary_loud"})

@@ -11,7 +11,9 @@ devices, memory shared between processes, and bytes that no source describes.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 from canary_core.errors import AttachError
 from canary_core.region import KVSource, Region
@@ -74,8 +76,29 @@ def require_distinct_slots(source: KVSource, slots: int) -> None:
 def shared_slots(source: KVSource, slots: int) -> tuple[int, int] | None:
     """Two of the ``slots`` slots of ``source`` that share a byte (twice the same: its chunks overlap), None if there
     are none or the search can't decide."""
+    return _shared_slots(_Layout.of(source), slots)
+
+
+class _Layout(NamedTuple):
+    """Where a source's slots lie from its first byte on; most layers of a model have the same."""
+
+    page_size: int
+    page_stride_bytes: int
+    slot_stride_bytes: int
+    chunks: int
+    chunk_bytes: int
+    chunk_stride_bytes: int
+    present_slots: int
+
+    @classmethod
+    def of(cls, source: KVSource) -> "_Layout":
+        return cls(*(getattr(source, name) for name in cls._fields))
+
+
+@lru_cache
+def _shared_slots(layout: _Layout, slots: int) -> tuple[int, int] | None:
     budget = _Budget(PAIR_STEPS)
-    boxes = _boxes(source, slots)
+    boxes = _boxes(layout, slots)
     try:
         for box in boxes:
             clash = _within(box, budget)
@@ -103,16 +126,20 @@ class _Budget:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """Slots ``i`` = 0 .. ``slots`` - 1 of ``pages`` pages from ``first_page`` on: all combinations exist."""
+    """Slots ``i`` = 0 .. ``slots`` - 1 of ``pages`` pages from ``first_page`` on: all combinations exist.
 
-    source: KVSource
+    ``address``: of the source's first byte; 0 where only distances within one source count.
+    """
+
+    source: _Layout
     first_page: int
     pages: int
     slots: int
+    address: int
 
     @property
     def start(self) -> int:
-        return self.source.address + self.first_page * self.source.page_stride_bytes
+        return self.address + self.first_page * self.source.page_stride_bytes
 
     @property
     def end(self) -> int:
@@ -133,11 +160,11 @@ class _Box:
         return (self.first_page + page) * self.source.page_size + i
 
 
-def _boxes(source: KVSource, slots: int) -> list[_Box]:
+def _boxes(source: _Layout, slots: int, address: int = 0) -> list[_Box]:
     """The present slots of a source; two boxes where the last page is cut short."""
     present = source.present_slots
     pages, rest = divmod(slots, source.page_size)
-    boxes = [_Box(source, 0, pages, present), _Box(source, pages, 1, min(rest, present))]
+    boxes = [_Box(source, 0, pages, present, address), _Box(source, pages, 1, min(rest, present), address)]
     return [box for box in boxes if box.pages > 0 and box.slots > 0]
 
 
@@ -168,7 +195,7 @@ def _meeting(regions: Sequence[Region]) -> list[tuple[_Extent, _Extent]]:
         (region, source, boxes)
         for region in regions
         for source in region.sources
-        if (boxes := _boxes(source, region.slots))
+        if (boxes := _boxes(_Layout.of(source), region.slots, source.address))
     ]
     extents = [_Extent(place, *one) for place, one in enumerate(described)]
     pairs = []

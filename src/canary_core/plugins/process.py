@@ -35,7 +35,7 @@ def hook_manager() -> pluggy.PluginManager:
 def private_hooks(*own: object) -> pluggy.PluginManager:
     """A manager of one's own: the plugins of this process as they are now, built-in reporting of its own, and ``own``,
     which hear of nothing but the `Canary` that is given this manager."""
-    private = Plugins().manager
+    private = _plugins().another_manager()
     for name, plugin in hook_manager().list_name_plugin():
         if plugin is not None and not private.has_plugin(name):
             private.register(plugin, name)

@@ -41,6 +41,14 @@ class Plugins:
         """Every plugin that `load` has tried, in order, the failed ones included."""
         return tuple(self._loaded.values())
 
+    def another_manager(self) -> pluggy.PluginManager:
+        """A manager with built-in plugins of its own and nothing else. Quick: some engines get one for each cache, and
+        nothing is looked for or examined a second time."""
+        manager = new_manager()
+        for plugin in self._built_in:
+            manager.register(type(plugin.target)(), name=plugin.name)
+        return manager
+
     def load(self, config: CanaryConfig) -> tuple[Plugin, ...]:
         """Registers the plugins that ``config.plugins`` names and returns all tried so far. A second call tries only
         new names. Tells all usable ones the settings (`canary_configure`), the built-in ones first. Ends with a
