@@ -1,12 +1,16 @@
 """What built-in reporting writes, where, and what it leaves alone."""
 
+import io
 import json
 import logging
+import sys
+from typing import Any
 
 import pytest
 import structlog
+import torch
 
-from canary_core import CanaryConfig, Event, Kind, Phase, Violation
+from canary_core import Canary, CanaryConfig, Event, Kind, KVSource, Phase, Region, Violation
 from canary_core.plugins import Plugins
 
 FINDING = Violation(Kind.BYTES, "kv", Phase.SCRUB, step=9, slot=5, page=1, source="k.3", layer=3, half="k")
@@ -54,6 +58,47 @@ def test_json_lines_on_stderr(capsys):
     assert first["source"] == "k.3"
     assert {"timestamp", "level", "logger"} <= first.keys()
     assert second["event"] == "coverage"
+
+
+class ClosedPipe(io.StringIO):
+    """A stream whose reader is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def closed_file() -> Any:
+    """A stream that was closed."""
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.usefixtures("own_logger")
+@pytest.mark.parametrize("stream", [ClosedPipe, closed_file, lambda: None], ids=["pipe", "file", "none"])
+def test_a_log_that_cannot_be_written_ends_nothing(stream, monkeypatch):
+    """As with logging's own handlers: a full disk or a reader that is gone is not the engine's trouble."""
+    canary = Canary([Region("kv", 4, (KVSource(torch.zeros(4, 8), "k", 0, 32, 32),))], CanaryConfig())
+    monkeypatch.setattr(sys, "stderr", stream())
+    with canary.guard("test"):
+        raise ValueError("of ours")
+    assert not canary.enabled
+    canary.close()
+    Plugins().emit(Event("stats"))
+
+
+def test_what_the_hosts_pipeline_does_not_take_goes_to_stderr(capsys):
+    """A finding must not be lost because a processor of the host wants a field that it has not."""
+
+    def wants_more(logger, method, event):
+        raise KeyError("request_id")
+
+    structlog.configure(processors=[wants_more, structlog.processors.JSONRenderer()])
+    try:
+        Plugins().emit(Event("stats", "warning", {"slots": 3}))
+    finally:
+        structlog.reset_defaults()
+    assert "slots=3" in stderr_of(capsys)
 
 
 @pytest.mark.usefixtures("own_logger")

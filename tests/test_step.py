@@ -744,3 +744,17 @@ def test_what_was_carried_keeps_the_fingerprints_that_came_with_it(guarded):
         (Kind.BYTES, slot, "v.0") for slot in request.slots
     }
     assert {v.stored_request for v in guarded.violations} == {"b"}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_step_has_no_highest_number(backend: str) -> None:
+    """An engine that runs for months computes more than 2**31 forwards: each is recorded, and nothing found."""
+    guarded = Guarded(backend=backend)
+    guarded.submit("a", 3)
+    guarded.step()
+    guarded.canary.states["full"].shared.clock.fill_((1 << 31) - 3)
+    for _ in range(6):
+        guarded.decode()
+    guarded.canary.drain()
+    assert guarded.violations == []
+    assert guarded.canary.stats()["recorded_slots"] == 3 + 6

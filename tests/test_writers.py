@@ -60,3 +60,15 @@ def test_anchors_are_those_of_the_requests_as_they_are_now() -> None:
         False,
         False,
     ]
+
+
+def test_a_running_request_keeps_its_anchor_however_many_others_begin() -> None:
+    """Only those that nobody has asked for since are let go of."""
+    writers, device = Writers(capacity=4), torch.device("cpu")
+    writers.identify("long", lora="sql")
+    anchor = writers.anchor("long")
+    for number in range(20):
+        writers.identify(str(number), lora="law")
+        rows = writers.anchors(["long", str(number)], device)
+        assert rows is not None
+        assert rows[0] == anchor

@@ -7,10 +7,11 @@ nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
+from canary_adapters.block_breaches import BlockBreach, report_breaches
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort
-from canary_adapters.block_lists import BlockLists, GivenBlocks, RequestBlocks, metadata_blocks
+from canary_adapters.block_lists import BlockLists, GivenBlocks, RequestBlocks, metadata_blocks, moved_states
 from canary_adapters.draft_forwards import DraftForwards
-from canary_adapters.embedding_filter import EmbeddingFilter
+from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.pools import (
     GrowingPool,
@@ -42,12 +43,14 @@ from canary_adapters.upload import upload
 __all__ = [
     "CHECKED_DTYPES",
     "TABLE_STEP",
+    "BlockBreach",
     "BlockEvent",
     "BlockEvents",
     "BlockGroup",
     "BlockLists",
     "BlockSort",
     "DraftForwards",
+    "EmbeddedRequests",
     "EmbeddingFilter",
     "GivenBlocks",
     "GrowingPool",
@@ -68,11 +71,13 @@ __all__ = [
     "growing_source",
     "kv_layers",
     "metadata_blocks",
+    "moved_states",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
     "probe_layout",
     "ragged_table",
+    "report_breaches",
     "require_disjoint",
     "ring_table",
     "row_source",

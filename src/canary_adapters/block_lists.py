@@ -169,3 +169,17 @@ def metadata_blocks(
         slots = stores.get(layer) if isinstance(stores, Mapping) else getattr(one, "slot_mapping", None)
         if isinstance(slots, Tensor) and slots.dim() == 1:
             yield make(name=f"slot_mapping of {kind}", entries=slots)
+
+
+def moved_states(
+    page: int, computed: Sequence[int], new: Sequence[int], blocks: Sequence[Sequence[int] | None]
+) -> list[tuple[int, int]]:
+    """Where recurrent states are kept block by block: blocks from which and to which the engine has copied states for
+    this forward, since it ends in another block than the one before. ``page``: tokens of a block. ``computed``,
+    ``new``: tokens of each row before the forward and of it. ``blocks``: those that each row has, None if unknown."""
+    moves = []
+    for before, more, held in zip(computed, new, blocks, strict=True):
+        first, last = (before - 1) // page, (before + more - 1) // page
+        if before and first != last and held is not None and last < len(held):
+            moves.append((int(held[first]), int(held[last])))
+    return moves

@@ -1,11 +1,30 @@
 """`EmbeddingFilter`: dismisses writes that look lost because two tokens enter the model as the same numbers."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 from canary_core import Kind, Violation, hookimpl
+
+
+class EmbeddedRequests:
+    """Names of requests that were given embeddings in the place of tokens; the last ``capacity`` of them."""
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self._capacity = capacity
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, request: str) -> None:
+        """This one was."""
+        self._names[request] = None
+        self._names.move_to_end(request)
+        if len(self._names) > self._capacity:
+            self._names.popitem(last=False)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._names
 
 
 class EmbeddingFilter:
@@ -17,7 +36,8 @@ class EmbeddingFilter:
 
     ``row(token)``: the token's row of the embedding, None where there is none. ``elsewhere(token)``: whether that row
     is on another rank; then nobody knows, and the finding is dismissed as well. ``regions``: names of the regions that
-    it is about, None for all.
+    it is about, None for all. ``embedded``: requests whose tokens say nothing of what they wrote, since they were given
+    embeddings; one that gives those of its text later writes what is there already.
     """
 
     def __init__(
@@ -25,7 +45,9 @@ class EmbeddingFilter:
         row: Callable[[int], Tensor | None],
         elsewhere: Callable[[int], bool] | None = None,
         regions: Collection[str] | None = None,
+        embedded: EmbeddedRequests | None = None,
     ) -> None:
+        self._embedded = embedded or EmbeddedRequests()
         self._row = row
         self._elsewhere = elsewhere
         self._regions = None if regions is None else frozenset(regions)
@@ -34,9 +56,14 @@ class EmbeddingFilter:
     def canary_dismiss(self, violation: Violation) -> str | None:
         """The reason, where there is one."""
         token, old = violation.token, violation.stored_token
-        if violation.kind is not Kind.LOST_WRITE or token is None:
+        if violation.kind is not Kind.LOST_WRITE:
             return None
         if self._regions is not None and violation.region not in self._regions:
+            return None
+        for request in (violation.request, violation.stored_request):
+            if request in self._embedded:
+                return f"{request} was given embeddings, not tokens"
+        if token is None:
             return None
         if self._elsewhere is not None and any(self._elsewhere(t) for t in (token, old) if t is not None):
             return f"rows of tokens {token} and {old} are not both on this rank"

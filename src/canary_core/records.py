@@ -334,6 +334,11 @@ CHAINS = 65536
 """Entries of a region's chain table, int64 ``[CHAINS, 2]``: (``writer * 2**32 + length``, prefix hash there), at
 ``writer % CHAINS``. It remembers where each request's sequence ended, so that a whole foreign row is noticed."""
 
+CLAIM_TOKEN_BITS = 24
+"""A claim of a slot for writing is ``step << CLAIM_TOKEN_BITS | token index + 1``: the last of a forward's tokens wins,
+and a later forward wins over an earlier one, for 2**39 steps. (`check` counts fewer than 2**21 new tokens a forward.)
+"""
+
 SAMPLE_WRITERS, SAMPLE_TOKENS = 4096, 16
 """Of how many requests the sampled tokens are remembered, and how many of each. Requests with the same remainder push
 each other out."""

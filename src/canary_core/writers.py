@@ -76,7 +76,12 @@ class Writers:
 
     def anchor(self, request: str) -> int:
         """The start of the request's prefix hash."""
-        return self._anchors.get(request) or self.identities.anchor()
+        found = self._anchors.get(request)
+        if found is None:
+            return self.identities.anchor()
+        # A request may run while very many begin and end.
+        self._anchors.move_to_end(request)
+        return found
 
     def anchors(self, requests: Sequence[str], device: torch.device) -> Tensor | None:
         """`BatchView.anchors` of these rows; None where all have the common one, for which nothing is looked at as long

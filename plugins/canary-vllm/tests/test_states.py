@@ -4,10 +4,10 @@ and states that the prefix cache keeps: `test_processes`."""
 from functools import cache
 
 import pytest
-from canary_vllm.batches.forward import moved_states
 from canary_vllm.pools.pool import Group
 from vllm_on_cpu import guarded
 
+from canary_adapters import moved_states
 from canary_core import Kind, RegionKind
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
@@ -118,5 +118,5 @@ def test_states_that_go_on_in_another_block_move():
     that stays, or one whose blocks are not known."""
     group = Group("state", 1, 1, page=32, holds="states")
     blocks = [[4, 5], [6], [7, 8], None, [0, 9, 3]]
-    assert moved_states(group, [32, 3, 0, 32, 70], [1, 29, 40, 1, 5], blocks) == [(4, 5)]
-    assert moved_states(group, [33, 64], [31, 1], [[4, 5], [0, 9, 3]]) == [(9, 3)]
+    assert moved_states(group.page, [32, 3, 0, 32, 70], [1, 29, 40, 1, 5], blocks) == [(4, 5)]
+    assert moved_states(group.page, [33, 64], [31, 1], [[4, 5], [0, 9, 3]]) == [(9, 3)]

@@ -15,6 +15,7 @@ from canary_core.records import (
     ALL_TILES,
     CHAINS,
     CHECK_TILE,
+    CLAIM_TOKEN_BITS,
     CLOCK_WORDS,
     COUNTERS,
     CURSOR_WORDS,
@@ -65,9 +66,8 @@ class Scratch:
     """What the ops of one forward hand to each other in one region: `check` fills it, the ops after the forward read
     it.
 
-    claims: int64 ``[slots]``, the last step and token index + 1 that claimed a slot for writing
-    (``step * 2**32 + index + 1``). heads: int64 ``[rows]``, each row's prefix hash before its new tokens, 0 for
-    unknown. plan: int64 ``[tokens, PLAN_WORDS]``.
+    claims: int64 ``[slots]``, the last step and token that claimed a slot for writing, see `CLAIM_TOKEN_BITS`. heads:
+    int64 ``[rows]``, each row's prefix hash before its new tokens, 0 for unknown. plan: int64 ``[tokens, PLAN_WORDS]``.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -158,7 +158,7 @@ class RegionState:
     def forget_written(self) -> None:
         """After a forward and before `record`, instead of `fingerprint`: what bytes the written slots have now is not
         known. Passes over all slots' fingerprints, so it is meant for regions of few slots. May be captured."""
-        written = self.scratch.claims >> 32 == self.shared.clock[Clock.NEXT]
+        written = self.scratch.claims >> CLAIM_TOKEN_BITS == self.shared.clock[Clock.NEXT]
         self.fingerprints.masked_fill_(written[:, None], 0)
 
     @property

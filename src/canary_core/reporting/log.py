@@ -1,5 +1,6 @@
 """Built-in reporting: findings and events as structlog events with fields, to stderr or to the host's structlog."""
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -46,15 +47,25 @@ class Reporting:
         self._log(event)
 
     def _log(self, event: Event) -> None:
-        if event.name == "summary" and self._format == "console" and not structlog.is_configured():
-            getattr(self._logger(), event.level)(_page(event))
+        """Never raises, as handlers of `logging` never do: a full disk, a closed pipe or a processor of the host that
+        fails must not end the engine. What the host's pipeline does not take goes to stderr."""
+        # Asked at each event: a host may configure structlog, or replace sys.stderr, after we were loaded.
+        hosted = structlog.is_configured()
+        try:
+            self._write(event, hosted)
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._write(event, hosted=False)
+
+    def _write(self, event: Event, hosted: bool) -> None:
+        if event.name == "summary" and self._format == "console" and not hosted:
+            getattr(self._logger(hosted), event.level)(_page(event))
             return
-        bound = self._logger().bind(**{**event.fields, "logger": "canary"})
+        bound = self._logger(hosted).bind(**{**event.fields, "logger": "canary"})
         getattr(bound, event.level)(event.name)
 
-    def _logger(self) -> structlog.typing.BindableLogger:
-        # Asked at each event: a host may configure structlog, or replace sys.stderr, after we were loaded.
-        if structlog.is_configured():
+    def _logger(self, hosted: bool) -> structlog.typing.BindableLogger:
+        if hosted:
             return structlog.get_logger("canary")  # type: ignore[no-any-return]  # structlog types it Any
         return structlog.wrap_logger(  # type: ignore[no-any-return]  # structlog types it Any
             structlog.PrintLogger(sys.stderr),

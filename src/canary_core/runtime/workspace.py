@@ -1,5 +1,6 @@
 """`Workspace`: what one `Canary` has on its device; `Switch`: whether it is on, and what switches it off."""
 
+import contextlib
 import time
 import traceback
 from collections import deque
@@ -141,8 +142,9 @@ class Switch:
     def _disable(self, fields: dict[str, object]) -> None:
         """Off for good, with a ``disabled`` event."""
         self.enabled = False
-        # Our tensors may be given up now.
-        self._workspace.join(for_good=True)
+        # Our tensors may be given up now. A device that is lost is the engine's to tell.
+        with contextlib.suppress(Exception):
+            self._workspace.join(for_good=True)
         self.tell(Event("disabled", "error", fields))
 
     def misuse(self, what: str, sort: object = None) -> None:

@@ -80,7 +80,10 @@ class Session:
         config = config.model_copy(update={"silence_s": 0.0, "lifetime": lifetime, **about})
         names = [region.name for region in regions]
         self._filter = EmbeddingFilter(
-            partial(embeddings.row, runner.model), partial(embeddings.elsewhere, runner.model), names
+            partial(embeddings.row, runner.model),
+            partial(embeddings.elsewhere, runner.model),
+            names,
+            self.requests.embedded,
         )
         self.canary = Canary(
             regions,

@@ -47,12 +47,14 @@ class Hooks:
             self._follow(f"{targets.V2}.prepare_attn", self._prepared)
             for kind in ("KVConnector", "ActiveKVConnector"):
                 self._follow(f"{targets.CONNECTORS}.{kind}.pre_forward", self._connected)
+        self._wrap(targets.WORKER_END, self._worker_ends)
         missing = targets.problems(targets.LIFETIME)
         if missing:
             self._left_out("blocks of the scheduler are not followed", missing)
             return
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
         self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
+        self._wrap(targets.SCHEDULER_END, self._scheduler_ends)
         if config.on_violation == "abort":
             self._left_out("CANARY_ON_VIOLATION=abort", ["requests are not ended; quarantine computes them again"])
         if config.on_violation != "report":
@@ -149,17 +151,28 @@ class Hooks:
             self._left_out("blocks of the scheduler are not followed", [f"{type(error).__name__}: {error}"])
 
     def _schedule(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = self._recorders.get(id(scheduler))
-        if recorder is not None and self._quarantine is not None:
+        if self._quarantine is not None and id(scheduler) in self._recorders:
             try:
                 self._quarantine.act(scheduler)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                emit(Event("quarantine_failed", "error", {"reason": reason}))
-        output = original()
+                emit(Event("quarantine_failed", "error", {"reason": f"{type(error).__name__}: {error}"}))
+        return original()
+
+    def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorders.pop(id(scheduler), None)
         if recorder is not None:
-            recorder.scheduled(output)
-        return output
+            recorder.close()
+            if self._quarantine is not None:
+                self._quarantine.left()
+        return original()
+
+    def _worker_ends(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = getattr(getattr(wrapper, "worker", None), "model_runner", None)
+        session = self._sessions.pop(id(runner), None)
+        if session is not None:
+            # While the memory that it describes is still the runner's; its own is given back, too.
+            session.close()
+        return original()
 
     def _left_out(self, what: str, problems: Sequence[str]) -> None:
         emit(Event("hooks_left_out", "error", {"reason": f"{what}: {'; '.join(problems)}"}))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter, upload
+from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter, moved_states, upload
 from canary_core import (
     BatchAdapter,
     BatchView,
@@ -27,7 +27,7 @@ from canary_vllm.allocator import messages
 from canary_vllm.allocator.lifetime import Lifetime
 from canary_vllm.arrivals.loads import Loads
 from canary_vllm.batches import sampled
-from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, moved_states, padding
+from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
 from canary_vllm.pools.pool import VLLMPool
@@ -83,9 +83,8 @@ class Session:
         alone = origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
         self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
-        self._filter = EmbeddingFilter(
-            partial(embeddings.row, runner), partial(embeddings.elsewhere, runner), [region.name for region in regions]
-        )
+        row, elsewhere = partial(embeddings.row, runner), partial(embeddings.elsewhere, runner)
+        self._filter = EmbeddingFilter(row, elsewhere, [r.name for r in regions], self.requests.embedded)
         hook_manager().register(self._filter)
         self.canary.sampled.follow()
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
@@ -131,10 +130,10 @@ class Session:
         with self.canary.guard("scheduled"):
             self.requests.notice(output)
             message = messages.attached(output)
-            self.lifetime.replay(message)
+            given = [new.block_ids for new in output.scheduled_new_reqs]
+            given += [more for more in output.scheduled_cached_reqs.new_block_ids if more is not None]
+            self.lifetime.replay(message, given)
             if message is not None and self.canary.step.stores.on and len(self.groups) > 1:
-                given = [new.block_ids for new in output.scheduled_new_reqs]
-                given += [more for more in output.scheduled_cached_reqs.new_block_ids if more is not None]
                 self.lifetime.blocks.handed_out(message.events, given, [group.number for group in self._tokens])
             if self._loads is not None:
                 self._loads.scheduled(output, message)
@@ -210,7 +209,7 @@ class Session:
             computed, new = inputs.num_computed_tokens_cpu.tolist(), [batch.num_scheduled_tokens[n] for n in names]
         for group in groups:
             held = self.requests.blocks.of(names, group.number)
-            pairs = moved_states(group, computed[: len(names)], new[: len(names)], held)
+            pairs = moved_states(group.page, computed[: len(names)], new[: len(names)], held)
             if pairs:
                 source, destination = (upload([pair[side] for pair in pairs], self.canary.device) for side in (0, 1))
                 self.canary.slots.copy(group.region, source, destination)

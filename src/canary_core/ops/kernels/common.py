@@ -4,12 +4,14 @@ import triton
 import triton.language as tl
 
 from canary_core.ops import hashing
-from canary_core.records import CONTENT, ROW_WORDS, STATES, UNPARKED, Counter, Row, State, Status
+from canary_core.records import CLAIM_TOKEN_BITS, CONTENT, ROW_WORDS, STATES, UNPARKED, Counter, Row, State, Status
 
 # Kernels see globals only as constexpr.
 GOLDEN = tl.constexpr(hashing.GOLDEN)
 MULTIPLY_1 = tl.constexpr(hashing.MULTIPLY_1)
 MULTIPLY_2 = tl.constexpr(hashing.MULTIPLY_2)
+CLAIM_BITS = tl.constexpr(CLAIM_TOKEN_BITS)
+CLAIM_TOKENS = tl.constexpr((1 << CLAIM_TOKEN_BITS) - 1)
 STATUS_OK = tl.constexpr(int(Status.OK))
 STATUS_RANGE = tl.constexpr(int(Status.RANGE))
 STATUS_NULL = tl.constexpr(int(Status.NULL))

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import (
+    CLAIM_BITS,
+    CLAIM_TOKENS,
     FREED,
     STATE_VALUES,
     STATUS_NULL,
@@ -133,7 +135,7 @@ def record_kernel(
         status = (word >> 32) - 1
         usable = planned & (status == STATUS_OK)
         claim = tl.load(p_claims + slot, mask=usable, other=0)
-        won = usable & (claim == (step << 32) + o_token + 1)
+        won = usable & (claim == (step << CLAIM_BITS) + o_token + 1)
         p_record = p_records + slot * 4
         if p_histories is not None:
             first, second, third = newest(p_histories, slot, won)
@@ -191,7 +193,7 @@ def record_kernel(
                 elif i_kind == 3:
                     kind, m_kind, value = KIND_WRITE_SLOT, elsewhere, table_slot
                 elif i_kind == 4:
-                    kind, m_kind, value = KIND_TWO_WRITERS, lost, (claim & 0xFFFFFFFF) - 1
+                    kind, m_kind, value = KIND_TWO_WRITERS, lost, (claim & CLAIM_TOKENS) - 1
                 else:
                     kind, m_kind, value = KIND_WRITE_AFTER_FREE, freed, none
                 when_freed, freed_by = none, none

@@ -68,10 +68,10 @@ class ForwardBatches(BatchAdapter[Any]):
 
     def view(self, batch: Any) -> BatchView | None:
         """None for a forward without requests, such as a warm-up, and for one that can't be checked (see
-        `batches.is_checked`, `batches.verified_tokens`)."""
+        `batches.is_checked`, `batches.verified_tokens`), or that has rows of no request of its own: beams."""
         names = batch.rids
         mode = batch.forward_mode.name
-        if not names or not batches.is_checked(batch):
+        if not names or not batches.is_checked(batch) or batch.seq_lens.shape[0] > len(names):
             return None
         expected, positions, slots = None, batch.positions, batch.out_cache_loc
         if mode == "DECODE":

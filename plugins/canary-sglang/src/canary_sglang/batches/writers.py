@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from canary_adapters import upload
+from canary_adapters import EmbeddedRequests, upload
 from canary_core import Writers
 from canary_sglang.compat import schedulers
 
@@ -20,10 +20,11 @@ class RequestWriters:
     stream, so that the ids are those of this batch and not of a later one.
 
     ``adapters``: whether LoRA adapters tell requests apart; not where records come from another engine, which has other
-    ids for the same adapters."""
+    ids for the same adapters. ``embedded``: those that were given embeddings in the place of tokens."""
 
     def __init__(self, writers: Writers, device: torch.device, adapters: bool = True) -> None:
         self.writers = writers
+        self.embedded = EmbeddedRequests()
         self._adapters = adapters
         self._device = device
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -46,6 +47,8 @@ class RequestWriters:
                 self.writers.forget(request.rid)
                 self._names = []
                 self._identify(request)
+                if schedulers.embedded(request):
+                    self.embedded.add(request.rid)
 
     def _identify(self, request: Any) -> None:
         identity = schedulers.identity(request, self._adapters)

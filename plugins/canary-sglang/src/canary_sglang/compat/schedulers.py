@@ -62,6 +62,12 @@ def streaming_session(request: Any) -> Any | None:
     return session if getattr(session, "streaming", False) else None
 
 
+def embedded(request: Any) -> bool:
+    """Whether the request brings embeddings in the place of tokens, or of some: its tokens stand for nothing there."""
+    brought = (getattr(request, name, None) for name in ("input_embeds", "positional_embed_overrides"))
+    return any(one is not None for one in brought)
+
+
 def abort(scheduler: Any, request: Any, message: str) -> bool:
     """Ends a running request after its next forward, as SGLang ends requests that time out: its client gets ``message``
     with status 503, and its KV does not enter the prefix cache. False if the request ends already."""

@@ -42,9 +42,17 @@ class Quarantine:
         """A scheduler runs in this process."""
         self._schedulers += 1
 
+    def left(self) -> None:
+        """One of them has ended."""
+        self._schedulers -= 1
+
     def act(self, scheduler: Any) -> None:
-        """Before ``scheduler`` makes its next batch."""
+        """Before ``scheduler`` makes its next batch. Where there are several, nobody knows whose the blocks are."""
         blocks, self._blocks = self._blocks, {}
+        if blocks and self._schedulers > 1:
+            reason = f"{self._schedulers} engines in this process; nothing is evicted, and nothing computed again"
+            emit(Event("quarantine_failed", "warning", {"reason": reason}))
+            return
         manager = scheduler.kv_cache_manager
         for number, violation in blocks.items():
             block = manager.block_pool.blocks[number]

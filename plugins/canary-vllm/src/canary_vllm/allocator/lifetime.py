@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from canary_adapters import BlockEvents
-from canary_core import Canary, Event, Kind, Phase, Violation
+from canary_adapters import BlockEvent, BlockEvents, report_breaches
+from canary_core import Canary, Event
 from canary_vllm.allocator.messages import Message
 from canary_vllm.batches.requests import Requests
 from canary_vllm.pools.pool import Group
@@ -24,15 +24,16 @@ class Lifetime:
         self._next: int | None = None
         self._over = False
 
-    def replay(self, message: Message | None) -> None:
-        """``message``: None where the scheduler is not followed."""
-        if message is None or self._over:
-            return
-        if message.broken is not None:
+    def replay(self, message: Message | None, given: Sequence[Sequence[Sequence[int]]]) -> None:
+        """``message``: None where the scheduler is not followed. ``given``: blocks by group, of each request that got
+        any. A prefix hit may be of a block that this very step writes; where nobody tells which, none is judged."""
+        if message is not None and message.broken is not None:
             self._end(message.broken)
-            return
-        if self._next is not None and message.number != self._next:
+        elif message is not None and self._next is not None and message.number != self._next:
             self._end(f"message {message.number} of the scheduler came where {self._next} was due")
+        if message is None or self._over:
+            hits = [(g.number, [b for blocks in given for b in blocks[g.number] if b]) for g in self._groups]
+            self.blocks.tell([BlockEvent("forget", None, blocks, number) for number, blocks in hits if blocks])
             return
         if self._next is None and message.number == 0:
             # What vLLM wrote before the scheduler gave any block away, to warm up, is nobody's.
@@ -45,26 +46,15 @@ class Lifetime:
 
     def _swept(self, swept: Swept) -> None:
         """Tells what a sweep found, in the first region: all of them have the pool's blocks."""
-        group, canary = self._groups[0], self._canary
-        found = [
-            Violation(
-                kind=Kind.CACHE_STRUCTURE,
-                region=group.region,
-                phase=Phase.SWEEP,
-                step=canary.forwards,
-                slot=breach.block * group.block,
-                node=breach.block,
-                rule=breach.rule,
-                detail=breach.detail,
-            )
-            for breach in swept.breaches
-        ]
-        new = canary.report(found)
+        canary = self._canary
+        new = report_breaches(canary, self._groups[0], swept.breaches)
         fields: dict[str, object] = {"nodes": swept.cached, "findings": new}
         canary.tell(Event("sweep", "warning" if new else "info", fields))
         canary.count("sweeps")
 
     def _end(self, reason: str) -> None:
+        if self._over:
+            return
         self._over = True
         regions = [group.region for group in self._groups]
         for region in regions:

@@ -49,6 +49,8 @@ class BlockRecorder:
                 self._patches.wrap(pool, release, self._releases)
         for name in ("allocate_slots", "free"):
             self._patches.wrap(self._manager, name, self._named)
+        # Of the object: a scheduler of one's own may have another than its class's.
+        follow(scheduler, "schedule", lambda output, *_, **__: self.scheduled(output))
 
     def scheduled(self, output: Any) -> None:
         """The scheduler has made ``output``: what happened since the last one goes with it."""

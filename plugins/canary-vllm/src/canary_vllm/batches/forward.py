@@ -108,19 +108,6 @@ def table_of(group: Group, entries: Tensor, slots: Tensor, ends: Tensor) -> Slot
     return block_table(entries, group.page, write_slots=slots)
 
 
-def moved_states(
-    group: Group, computed: Sequence[int], new: Sequence[int], blocks: Sequence[Sequence[int] | None]
-) -> list[tuple[int, int]]:
-    """Blocks from which and to which the runner has copied states for this forward, since it ends in another block than
-    the one before. ``computed``, ``new``: of each row. ``blocks``: those that it has in ``group``."""
-    moves = []
-    for before, more, held in zip(computed, new, blocks, strict=True):
-        first, last = (before - 1) // group.page, (before + more - 1) // group.page
-        if before and first != last and held is not None and last < len(held):
-            moves.append((int(held[first]), int(held[last])))
-    return moves
-
-
 def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterator[BatchView]:
     """A prefill and a decode of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
     lengths = torch.zeros(rows, dtype=torch.int32, device=device)

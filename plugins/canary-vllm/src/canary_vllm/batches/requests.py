@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import RequestBlocks, token_table, upload
+from canary_adapters import EmbeddedRequests, RequestBlocks, token_table, upload
 from canary_core import Writers
 from canary_vllm.allocator import messages
 
@@ -24,6 +24,7 @@ class Requests:
         # Those whose prompt may not be computed whole yet.
         self._open: set[str] = set()
         self.blocks = RequestBlocks()
+        self.embedded = EmbeddedRequests()
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -40,15 +41,16 @@ class Requests:
         self._open.update(name for name in output.scheduled_cached_reqs.resumed_req_ids if name in self._prompts)
         for new in output.scheduled_new_reqs:
             self.blocks.give(new.req_id, new.block_ids)
-            if new.req_id not in self._prompts:
-                # Another request may have had this name.
-                self.writers.forget(new.req_id)
-                self._names = []
+            # Another request may have had this name; a session's next turn drops the end of its last answer.
+            self.writers.forget(new.req_id)
+            self._names = []
             lora, salt = new.lora_request, getattr(messages.attached(output), "salts", {}).get(new.req_id)
             self.writers.identify(new.req_id, lora=lora and f"{lora.lora_name} of {lora.lora_path}", cache_salt=salt)
             # V2 sends all that is computed again after a preemption; V1 the prompt.
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
-            if tokens is not None and getattr(new, "prompt_embeds", None) is None:
+            if getattr(new, "prompt_embeds", None) is not None:
+                self.embedded.add(new.req_id)
+            elif tokens is not None:
                 self._prompts[new.req_id] = torch.tensor(tokens, device="cpu")
                 self._open.add(new.req_id)
 

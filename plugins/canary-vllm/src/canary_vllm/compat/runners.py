@@ -1,6 +1,7 @@
 """What the plugin asks of a model runner, V1 or V2."""
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -76,4 +77,7 @@ def refusal(runner: Any) -> str | None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}: the slots of one request lie on several ranks"
+    sleeps = getattr(runner.vllm_config.model_config, "enable_sleep_mode", False)
+    if sleeps and "kv_cache_allocation_context" not in signature(type(runner).initialize_kv_cache).parameters:
+        return "in sleep mode this release throws away what is allocated with the KV cache, Canary's records among it"
     return None

@@ -12,15 +12,9 @@ from canary_core import AttachError, KVSource, PoolAdapter, Region, RegionKind, 
 from canary_vllm.compat import layers, runners
 from canary_vllm.pools.layout import Layouts
 
-UNGUARDED = {
-    "CrossAttentionSpec": "the KV of an encoder is not guarded",
-    "ChunkedLocalAttentionSpec": "chunked local attention is not guarded",
-    "CircularBufferSpec": "circular buffers are not guarded",
-    "HiSparseHotSpec": "HiSparse's copies are not guarded",
-    "HiSparseResidentSpec": "HiSparse's copies are not guarded",
-    "HiddenStateCacheSpec": "hidden states are not guarded",
-}
-"""Kinds of groups of which no forward is checked, and why."""
+GUARDED = ("FullAttention", "MLA", "SlidingWindow", "Mamba")
+"""What the names of those kinds of groups have in them that are described. Others keep and drop blocks in ways of their
+own: of groups with such layers no forward is checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,7 @@ class VLLMPool(PoolAdapter):
     def _region(self, number: int, spec: Any, names: Sequence[str]) -> Region | None:
         specs = getattr(spec, "kv_cache_specs", None) or {}
         kinds = {type(specs.get(name, spec)).__name__ for name in names}
-        reason = next((UNGUARDED[kind] for kind in kinds if kind in UNGUARDED), None)
+        reason = next((f"{k} is not guarded" for k in kinds if not any(known in k for known in GUARDED)), None)
         block = int(spec.block_size)
         if getattr(spec, "storage_block_size", block) != block:
             reason = "compressed KV is not guarded"

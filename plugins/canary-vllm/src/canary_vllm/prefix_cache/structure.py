@@ -5,17 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from canary_adapters import BlockBreach
+
 MOST_BREACHES = 32
 """Breaches of one sweep that are told; what comes after them usually has the same cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class Breach:
-    """``block`` breaks ``rule``; ``detail`` says how, as the end of a sentence."""
-
-    rule: str
-    block: int
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +16,7 @@ class Swept:
     """One sweep: how many blocks are cached, and what is wrong."""
 
     cached: int
-    breaches: tuple[Breach, ...]
+    breaches: tuple[BlockBreach, ...]
 
 
 def sweep(manager: Any) -> Swept:
@@ -35,24 +28,24 @@ def sweep(manager: Any) -> Swept:
     return Swept(cached, tuple(breach for _, breach in zip(range(MOST_BREACHES), found, strict=False)))
 
 
-def _breaches(pool: Any, held: Counter[int], free: Counter[int]) -> Iterator[Breach]:
+def _breaches(pool: Any, held: Counter[int], free: Counter[int]) -> Iterator[BlockBreach]:
     for block in pool.blocks:
         number, count = block.block_id, block.ref_cnt
         if block.is_null:
             continue
         if count < 0:
-            yield Breach("ref_negative", number, f"block {number} was released {-count} times more often than taken")
+            yield BlockBreach("ref_negative", number, f"block {number} was released {-count} times too often")
         if held[number] > max(count, 0):
-            yield Breach("ref_low", number, f"{held[number]} requests have block {number}, its count says {count}")
+            yield BlockBreach("ref_low", number, f"{held[number]} requests have block {number}, its count says {count}")
         if free[number] and count > 0:
-            yield Breach("in_use_free", number, f"block {number} is in the free list, and its count says {count}")
+            yield BlockBreach("in_use_free", number, f"block {number} is in the free list, and its count says {count}")
         if free[number] > 1:
-            yield Breach("free_twice", number, f"block {number} is in the free list more than once")
+            yield BlockBreach("free_twice", number, f"block {number} is in the free list more than once")
     for key, blocks in pool.cached_block_hash_to_block._cache.items():
         for block in blocks.values() if isinstance(blocks, dict) else (blocks,):
             if key != block.block_hash and key not in pool.cached_block_hashes_by_block.get(block.block_id, ()):
                 text = f"the cache finds block {block.block_id} under a hash that is not, or no longer, the block's"
-                yield Breach("hash_stale", block.block_id, text)
+                yield BlockBreach("hash_stale", block.block_id, text)
 
 
 def _held(manager: Any) -> Counter[int]:
