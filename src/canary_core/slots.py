@@ -163,9 +163,10 @@ class SlotEvents:
         at once, without a wait for the device."""
         state = self._told("forget_bytes", region, slots=slots)
         if state is not None and len(slots):
-            self.audit.claim(region, slots)
-            _, slot, anything = payload.entries(state, slots.long())
-            state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
+            with self._switch.guard("forget_bytes"):
+                self.audit.claim(region, slots)
+                _, slot, anything = payload.entries(state, slots.long())
+                state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
 
     def adopt_bytes(self, region: str, slots: Tensor) -> None:
         """``slots``, which hold nothing, were handed out, and in them lie the bytes of another region with the same
@@ -178,13 +179,16 @@ class SlotEvents:
                 self._queue.put_arrival(partial(self.workspace.backend.adopt, state, slots), slots)
 
     def expect_zeros(self, region: str, slots: Tensor) -> None:
-        """All bytes of ``slots`` are zero: a write that leaves them so is lost. They must be slots of the region. Takes
-        effect on the current stream at once."""
+        """All bytes of ``slots`` are zero: a write that leaves them so is lost. Takes effect on the current stream at
+        once; numbers that are no slots are left out."""
         state = self._told("expect_zeros", region, slots=slots)
-        if state is not None:
-            self.audit.claim(region, slots)
-            # The fingerprint of zero bytes is the salt alone.
-            state.fingerprints[slots] = state.sources.salts[: len(state.sources)]
+        if state is not None and len(slots):
+            with self._switch.guard("expect_zeros"):
+                self.audit.claim(region, slots)
+                _, slot, anything = payload.entries(state, slots.long())
+                # The fingerprint of zero bytes is the salt alone.
+                zeros = state.sources.salts[: len(state.sources)]
+                state.fingerprints[slot] = torch.where(anything, zeros, state.fingerprints[slot])
 
     def expect(self, region: str, slots: Tensor) -> None:
         """Bytes of ``slots`` will arrive by another way than a forward: what was written there is not judged any more.

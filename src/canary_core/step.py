@@ -12,6 +12,7 @@ from canary_core.ledger import Ledger
 from canary_core.listener import Listeners, StepListener
 from canary_core.overlap import Overlap
 from canary_core.pause import Pause
+from canary_core.records import Clock
 from canary_core.reporting.findings import Findings
 from canary_core.runtime.overhead import Overhead
 from canary_core.runtime.recorder import Recorder
@@ -294,6 +295,7 @@ class Step:
                     "step.before was called twice for one forward; call step.after when the forward was issued, or "
                     "step.abandon if it failed"
                 )
+                self._use_up()
             workspace, recorder = self._workspace, self._recorder
             workspace.join(for_good=True)
             self.watchdog.feed()
@@ -399,13 +401,22 @@ class Step:
         self._audit.end()
 
     def abandon(self) -> None:
-        """The forward that was checked last has failed: nothing is recorded of it."""
+        """The forward that was checked last has failed: nothing is recorded of it. Its number is used up, so that the
+        slots that it was going to write are the next forward's."""
+        if self._view is not None and self._switch.enabled:
+            with self._switch.guard("abandon"):
+                self._use_up()
         self._view = None
         self._passing = False
         self.stores.end(compared=False)
         if self._workspace.side is not None:
             self._workspace.side.unmark()
         self._audit.abandon()
+
+    def _use_up(self) -> None:
+        self._workspace.join()
+        clock = self._workspace.shared.clock
+        clock[Clock.STEP : Clock.STEP + 1].copy_(clock[Clock.NEXT : Clock.NEXT + 1])
 
     def join(self) -> None:
         """The current stream waits for what of Canary's runs beside the forwards: before anything but a forward writes

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +106,7 @@ def write_bundle(directory: Path, dossier: Dossier, most: int) -> Path:
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     # One process may have several Canaries, each with an incident 1.
     name = f"{PREFIX}{stamp}-{os.getpid()}-{next(_count)}"
-    partial = directory / f"{PARTIAL}{os.getpid()}-{name}"
+    partial = directory / f"{_own()}{os.getpid()}-{name}"
     partial.mkdir()
     try:
         files = _files(dossier)
@@ -135,11 +136,17 @@ def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what processes that were killed have left half-written."""
-    for left in directory.glob(f"{PARTIAL}*"):
-        process = left.name.removeprefix(PARTIAL).partition("-")[0]
+    """Removes what processes of this machine that were killed have left half-written; others may write here, too."""
+    for left in directory.glob(f"{_own()}*"):
+        process = left.name.removeprefix(_own()).partition("-")[0]
         if process.isdigit() and int(process) != os.getpid() and not _runs(int(process)):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _own() -> str:
+    """How names of what this machine is about to write begin."""
+    host = "".join(c if c.isalnum() else "_" for c in socket.gethostname())
+    return f"{PARTIAL}{host}-"
 
 
 def _runs(process: int) -> bool:

@@ -127,7 +127,7 @@ class Investigator:
         with self._idle:
             self._waiting += 1
             try:
-                if self._thread is None:
+                if self._thread is None or not self._thread.is_alive():
                     self._thread = threading.Thread(target=self._run, name="canary-incidents", daemon=True)
                     self._thread.start()
             except RuntimeError:

@@ -131,7 +131,9 @@ class Hooks:
 
     def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if self._config is not None:
-            self._begin_batch(self._config, scheduler, args[0] if args else kwargs["batch"])
+            guard = contextlib.nullcontext() if self.session is None else self.session.canary.guard("batch")
+            with guard:
+                self._begin_batch(self._config, scheduler, args[0] if args else kwargs["batch"])
         result = original(scheduler, *args, **kwargs)
         for session in self.sessions:
             # Here the current stream is the scheduler's. With the overlap scheduler it is not that of the forwards, and

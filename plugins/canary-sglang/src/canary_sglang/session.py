@@ -122,8 +122,15 @@ class Session:
     def forward(self, original: Callable[[], Any], batch: Any) -> Any:
         """Runs one forward of the engine. Raises `ViolationError` in raise mode."""
         # Without names it is the engine's own warm-up, or a graph is being captured, where no host code may run.
-        if batch.rids is None:
+        if batch.rids is None or not self.canary.enabled:
             return original()
+        run = None
+        with self.canary.guard("forward"):
+            run = self._run(original, batch)
+        return original() if run is None else run()
+
+    def _run(self, original: Callable[[], Any], batch: Any) -> Callable[[], Any]:
+        """What runs the forward of ``batch`` under guard."""
         self.sampled.forward(batch)
         # `ModelRunner.forward` never writes to a batch's tensors: it replaces them. Draft workers do, see `DraftHooks`.
         overlap, settle = self._overlap, None
@@ -142,7 +149,7 @@ class Session:
         if self._given is not None and self.canary.step.tables.due:
             original = partial(self._given.around, original, batch)
         view = partial(self._batches.view, batch)
-        return self.canary.step.run(original, view, batch=batch, overlap=overlap, settle=settle)
+        return partial(self.canary.step.run, original, view, batch=batch, overlap=overlap, settle=settle)
 
     def forget_slots(self, slots: Tensor) -> None:
         """Makes ``slots`` unknown in all regions; they are numbered as in the engine's tables."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class Answers:
     def __init__(self, canary: Canary) -> None:
         self._canary = canary
         self._begun: tuple[HostCopy, Collection[int]] | None = None
-        self._waiting: dict[int, tuple[Any, HostCopy, Collection[int]]] = {}
+        self._waiting: dict[int, tuple[ref[Any], HostCopy, Collection[int]]] = {}
         self._batches = 0
 
     def begin(self) -> None:
@@ -43,14 +44,15 @@ class Answers:
         """The batch has run; ``result`` is its `GenerationBatchResult`."""
         begun, self._begun = self._begun, None
         if begun is not None and result is not None:
-            self._waiting[id(result)] = (result, *begun)
+            # It has what the model gave, on the device; under pipeline parallelism another one is processed.
+            self._waiting[id(result)] = (ref(result), *begun)
             if len(self._waiting) > MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
 
     def processed(self, process: Callable[[], Any], batch: Any, result: Any) -> Any:
         """Runs ``process``, which appends the tokens of ``result`` to the lists of the batch's requests."""
         waiting = self._waiting.pop(id(result), None)
-        if waiting is None or not self._canary.enabled:
+        if waiting is None or waiting[0]() is not result or not self._canary.enabled:
             return process()
         _, copy, without = waiting
         requests, before = [], []

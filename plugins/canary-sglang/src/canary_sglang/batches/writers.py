@@ -1,6 +1,7 @@
 """`RequestWriters`: writer ids of a batch's requests, on the device."""
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ class RequestWriters:
         self._device = device
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._noticed: list[ref[Any]] = []
+        # Names that several requests of the batch have, so that they say nothing.
+        self._doubled: frozenset[str] = frozenset()
         # The identity of the first request of each streaming session.
         self._sessions: WeakKeyDictionary[Any, dict[str, str | None]] = WeakKeyDictionary()
         self._names: list[str] = []
@@ -41,11 +44,13 @@ class RequestWriters:
         if len(known) == len(requests) and all(map(operator.is_, known, requests)):
             return
         self._noticed = [ref(request) for request in requests]
+        times = Counter(request.rid for request in requests)
+        self._doubled = frozenset(name for name, count in times.items() if count > 1)
+        self._names = []
         for request in requests:
             if self._requests.get(request.rid) is not request:
                 self._requests[request.rid] = request
                 self.writers.forget(request.rid)
-                self._names = []
                 self._identify(request)
                 if schedulers.embedded(request):
                     self.embedded.add(request.rid)
@@ -59,8 +64,8 @@ class RequestWriters:
         self.writers.identify(request.rid, **identity)
 
     def request(self, name: str) -> Any | None:
-        """The `Req` object with this name, None if it was not noticed or no longer exists."""
-        return self._requests.get(name)
+        """The `Req` object with this name, None if it was not noticed or no longer exists, or is one of several."""
+        return None if name in self._doubled else self._requests.get(name)
 
     def id(self, name: str) -> int:
         """Writer id of one request."""
@@ -88,5 +93,6 @@ class RequestWriters:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to."""
         if names != self._names:
             self._names = list(names)
-            self._ids = upload([self.writers.id(name) for name in names], self._device, torch.int32)
+            ids = [-1 if name in self._doubled else self.writers.id(name) for name in names]
+            self._ids = upload(ids, self._device, torch.int32)
         return self._ids
