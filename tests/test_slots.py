@@ -752,3 +752,20 @@ def test_what_is_told_of_no_region_of_ours_does_nothing(guarded):
     assert torch.equal(guarded.canary.states["full"].fingerprints, fingerprints)
     assert not slots.export_records("full", some).any()
     assert guarded.findings.told("disabled") == []
+
+
+def test_numbers_that_are_no_slots_are_left_out_where_bytes_are_zero_or_unknown() -> None:
+    """As with every event: nothing of it reaches the engine."""
+    guarded = Guarded()
+    canary = guarded.canary
+    state = canary.states["full"]
+    before = state.fingerprints.clone()
+    numbers = torch.tensor([1 << 40, -1, 9999])
+    canary.slots.expect_zeros("full", numbers)
+    canary.slots.forget_bytes("full", numbers)
+    assert torch.equal(state.fingerprints, before)
+    canary.slots.expect_zeros("full", torch.tensor([5, 1 << 40]))
+    assert torch.equal(state.fingerprints[5], state.sources.salts[: len(state.sources)])
+    canary.slots.forget_bytes("full", torch.tensor([5, -1]))
+    assert state.fingerprints[5].eq(0).all()
+    assert canary.enabled

@@ -758,3 +758,22 @@ def test_a_step_has_no_highest_number(backend: str) -> None:
     guarded.canary.drain()
     assert guarded.violations == []
     assert guarded.canary.stats()["recorded_slots"] == 3 + 6
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_smaller_forward_after_one_that_failed_is_recorded(backend: str) -> None:
+    """An engine that has no memory for a batch computes it in parts: what the batch was going to write is theirs."""
+    guarded = Guarded(backend=backend)
+    for name in ("a", "b"):
+        guarded.submit(name, 4)
+    guarded.canary.step.before(guarded.engine.batch())
+    guarded.canary.step.abandon()
+    both = list(guarded.engine.requests)
+    for request in reversed(both):
+        guarded.engine.requests[:] = [request]
+        guarded.step()
+    guarded.engine.requests[:] = both
+    guarded.decode()
+    guarded.canary.drain()
+    assert guarded.violations == []
+    assert guarded.canary.stats()["recorded_slots"] == 4 + 4 + 2

@@ -486,11 +486,17 @@ class Step:
         self._findings.raise_first()
 
     def flushed(self) -> None:
-        """The engine has emptied its caches: no slot of any region holds anything any more."""
+        """The engine has emptied its caches: no slot of any region holds anything any more. It may give the memory back
+        and take other memory, whose null slots hold anything."""
         if not self._switch.enabled:
             return
-        for name in self._states:
+        for name, state in self._states.items():
             self._slots.clear(name, None)
+            with self._switch.guard("flushed"):
+                nulls = state.region.null_range
+                if state.sources and nulls:
+                    self._workspace.join()
+                    state.fingerprints[nulls.start : nulls.stop].zero_()
         self._listeners.flushed()
 
     def idle(self) -> None:

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from canary_adapters import EmbeddingFilter
+from canary_adapters import EmbeddedRequests, EmbeddingFilter
 from canary_core import Kind, Phase, Violation
 
 EMBEDDING = torch.tensor([[0.0, 0.0], [1.0, 2.0], [1.0, 2.0], [3.0, 2.0], [0.0, -0.0], [float("nan"), 1.0]])
@@ -57,3 +59,23 @@ def test_rows_of_another_rank_are_dismissed(token, stored, dismissed):
     """Where this rank does not have both rows, nobody knows whether they are the same."""
     reason = EmbeddingFilter(row, elsewhere=lambda t: t >= 6).canary_dismiss(lost(token, stored))
     assert (reason is not None and "not both on this rank" in reason) == dismissed
+
+
+def test_writes_of_requests_that_were_given_embeddings_are_dismissed():
+    """Their tokens stand for nothing; and so where they wrote what another's tokens are compared with now."""
+    embedded = EmbeddedRequests()
+    embedded.add("given")
+    found = replace(lost(1, 3), request="given", stored_request="text")
+    dismiss = EmbeddingFilter(row, embedded=embedded).canary_dismiss
+    assert dismiss(found) == "given was given embeddings, not tokens"
+    assert dismiss(replace(found, request="text", stored_request="given", token=None)) is not None
+    assert dismiss(replace(found, request="text")) is None
+    assert dismiss(replace(found, kind=Kind.BYTES)) is None
+
+
+def test_the_last_requests_with_embeddings_are_remembered():
+    """Not all of an engine that runs for months."""
+    embedded = EmbeddedRequests(capacity=2)
+    for name in ("a", "b", "a", "c"):
+        embedded.add(name)
+    assert [name in embedded for name in ("a", "b", "c")] == [True, False, True]

@@ -186,6 +186,14 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_half_bundle(tmp_path
     assert read_bundle(only(tmp_path)).diagnoses[0].name == "flipped_bit"
 
 
+def test_what_another_machine_is_writing_is_left_alone(tmp_path):
+    """Nodes may share the directory: a process of theirs is not known here, and runs all the same."""
+    others = tmp_path / f"{PARTIAL}another_node-999999-incident"
+    others.mkdir()
+    broken(tmp_path)
+    assert others.exists()
+
+
 def test_a_bundle_survives_the_crash_of_the_engine(tmp_path):
     """A process that dies right after the finding was looked at: the bundle is on the disk, without an aftermath."""
     with run(tmp_path, "fast", "os.kill(os.getpid(), 9)") as process:

@@ -75,6 +75,16 @@ def test_what_was_there_from_the_start_is_only_counted():
     assert guarded.canary.stats()["unsure"] == 1
 
 
+def test_what_is_there_after_a_flush_is_only_counted():
+    """An engine that sleeps gives its memory back, and wakes with other memory."""
+    guarded = engine()
+    guarded.canary.step.flushed()
+    guarded.engine.k[0][0] = math.nan
+    guarded.submit("b")
+    guarded.step()
+    assert nulls_found(guarded) == []
+
+
 def test_a_null_block_is_looked_at_in_turn():
     """One of its slots in each forward."""
     guarded = engine(nulls=4)

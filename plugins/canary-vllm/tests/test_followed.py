@@ -89,9 +89,7 @@ def test_a_scheduler_with_a_schedule_of_its_own_is_followed(engine):
     class Scheduler(own):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.schedule_as_usual = (
-                own.schedule.__wrapped__.__get__(self) if hasattr(own.schedule, "__wrapped__") else 0
-            )
+            self.schedule_as_usual = inspect.unwrap(own.schedule).__get__(self)
 
         def schedule(self, *args, **kwargs):
             kept.append(1)

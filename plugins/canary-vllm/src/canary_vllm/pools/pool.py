@@ -80,7 +80,8 @@ class VLLMPool(PoolAdapter):
 
     def _region(self, number: int, spec: Any, names: Sequence[str]) -> Region | None:
         specs = getattr(spec, "kv_cache_specs", None) or {}
-        kinds = {type(specs.get(name, spec)).__name__ for name in names}
+        # Layers that have another one's KV are named in the group and have no entry of their own.
+        kinds = {type(one).__name__ for one in ([specs[name] for name in names if name in specs] or [spec])}
         reason = next((f"{k} is not guarded" for k in kinds if not any(known in k for known in GUARDED)), None)
         block = int(spec.block_size)
         if getattr(spec, "storage_block_size", block) != block:
@@ -102,7 +103,7 @@ class VLLMPool(PoolAdapter):
             return None
         window = getattr(next(iter(specs.values()), spec), "sliding_window", None)
         # A full group may have layers with a window: they read less of the same slots.
-        window = window if "SlidingWindow" in next(iter(kinds)) else None
+        window = window if all("SlidingWindow" in kind for kind in kinds) else None
         name = self._name("draft" if drafts else "window" if window else "full", number)
         self.groups.append(Group(name, number, block, page, "drafts" if drafts else "tokens", tuple(names)))
         return Region(
