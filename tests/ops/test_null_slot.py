@@ -79,6 +79,7 @@ def test_what_is_there_after_a_flush_is_only_counted():
     """An engine that sleeps gives its memory back, and wakes with other memory."""
     guarded = engine()
     guarded.canary.step.flushed()
+    guarded.engine.requests.clear()
     guarded.engine.k[0][0] = math.nan
     guarded.submit("b")
     guarded.step()
