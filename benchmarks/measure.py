@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Case
+from benchmarks.cases import STORES, Case
 from benchmarks.equality import NotEqualError, require_equal, require_quiet
 from benchmarks.gather import gather_us
 from benchmarks.peer import Modules, Peer, PeerUnavailableError
@@ -81,7 +81,7 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
 
 def _time(setting: Setting, budget_s: float) -> Timing:
     case, backend = setting.case, triton_backend()
-    if "fingerprint" in case.ops or "record" in case.ops:
+    if {"fingerprint", "record", *STORES} & set(case.ops):
         setting.plan(backend)
     once = "fingerprint" in case.ops  # its slots must be unwritten before each launch
     rounds = 1 if once else -(-LAUNCHES // case.shape.sets)
