@@ -47,14 +47,15 @@ class Hooks:
             self._follow(f"{targets.V2}.prepare_attn", self._prepared)
             for kind in ("KVConnector", "ActiveKVConnector"):
                 self._follow(f"{targets.CONNECTORS}.{kind}.pre_forward", self._connected)
-        self._wrap(targets.WORKER_END, self._worker_ends)
+        if targets.WORKER_END.problem() is None:
+            self._wrap(targets.WORKER_END.name, self._worker_ends)
         missing = targets.problems(targets.LIFETIME)
         if missing:
             self._left_out("blocks of the scheduler are not followed", missing)
             return
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
         self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
-        self._wrap(targets.SCHEDULER_END, self._scheduler_ends)
+        self._wrap(f"{targets.SCHEDULER}.shutdown", self._scheduler_ends)
         if config.on_violation == "abort":
             self._left_out("CANARY_ON_VIOLATION=abort", ["requests are not ended; quarantine computes them again"])
         if config.on_violation != "report":

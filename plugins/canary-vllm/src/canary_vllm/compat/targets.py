@@ -12,8 +12,8 @@ CONNECTORS = "vllm.v1.worker.gpu.kv_connector"
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 POOL = "vllm.v1.core.block_pool.BlockPool"
-WORKER_END = "vllm.v1.worker.worker_base.WorkerWrapperBase.shutdown"
-SCHEDULER_END = f"{SCHEDULER}.shutdown"
+WORKER_END = HookTarget("vllm.v1.worker.worker_base.WorkerWrapperBase.shutdown")
+"""Where it does not fit, what is guarded is not given back when its engine ends."""
 
 RUNNERS: Mapping[str, Sequence[HookTarget]] = {
     V1: (
@@ -40,7 +40,7 @@ SAMPLERS: Mapping[str, HookTarget] = {
 LIFETIME: Sequence[HookTarget] = (
     HookTarget(f"{SCHEDULER}.__init__"),
     HookTarget(f"{SCHEDULER}.schedule"),
-    HookTarget(SCHEDULER_END),
+    HookTarget(f"{SCHEDULER}.shutdown"),
     HookTarget(f"{MANAGER}.allocate_slots", ("request",)),
     HookTarget(f"{MANAGER}.free", ("request",)),
     HookTarget(f"{POOL}.get_new_blocks"),
