@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,8 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
 
         def __init__(self, runner, config, requests):
             super().__init__(runners.draft_name(runner))
-            self.runner, self.canary = runner, SimpleNamespace(step=FakeStep(self.model))
+            step = FakeStep(self.model)
+            self.runner, self.canary = runner, SimpleNamespace(step=step, guard=lambda where: nullcontext())
             self.requests = requests or object()
 
     monkeypatch.setattr("canary_sglang.hooks.attach_runner", FakeSession)

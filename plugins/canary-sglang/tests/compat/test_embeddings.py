@@ -8,7 +8,7 @@ import torch
 from canary_sglang.compat import embeddings
 
 from canary_adapters import EmbeddingFilter
-from canary_core import Kind
+from canary_core import Kind, Phase, Violation
 
 pytestmark = pytest.mark.without_engine
 
@@ -38,5 +38,5 @@ def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old,
     model's own regions."""
     model = torch.nn.Sequential(VocabParallelEmbedding())
     known = EmbeddingFilter(partial(embeddings.row, model), partial(embeddings.elsewhere, model), ["full"])
-    finding = SimpleNamespace(kind=Kind.LOST_WRITE, region=region, token=new, stored_token=old)
+    finding = Violation(Kind.LOST_WRITE, region, Phase.POST_FORWARD, 3, 1, 0, token=new, stored_token=old)
     assert (known.canary_dismiss(finding) is not None) is dismissed
