@@ -161,12 +161,7 @@ class SlotEvents:
     def forget_bytes(self, region: str, slots: Tensor) -> None:
         """What bytes ``slots`` have is not known; what was written there still is. Takes effect on the current stream
         at once, without a wait for the device."""
-        state = self._told("forget_bytes", region, slots=slots)
-        if state is not None and len(slots):
-            with self._switch.guard("forget_bytes"):
-                self.audit.claim(region, slots)
-                _, slot, anything = payload.entries(state, slots.long())
-                state.fingerprints[slot] = torch.where(anything, 0, state.fingerprints[slot])
+        self._fingerprint("forget_bytes", region, slots, lambda state: 0)
 
     def adopt_bytes(self, region: str, slots: Tensor) -> None:
         """``slots``, which hold nothing, were handed out, and in them lie the bytes of another region with the same
@@ -181,14 +176,19 @@ class SlotEvents:
     def expect_zeros(self, region: str, slots: Tensor) -> None:
         """All bytes of ``slots`` are zero: a write that leaves them so is lost. Takes effect on the current stream at
         once; numbers that are no slots are left out."""
-        state = self._told("expect_zeros", region, slots=slots)
+        # The fingerprint of zero bytes is the salt alone.
+        self._fingerprint("expect_zeros", region, slots, lambda state: state.sources.salts[: len(state.sources)])
+
+    def _fingerprint(
+        self, event: str, region: str, slots: Tensor, value: Callable[[RegionState], Tensor | int]
+    ) -> None:
+        """``slots`` have the fingerprints ``value`` from now on, in each of the region's sources."""
+        state = self._told(event, region, slots=slots)
         if state is not None and len(slots):
-            with self._switch.guard("expect_zeros"):
+            with self._switch.guard(event):
                 self.audit.claim(region, slots)
                 _, slot, anything = payload.entries(state, slots.long())
-                # The fingerprint of zero bytes is the salt alone.
-                zeros = state.sources.salts[: len(state.sources)]
-                state.fingerprints[slot] = torch.where(anything, zeros, state.fingerprints[slot])
+                state.fingerprints[slot] = torch.where(anything, value(state), state.fingerprints[slot])
 
     def expect(self, region: str, slots: Tensor) -> None:
         """Bytes of ``slots`` will arrive by another way than a forward: what was written there is not judged any more.

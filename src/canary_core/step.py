@@ -490,13 +490,12 @@ class Step:
         and take other memory, whose null slots hold anything."""
         if not self._switch.enabled:
             return
-        for name, state in self._states.items():
+        for name in self._states:
             self._slots.clear(name, None)
-            with self._switch.guard("flushed"):
-                nulls = state.region.null_range
-                if state.sources and nulls:
-                    self._workspace.join()
-                    state.fingerprints[nulls.start : nulls.stop].zero_()
+        with self._switch.guard("flushed"):
+            self._workspace.join()
+            for state in self._states.values():
+                state.forget_nulls()
         self._listeners.flushed()
 
     def idle(self) -> None:

@@ -4,10 +4,8 @@ and states that the prefix cache keeps: `test_processes`."""
 from functools import cache
 
 import pytest
-from canary_vllm.pools.pool import Group
 from vllm_on_cpu import guarded
 
-from canary_adapters import moved_states
 from canary_core import Kind, RegionKind
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("process 0")]
@@ -110,13 +108,3 @@ def test_states_that_a_prefills_kernels_store_are_left_out_with_the_reason():
         (coverage,) = guard.findings.told("coverage")
     assert {item["name"] for item in coverage.fields["uncovered"]} == {"model.2.mixer", "model.3.mixer"}
     assert "a prefill's kernels store" in str(coverage.fields["uncovered"])
-
-
-@pytest.mark.without_engine
-def test_states_that_go_on_in_another_block_move():
-    """A row whose last token lies in another block of tokens than the one before the forward; not one that begins, one
-    that stays, or one whose blocks are not known."""
-    group = Group("state", 1, 1, page=32, holds="states")
-    blocks = [[4, 5], [6], [7, 8], None, [0, 9, 3]]
-    assert moved_states(group.page, [32, 3, 0, 32, 70], [1, 29, 40, 1, 5], blocks) == [(4, 5)]
-    assert moved_states(group.page, [33, 64], [31, 1], [[4, 5], [0, 9, 3]]) == [(9, 3)]

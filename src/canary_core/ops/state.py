@@ -161,6 +161,11 @@ class RegionState:
         written = self.scratch.claims >> CLAIM_TOKEN_BITS == self.shared.clock[Clock.NEXT]
         self.fingerprints.masked_fill_(written[:, None], 0)
 
+    def forget_nulls(self) -> None:
+        """What bytes the null slots have is not known: they are looked at as if for the first time."""
+        nulls = self.region.null_range
+        self.fingerprints[nulls.start : nulls.stop].zero_()
+
     @property
     def readable(self) -> bool:
         """Whether there are bytes to read: not where none are fingerprinted, nor after `SourceTable.let_go`."""

@@ -7,7 +7,6 @@ others multiply matrices. See `test_gpu.LateReset`. Prints a line a process; 50 
 """
 
 import argparse
-import copy
 import subprocess
 import sys
 import time
@@ -17,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from tiny.batching import SETTINGS, Traffic, serve
-from tiny.models import batching
+from tiny.batching import Traffic, serve, served
 
 SERVING, MULTIPLYING = 4, 4
 
@@ -37,8 +35,7 @@ def multiply(seconds: float) -> str:
 def serve_again(seconds: float) -> str:
     """Serves the same requests, and counts the runs in which an answer is another one."""
     transformers.logging.set_verbosity_error()
-    model = copy.deepcopy(batching("llama")).to("cuda")
-    model.set_attn_implementation("sdpa" if "auto_switch_to_flash" in SETTINGS else "paged|sdpa")
+    model = served("llama", "cuda")
 
     def answers(behind: bool) -> list[list[int]]:
         options = {"use_cuda_graph": behind, "use_async_batching": behind, "allow_block_sharing": False}

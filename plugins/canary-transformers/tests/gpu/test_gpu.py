@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny.batching import SETTINGS, Traffic, serve
+from tiny.batching import Traffic, serve, served
 from tiny.generation import expect_clean, flip, forwards, generate, listening, new_cache, prompts
-from tiny.models import WINDOW, batching, generating
+from tiny.models import WINDOW, generating
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cache_utils import StaticCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
@@ -96,18 +96,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def served(kind: str) -> Any:
-    """A model for continuous batching on the GPU, without FlashAttention."""
-    model = copy.deepcopy(batching(kind)).to(DEVICE)
-    # A release without this switch looks for FlashAttention unless it is told "paged".
-    model.set_attn_implementation("sdpa" if "auto_switch_to_flash" in SETTINGS else "paged|sdpa")
-    return model
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_continuous_batching_is_silent_and_answers_the_same(kind, loop, guard):
     """Prefills in chunks, decodes, blocks that requests share and hand on: no finding, and no answer changes."""
-    model, traffic = served(kind), Traffic(seed=3, requests=12, options=LOOPS[loop])
+    model, traffic = served(kind, DEVICE), Traffic(seed=3, requests=12, options=LOOPS[loop])
     before = serve(model, traffic)
     guarded = guard(model)
     assert list(serve(model, traffic).values()) == list(before.values())
@@ -168,7 +160,7 @@ class FlippedBit:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_flipped_bit_that_a_running_request_reads_is_found(kind, loop, half, guard, monkeypatch):
     """With layer, half, position and request, and nothing else is found."""
-    model = served(kind)
+    model = served(kind, DEVICE)
     for layer in FULL[kind]:
         with monkeypatch.context() as patch:
             flipped = FlippedBit(patch, layer, half)
@@ -185,7 +177,7 @@ def test_a_flipped_bit_that_a_running_request_reads_is_found(kind, loop, half, g
 
 def test_a_reset_that_comes_after_the_first_batch_is_found(guard, monkeypatch):
     """All of the first batch's KV goes to one slot, the trash, with Canary and without."""
-    model, traffic = served("llama"), Traffic(seed=3, requests=4, options=LOOPS["asynchronous"])
+    model, traffic = served("llama", DEVICE), Traffic(seed=3, requests=4, options=LOOPS["asynchronous"])
     late = LateReset(monkeypatch)
     serve(model, traffic)
     assert late.written is not None

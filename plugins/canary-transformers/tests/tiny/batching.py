@@ -1,5 +1,6 @@
 """Traffic for continuous batching, and objects that act in the middle of it."""
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -9,7 +10,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from canary_core import hookimpl
-from tiny.models import LAYERS
+from tiny.models import LAYERS, batching
 
 PAGE = 8
 SETTINGS = {f.name for f in fields(ContinuousBatchingConfig)}
@@ -56,8 +57,16 @@ class Traffic:
             engine |= {"block_size": PAGE, "num_blocks": 2 * self.pages * (LAYERS if mixed else 1)}
         if "auto_switch_to_flash" in SETTINGS:
             engine["auto_switch_to_flash"] = False
-        batching = ContinuousBatchingConfig(**engine, **self.options)
-        return {"generation_config": generation, "continuous_batching_config": batching}
+        config = ContinuousBatchingConfig(**engine, **self.options)
+        return {"generation_config": generation, "continuous_batching_config": config}
+
+
+def served(kind: str, device: str) -> Any:
+    """A model of `batching` on ``device``, for continuous batching without FlashAttention."""
+    model = copy.deepcopy(batching(kind)).to(device)
+    # A release without this switch looks for FlashAttention unless it is told "paged".
+    model.set_attn_implementation("sdpa" if "auto_switch_to_flash" in SETTINGS else "paged|sdpa")
+    return model
 
 
 def serve(model: Any, traffic: Traffic) -> dict[str, list[int]]:

@@ -54,13 +54,13 @@ class Hooks:
             self._left_out("blocks of the scheduler are not followed", missing)
             return
         self._follow(f"{targets.SCHEDULER}.__init__", self._scheduler)
-        self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
         self._wrap(f"{targets.SCHEDULER}.shutdown", self._scheduler_ends)
         if config.on_violation == "abort":
             self._left_out("CANARY_ON_VIOLATION=abort", ["requests are not ended; quarantine computes them again"])
         if config.on_violation != "report":
             self._quarantine = Quarantine(lambda: [g for session in self.sessions for g in session.groups])
             hook_manager().register(self._quarantine)
+            self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
 
     def stop(self) -> None:
         """Closes all sessions; vLLM's functions are its own again."""

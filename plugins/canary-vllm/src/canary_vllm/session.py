@@ -130,11 +130,10 @@ class Session:
         with self.canary.guard("scheduled"):
             self.requests.notice(output)
             message = messages.attached(output)
-            given = [new.block_ids for new in output.scheduled_new_reqs]
-            given += [more for more in output.scheduled_cached_reqs.new_block_ids if more is not None]
+            given = partial(messages.given, output)
             self.lifetime.replay(message, given)
             if message is not None and self.canary.step.stores.on and len(self.groups) > 1:
-                self.lifetime.blocks.handed_out(message.events, given, [group.number for group in self._tokens])
+                self.lifetime.blocks.handed_out(message.events, given(), [group.number for group in self._tokens])
             if self._loads is not None:
                 self._loads.scheduled(output, message)
             copies = getattr(output, "kv_cache_block_copies", None)

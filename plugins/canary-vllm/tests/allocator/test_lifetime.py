@@ -23,7 +23,7 @@ def test_what_vllm_warms_up_with_is_nobodys(number, kinds):
     requests = Requests(Writers(), pool.device)
     canary.slots.alloc("full", torch.arange(16, 32), 1)
     lifetime = Lifetime(canary, [Group("full", 0, 16)], requests, judged=True)
-    lifetime.replay(Message(number, [BlockEvent("alloc", "first", [1])]), [])
+    lifetime.replay(Message(number, [BlockEvent("alloc", "first", [1])]), list)
     canary.drain()
     assert {v.root.kind for v in canary.incidents} == set(kinds)
     canary.close()

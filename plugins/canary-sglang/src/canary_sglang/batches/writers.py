@@ -46,11 +46,11 @@ class RequestWriters:
         self._noticed = [ref(request) for request in requests]
         times = Counter(request.rid for request in requests)
         self._doubled = frozenset(name for name, count in times.items() if count > 1)
-        self._names = []
         for request in requests:
             if self._requests.get(request.rid) is not request:
                 self._requests[request.rid] = request
                 self.writers.forget(request.rid)
+                self._names = []
                 self._identify(request)
                 if schedulers.embedded(request):
                     self.embedded.add(request.rid)

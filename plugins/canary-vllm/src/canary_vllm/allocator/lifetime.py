@@ -1,6 +1,6 @@
 """`Lifetime`: tells Canary, in a worker, what the scheduler did with blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from canary_adapters import BlockEvent, BlockEvents, report_breaches
 from canary_core import Canary, Event
@@ -24,15 +24,17 @@ class Lifetime:
         self._next: int | None = None
         self._over = False
 
-    def replay(self, message: Message | None, given: Sequence[Sequence[Sequence[int]]]) -> None:
-        """``message``: None where the scheduler is not followed. ``given``: blocks by group, of each request that got
-        any. A prefix hit may be of a block that this very step writes; where nobody tells which, none is judged."""
-        if message is not None and message.broken is not None:
-            self._end(message.broken)
-        elif message is not None and self._next is not None and message.number != self._next:
-            self._end(f"message {message.number} of the scheduler came where {self._next} was due")
+    def replay(self, message: Message | None, given: Callable[[], Sequence[Sequence[Sequence[int]]]]) -> None:
+        """``message``: None where the scheduler is not followed. ``given``: see `messages.given`. A prefix
+        hit may be of a block that this very step writes; where nobody tells which, none is judged."""
+        if message is not None and not self._over:
+            if message.broken is not None:
+                self._end(message.broken)
+            elif self._next is not None and message.number != self._next:
+                self._end(f"message {message.number} of the scheduler came where {self._next} was due")
         if message is None or self._over:
-            hits = [(g.number, [b for blocks in given for b in blocks[g.number] if b]) for g in self._groups]
+            lists = given()
+            hits = [(g.number, [b for blocks in lists for b in blocks[g.number] if b]) for g in self._groups]
             self.blocks.tell([BlockEvent("forget", None, blocks, number) for number, blocks in hits if blocks])
             return
         if self._next is None and message.number == 0:
@@ -46,15 +48,12 @@ class Lifetime:
 
     def _swept(self, swept: Swept) -> None:
         """Tells what a sweep found, in the first region: all of them have the pool's blocks."""
-        canary = self._canary
-        new = report_breaches(canary, self._groups[0], swept.breaches)
+        new = report_breaches(self._canary, self._groups[0], swept.breaches)
         fields: dict[str, object] = {"nodes": swept.cached, "findings": new}
-        canary.tell(Event("sweep", "warning" if new else "info", fields))
-        canary.count("sweeps")
+        self._canary.tell(Event("sweep", "warning" if new else "info", fields))
+        self._canary.count("sweeps")
 
     def _end(self, reason: str) -> None:
-        if self._over:
-            return
         self._over = True
         regions = [group.region for group in self._groups]
         for region in regions:

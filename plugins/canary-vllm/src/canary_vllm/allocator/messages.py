@@ -1,5 +1,6 @@
 """What the scheduler's process tells the workers of blocks: it travels with the scheduler's output."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,3 +45,9 @@ def attached(output: Any) -> Message | None:
     """The message that came with ``output``, None where the scheduler is not followed."""
     found = getattr(output, ATTRIBUTE, None)
     return found if isinstance(found, Message) else None
+
+
+def given(output: Any) -> Sequence[Sequence[Sequence[int]]]:
+    """Blocks by group, of each request that got any with ``output``: handed out, or found in the prefix cache."""
+    begun = [new.block_ids for new in output.scheduled_new_reqs]
+    return begun + [more for more in output.scheduled_cached_reqs.new_block_ids if more is not None]
