@@ -122,21 +122,13 @@ def test_kernels_equal_reference_on_the_gpu(seed):
 
 
 def test_kernels_equal_reference_whatever_is_found():
-    """The same over fixed seeds, among which every kind of finding that a device raises is: the fuzz above is not
+    """The same over fixed seeds, among which every kind of finding that a device raises is, and forwards that compute,
+    and read, tokens that the sampler gave and others, and some that the engine has replaced: the fuzz above is not
     vacuous."""
     found: set[int] = set()
     seen: Counts[str] = Counts()
-    for seed in (*range(14), 23):
+    for seed in (3, 8, 9, 24, 33, 42, 74):
         found |= run(seed, "cpu", seen)
-    assert seen["stores"] > 0
     assert {Kind(k) for k in found} == set(Kind) - {Kind.CACHE_STRUCTURE, Kind.ARRIVAL}
-
-
-def test_kernels_equal_reference_where_tokens_were_sampled():
-    """The same over seeds in which forwards compute, and read, tokens that the sampler gave and others, and some that
-    the engine has replaced."""
-    seen: Counts[str] = Counts()
-    for seed in (24, 33, 42, 74):
-        run(seed, "cpu", seen)
     assert seen["SAMPLED_TOKENS"] > seen["input"] + seen["tail"] + seen["UNSURE"]
-    assert min(seen["input"], seen["tail"], seen["UNSURE"]) > 0
+    assert min(seen["input"], seen["stores"], seen["tail"], seen["UNSURE"]) > 0

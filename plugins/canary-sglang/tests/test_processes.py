@@ -36,6 +36,7 @@ def serve(folder: Path, device: str = "cpu", **settings: str) -> tuple[list[list
 
 
 @pytest.mark.older_release
+@pytest.mark.beyond_ci("the same with an older SGLang, and two ranks with this one")
 def test_overlap_in_several_processes(tmp_path):
     """The scheduler's process guards itself; clean traffic under the overlap scheduler, two rounds of it, raises
     nothing and computes what it computes unguarded; then a fault from the environment is found."""

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 FOUND = dict(region="full", step=9, slot=4, page=4, request="r", stored_request="w", step_written=3)
 
 
+@pytest.mark.where(pytest.mark.beyond_ci("the same with MHA, and single nodes of a window's cache"), name="swa")
 @pytest.mark.parametrize(("name", "region", "source"), [("mha", "full", "v.1"), ("swa", "full", "k.1")])
 def test_a_corrupted_prefix_is_evicted_and_computed_again(start, name, region, source):
     """A bit flips in an idle node of the prefix cache. It is found, the node is evicted, and the same prompt gives what
@@ -40,6 +41,8 @@ def test_a_corrupted_prefix_is_evicted_and_computed_again(start, name, region, s
     assert again["cached"][0] == len(prompt) - 1
 
 
+@pytest.mark.where(pytest.mark.beyond_ci("each core, and each cache, once"), core="python", name="mha")
+@pytest.mark.where(pytest.mark.beyond_ci("each core, and each cache, once"), core="rust", name="swa")
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize(("name", "source"), [("mha", "v.1"), ("swa", "k.1")])
 def test_only_the_corrupted_node_is_evicted_and_what_follows_it(start, core, name, source):
