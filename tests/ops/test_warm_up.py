@@ -71,7 +71,7 @@ def test_batches_of_each_step_are_warmed_up():
     g = Padded()
     asked = []
     g.canary.warm_up(lambda rows: asked.append(rows) or (), most_rows=100)
-    assert asked == [16, 64, 100]
+    assert asked == [64, 100]
 
 
 def test_nothing_is_warmed_up_where_nothing_is_compiled():

@@ -8,7 +8,6 @@ from canary_core.ops import payload
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.state import RegionState
 from canary_core.records import (
-    CLAIM_TOKEN_BITS,
     PAYLOAD_FINGERPRINTS,
     PAYLOAD_RECORD,
     PAYLOAD_STAMP,
@@ -66,5 +65,5 @@ def _inside(state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:
 def _in_flight(state: RegionState, slot: Tensor, inside: Tensor) -> Tensor:
     """Which slots the forward writes that was checked and is not recorded yet, if there is one."""
     clock = state.shared.clock
-    claimed = state.scratch.claims[slot] >> CLAIM_TOKEN_BITS == clock[Clock.NEXT]
+    claimed = state.scratch.claiming_step(state.scratch.claims[slot]) == clock[Clock.NEXT]
     return inside & claimed & (clock[Clock.NEXT] != clock[Clock.STEP])

@@ -66,7 +66,7 @@ class Scratch:
     """What the ops of one forward hand to each other in one region: `check` fills it, the ops after the forward read
     it.
 
-    claims: int64 ``[slots]``, the last step and token that claimed a slot for writing, see `CLAIM_TOKEN_BITS`. heads:
+    claims: int64 ``[slots]``, who claimed each slot for writing last, see `claim`. heads:
     int64 ``[rows]``, each row's prefix hash before its new tokens, 0 for unknown. plan: int64 ``[tokens, PLAN_WORDS]``.
     """
 
@@ -92,6 +92,21 @@ class Scratch:
             self.plan = self.plan.new_zeros(self._tokens, PLAN_WORDS)
             grown = True
         return grown
+
+    @staticmethod
+    def claim(step: Tensor, token: Tensor) -> Tensor:
+        """What `claims` has where token number ``token`` of forward ``step`` is written, see `CLAIM_TOKEN_BITS`."""
+        return (step << CLAIM_TOKEN_BITS) + token + 1
+
+    @staticmethod
+    def claiming_token(claims: Tensor) -> Tensor:
+        """Which token of its forward made each of ``claims``."""
+        return (claims & ((1 << CLAIM_TOKEN_BITS) - 1)) - 1
+
+    @staticmethod
+    def claiming_step(claims: Tensor) -> Tensor:
+        """Which forward made each of ``claims``."""
+        return claims >> CLAIM_TOKEN_BITS
 
     @property
     def memory_bytes(self) -> int:
@@ -158,7 +173,7 @@ class RegionState:
     def forget_written(self) -> None:
         """After a forward and before `record`, instead of `fingerprint`: what bytes the written slots have now is not
         known. Passes over all slots' fingerprints, so it is meant for regions of few slots. May be captured."""
-        written = self.scratch.claims >> CLAIM_TOKEN_BITS == self.shared.clock[Clock.NEXT]
+        written = self.scratch.claiming_step(self.scratch.claims) == self.shared.clock[Clock.NEXT]
         self.fingerprints.masked_fill_(written[:, None], 0)
 
     def forget_nulls(self) -> None:

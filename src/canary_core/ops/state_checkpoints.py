@@ -8,7 +8,7 @@ from canary_core.errors import AttachError
 from canary_core.ops import payload
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState
-from canary_core.records import CLAIM_TOKEN_BITS, Clock, Status
+from canary_core.records import Clock, Status
 
 
 def record_checkpoints(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -71,5 +71,5 @@ def _plan(state: RegionState, batch: BatchView, made: StateCheckpoints, token: T
     word = (int(Status.OK) + 1 << 32) + row
     plan = state.scratch.plan[: batch.tokens].zero_()
     plan.index_add_(0, token, torch.stack((word, slots, positions, torch.full_like(row, -1)), 1) * there[:, None])
-    claim = (state.shared.clock[Clock.NEXT] << CLAIM_TOKEN_BITS) + token + 1
+    claim = state.scratch.claim(state.shared.clock[Clock.NEXT], token)
     state.scratch.claims.scatter_reduce_(0, slots, claim * there, "amax")

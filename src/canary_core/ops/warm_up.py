@@ -31,9 +31,12 @@ def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterab
     every = list(batches)
 
     def launch() -> None:
+        # The kernels of forwards take longest to compile, so they begin first.
         for batch in every:
             for name, table in batch.tables.items():
-                _launch_all(backend, states[name], batch, table)
+                _launch_forward(backend, states[name], batch, table)
+        for name in dict.fromkeys(name for batch in every for name in batch.tables):
+            _launch_beside(backend, states[name])
 
     # The interpreter compiles nothing.
     if backend.compile_together is not None and shared.counters.device.type != "cpu":
@@ -44,12 +47,14 @@ def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterab
     return len(every)
 
 
-def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
+def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """The ops that are given a batch."""
     state.require_capacity(batch)
     # Nothing is compared, and nothing listed.
     state.cursors[Cursor.SCRUB_SLOTS].fill_(0)
     state.cursors[Cursor.SCRUB :].zero_()
     backend.check(state, batch, table)
+    backend.record(state, batch, table)
     if state.region.tokens_per_slot == 1:
         lens = batch.prefix_lens
         # What an engine keeps is the table itself, or lists that are copied, with a row for some requests only.
@@ -63,10 +68,13 @@ def _launch_all(backend: Backend, state: RegionState, batch: BatchView, table: S
     if state.stores.numel():
         backend.note_store(state, batch, range(len(state.sources)))
         backend.compare_stores(state, batch, table)
-    backend.record(state, batch, table)
+
+
+def _launch_beside(backend: Backend, state: RegionState) -> None:
+    """The ops that are given slots, or look for them; after `_launch_forward`, so that there are none to look for."""
     if state.sources:
         backend.scrub(state)
-    none = torch.empty(0, dtype=torch.int64, device=batch.device)
+    none = torch.empty(0, dtype=torch.int64, device=state.records.device)
     backend.verify(state, none)
     backend.adopt(state, none)
     rows = state.fingerprints.new_empty((1, BLOCK_VALUES + len(state.sources)))

@@ -12,7 +12,6 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.ops import hashing
 from canary_core.ops.kernels.common import (
     ALLOCATED,
-    CLAIM_BITS,
     CONTENT_BITS,
     FREED,
     READ_WORD,
@@ -23,6 +22,7 @@ from canary_core.ops.kernels.common import (
     UNKNOWN,
     UNWRITTEN,
     WRITTEN,
+    claim_of,
     load_head,
     lookup,
     mix,
@@ -308,7 +308,7 @@ def check_kernel(
             tl.store(p_entry + 1, tl.where(m_stored, slot, 0), mask=m)
             tl.store(p_entry + 2, tl.where(m_stored, position, 0), mask=m)
             tl.store(p_entry + 3, tl.where(m_stored, table_slot, 0), mask=m)
-            claim = (step << CLAIM_BITS) + o_token + 1
+            claim = claim_of(step, o_token)
             tl.atomic_max(p_claims + slot, claim, mask=m_stored & (status == STATUS_OK))
 
         else:

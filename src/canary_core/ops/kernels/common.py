@@ -49,6 +49,12 @@ ROW_STEP = tl.constexpr(int(Row.STEP))
 
 
 @triton.jit
+def claim_of(step, o_token):
+    """`Scratch.claim`: int64 ``step`` and token numbers, gives int64."""
+    return (step << CLAIM_BITS) + o_token + 1
+
+
+@triton.jit
 def mix(token, position):
     """`hashing.mix`: int64 ``position`` and the low 32 bits of ``token``, gives int64."""
     x = (position << 32) | (token & 0xFFFFFFFF)

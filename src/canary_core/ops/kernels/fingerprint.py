@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.kernels.common import CLAIM_BITS, STATUS_OK, report_record, split_head
+from canary_core.ops.kernels.common import STATUS_OK, claim_of, report_record, split_head
 from canary_core.ops.kernels.fold import FIELDS, STRIP, describe, fold, fold_abreast, spread
 from canary_core.ops.kernels.launch import MOST_PROGRAMS, arguments, group_launches, jit
 from canary_core.ops.kernels.tiles import SCRUB_TILES, WRITE_TILES
@@ -84,7 +84,7 @@ def fingerprint_kernel(
                 word = tl.load(p_plan + o_token * PLAN)
                 slot = tl.load(p_plan + o_token * PLAN + 1)
                 # The bytes of a slot that another token won are not asked for: a long one takes long.
-                usable = tl.load(p_claims + slot) == (step << CLAIM_BITS) + o_token + 1
+                usable = tl.load(p_claims + slot) == claim_of(step, o_token)
                 recorded = record_tile(
                     p_records, p_claims, p_plan, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns,
                     p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, step, o_token, word, slot, usable,
@@ -128,7 +128,7 @@ def record_tile(
             value, odd = fold_abreast(p_descriptors, source, p_keys, slot, present, STRIPS, s, True)
         else:
             value, odd = fold(p_descriptors, source, p_keys, slot, present, STRIPS, s, False, True)
-        there = present & (claim == (step << CLAIM_BITS) + o_token + 1)
+        there = present & (claim == claim_of(step, o_token))
         tl.store(p_old, value, mask=there)
         recorded += tl.sum(there.to(tl.int64), 0) * (STRIPS[s * STRIP + 1] * STRIPS[s * STRIP + 2])
         stored_token, _ = split_head(stored_first)

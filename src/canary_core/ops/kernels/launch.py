@@ -37,7 +37,7 @@ UNALIGNED = ("p_slots", "p_write_slots", "p_expected")
 
 SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.jit).parameters
 
-ROW_STEPS = (16, 64, 256, 1024, 4096, 16384, 65536)
+ROW_STEPS = (64, 256, 1024, 4096, 16384, 65536)
 """Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
 
 MOST_PROGRAMS = 32768

@@ -1,4 +1,7 @@
-"""lifetime: the kernel of `canary_core.ops.reference.lifetime`. One launch an event; atomics show duplicates."""
+"""lifetime: the kernel of `canary_core.ops.reference.lifetime`. One launch an event; atomics show duplicates.
+
+All events are one kernel, to which the event is a number: a start compiles two of them (who did it is a number, or one
+a slot), not ten."""
 
 import triton
 import triton.language as tl
@@ -32,51 +35,54 @@ KIND_EVICTED_IN_USE = tl.constexpr(int(Kind.EVICTED_IN_USE))
 KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
 KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
 PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
+ALLOC = tl.constexpr(int(Happened.ALLOC))
+SHARE = tl.constexpr(int(Happened.SHARE))
+PARK = tl.constexpr(int(Happened.PARK))
+EVICT = tl.constexpr(int(Happened.EVICT))
 
 
 def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """As `canary_core.ops.reference.lifetime.alloc`. One launch."""
-    _launch("alloc", state, slots, writer, page_slots)
+    _launch(Happened.ALLOC, state, slots, writer, page_slots)
 
 
 def park(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """As `canary_core.ops.reference.lifetime.park`. One launch."""
-    _launch("park", state, slots, writer, page_slots)
+    _launch(Happened.PARK, state, slots, writer, page_slots)
 
 
 def share(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """As `canary_core.ops.reference.lifetime.share`. One launch."""
-    _launch("share", state, slots, writer, page_slots)
+    _launch(Happened.SHARE, state, slots, writer, page_slots)
 
 
 def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """As `canary_core.ops.reference.lifetime.evict`. One launch."""
-    _launch("evict", state, slots, writer, page_slots)
+    _launch(Happened.EVICT, state, slots, writer, page_slots)
 
 
 def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """As `canary_core.ops.reference.lifetime.free`. One launch."""
-    _launch("free", state, slots, writer, page_slots)
+    _launch(Happened.FREE, state, slots, writer, page_slots)
 
 
-def _launch(event: str, state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int) -> None:
-    launcher = state.launches.by_op.get(event)
+def _launch(event: Happened, state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int) -> None:
+    launcher = state.launches.by_op.get("lifetime")
     if launcher is None:
-        constants = {"EVENT": event, "HAPPENED": int(Happened[event.upper()]), "TILE": TILE}
         fixed = (region_arguments(state), history_arguments(state))
-        launcher = Launcher(lifetime_kernel, state, fixed, constants, num_warps=WARPS)
-        state.launches.by_op[event] = launcher
+        launcher = Launcher(lifetime_kernel, state, fixed, {"TILE": TILE}, num_warps=WARPS)
+        state.launches.by_op["lifetime"] = launcher
     count = slots.shape[0]
     each, writer = (writer, -1) if isinstance(writer, Tensor) else (None, writer)
-    launcher((max(triton.cdiv(count, TILE), 1), 1), arguments(slots, count, each, writer, page_slots))
+    launcher((max(triton.cdiv(count, TILE), 1), 1), arguments(slots, count, each, writer, page_slots, int(event)))
 
 
-@jit("count", "writer", "page_slots")
+@jit("count", "writer", "page_slots", "event")
 def lifetime_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_first, null_end, p_histories,
-    p_slots, count, p_writers, writer, page_slots,
-    EVENT: tl.constexpr, HAPPENED: tl.constexpr, TILE: tl.constexpr,
+    p_slots, count, p_writers, writer, page_slots, event,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each `TILE` slots, or pages of ``page_slots`` slots, of the event.
 
@@ -94,7 +100,7 @@ def lifetime_kernel(
     usable = m & (null == 0) & (beyond == 0)
     step = tl.load(p_clock + CLOCK_NEXT)
     if p_histories is not None:
-        new = entry(HAPPENED, tl.zeros_like(slot) + writer, step)
+        new = entry(event, tl.zeros_like(slot) + writer, step)
         first, second, third = newest_once(p_histories, slot, new, usable)
     p_word = p_words + slot * WORDS + WORD_POSITION
     freed_bit = tl.full((TILE,), FREED, tl.int32)
@@ -103,18 +109,18 @@ def lifetime_kernel(
     kind = tl.full((TILE,), KIND_DOUBLE_FREE, tl.int64)
     # When the slot was freed or parked, and by whom; 0 where it is neither.
     released = tl.zeros_like(slot) + ((step & 0xFFFFFFFF) | (writer.to(tl.int64) << 32))
-    if EVENT == "alloc":
+    if event == ALLOC:
         old = tl.atomic_xchg(p_word, tl.full((TILE,), ALLOCATED, tl.int32), mask=usable)
         moved = usable
         bad = usable & ((old & FREED) == 0) & (((old & PARKED) != 0) | held(old))
         kind = tl.full((TILE,), KIND_DOUBLE_ALLOC, tl.int64)
         released = tl.zeros_like(slot)
-    elif EVENT == "park":
+    elif event == PARK:
         old = tl.atomic_or(p_word, parked_bit, mask=usable)
         tl.atomic_and(p_word, not_parked, mask=usable & ((old & FREED) != 0) & ((old & PARKED) == 0))
         bad = usable & ((old & (FREED | PARKED)) != 0)
         moved = usable & (bad == 0)
-    elif EVENT == "share":
+    elif event == SHARE:
         old = tl.atomic_and(p_word, not_parked, mask=usable)
         tl.atomic_or(p_word, parked_bit, mask=usable & ((old & FREED) != 0) & ((old & PARKED) != 0))
         bad = usable & ((old & FREED) != 0)
@@ -125,7 +131,7 @@ def lifetime_kernel(
         old = tl.atomic_or(p_word, freed_bit, mask=usable)
         moved = usable & ((old & FREED) == 0)
         tl.atomic_and(p_word, not_parked, mask=moved & ((old & PARKED) != 0))
-        if EVENT == "evict":
+        if event == EVICT:
             in_use = moved & ((old & PARKED) == 0) & held(old)
             bad = in_use | (usable & (moved == 0))
             kind = tl.where(in_use, KIND_EVICTED_IN_USE, KIND_DOUBLE_FREE).to(tl.int64)
@@ -142,15 +148,15 @@ def lifetime_kernel(
         if p_histories is not None:
             m_noted = noted & (slot + i < slots)
             first, second, third = newest(p_histories, slot + i, m_noted)
-        if EVENT == "alloc":
+        if event == ALLOC:
             word = tl.full((TILE,), ALLOCATED, tl.int32)
         else:
             word = tl.load(p_other, mask=m_other, other=0)
-            if EVENT == "park":
+            if event == PARK:
                 word = word | PARKED
             else:
                 word = word & NOT_PARKED
-                if EVENT != "share":
+                if event != SHARE:
                     word = word | FREED
         tl.store(p_other, word, mask=m_other)
         tl.store(p_records + (slot + i) * 4 + 3, released, mask=m_other)

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import (
-    CLAIM_BITS,
     CLAIM_TOKENS,
     FREED,
     STATE_VALUES,
@@ -17,6 +16,7 @@ from canary_core.ops.kernels.common import (
     STATUS_OK,
     STATUS_RANGE,
     WRITTEN,
+    claim_of,
     mix,
     report,
 )
@@ -135,7 +135,7 @@ def record_kernel(
         status = (word >> 32) - 1
         usable = planned & (status == STATUS_OK)
         claim = tl.load(p_claims + slot, mask=usable, other=0)
-        won = usable & (claim == (step << CLAIM_BITS) + o_token + 1)
+        won = usable & (claim == claim_of(step, o_token))
         p_record = p_records + slot * 4
         if p_histories is not None:
             first, second, third = newest(p_histories, slot, won)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.kernels.common import CLAIM_BITS, STATE_VALUES, STATUS_OK, WRITTEN, report
+from canary_core.ops.kernels.common import STATE_VALUES, STATUS_OK, WRITTEN, claim_of, report
 from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, spread
 from canary_core.ops.kernels.launch import Launcher, arguments, group_launches, jit, programs, region_arguments
 from canary_core.ops.kernels.tiles import SCRUB_TILES
@@ -57,7 +57,7 @@ def planned(p_plan, p_claims, step, o_token, tokens):
     slot = tl.load(p_plan + o_token * PLAN + 1, mask=m, other=0)
     usable = (word != 0) & ((word >> 32) - 1 == STATUS_OK)
     claim = tl.load(p_claims + slot, mask=usable, other=0)
-    return word, slot, usable & (claim == (step << CLAIM_BITS) + o_token + 1)
+    return word, slot, usable & (claim == claim_of(step, o_token))
 
 
 @jit("tokens")

@@ -12,7 +12,6 @@ from canary_core.ops.state import RegionState
 from canary_core.records import (
     CHAINS,
     CHECK_TILE,
-    CLAIM_TOKEN_BITS,
     READ_TILE,
     SCRUB_WORDS,
     Clock,
@@ -142,7 +141,7 @@ def _note_heads(state: RegionState, batch: BatchView, rows: plan.Rows, table: Sl
 
 def _claim(state: RegionState, writes: plan.Writes) -> None:
     usable = writes.status == Status.OK
-    claim = ((state.shared.clock[Clock.STEP] + 1) << CLAIM_TOKEN_BITS) + writes.token + 1
+    claim = state.scratch.claim(state.shared.clock[Clock.STEP] + 1, writes.token)
     state.scratch.claims.scatter_reduce_(0, writes.slot[usable], claim[usable], "amax")
 
 

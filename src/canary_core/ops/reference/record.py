@@ -13,7 +13,6 @@ from canary_core.ops.samples import Samples
 from canary_core.ops.state import RegionState
 from canary_core.records import (
     CHAINS,
-    CLAIM_TOKEN_BITS,
     FREED_BY,
     POSITION,
     PREFIX_HASH,
@@ -87,7 +86,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     other_value = {
         Kind.WRITE_INPUT: sample,
         Kind.WRITE_SLOT: writes.table_slot,
-        Kind.TWO_WRITERS: (claim & ((1 << CLAIM_TOKEN_BITS) - 1)) - 1,
+        Kind.TWO_WRITERS: state.scratch.claiming_token(claim),
     }
     fields = {
         Row.POSITION: places.position,
@@ -160,7 +159,7 @@ def won(state: RegionState, writes: plan.Writes) -> Tensor:
     """Which writes go to a slot of the region that no later token of this batch is written to as well."""
     usable = writes.status == Status.OK
     claim = state.scratch.claims[torch.where(usable, writes.slot, 0)]
-    return usable & (claim == (state.shared.clock[Clock.NEXT] << CLAIM_TOKEN_BITS) + writes.token + 1)
+    return usable & (claim == state.scratch.claim(state.shared.clock[Clock.NEXT], writes.token))
 
 
 def _prefix_hashes(state: RegionState, batch: BatchView, rows: plan.Rows, places: plan.Places) -> Tensor:
