@@ -125,3 +125,27 @@ def test_requests_with_embeddings_are_known():
     assert "text" not in requests.embedded
     assert requests.expected(["given"], lambda: [0], [2]) is None
     assert requests.expected(["text"], lambda: [0], [2]) is not None
+
+
+@LLAMA
+def test_a_runner_that_computes_in_its_own_way_is_told(engine, monkeypatch):
+    """A class of one's own, of which vLLM's is the base: what is hooked there is never called."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    small = engine.small
+    if not isinstance(small.runner, GPUModelRunner):
+        pytest.skip("a V2 runner has no function of its own around the model")
+
+    def own_way(runner, input_ids=None, positions=None, intermediate_tensors=None, inputs_embeds=None, **more):
+        return runner.model(input_ids, positions, intermediate_tensors, inputs_embeds, **more)
+
+    asked = guarded.prompts("own way", 3)
+    with guarded.guard(small) as guard:
+        monkeypatch.setattr(type(small.runner), "_model_forward", own_way, raising=False)
+        answers = small.serve(asked, 8)
+        (told,) = guard.findings.told("silence")
+        assert type(small.runner).__name__ in told.fields["reason"]
+        assert guard.canary.stats()["forwards"] == 0
+    monkeypatch.undo()
+    small.renew()
+    assert small.serve(asked, 8) == answers

@@ -14,6 +14,7 @@ from canary_core import (
     BatchView,
     Canary,
     CanaryConfig,
+    Event,
     Overlap,
     Patches,
     Uncovered,
@@ -36,6 +37,9 @@ from canary_vllm.pools.stores import follow_stores
 MOST_WARM_ROWS = 256
 """Kernels for forwards of up to so many requests are compiled before the first forward."""
 
+UNSEEN = 3
+"""So many batches without a forward in them show that the runner computes in a way of its own."""
+
 
 class Session:
     """Guards every forward of one runner, on the stream on which vLLM issues it, outside of its CUDA graphs.
@@ -52,11 +56,7 @@ class Session:
         self.requests = Requests(Writers(), regions[0].device)
         config = config.model_copy(update={"silence_s": 0.0, "rank": config.rank or runners.rank()})
         self.canary = Canary(
-            regions,
-            config,
-            writers=self.requests.writers,
-            uncovered=pool.uncovered(),
-            pool_tensors=pool.pool_tensors,
+            regions, config, writers=self.requests.writers, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors
         )
         self.groups = pool.groups
         """What is guarded."""
@@ -65,6 +65,7 @@ class Session:
         self._lists = BlockLists(self.canary)
         self._prepared: Prepared | None = None
         self._issued_first = self._begun = False
+        self._unseen = 0
         self._output: Any = None
         self._attention: Any = None
         self._pending: Any = None
@@ -118,6 +119,11 @@ class Session:
             if begun:
                 step.after()
                 step.end()
+            elif self._unseen < UNSEEN and output.total_num_scheduled_tokens:
+                self._unseen += 1
+                if self._unseen == UNSEEN:
+                    reason = f"batches run, but {type(self.runner).__qualname__} calls nothing that is hooked in vLLM's"
+                    self.canary.tell(Event("silence", "error", {"reason": reason}))
             if self._loads is not None:
                 self._loads.computed(output)
         return result
@@ -145,6 +151,7 @@ class Session:
         """V1: runs the model."""
         if self._output is None:
             return original()
+        self._unseen = UNSEEN
         self._scheduled()
         view = partial(self._view, self._v1, self._output, self.runner.input_batch)
         return self.canary.step.run(original, view, overlap=Overlap.CHECK)
@@ -153,11 +160,9 @@ class Session:
         """The runner has sampled ``output`` for its last forward. ``about``: V1: what was drafted; V2: the batch."""
         if self.canary.sampled.followed:
             with self.canary.guard("sampled"):
-                if isinstance(output, tuple):
-                    tokens, without = sampled.of_v2(output[0], about)
-                else:
-                    tokens, without = sampled.of_v1(self.runner, output, about)
-                self.canary.sampled.give(tokens, without)
+                v2 = isinstance(output, tuple)
+                given = sampled.of_v2(output[0], about) if v2 else sampled.of_v1(self.runner, output, about)
+                self.canary.sampled.give(*given)
 
     def _proposes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._drafts.run(partial(original, *args, **kwargs))
@@ -169,7 +174,7 @@ class Session:
 
     def begin(self, attention: Any = None) -> None:
         """V2: the forward of the batch that was prepared is issued next. ``attention``: the metadata of its layers."""
-        self._attention = attention
+        self._attention, self._unseen = attention, UNSEEN
         self._issued_first = self._prepared is not None and self.canary.step.issues_first(self._overlap)
         if not self._issued_first:
             self._check()

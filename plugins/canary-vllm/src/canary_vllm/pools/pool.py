@@ -103,18 +103,11 @@ class VLLMPool(PoolAdapter):
             return None
         window = getattr(next(iter(specs.values()), spec), "sliding_window", None)
         # A full group may have layers with a window: they read less of the same slots.
-        window = window if all("SlidingWindow" in kind for kind in kinds) else None
+        window = int(window) if window and all("SlidingWindow" in kind for kind in kinds) else None
         name = self._name("draft" if drafts else "window" if window else "full", number)
         self.groups.append(Group(name, number, block, page, "drafts" if drafts else "tokens", tuple(names)))
-        return Region(
-            name,
-            slots,
-            sources,
-            kind=RegionKind.WINDOW if window else RegionKind.FULL,
-            window_tokens=int(window) if window else None,
-            null_slot=0,
-            null_slots=block,
-        )
+        kind = RegionKind.WINDOW if window else RegionKind.FULL
+        return Region(name, slots, sources, kind=kind, window_tokens=window, null_slot=0, null_slots=block)
 
     def _name(self, base: str, number: int) -> str:
         return base if all(group.region != base for group in self.groups) else f"{base}.{number}"
