@@ -11,7 +11,7 @@ from benchmarks.equality import NotEqualError, require_equal, require_quiet
 from benchmarks.gather import gather_us
 from benchmarks.peer import Modules, Peer, PeerUnavailableError
 from benchmarks.setting import Forward, Setting
-from benchmarks.timing import Timing, time_graph
+from benchmarks.timing import time_graph
 from canary_core.ops.backends import Backend, triton_backend
 
 LAUNCHES = 16
@@ -54,7 +54,7 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
     setting = Setting.make(case, torch.device("cuda"))
     try:
         require_equal(setting)
-        timing = _time(setting, budget_s)
+        timing = time_graph(*timed(setting, triton_backend()), budget_s)
         resident_us = _resident_us(setting, budget_s)
         require_quiet(setting)
     except NotEqualError as error:
@@ -79,14 +79,16 @@ def measure(case: Case, modules: Modules | None, budget_s: float) -> Result:
     )
 
 
-def _time(setting: Setting, budget_s: float) -> Timing:
-    case, backend = setting.case, triton_backend()
+def timed(setting: Setting, backend: Backend) -> tuple[Callable[[], None], int, Callable[[], None] | None]:
+    """What is timed of a case: a function that launches its ops, how often it does so, and what has to be done before
+    each call of it."""
+    case = setting.case
     if {"fingerprint", "record", *STORES} & set(case.ops):
         setting.plan(backend)
     once = "fingerprint" in case.ops  # its slots must be unwritten before each launch
     rounds = 1 if once else -(-LAUNCHES // case.shape.sets)
     launch = _launcher(case, backend, setting.forwards * rounds)
-    return time_graph(launch, case.shape.sets * rounds, setting.reset if once else None, budget_s)
+    return launch, case.shape.sets * rounds, setting.reset if once else None
 
 
 def _resident_us(setting: Setting, budget_s: float) -> float | None:

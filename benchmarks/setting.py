@@ -159,9 +159,11 @@ class Setting:
             self.state.fingerprints.index_fill_(0, self.write_slots, 0)
 
     def plan(self, backend: Backend) -> None:
-        """What the ops after the forward need of `check`."""
+        """What the case's ops need of those before them in a step."""
         for forward in self.forwards:
             forward.run(backend, "check")
+            if "compare_stores" in self.case.ops:
+                forward.run(backend, "fingerprint")
 
     @property
     def floor_bytes(self) -> int:

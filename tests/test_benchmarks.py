@@ -9,11 +9,11 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import flips, start, states, step
 from benchmarks.cases import CASES
-from benchmarks.equality import NotEqualError, require_equal
-from benchmarks.measure import Result
+from benchmarks.equality import NotEqualError, require_equal, require_quiet
+from benchmarks.measure import Result, timed
 from benchmarks.setting import Setting
 from canary_core.errors import ViolationError
-from canary_core.ops.backends import Backend, triton_backend
+from canary_core.ops.backends import Backend, torch_backend, triton_backend
 
 CPU = torch.device("cpu")
 NO_OPS = ("name", "row_steps", "compile_together")
@@ -41,6 +41,18 @@ def test_a_wrong_kernel_gets_no_speed(op):
     broken = replace(triton_backend(), **{op: lambda *_: None})
     with pytest.raises(NotEqualError, match=op):
         require_equal(Setting.make(case, CPU), broken)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_timed_finds_nothing(name):
+    """Launched again and again, as for its speed, each case has what its ops need of those before them in a step."""
+    setting = Setting.make(CASES[name].tiny(), CPU)
+    launch, _, prepare = timed(setting, torch_backend())
+    for _ in range(2):
+        if prepare is not None:
+            prepare()
+        launch()
+    require_quiet(setting)
 
 
 def test_clean_traffic_of_a_whole_step_raises_no_finding():
