@@ -86,15 +86,18 @@ class Lifetime:
 
     def cache_called(self, call: CacheCall, original: Callable[..., Any], cache: Any) -> Any:
         """Runs a function of `targets.PARKING` and tells Canary which slots nobody holds after it."""
-        run = partial(original, cache, *call.args, **call.kwargs)
-        self.meet(cache)
-        if not self._canary.enabled or self.parking is None or cache is not self.parking.cache:
-            return run()
+        # Each request that begins or ends makes several of these calls, while the engine waits for its host.
+        parking = self.parking
+        if parking is None or cache is not parking.cache:
+            self.meet(cache)
+            parking = self.parking
+        if parking is None or cache is not parking.cache or not self._canary.enabled:
+            return original(cache, *call.args, **call.kwargs)
         if call.change != "evict":
-            return self.parking.call(call, run)
+            return parking.call(call, original)
         follower = self._followers[id(self._allocator)]
         before = follower.listed()
-        result = self.parking.call(call, run)
+        result = parking.call(call, original)
         if self.parking is not None and caches.evicted(result) and follower.listed() == before:
             follower.evicted_waits()
         return result

@@ -51,9 +51,9 @@ class Parking:
         """The cache that is followed."""
         return self._locks.cache
 
-    def call(self, call: CacheCall, run: Callable[[], Any]) -> Any:
-        """Runs a function of `targets.PARKING`, and notes what it did."""
-        locks = self._locks
+    def call(self, call: CacheCall, original: Callable[..., Any]) -> Any:
+        """Calls ``original``, a function of `targets.PARKING`, and notes what it did."""
+        locks, cache = self._locks, self._locks.cache
         with self._guard:
             if call.change == "evict":
                 self._tell()
@@ -61,13 +61,13 @@ class Parking:
             if locks.doubt:
                 self._give_up()
         if locks.doubt:
-            return run()
+            return original(cache, *call.args, **call.kwargs)
         if call.change != "evict":
-            result = run()
+            result = original(cache, *call.args, **call.kwargs)
         else:
             before, self.evicting = self.evicting, True
             try:
-                result = run()
+                result = original(cache, *call.args, **call.kwargs)
             finally:
                 self.evicting = before
         with self._guard:
@@ -95,16 +95,17 @@ class Parking:
     def _note(self, change: Change, nodes: Sequence[LockedNode]) -> None:
         for node in nodes:
             known = self._changed.get(node.key)
-            if known is not None and len(known[2].slots) != len(node.slots):
+            if known is not None and known[2].slots.numel() != node.slots.numel():
                 # It was split, and has not all the slots any more that its last change, not yet told, was about.
                 self._tell()
-        if not self._changed:
+        changed = self._changed
+        if not changed:
             self._canary.slots.defer(self._tell)
         self._streams.add()
         writer = self._owners.freer() if change == "park" else -1
         for node in nodes:
-            if self._changed.pop(node.key, None) is None:
-                self._changed[node.key] = change, writer, node
+            if changed.pop(node.key, None) is None:
+                changed[node.key] = change, writer, node
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, {}

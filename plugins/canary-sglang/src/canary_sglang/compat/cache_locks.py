@@ -12,8 +12,7 @@ waits for the device.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -23,8 +22,7 @@ OFF = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
 """Classes of caches that keep nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class LockedNode:
+class LockedNode(NamedTuple):
     """A node of a cache: a key that no other node has while ``node`` is alive, and its slots, int64 ``[tokens]``, whose
     numbers never change."""
 
@@ -37,8 +35,7 @@ Nodes = Sequence[LockedNode] | None
 """None: which nodes they are is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheCall:
+class CacheCall(NamedTuple):
     """A call of a function of `targets.PARKING`: what sort of change it makes, and its arguments without the cache."""
 
     change: targets.CacheChange
@@ -163,16 +160,21 @@ class UnifiedLocks(CacheLocks):
         """``node`` and those above it that have ``tokens`` together."""
         found = []
         core = self._core
-        while tokens > 0 and not core.is_root(node):
+        while not core.is_root(node):
             slots = core.get_component_device_value(node, self._full)
-            # The only function that both cores have for the parent of a node. It is meant for HiCache, and only looks.
-            place = None if slots is None else core.validate_buffer_backup(node, len(slots))
-            if place is None:
+            if slots is None:
                 return None
             found.append(LockedNode(node, None, slots))
-            tokens -= len(slots)
+            count = slots.numel()
+            tokens -= count
+            if tokens <= 0:
+                return None if tokens else found
+            # The only function that both cores have for the parent of a node. It is meant for HiCache, and only looks.
+            place = core.validate_buffer_backup(node, count)
+            if place is None:
+                return None
             node = place.parent_node_id
-        return None if tokens else found
+        return None
 
 
 def locks_of(cache: Any, allocator: Any) -> CacheLocks | str:
