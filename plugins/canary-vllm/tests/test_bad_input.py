@@ -1,5 +1,7 @@
 """What the plugin does not know: told in one event with the reason, the rest is guarded, and vLLM goes on as it is."""
 
+from contextlib import contextmanager
+
 import pytest
 from canary_vllm.compat import targets
 from canary_vllm.hooks import HOOKS, Hooks
@@ -11,6 +13,21 @@ from canary_core.testing import Findings
 pytestmark = pytest.mark.timeout(600)
 LLAMA = pytest.param("llama", marks=pytest.mark.xdist_group("process 0"))
 ONLY = pytest.mark.parametrize("engine", [LLAMA], indirect=True)
+
+
+@contextmanager
+def refused(small):
+    """Where hooks are installed, and yet the engine is not guarded: yields what was told."""
+    findings = Findings()
+    hook_manager().register(findings)
+    HOOKS.start(CanaryConfig.load())
+    try:
+        small.renew()
+        assert HOOKS.sessions == ()
+        yield findings
+    finally:
+        HOOKS.stop()
+        hook_manager().unregister(findings)
 
 
 @ONLY
@@ -51,19 +68,22 @@ def test_a_pool_of_which_nothing_is_known_is_not_guarded(engine, monkeypatch):
     small = engine.small
     for layer in small.runner.compilation_config.static_forward_context.values():
         monkeypatch.setattr(type(layer.impl), "do_kv_cache_update", None)
-    findings = Findings()
-    hook_manager().register(findings)
-    HOOKS.start(CanaryConfig.load())
-    try:
-        small.renew()
+    with refused(small) as findings:
         monkeypatch.undo()
-        assert HOOKS.sessions == ()
         (coverage,) = findings.told("coverage")
         assert "no operation of its own" in str(coverage.fields["uncovered"])
         assert len(guarded.traffic(small, 1)[0]) == 8
-    finally:
-        HOOKS.stop()
-        hook_manager().unregister(findings)
+
+
+@ONLY
+def test_a_diffusion_model_is_not_guarded(engine, monkeypatch):
+    """It computes the tokens of its canvas several times, which would look like wrong input: the coverage says so. Here
+    a llama whose config says that it is one."""
+    small = engine.small
+    monkeypatch.setitem(vars(small.runner.vllm_config.model_config), "is_diffusion", True)
+    with refused(small) as findings:
+        (coverage,) = findings.told("coverage")
+        assert "a diffusion model computes" in str(coverage.fields["uncovered"])
 
 
 @ONLY

@@ -77,6 +77,8 @@ def refusal(runner: Any) -> str | None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}: the slots of one request lie on several ranks"
+    if getattr(runner.vllm_config.model_config, "is_diffusion", False):
+        return "a diffusion model computes the tokens of its canvas again and again, each time others"
     sleeps = getattr(runner.vllm_config.model_config, "enable_sleep_mode", False)
     if sleeps and "kv_cache_allocation_context" not in signature(type(runner).initialize_kv_cache).parameters:
         return "in sleep mode this release throws away what is allocated with the KV cache, Canary's records among it"
