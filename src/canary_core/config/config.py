@@ -1,14 +1,11 @@
-"""Every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
+"""`CanaryConfig`: every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
 
-import difflib
 import os
-import re
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -17,19 +14,18 @@ from pydantic import (
     Field,
     PlainSerializer,
     PrivateAttr,
-    TypeAdapter,
     ValidationError,
     field_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
-    EnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
+from canary_core.config.values import MOST_BYTES, ListenAddress, ScrubBudget
 from canary_core.errors import ConfigError
 from canary_core.faults.spec import FaultSpec
 
@@ -63,76 +59,6 @@ AUDITED_FORWARDS = 4
 """Forwards that are audited where the engine is newer than tested, unless the setting asks for more: a prefill and
 decodes."""
 
-
-@dataclass(frozen=True, slots=True)
-class ScrubBudget:
-    """How much the scrub may do: either ``share`` of the time (0 to 1) or ``step_bytes`` after each forward. Prints as
-    it was written."""
-
-    share: float | None = None
-    step_bytes: int = 0
-    text: str = field(default="0", compare=False)
-
-    @classmethod
-    def parse(cls, value: object) -> "ScrubBudget":
-        """From ``1%``, ``64MiB`` (units of `pydantic.ByteSize`), ``4096`` (bytes) or ``0``. Raises `ConfigError`."""
-        if isinstance(value, cls):
-            return value
-        text = str(value).strip()
-        # All of the text, since ByteSize takes what comes first in it and lets the rest go.
-        written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|\w*)", text)
-        number, unit = written.groups() if written else ("", "")
-        if unit == "%":
-            if float(number) > 100:
-                raise ConfigError(f"CANARY_SCRUB_BUDGET must be at most 100%, got {value!r}")
-            return cls(share=float(number) / 100, text=text)
-        try:
-            step_bytes: int = _BYTE_SIZE.validate_python(number + unit)
-        except ValidationError as error:
-            raise ConfigError(
-                "CANARY_SCRUB_BUDGET must be a share of time such as 1% or bytes per forward such as 64MiB, got "
-                f"{value!r}"
-            ) from error
-        except OverflowError:  # more than a float holds
-            step_bytes = _MOST_BYTES + 1
-        if step_bytes > _MOST_BYTES:
-            raise ConfigError(f"CANARY_SCRUB_BUDGET must be below 8EiB per forward, got {value!r}")
-        return cls(step_bytes=step_bytes, text=text)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class ListenAddress:
-    """Where a server listens. Prints as it was written."""
-
-    address: str
-    port: int
-    text: str = field(default="", compare=False)
-
-    @classmethod
-    def parse(cls, value: object) -> "ListenAddress | None":
-        """From ``9464``, ``0.0.0.0:9464`` or ``[::]:9464``; None from an empty text. Raises `ConfigError`."""
-        if value is None or isinstance(value, cls):
-            return value
-        text = str(value).strip()
-        written = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+)):)?(\d{1,5})", text)
-        if not text:
-            return None
-        if written is None or not 0 < int(written[3]) < 1 << 16:
-            raise ConfigError(
-                "CANARY_METRICS_LISTEN must be a port such as 9464, or an address and a port such as 0.0.0.0:9464, got "
-                f"{value!r}"
-            )
-        return cls(written[1] or written[2] or "127.0.0.1", int(written[3]), text)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-_BYTE_SIZE = TypeAdapter(ByteSize)
-_MOST_BYTES = (1 << 63) - 1
 _MOST_SLOTS = (1 << 31) - 1
 
 
@@ -299,7 +225,7 @@ class CanaryConfig(BaseSettings):
         description="What is known of slots travels with their bytes to host memory and to other engines, where the "
         "engine's plugin knows how; false: what arrives is not judged until it is written again.",
     )
-    ledger: Annotated[ByteSize, Field(le=_MOST_BYTES), PlainSerializer(int, return_type=int)] = Field(
+    ledger: Annotated[ByteSize, Field(le=MOST_BYTES), PlainSerializer(int, return_type=int)] = Field(
         default=ByteSize(256 << 20),
         description="Host memory for the ledger, which remembers what was stored under each prefix, so that KV that a "
         "connector or a host tier brings back can be compared: about 45 bytes a token for 32 layers with K and V and "
@@ -448,64 +374,3 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     if isinstance(ours, ConfigError):
         return str(ours)
     return f"CANARY_{'.'.join(map(str, problem['loc'])).upper()}: {problem['msg']}, got {problem['input']!r}"
-
-
-def unknown_variables() -> dict[str, str | None]:
-    """Variables of the environment that start with ``CANARY_`` and are no setting, each with the setting that has the
-    nearest name; None where none is near. Empty ones count as unset."""
-    known = [name.upper() for name in CanaryConfig.model_fields]
-    # The source that pydantic-settings itself reads: it gives all variables, with names in lower case.
-    given = (name.upper() for name in EnvSettingsSource(CanaryConfig).env_vars)
-    names = (name.removeprefix("CANARY_") for name in given if name.startswith("CANARY_"))
-    near = {name: difflib.get_close_matches(name, known, n=1) for name in names if name not in known}
-    return {f"CANARY_{name}": f"CANARY_{found[0]}" if found else None for name, found in near.items()}
-
-
-def shares_metrics() -> bool:
-    """Whether the engine has told prometheus_client that its processes share their metrics: no setting of ours."""
-    return bool(EnvSettingsSource(CanaryConfig).env_vars.get("prometheus_multiproc_dir"))
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting as shown to users. ``values`` lists its choices or names its unit; ``value`` is the current one."""
-
-    variable: str
-    values: str
-    default: str
-    value: str
-    description: str
-
-
-def settings(config: CanaryConfig) -> list[Setting]:
-    """Every setting with the value it has in ``config``, in the order of the fields."""
-    return [
-        Setting(
-            variable=f"CANARY_{name.upper()}",
-            values=_values(info.annotation, info.json_schema_extra),
-            default=_shown(info.default),
-            value=_shown(getattr(config, name)),
-            description=info.description or "",
-        )
-        for name, info in CanaryConfig.model_fields.items()
-    ]
-
-
-def _values(annotation: Any, extra: Any) -> str:
-    if extra:
-        return str(extra["unit"])
-    if get_origin(annotation) is Literal:
-        return ", ".join(get_args(annotation))
-    return {bool: "true, false", int: "integer"}.get(annotation, "text")
-
-
-def _shown(value: object) -> str:
-    """As it would be written in the environment."""
-    if isinstance(value, tuple):
-        return ",".join(value)
-    if value is None:
-        return ""
-    if isinstance(value, ByteSize):
-        text = value.human_readable(separator="")
-        return text.replace(".0", "") if _BYTE_SIZE.validate_python(text) == value else str(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)

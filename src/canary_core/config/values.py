@@ -1,0 +1,79 @@
+"""Values of settings that are more than a number or a word: `ScrubBudget` and `ListenAddress`."""
+
+import re
+from dataclasses import dataclass, field
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from canary_core.errors import ConfigError
+
+BYTE_SIZE = TypeAdapter(ByteSize)
+"""Reads ``64MiB`` and its like."""
+MOST_BYTES = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubBudget:
+    """How much the scrub may do: either ``share`` of the time (0 to 1) or ``step_bytes`` after each forward. Prints as
+    it was written."""
+
+    share: float | None = None
+    step_bytes: int = 0
+    text: str = field(default="0", compare=False)
+
+    @classmethod
+    def parse(cls, value: object) -> "ScrubBudget":
+        """From ``1%``, ``64MiB`` (units of `pydantic.ByteSize`), ``4096`` (bytes) or ``0``. Raises `ConfigError`."""
+        if isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        # All of the text, since ByteSize takes what comes first in it and lets the rest go.
+        written = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|\w*)", text)
+        number, unit = written.groups() if written else ("", "")
+        if unit == "%":
+            if float(number) > 100:
+                raise ConfigError(f"CANARY_SCRUB_BUDGET must be at most 100%, got {value!r}")
+            return cls(share=float(number) / 100, text=text)
+        try:
+            step_bytes: int = BYTE_SIZE.validate_python(number + unit)
+        except ValidationError as error:
+            raise ConfigError(
+                "CANARY_SCRUB_BUDGET must be a share of time such as 1% or bytes per forward such as 64MiB, got "
+                f"{value!r}"
+            ) from error
+        except OverflowError:  # more than a float holds
+            step_bytes = MOST_BYTES + 1
+        if step_bytes > MOST_BYTES:
+            raise ConfigError(f"CANARY_SCRUB_BUDGET must be below 8EiB per forward, got {value!r}")
+        return cls(step_bytes=step_bytes, text=text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """Where a server listens. Prints as it was written."""
+
+    address: str
+    port: int
+    text: str = field(default="", compare=False)
+
+    @classmethod
+    def parse(cls, value: object) -> "ListenAddress | None":
+        """From ``9464``, ``0.0.0.0:9464`` or ``[::]:9464``; None from an empty text. Raises `ConfigError`."""
+        if value is None or isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        written = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+)):)?(\d{1,5})", text)
+        if not text:
+            return None
+        if written is None or not 0 < int(written[3]) < 1 << 16:
+            raise ConfigError(
+                "CANARY_METRICS_LISTEN must be a port such as 9464, or an address and a port such as 0.0.0.0:9464, got "
+                f"{value!r}"
+            )
+        return cls(written[1] or written[2] or "127.0.0.1", int(written[3]), text)
+
+    def __str__(self) -> str:
+        return self.text
