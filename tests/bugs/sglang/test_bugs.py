@@ -15,6 +15,8 @@ def cases():
             marks = [pytest.mark.xdist_group(f"museum {bug.setup}")]
             if bug.slow:
                 marks.append(pytest.mark.beyond_ci("the bugs of other setups"))
+            elif profile == "thorough" and bug.thorough is None:
+                marks.append(pytest.mark.beyond_ci("the same with default settings, of which the same is expected"))
             yield pytest.param(name, profile, marks=marks, id=f"{name}-{profile}")
 
 
