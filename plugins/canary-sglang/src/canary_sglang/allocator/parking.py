@@ -62,14 +62,11 @@ class Parking:
                 self._give_up()
         if locks.doubt:
             return original(cache, *call.args, **call.kwargs)
-        if call.change != "evict":
+        before, self.evicting = self.evicting, self.evicting or call.change == "evict"
+        try:
             result = original(cache, *call.args, **call.kwargs)
-        else:
-            before, self.evicting = self.evicting, True
-            try:
-                result = original(cache, *call.args, **call.kwargs)
-            finally:
-                self.evicting = before
+        finally:
+            self.evicting = before
         with self._guard:
             nodes = locks.after(call, result)
             if nodes:
