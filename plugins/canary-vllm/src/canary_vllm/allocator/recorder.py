@@ -119,12 +119,10 @@ class BlockRecorder:
             result = original(every, *args, **kwargs)
             with self._guard("after free_blocks"):
                 own = {block.block_id: block for block in every if getattr(block, "pool", None) in (None, pool)}
-                for number, times in Counter(block.block_id for block in every).items():
-                    if number not in own:
-                        continue
-                    block = own[number]
-                    for _ in range(min(times, 1 - block.ref_cnt)):
-                        self._note("park" if caching and block.block_hash is not None else "free", [block])
+                times = Counter([block.block_id for block in every])
+                gone = [b for n, b in own.items() if b.ref_cnt <= 0 for _ in range(min(times[n], 1 - b.ref_cnt))]
+                self._note("park", [b for b in gone if caching and b.block_hash is not None])
+                self._note("free", [b for b in gone if not caching or b.block_hash is None])
             return result
 
         return release

@@ -51,7 +51,7 @@ class Requests:
             if getattr(new, "prompt_embeds", None) is not None:
                 self.embedded.add(new.req_id)
             elif tokens is not None:
-                self._prompts[new.req_id] = torch.tensor(tokens, device="cpu")
+                self._prompts[new.req_id] = upload(tokens, torch.device("cpu"))
                 self._open.add(new.req_id)
 
     def ids(self, names: Sequence[str]) -> Tensor:
