@@ -9,11 +9,14 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 from support.guarded import Guarded
+from support.interpreter import hasten
 
 from canary_core.plugins import hook_manager
 from canary_core.testing import Findings
 
 MakeDistribution = Callable[..., None]
+
+hasten()
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,14 @@ import random
 import socket
 import sys
 
+from support.interpreter import hasten
+
 
 def main() -> None:
     """Forks until the socket is closed."""
     orders = socket.socket(fileno=int(sys.argv[1]))
     importlib.import_module("sglang.srt.managers.scheduler")
+    hasten()
     while True:
         order, streams, _, _ = socket.recv_fds(orders, 1 << 18, 3)
         if not order:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
+SHARED = TESTS.parents[2] / "tests"
+"""Where the package ``support`` is, which tests of the core and of all plugins share."""
 
 
 def told_by(script: str, *arguments: str, timeout_s: int = 500) -> dict[str, Any]:
     """The last JSON object that the script ``vllm_on_cpu.script`` prints, in an environment without plugins."""
-    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(TESTS), str(SHARED), os.environ.get("PYTHONPATH"))))
     run = subprocess.run(
         [sys.executable, "-m", f"vllm_on_cpu.{script}", *arguments],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "CANARY_PLUGINS": ""}, timeout=timeout_s,

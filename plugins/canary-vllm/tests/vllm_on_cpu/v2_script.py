@@ -13,6 +13,8 @@ import types
 from pathlib import Path
 from typing import Any
 
+from support.interpreter import hasten
+
 os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 import triton.backends
@@ -27,6 +29,7 @@ class _NoDriver:
 
 
 triton.backends.backends["cpu"] = types.SimpleNamespace(driver=_NoDriver, compiler=None)
+hasten()
 
 
 def flip_a_cached_state(engine: Any) -> None:
