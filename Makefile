@@ -7,12 +7,13 @@ GPU_PYTHON ?= $(VENV)/bin/python
 GPU_WORKERS ?= 8
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
-# SGLang for test-sglang, in an environment of its own: its pins and ours don't fit together.
+# SGLang for test-sglang, in an environment of its own, since its pins and ours don't fit together. Another release takes
+# the place of the one there in seconds; for two side by side: make test-sglang SGLANG=0.5.17 VENV_SGLANG=.venv-sglang-old
 SGLANG ?= 0.5.21
-VENV_SGLANG ?= .venv-sglang-$(SGLANG)
+VENV_SGLANG ?= .venv-sglang
 # vLLM for test-vllm, likewise.
 VLLM ?= 0.32.0
-VENV_VLLM ?= .venv-vllm-$(VLLM)
+VENV_VLLM ?= .venv-vllm
 # Minutes of traffic that all engines of the soak share, their starts not counted; the same seed asks the same.
 SOAK_MINUTES ?= 10
 SOAK_SEED ?=
@@ -22,6 +23,8 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # The last Transformers for Python 3.10 measures a CPU's memory with psutil, and has none without it.
 ENGINES := transformers 'psutil; python_version < "3.11"'
 STAMP := $(VENV)/.stamp
+STAMP_SGLANG := $(VENV_SGLANG)/.stamp-$(SGLANG)
+STAMP_VLLM := $(VENV_VLLM)/.stamp-$(VLLM)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints-dev.txt
 # What pip brings is compiled as far as it is imported, and kept.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,18 +42,18 @@ test: $(STAMP)
 
 # Each engine that the tests share is a group, so that it starts once; they are in an order that ends with small ones.
 # PYTEST_FLAGS="-m 'not gpu and not beyond_ci'" is what CI runs of it.
-test-sglang: $(VENV_SGLANG)/.stamp
+test-sglang: $(STAMP_SGLANG)
 	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) plugins/canary-sglang/tests tests/bugs/sglang
 
 # Engines of one process (see vllm_on_cpu/setups.py) are a group. PYTEST_FLAGS="-m older_release" is what CI runs on an
 # older release.
-test-vllm: $(VENV_VLLM)/.stamp
+test-vllm: $(STAMP_VLLM)
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) plugins/canary-vllm/tests tests/bugs/vllm
 
 # The museum of real bugs, patched into the real engines: all of it, and docs/bugs.md.
-bugs: $(STAMP) $(VENV_SGLANG)/.stamp $(VENV_VLLM)/.stamp
+bugs: $(STAMP) $(STAMP_SGLANG) $(STAMP_VLLM)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests/bugs/transformers tests/bugs/test_museum.py tests/bugs/test_table.py
 	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) tests/bugs/sglang
@@ -58,7 +61,7 @@ bugs: $(STAMP) $(VENV_SGLANG)/.stamp $(VENV_VLLM)/.stamp
 		$(PYTEST_FLAGS) tests/bugs/vllm
 
 # Random traffic over every engine under guard. SOAK_FLAGS="--setups vllm/ngram --rounds 3", "--list", ...
-soak: $(STAMP) $(VENV_SGLANG)/.stamp $(VENV_VLLM)/.stamp
+soak: $(STAMP) $(STAMP_SGLANG) $(STAMP_VLLM)
 	$(VENV)/bin/python tests/soak --seconds $$(( 60 * $(SOAK_MINUTES) )) $(addprefix --seed ,$(SOAK_SEED)) \
 		--python sglang=$(VENV_SGLANG)/bin/python vllm=$(VENV_VLLM)/bin/python $(SOAK_FLAGS)
 
@@ -86,15 +89,17 @@ $(STAMP): pyproject.toml constraints-dev.txt $(addsuffix /pyproject.toml,$(PLUGI
 	$(PIP) --no-build-isolation --editable '.[dev]' $(addprefix --editable ./,$(PLUGINS)) $(ENGINES)
 	touch $@
 
-$(VENV_SGLANG)/.stamp: pyproject.toml plugins/canary-sglang/pyproject.toml $(wildcard plugins/canary-sglang/tests/cpu/*)
+$(STAMP_SGLANG): pyproject.toml plugins/canary-sglang/pyproject.toml $(wildcard plugins/canary-sglang/tests/cpu/*)
 	PYTHON=$(PYTHON) plugins/canary-sglang/tests/cpu/setup.sh $(VENV_SGLANG) $(SGLANG)
 	$(VENV_SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-dev.txt setuptools
 	$(VENV_SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps \
 		--editable . --editable plugins/canary-sglang
+	rm -f $(@D)/.stamp-*
 	touch $@
 
-$(VENV_VLLM)/.stamp: pyproject.toml plugins/canary-vllm/pyproject.toml $(wildcard plugins/canary-vllm/tests/cpu/*)
+$(STAMP_VLLM): pyproject.toml plugins/canary-vllm/pyproject.toml $(wildcard plugins/canary-vllm/tests/cpu/*)
 	PYTHON=$(PYTHON) plugins/canary-vllm/tests/cpu/setup.sh $(VENV_VLLM) $(VLLM)
 	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps \
 		--editable . --editable plugins/canary-vllm
+	rm -f $(@D)/.stamp-*
 	touch $@
