@@ -253,7 +253,7 @@ class Step:
         """Whether a forward may be issued before the host works for Canary."""
         if not overlap.allows(Overlap.ALL) or self._workspace.side is None:
             return False
-        if self._recorder.captured or self._audit.due or self.stores.on:
+        if self._recorder.captured or self._audit.due or self.stores.on or capturing(self._workspace.device):
             return False
         return not (self._hooks.canary_pre_forward.get_hookimpls() or self._reads)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from canary_transformers.generate.records import CacheRecords
 from tiny.batching import Traffic, serve, served
 from tiny.generation import expect_clean, flip, forwards, generate, listening, new_cache, prompts
 from tiny.models import WINDOW, generating
@@ -272,6 +273,48 @@ def test_a_flipped_bit_in_a_compiled_generate_is_found(kind, half):
     assert (found.kind, found.layer, found.half, found.position) == (Kind.BYTES, 2, half[0], 4)
     assert found.request is not None
     assert found.request.endswith("row 1")
+
+
+@pytest.mark.parametrize("name", ["static", "compiled"])
+def test_static_decodes_are_issued_before_the_host_works_for_canary(name, monkeypatch):
+    """Also while rows change places between them, as beams do, and where a later prompt resets the cache."""
+    model, ids = copy.deepcopy(generating("llama")).to(DEVICE), prompts(3, 21).to(DEVICE)
+    issued_first: list[bool] = []
+    original = CacheRecords.issues_first
+
+    def issues_first(records: CacheRecords) -> bool:
+        issued_first.append(original(records))
+        return issued_first[-1]
+
+    monkeypatch.setattr(CacheRecords, "issues_first", issues_first)
+    for beams in (1, 3):
+        settings = {**DECODES[name], "num_beams": beams, "max_new_tokens": 60}
+        expected = generate(model, ids, **settings)
+        issued_first.clear()
+        with listening(model, read_check=0)[0] as watch:
+            for _ in range(3):
+                assert torch.equal(generate(model, ids, **settings), expected)
+        assert expect_clean(watch)["forwards"] == 180
+        assert issued_first.count(True) > (160 if beams == 1 else 0)
+    cache = StaticCache(config=model.config, max_cache_len=100)
+    with listening(model, read_check=0)[0] as watch:
+        for _ in range(4):
+            generate(model, ids, past_key_values=cache, disable_compile=name == "static")
+            cache.reset()
+    expect_clean(watch)
+
+
+def test_a_loop_may_write_its_next_tokens_where_the_last_ones_were():
+    """Though the record reads tokens beside what comes after the forward."""
+    model = copy.deepcopy(generating("llama")).to(DEVICE)
+    with listening(model, read_check=0)[0] as watch:
+        cache, tokens = StaticCache(config=model.config, max_cache_len=400), prompts(16, 1).to(DEVICE)
+        forwards(model, cache, prompts(16, 200).to(DEVICE), tokens)
+        for step in range(150):
+            forwards(model, cache, tokens)
+            tokens.copy_((tokens * 5 + step) % 250 + 3)
+        assert watch.stats()["forwards"] == 152
+    expect_clean(watch)
 
 
 def peak_of_decodes(model: Any, rows: int = 64, tokens: int = 2000) -> int:

@@ -27,12 +27,14 @@ class ModelCall:
             return None
         return history if 0 < history.shape[1] <= end else None
 
-    def token_ids(self, device: torch.device) -> Tensor:
-        """Its tokens, row after row, int64."""
+    def token_ids(self, device: torch.device, copied: bool = False) -> Tensor:
+        """Its tokens, row after row, int64. ``copied``: in memory of ours; the caller may write the next ones to its
+        own."""
         if self.tokens is None:
             return torch.full((self.rows * self.new,), UNKNOWN, dtype=torch.int64, device=device)
         # One column of a longer tensor is a list with gaps.
-        return self.tokens.to(device, torch.int64).reshape(-1).contiguous()
+        tokens = self.tokens.to(device, torch.int64).reshape(-1).contiguous()
+        return tokens.clone() if copied else tokens
 
     def expected_tokens(self, prefix: int, unknown: int, device: torch.device) -> Tensor | None:
         """What every position up to its end should hold, int64 ``[rows, prefix + new]``, if that is known; of the first

@@ -20,8 +20,8 @@ from canary_transformers.generate.steady import Steady
 
 
 class GuardedCache:
-    """Follows one `Cache`: `before`, then `after` or `failed` for each forward; `reordered`, `repeated`, `cropped` and
-    `cleared` for what its methods do in between.
+    """Follows one `Cache`: `before`, perhaps `issued`, then `after` or `failed` for each forward; `changing`, then
+    `reordered`, `repeated`, `cropped` or `cleared` for what its methods do in between.
 
     In log mode nothing of ours raises into the engine: an exception switches this guard off with a ``disabled`` event.
     `before`, `after`, `drain` and `close` raise `ViolationError` in raise mode. Where layers do not hold what those
@@ -46,6 +46,8 @@ class GuardedCache:
         self._ended: Tally[str] = Tally()
         self._over = config.mode == "off"
         self._was_empty = True
+        # Of a forward that is issued before it is checked: how many tokens each group will hold after it.
+        self._held: dict[str, int] | None = None
 
     def stats(self) -> dict[str, int]:
         """`Canary.stats`, over all that this cache had."""
@@ -55,7 +57,9 @@ class GuardedCache:
         return dict(total)
 
     def before(self, cache: Any, forward: ModelCall) -> None:
-        """Checks what the forward will read."""
+        """Checks what the forward will read, or leaves that to `issued`, when the device has the forward: where it
+        writes in place to tensors that stay, and nothing has changed since the last one."""
+        self._held = None
         with self._ours("before the forward"):
             if self._over or self._check_steady(cache, forward):
                 return
@@ -75,6 +79,16 @@ class GuardedCache:
                     records = self._replace(records.rebuilt(views, self.hooks, held=held))
                 records.check(forward, held)
 
+    def issued(self, forward: ModelCall) -> None:
+        """The forward was issued, and has not failed."""
+        if self._held is None:
+            return
+        with self._ours("beside the forward"):
+            held, self._held = self._held, None
+            records = self._live()
+            if records is not None:
+                records.check(forward, held)
+
     def after(self, cache: Any, forward: ModelCall) -> None:
         """Records what the forward wrote, then reports."""
         with self._ours("after the forward"):
@@ -89,17 +103,21 @@ class GuardedCache:
 
     def failed(self) -> None:
         """The forward raised: nothing is recorded of it."""
+        self._held = None
         with self._ours("failed forward"):
             if self._records is not None:
                 self._records.abandon()
 
-    def moving(self) -> None:
-        """Rows are about to change places, for which growing layers make other tensors."""
-        with self._ours("moving rows"):
+    def changing(self, moves: bool) -> None:
+        """A method of the cache is about to change it: nothing of ours reads it beside that. ``moves``: rows change
+        places, for which growing layers make other tensors."""
+        with self._ours("a change of the cache"):
             records = self._live()
             if records is not None:
-                records.let_go_growing()
-                self._steady = None
+                records.canary.step.join()
+                if moves:
+                    records.let_go_growing()
+                    self._steady = None
 
     def reordered(self, cache: Any, rows: Tensor) -> None:
         """The cache's row ``i`` is now what its row ``rows[i]`` was; there may be more rows than before, or fewer."""
@@ -155,6 +173,9 @@ class GuardedCache:
         held = {group.name: group.held + forward.new for group in records.groups}
         if not records.have_room(held) or not steady.same(cache, steady.end):
             return False
+        if not steady.growing and records.issues_first():
+            self._held = held
+            return True
         records.check(forward, held)
         steady.let_go()
         return True

@@ -55,9 +55,9 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             "crop": lambda guarded, cache, tokens: guarded.cropped(tokens),
             "reset": lambda guarded, cache, nothing: guarded.cleared(),
         }
-        for name in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
-            self._patches.wrap(cache, name, self._wrap_moving)
         for name, told in follow.items():
+            moves = name not in ("crop", "reset")
+            self._patches.wrap(cache, name, functools.partial(self._wrap_changing, moves))
             self._patches.follow(cache, name, functools.partial(self._cache_changed, told))
 
     def _release(self, owner: CacheOwner) -> None:
@@ -114,6 +114,8 @@ class GenerateHooks(EngineHooks[CacheOwner]):
                 if guarded is None:
                     cache = _cache_of(output)
                     guarded = self._guard(owner, model, cache)
+                else:
+                    guarded.issued(forward)
                 if guarded is not None:
                     guarded.after(cache, forward)
         finally:
@@ -142,15 +144,15 @@ class GenerateHooks(EngineHooks[CacheOwner]):
 
         return prepare_inputs_for_generation
 
-    def _wrap_moving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_changing(self, moves: bool, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def move(cache: Any, *args: Any, **kwargs: Any) -> Any:
+        def change(cache: Any, *args: Any, **kwargs: Any) -> Any:
             _, guarded = self._followed.get(cache, (None, None))
             if guarded is not None:
-                guarded.moving()
+                guarded.changing(moves)
             return original(cache, *args, **kwargs)
 
-        return move
+        return change
 
     def _cache_changed(
         self, told: Callable[[GuardedCache, Any, Any], None], output: Any, cache: Any, *args: Any, **kwargs: Any

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import upload
-from canary_core import BatchView, Canary, SlotTable
+from canary_core import BatchView, Canary, Overlap, SlotTable
 from canary_transformers.generate.caches import LayerView
 from canary_transformers.generate.forward import UNKNOWN, ModelCall
 from canary_transformers.generate.groups import Group
@@ -38,6 +38,7 @@ class CacheRecords:
         self._unknown_end = 0
         self._writers = self._every
         self._view: BatchView | None = None
+        self._issued_first = False
 
     @property
     def rows(self) -> int:
@@ -125,9 +126,22 @@ class CacheRecords:
         self.canary.step.before(batch)
         self.canary.step.after(batch)
 
+    def issues_first(self) -> bool:
+        """Before a forward whose layers write in place: whether it may be issued before `check`, which then runs beside
+        it."""
+        self._issued_first = self.canary.step.issues_first(Overlap.ALL)
+        return self._issued_first
+
     def check(self, forward: ModelCall, held: Mapping[str, int]) -> None:
-        """Before a forward, after which the groups will hold ``held``: checks what it will read. `record` or `abandon`
-        must follow."""
+        """Before a forward, after which the groups will hold ``held``, or once it was issued where `issues_first` said
+        so: checks what it reads. `record` or `abandon` must follow."""
+        if not self._issued_first:
+            self._check(forward, held, Overlap.NONE)
+            return
+        with self.canary.step.beside():
+            self._check(forward, held, Overlap.ALL)
+
+    def _check(self, forward: ModelCall, held: Mapping[str, int], overlap: Overlap) -> None:
         end = self.end + forward.new
         tables = {}
         for group in self.groups:
@@ -135,12 +149,12 @@ class CacheRecords:
             tables[group.name] = group.table(self.end, self.canary.device, first or None, forward.new)
         self.checked = held
         self._view = self._batch(self.end, forward, tables)
-        self.canary.step.before(self._view)
+        self.canary.step.before(self._view, overlap)
         self.let_go_growing()
 
     def record(self, views: Sequence[LayerView] | None, forward: ModelCall) -> None:
         """After a forward: records what it wrote to the tensors of ``views``; None: to those that are known."""
-        held, self.checked = self.checked or {}, None
+        held, self.checked, self._issued_first = self.checked or {}, None, False
         view, self._view = self._view, None
         if view is None:
             raise RuntimeError("CacheRecords.record needs a forward that was checked")
@@ -162,8 +176,8 @@ class CacheRecords:
     def abandon(self, views: Sequence[LayerView] = ()) -> None:
         """The forward has failed, or left the cache alone, whose layers are still ``views`` then."""
         self.rebind(views)
-        if self.checked is not None:
-            self.checked = self._view = None
+        if self.checked is not None or self._issued_first:
+            self.checked, self._view, self._issued_first = None, None, False
             self.canary.step.abandon()
 
     def check_beyond(self, lengths: Mapping[int, int]) -> None:
@@ -268,7 +282,7 @@ class CacheRecords:
         return BatchView(
             prefix_lens=self._lengths.of(prefix),
             new_lens=self._lengths.new(forward.new),
-            token_ids=forward.token_ids(device),
+            token_ids=forward.token_ids(device, copied=self._issued_first),
             writers=self._writers,
             tables=tables,
             expected_tokens=forward.expected_tokens(prefix, self._unknown_end, device),
