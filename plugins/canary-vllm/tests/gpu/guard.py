@@ -5,7 +5,7 @@ engine without Canary.
     python3 guard.py small graphs window hybrid mla fp8 ngram offload     # FEATUREs; all of one GPU: 8b, lmcache, too
     python3 guard.py eagle draft mamba gdn conv piecewise int8            # drafts, states, torch.compile, scales
     CANARY_STORE_CHECK=true python3 guard.py small piecewise mla ngram    # any setting of Canary's, for all of them
-    python3 guard.py tp2 pp2 dp2                                          # two GPUs
+    python3 guard.py tp2 pp2 dp2 hybrid-tp2 mla-tp2 ngram-tp2             # two GPUs
     python3 guard.py small ngram hybrid --device cpu                      # a check that the script runs; all but pp2
                                                                           # and dp2, which vLLM does not run there
 
@@ -53,6 +53,7 @@ EAGER = dict(enforce_eager=True)
 PIECEWISE = dict(
     compilation_config={"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64]}
 )
+TENSOR_PARALLEL = dict(tensor_parallel_size=2)
 # States whose prefixes are cached are not guarded.
 UNCACHED = dict(enable_prefix_caching=False)
 
@@ -107,14 +108,16 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     # FlashInfer's kernel, which vLLM takes on this GPU, is not among what is packed.
     "gdn": ("qwen3_next", dict(GRAPHS, **UNCACHED, additional_config={"gdn_prefill_backend": "triton"})),
     "piecewise": ("llama", PIECEWISE),
-    "tp2": ("llama", dict(GRAPHS, tensor_parallel_size=2)),
+    "tp2": ("llama", GRAPHS | TENSOR_PARALLEL),
     "pp2": ("llama", dict(GRAPHS, pipeline_parallel_size=2)),
     # vLLM's offline engines take data parallelism for mixtures of experts only: one process for each rank.
     "dp2": ("mixtral", GRAPHS),
 }
+for name in ("window", "hybrid", "mla", "fp8", "ngram", "eagle", "conv"):
+    FEATURES[f"{name}-tp2"] = FEATURES[name][0], FEATURES[name][1] | TENSOR_PARALLEL
+"""Feature: the model, and what `vllm.LLM` is given."""
 RANKS = {"dp2": 2}
 """Processes of an engine, where it is several."""
-"""Feature: the model, and what `vllm.LLM` is given."""
 
 COMMON = dict(
     max_position_embeddings=16384, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False,
@@ -524,13 +527,13 @@ def run(feature: str, guarded: bool, limit_s: int) -> dict[str, Any]:
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "GUARD_DEVICE": DEVICE, "OUT": str(OUT)}
     if DEVICE == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if feature in ("tp2", "pp2", "dp2") else "all"
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if feature.endswith(("tp2", "pp2", "dp2")) else "all"
     if guarded:
         environment |= {"CANARY_PLUGINS": "vllm,guard_witness", "CANARY_READ_CHECK": "-1", "CANARY_AUDIT": "6"}
         # So that a pool of 8 GB is read once within the few forwards that follow a fault.
         environment["CANARY_SCRUB_BUDGET"] = "512MiB"
         environment |= {k: v for k, v in os.environ.items() if k.startswith("CANARY_")}
-    if "mamba" in feature or feature in ("conv", "gdn", "cached"):
+    if feature.removesuffix("-tp2") in ("mamba", "conv", "gdn", "cached"):
         # Else a decode's state is compared every 256th step.
         environment.setdefault("CANARY_STATE_INTERVAL", "1")
     ranks = RANKS.get(feature, 1)
