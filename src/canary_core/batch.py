@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from canary_core.errors import AttachError
-from canary_core.region import Region, require_index_tensor, require_tensor
+from canary_core.region import Region, are_lists, require_index_tensor, require_tensor
 
 MOST_ROWS = 65536
 """Requests of one forward; kernels work out each program's share from all their lengths at once."""
 
-LISTS = tuple(
-    (name, f"batch: {name}") for name in ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors")
-)
-"""Tensors of a view that have one dimension, and what they are called in an error."""
+LISTS = ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors")
+"""Tensors of a view that have one dimension."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,10 +95,10 @@ class SlotTable:
         require_tensor("slot table: entries", self.entries)
         device = self.entries.device
         require_index_tensor("slot table: entries", self.entries, device, dims=2)
-        if self.rows is not None:
-            require_index_tensor("slot table: rows", self.rows, device, dims=1)
-        if self.write_slots is not None:
-            require_index_tensor("slot table: write_slots", self.write_slots, device, dims=1)
+        if not are_lists((self.rows, self.write_slots), device):
+            for name, tensor in (("rows", self.rows), ("write_slots", self.write_slots)):
+                if tensor is not None:
+                    require_index_tensor(f"slot table: {name}", tensor, device, dims=1)
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -169,23 +167,24 @@ class BatchView:
     """Capacity of ``token_ids``: at least the sum of ``new_lens``."""
 
     def __post_init__(self) -> None:
-        require_tensor("batch: prefix_lens", self.prefix_lens)
-        device = self.prefix_lens.device
+        prefix = self.prefix_lens
+        require_tensor("batch: prefix_lens", prefix)
+        device, given = prefix.device, (prefix, self.new_lens, self.token_ids, self.writers, self.positions, self.anchors)
+        # Each forward has a view, so what fits is seen at once, and only what doesn't is looked at tensor by tensor.
+        if not are_lists(given, device):
+            for what, tensor in zip(LISTS, given, strict=True):
+                if tensor is not None:
+                    require_index_tensor(f"batch: {what}", tensor, device, dims=1)
+        rows = prefix.shape[0]
         # Asked many times a forward; torch makes new objects each time.
         object.__setattr__(self, "device", device)
-        for name, what in LISTS:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                require_index_tensor(what, tensor, device, dims=1)
-        object.__setattr__(self, "rows", self.prefix_lens.shape[0])
+        object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "tokens", self.token_ids.shape[0])
         if self.expected_tokens is not None:
             require_index_tensor("batch: expected_tokens", self.expected_tokens, device, dims=2)
-        rows = self.prefix_lens.shape
-        for name in ("new_lens", "writers", "anchors"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != rows:
-                raise AttachError(f"batch: {name} has shape {tuple(tensor.shape)}, rows are {self.rows}")
+        for name, tensor in (("new_lens", self.new_lens), ("writers", self.writers), ("anchors", self.anchors)):
+            if tensor is not None and tensor.shape[0] != rows:
+                raise AttachError(f"batch: {name} has shape {tuple(tensor.shape)}, rows are {rows}")
         if self.anchors is not None and self.anchors.dtype != torch.int64:
             raise AttachError(f"batch: anchors must be int64, got {self.anchors.dtype}")
         if not isinstance(self.tables, Mapping):

@@ -1,5 +1,6 @@
 """What is guarded: `KVSource` says where a slot's bytes lie in one tensor, `Region` is a set of slots with sources."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import reduce
@@ -398,7 +399,7 @@ def require_index_tensor(what: str, tensor: Tensor, device: torch.device, dims: 
 
 
 def is_index_tensor(tensor: Tensor, device: torch.device, dims: int) -> bool:
-    """What `require_index_tensor` requires, in one look: each forward's view has several of them."""
+    """What `require_index_tensor` requires, in one look."""
     return (
         isinstance(tensor, Tensor)
         and tensor.dtype in INDEX_DTYPES
@@ -406,3 +407,18 @@ def is_index_tensor(tensor: Tensor, device: torch.device, dims: int) -> bool:
         and tensor.dim() == dims
         and (tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
     )
+
+
+def are_lists(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
+    """Whether each of ``tensors`` that is one is what `require_index_tensor` requires of one dimension, and contiguous.
+    In one function, since each forward's view has several of them."""
+    for tensor in tensors:
+        if tensor is not None and not (
+            isinstance(tensor, Tensor)
+            and tensor.dtype in INDEX_DTYPES
+            and tensor.device == device
+            and tensor.dim() == 1
+            and tensor.is_contiguous()
+        ):
+            return False
+    return True

@@ -162,7 +162,8 @@ class Step:
         if not self._switch.enabled:
             self.close()
             return forward()
-        if self._pause.passes():
+        pause = self._pause
+        if (pause.on or pause.missed) and pause.passes():
             return self._unguarded(forward)
         if not self.overhead.due:
             return self._guarded(forward, view, batch, overlap, settle)
@@ -244,8 +245,8 @@ class Step:
                 workspace.join(for_good=True)
                 workspace.queue.joined()
             if issued_first and workspace.side is not None:
-                workspace.side.issue_postponed()
                 workspace.side.mark()
+                workspace.side.issue_postponed()
             return issued_first
         return False
 
@@ -283,7 +284,8 @@ class Step:
         """Checks every slot that the forward of ``view`` will read. May be captured in a graph."""
         if not self._switch.enabled:
             return
-        if self._pause.passes():
+        pause = self._pause
+        if (pause.on or pause.missed) and pause.passes():
             self._passing = True
             return
         measured = self.overhead.due

@@ -30,7 +30,7 @@ class Stream:
 
 
 class Event:
-    """As `torch.cuda.Event`, for what `SideStream` does with it."""
+    """As `LeanEvent`, for what `SideStream` does with it."""
 
     def __init__(self) -> None:
         self._after = [0] * MOST_STREAMS
@@ -79,7 +79,7 @@ class Device:
 
         with monkeypatch.context() as made:
             made.setattr(torch.cuda, "Stream", lambda *args, **kwargs: self.stream("side"))
-            made.setattr(torch.cuda, "Event", Event)
+            made.setattr(side_stream, "LeanEvent", Event)
             side = side_stream.SideStream(torch.device("cpu"))
         monkeypatch.setattr(side_stream, "make_current", become)
         monkeypatch.setattr(side_stream, "current", lambda device: self.now)

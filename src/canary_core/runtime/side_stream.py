@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from canary_core.runtime.streams import capturing, current, make_current
+from canary_core.runtime.streams import LeanEvent, capturing, current, make_current
 
 LOOKED_AFTER, MOST_KEPT = 4, 16
 """Forwards whose tensors are kept before the device is asked for the first time whether it is done with them, and at
@@ -22,8 +22,8 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._begun, self._done, self._ready = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
-        self._postponed: list[Callable[[], None]] = []
+        self._begun, self._done, self._ready = LeanEvent(), LeanEvent(), LeanEvent()
+        self._postponed: list[tuple[torch.cuda.Stream, Callable[[], None]]] = []
         self._read: list[tuple[Tensor | None, ...]] = []
         self._kept: list[tuple[Tensor | None, ...]] = []
         self._main = self._stream
@@ -39,8 +39,8 @@ class SideStream:
         self._main = current(self._device)
         if not self._marked:
             self._begun.record(self._main)
+            self._begun.wait(self._stream)
         self._marked = False
-        self._begun.wait(self._stream)
         make_current(self._stream)
 
     def __exit__(self, *raised: object) -> None:
@@ -50,8 +50,10 @@ class SideStream:
             self.open = True
 
     def mark(self) -> None:
-        """What is issued next on this stream waits for what the current one has to do by now, and for nothing after."""
+        """What is issued next on this stream waits for what the current one has to do by now, and for nothing after; so
+        does what was postponed, which `issue_postponed` issues first."""
         self._begun.record(current(self._device))
+        self._begun.wait(self._stream)
         self._marked = True
 
     def unmark(self) -> None:
@@ -62,18 +64,22 @@ class SideStream:
         """``issue`` issues work that comes after what the current stream, the forwards', has to do by now: not yet, but
         at `issue_postponed` or the next `join`, whichever is first. Kernels of a sampler that were to start beside it
         would share processors with it and take twice as long, and nobody waits for it before the next forward."""
-        self._ready.record(current(self._device))
-        self._postponed.append(issue)
+        self._postponed.append((current(self._device), issue))
         self.open = True
 
     def issue_postponed(self) -> None:
-        """What was postponed is issued now, to run after what the current stream has to do by now. Not captured."""
+        """What was postponed is issued now, to run after what the current stream has to do by now, or after the last
+        `mark`, which goes on to hold. Not captured."""
         if not self._postponed or capturing(self._device):
             return
-        issue = self._postponed.pop()
-        self._ready.wait(self._stream)
+        stream, issue = self._postponed.pop()
+        if stream is not current(self._device):
+            self._ready.record(stream)
+            self._ready.wait(self._stream)
+        marked = self._marked
         with self:
             issue()
+        self._marked = marked
 
     def reads(self, *tensors: Tensor | None) -> None:
         """Work on this stream, issued by now, reads ``tensors``: their memory is handed out on no stream before that is

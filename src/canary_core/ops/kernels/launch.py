@@ -37,6 +37,9 @@ UNALIGNED = ("p_slots", "p_write_slots", "p_expected")
 
 SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.jit).parameters
 
+KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
+"""Whether `_launch_of` knows this Triton's C function."""
+
 ROW_STEPS = (64, 256, 1024, 4096, 16384, 65536)
 """Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
 
@@ -68,17 +71,21 @@ def arguments(*objects: Tensor | int | None) -> Arguments:
     """Looks at each of ``objects`` the way Triton specialises on it: type, alignment to 16, equality to 1."""
     raw: list[int | None] = []
     seen: list[Any] = []
+    # Each forward has a dozen tensors of its own.
+    note, add = seen.append, raw.append
     for value in objects:
-        if isinstance(value, Tensor):
+        if value is None:
+            add(None)
+            note(None)
+        elif isinstance(value, Tensor):
             address = value.data_ptr()
-            raw.append(address)
-            seen += (value.dtype, address & 15 == 0)
-        elif value is None:
-            raw.append(None)
-            seen.append(None)
+            add(address)
+            note(value.dtype)
+            if address & 15:
+                note(False)
         else:
-            raw.append(value)
-            seen += (value == 1, value & 15 == 0, -(1 << 31) <= value < 1 << 31)
+            add(value)
+            note((value == 1, value & 15 == 0, -(1 << 31) <= value < 1 << 31))
     return Arguments(objects, raw, _kinds.setdefault(tuple(seen), len(_kinds)))
 
 
@@ -143,13 +150,22 @@ class Launcher:
                 compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
             if compiled is not None:
-                self._compiled[given.kind] = (compiled.run, compiled.function, compiled.packed_metadata)
+                self._compiled[given.kind] = (*_launch_of(compiled), compiled.function, _current_stream())
             return
-        run, function, metadata = compiled
-        run(
-            grid[0], grid[1], 1, _current_stream()(self._device), function, metadata, None, None, None,
-            *self._raw, *given.raw, *self._unread,
-        )  # fmt: skip
+        launch, head, function, stream = compiled
+        launch(grid[0], grid[1], 1, stream(self._device), function, *head, *self._raw, *given.raw, *self._unread)
+
+
+def _launch_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a kernel, given a grid of three numbers, a stream, a function, then what comes second here, then
+    the kernel's arguments. Without hooks of profilers, and without Triton's Python between where the C function that it
+    calls is known and needs no memory: nearly half of a launch's host time."""
+    run, metadata = compiled.run, compiled.packed_metadata
+    if KNOWN_LAUNCHER and type(run).__name__ == "CudaLauncher":
+        if not (run.global_scratch_size or run.profile_scratch_size):
+            how = (run.launch_cooperative_grid, run.launch_pdl)
+            return run.launch, (*how, None, None, metadata, None, None, None)
+    return run, (metadata, None, None, None)
 
 
 def compile_together(launches: Callable[[], None]) -> None:
