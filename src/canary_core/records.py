@@ -310,11 +310,13 @@ ALL_TILES = 1 << 40
 CHECK_TILE = 512
 """Slots of one row that the mapping check takes or leaves together."""
 
-PLAN_WORDS = 4
-"""Write plan, int64 ``[tokens, 4]``: `check` fills it, the ops after the forward use it. Word 0 is ``(status + 1) *
+PLAN_RECORD = 4
+PLAN_WORDS = PLAN_RECORD + RECORD_WORDS // 2
+"""Write plan, int64 ``[tokens, 8]``: `check` fills it, the ops after the forward use it. Word 0 is ``(status + 1) *
 2**32 + row`` (see `Status`), 0 where nothing is stored; word 1 the slot, word 2 the position, word 3 the
 slot that the table has for it, -1 where that is none or where the engine has no list of its own. `record` must not look
-it up: an engine that schedules ahead may rewrite its tables while the forward runs."""
+it up: an engine that schedules ahead may rewrite its tables while the forward runs. From word `PLAN_RECORD` on: the
+slot's record as it was, 0 where the status is not OK; so `fingerprint` need not come before `record`."""
 
 
 class Status(IntEnum):

@@ -21,10 +21,20 @@ from triton.backends.compiler import GPUTarget
 
 from canary_core.ops.backends import triton_backend
 from canary_core.ops.kernels import blocks as block_kernels
-from canary_core.ops.kernels import check, compare, fingerprint, histories, launch, lifetime, record, stores
+from canary_core.ops.kernels import (
+    check,
+    compare,
+    fingerprint,
+    fingerprint_record,
+    histories,
+    launch,
+    lifetime,
+    record,
+    stores,
+)
 from canary_core.records import BLOCK_VALUES
 
-ROOMS = (check, compare, fingerprint, lifetime, record, stores, block_kernels, histories)
+ROOMS = (check, compare, fingerprint, fingerprint_record, lifetime, record, stores, block_kernels, histories)
 EVENTS = ("alloc", "park", "share", "evict", "free")
 
 
@@ -53,7 +63,7 @@ def compile_all(seed: int) -> None:
     state.require_capacity(batch)
     if state.sources:
         backend.baseline(state)
-    for op in ("check", "read_check", "fingerprint", "record"):
+    for op in ("check", "read_check", "fingerprint", "record", "fingerprint_record"):
         getattr(backend, op)(state, batch, table)
     if state.stores.numel():
         backend.note_store(state, batch, range(len(state.sources)))

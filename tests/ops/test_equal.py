@@ -24,11 +24,14 @@ from ops.scenario import (
     write,
 )
 
-from canary_core.ops.backends import torch_backend, triton_backend
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.backends import Backend, torch_backend, triton_backend
 from canary_core.ops.kernels import check as check_kernels
+from canary_core.ops.kernels import fingerprint_record as together_kernels
 from canary_core.ops.kernels import record as record_kernels
 from canary_core.ops.kernels import tables as table_kernels
 from canary_core.ops.reference import check as check_reference
+from canary_core.ops.state import RegionState
 from canary_core.records import ALL_TILES, BLOCK_VALUES, Counter, Cursor, Kind, Phase
 
 EVENTS = ("alloc", "park", "share", "evict", "free")
@@ -47,6 +50,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(check_kernels, "TILE", 8)
     monkeypatch.setattr(check_reference, "CHECK_TILE", 8)
     monkeypatch.setattr(record_kernels, "TILE", 4)
+    monkeypatch.setattr(together_kernels, "TILE", 4)
     monkeypatch.setattr(table_kernels, "TILE", 4)
     monkeypatch.setattr(table_kernels, "PARTS", 2)
 
@@ -66,6 +70,7 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
         for op in OPS:
             if op == "fingerprint":
                 write(s)
+                assert together(reference, kernels, state, batch, table) == [], f"seed {seed}, together"
             other = twin(state)
             arguments = (batch, table)
             if op == "scrub":
@@ -104,6 +109,17 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
         seen["stores"] += sum(row[0] == Kind.BYTES and row[14] % 8 == Phase.POST_FORWARD for row in ring_rows(state))
         seen["tail"] += sum(row[0] == Kind.TOKEN and row[14] % 8 == Phase.POST_FORWARD for row in ring_rows(state))
     return kinds
+
+
+def together(reference: Backend, kernels: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> list[str]:
+    """What differs, on copies of ``state``, where a forward is fingerprinted and recorded in one launch, or in the other
+    order."""
+    one, launched, swapped = twin(state), twin(state), twin(state)
+    reference.fingerprint_record(one, batch, table)
+    kernels.fingerprint_record(launched, batch, table)
+    reference.record(swapped, batch, table)
+    reference.fingerprint(swapped, batch, table)
+    return differences(one, launched, batch.tokens) + differences(one, swapped, batch.tokens)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))

@@ -18,7 +18,8 @@ NoteOp = Callable[[RegionState, Tensor, int, int | Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The ops in the order in which a step runs them; `baseline` runs once, at attach, `verify` and `adopt` where bytes
+    """The ops in the order in which a step runs them: `fingerprint_record` in place of the two before it where nothing
+    comes between. `baseline` runs once, at attach, `verify` and `adopt` where bytes
     arrive, with records or without, `note` where slots get other content without a forward, `gather_blocks` for the
     ledger, `compare_tables` where attention has got its tables (last argument: whether to wait for a compiler; gives
     whether it was launched), `note_store` where a layer has stored what it computed, and `compare_stores` before
@@ -30,6 +31,7 @@ class Backend:
     read_check: BatchOp
     fingerprint: BatchOp
     record: BatchOp
+    fingerprint_record: BatchOp
     scrub: Callable[[RegionState], None]
     alloc: EventOp
     park: EventOp
@@ -71,6 +73,7 @@ def torch_backend() -> Backend:
         check,
         compare,
         fingerprint,
+        fingerprint_record,
         histories,
         lifetime,
         record,
@@ -80,7 +83,8 @@ def torch_backend() -> Backend:
 
     return Backend(
         "torch", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
-        compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
+        fingerprint_record.fingerprint_record, compare.scrub,
+        lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
         compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
         stores.note_store, stores.compare_stores,
     )  # fmt: skip
@@ -93,6 +97,7 @@ def triton_backend() -> Backend:
         check,
         compare,
         fingerprint,
+        fingerprint_record,
         histories,
         launch,
         lifetime,
@@ -103,7 +108,8 @@ def triton_backend() -> Backend:
 
     return Backend(
         "triton", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
-        compare.scrub, lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
+        fingerprint_record.fingerprint_record, compare.scrub,
+        lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
         compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
         stores.note_store, stores.compare_stores,
         launch.ROW_STEPS, launch.compile_together,

@@ -65,6 +65,7 @@ def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, tabl
         backend.read_check(state, batch, table)
     if state.sources:
         backend.fingerprint(state, batch, table)
+        backend.fingerprint_record(state, batch, table)
     if state.stores.numel():
         backend.note_store(state, batch, range(len(state.sources)))
         backend.compare_stores(state, batch, table)

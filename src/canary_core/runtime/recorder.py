@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from canary_core.batch import BatchView
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.state import RegionState
 from canary_core.ops.state_checkpoints import record_checkpoints
 from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.runtime.overhead import Overhead
@@ -81,16 +82,13 @@ class Recorder:
                 if table.carried:
                     # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
                     carried = True
+                    self._backend.record(state, view, table)
                 elif state.readable and self._schedules[name].now:
-                    looks = workspace.proof.looks and not self.captured
-                    first = workspace.proof.writes(state, view) if looks else None
-                    self._backend.fingerprint(state, view, table)
-                    self._stores.compare(state, view, table)
-                    if first is not None:
-                        workspace.proof.compare(state, first)
-                elif state.sources:
-                    state.forget_written()
-                self._backend.record(state, view, table)
+                    self._fingerprint_and_record(state, view, table)
+                else:
+                    if state.sources:
+                        state.forget_written()
+                    self._backend.record(state, view, table)
                 if table.checkpoints is not None:
                     record_checkpoints(self._backend, state, view, table)
                     if beside and side is not None:
@@ -104,3 +102,17 @@ class Recorder:
             side.reads(
                 view.prefix_lens, view.new_lens, view.token_ids, view.writers, view.positions, view.expected_tokens
             )  # fmt: skip
+
+    def _fingerprint_and_record(self, state: RegionState, view: BatchView, table: SlotTable) -> None:
+        """What the forward has written to one region."""
+        proof, backend = self._workspace.proof, self._backend
+        looks = proof.looks and not self.captured
+        if not looks and not self._stores.on:
+            backend.fingerprint_record(state, view, table)
+            return
+        first = proof.writes(state, view) if looks else None
+        backend.fingerprint(state, view, table)
+        self._stores.compare(state, view, table)
+        if first is not None:
+            proof.compare(state, first)
+        backend.record(state, view, table)

@@ -45,6 +45,7 @@ from canary_core.ops.state import RegionState
 from canary_core.records import (
     CHAINS,
     CHECK_TILE,
+    PLAN_RECORD,
     PLAN_WORDS,
     READ_TILE,
     SCRUB_WORDS,
@@ -89,6 +90,7 @@ FIELD_BITS = tl.constexpr(21)
 FIELD = tl.constexpr((1 << 21) - 1)
 """A count in the packed scan: up to 2 million tiles of each sort, and as many new tokens, in one forward."""
 PLAN = tl.constexpr(PLAN_WORDS)
+RECORD = tl.constexpr(PLAN_RECORD)
 PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 
 
@@ -308,8 +310,12 @@ def check_kernel(
             tl.store(p_entry + 1, tl.where(m_stored, slot, 0), mask=m)
             tl.store(p_entry + 2, tl.where(m_stored, position, 0), mask=m)
             tl.store(p_entry + 3, tl.where(m_stored, table_slot, 0), mask=m)
+            usable = m_stored & (status == STATUS_OK)
+            for i_word in tl.static_range(PLAN - RECORD):
+                old = tl.load(p_records + slot * 4 + i_word, mask=usable, other=0)
+                tl.store(p_entry + RECORD + i_word, old, mask=m)
             claim = claim_of(step, o_token)
-            tl.atomic_max(p_claims + slot, claim, mask=m_stored & (status == STATUS_OK))
+            tl.atomic_max(p_claims + slot, claim, mask=usable)
 
         else:
             o_token = all_new + (i - n_check - n_write) * TILE + tl.arange(0, TILE).to(tl.int64)
@@ -372,7 +378,7 @@ def judge(
     tl.atomic_add(p_counters + COUNT_UNKNOWN_SLOTS, tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0))
     found = tl.where(kind == KIND_PREFIX, tl.where(link_ok, chain_hash, should_be), -1)
     report_record(
-        p_counters, p_ring, ring_rows, kind, kind >= 0, region, -1, slot, position, expected, p_records,
+        p_counters, p_ring, ring_rows, kind, kind >= 0, region, -1, slot, position, expected, p_records + slot * 4,
         usable, tl.where(usable, hash, -1), found, writer, step * 8 + PRE_FORWARD,
     )  # fmt: skip
 

@@ -197,14 +197,15 @@ def report(
 
 @triton.jit
 def report_record(
-    p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, p_records, usable, stored_value,
+    p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, p_record, usable, stored_value,
     found_value, writer, step,
 ):  # fmt: skip
-    """`report` with what the record of each slot says; -1 where there is none (``usable`` false)."""
+    """`report` with what the record of each slot says, which is at ``p_record``; -1 where there is none (``usable``
+    false)."""
     m_record = m & usable
-    first = tl.load(p_records + slot * 4, mask=m_record, other=-1)
-    written = tl.load(p_records + slot * 4 + 2, mask=m_record, other=-1)
-    freed = tl.load(p_records + slot * 4 + 3, mask=m_record, other=-1)
+    first = tl.load(p_record, mask=m_record, other=-1)
+    written = tl.load(p_record + 2, mask=m_record, other=-1)
+    freed = tl.load(p_record + 3, mask=m_record, other=-1)
     stored_token, stored_position = split_head(first)
     step_written, stored_writer = split_head(written)
     report(

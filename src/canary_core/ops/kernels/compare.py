@@ -386,15 +386,15 @@ def compare(
             o_position += tl.arange(0, slot.shape[0])
         compared += tl.sum(differs.to(tl.int64), 0) * (STRIPS[1] * STRIPS[2])
         report_record(
-            p_counters, p_ring, ring_rows, kind, differs, region, source[0], slot, o_position, token, p_records,
-            written, old, value, writer, step,
+            p_counters, p_ring, ring_rows, kind, differs, region, source[0], slot, o_position, token,
+            p_records + slot * 4, written, old, value, writer, step,
         )  # fmt: skip
         if len(STRIPS) > STRIP:
             strip_differs = strip_differs & written & (strip_old != 0)
             compared += tl.sum(strip_differs.to(tl.int64), 0) * (STRIPS[STRIP + 1] * STRIPS[STRIP + 2])
             report_record(
                 p_counters, p_ring, ring_rows, kind, strip_differs, region, strip[0], slot, o_position, token,
-                p_records, written, strip_old, strip_value, writer, step,
+                p_records + slot * 4, written, strip_old, strip_value, writer, step,
             )  # fmt: skip
     return compared
 

@@ -14,10 +14,12 @@ from canary_core.ops.kernels.common import STATUS_OK, claim_of, report_record, s
 from canary_core.ops.kernels.fold import FIELDS, STRIP, describe, fold, fold_abreast, spread
 from canary_core.ops.kernels.launch import MOST_PROGRAMS, arguments, group_launches, jit
 from canary_core.ops.kernels.tiles import SCRUB_TILES, WRITE_TILES
+from canary_core.ops.launches import GroupLaunch
 from canary_core.ops.state import RegionState
-from canary_core.records import PLAN_WORDS, Clock, Counter, Descriptor, Kind, NullBytes, Phase
+from canary_core.records import PLAN_RECORD, PLAN_WORDS, Clock, Counter, Descriptor, Kind, NullBytes, Phase
 
 PLAN = tl.constexpr(PLAN_WORDS)
+RECORD = tl.constexpr(PLAN_RECORD)
 SURE = tl.constexpr(int(Descriptor.SURE))
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 COUNT_RECORDED_BYTES = tl.constexpr(int(Counter.RECORDED_BYTES))
@@ -33,16 +35,25 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.reference.fingerprint.fingerprint`. One launch a source group; may be captured."""
     if batch.tokens == 0:
         return
+    for launch in written_launches(state):
+        fingerprint_group(state, batch, launch)
+
+
+def written_launches(state: RegionState) -> list[GroupLaunch]:
+    """One for each source group."""
+    return group_launches(state, "fingerprint", fingerprint_kernel, WRITE_TILES)
+
+
+def fingerprint_group(state: RegionState, batch: BatchView, launch: GroupLaunch) -> None:
+    """Of one source group."""
+    tiles = min(-(-batch.tokens // launch.slots), MOST_PROGRAMS)
+    if launch.abreast:
+        # A program's tokens are far apart: where only the last token of a row has a slot, the work is spread then. And
+        # an odd number apart: else, of prefills whose lengths are powers of two, one program would get all.
+        tiles = min(batch.tokens, launch.programs | 1)
     given = arguments(batch.token_ids, batch.writers, batch.tokens, state.judged_nulls)
-    nulls = int(state.judged_nulls > 0)
-    for launch in group_launches(state, "fingerprint", fingerprint_kernel, WRITE_TILES):
-        tiles = min(-(-batch.tokens // launch.slots), MOST_PROGRAMS)
-        if launch.abreast:
-            # A program's tokens are far apart: where only the last token of a row has a slot, the work is spread then.
-            # And an odd number apart: else, of prefills whose lengths are powers of two, one program would get all.
-            tiles = min(batch.tokens, launch.programs | 1)
-        # One more program looks at a null slot.
-        launch.launch((launch.blocks, tiles + nulls), given)
+    # One more program looks at a null slot.
+    launch.launch((launch.blocks, tiles + (state.judged_nulls > 0)), given)
 
 
 def baseline(state: RegionState) -> None:
@@ -60,8 +71,22 @@ def fingerprint_kernel(
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: programs of source groups, times any number of programs over the batch's tokens, and one more that looks at
-    a null slot where there are any. A program takes tiles of `SLOTS` tokens; where sources are `ABREAST`, it looks up
-    `SLOTS` tokens that are far apart and takes their slots one at a time."""
+    a null slot where there are any."""
+    fingerprint_written(
+        p_records, p_claims, p_plan, p_counters, p_clock, p_ring, ring_rows, region, null_first, p_descriptors,
+        p_columns, p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, tokens, judged_nulls,
+        STRIPS, SLOTS, ABREAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def fingerprint_written(
+    p_records, p_claims, p_plan, p_counters, p_clock, p_ring, ring_rows, region, null_first, p_descriptors, p_columns,
+    p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, tokens, judged_nulls,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """A program takes tiles of `SLOTS` tokens; where sources are `ABREAST`, it looks up `SLOTS` tokens that are far
+    apart and takes their slots one at a time."""
     step = tl.load(p_clock + CLOCK_NEXT)
     recorded = tl.zeros((), tl.int64)
     apart = tl.num_programs(1) - (judged_nulls > 0).to(tl.int32)
@@ -86,7 +111,7 @@ def fingerprint_kernel(
                 # The bytes of a slot that another token won are not asked for: a long one takes long.
                 usable = tl.load(p_claims + slot) == claim_of(step, o_token)
                 recorded = record_tile(
-                    p_records, p_claims, p_plan, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns,
+                    p_claims, p_plan, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns,
                     p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, step, o_token, word, slot, usable,
                     recorded, STRIPS, ABREAST,
                 )  # fmt: skip
@@ -99,7 +124,7 @@ def fingerprint_kernel(
             usable = (word != 0) & ((word >> 32) - 1 == STATUS_OK)
             if tl.max(word, 0) > 0:
                 recorded = record_tile(
-                    p_records, p_claims, p_plan, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns,
+                    p_claims, p_plan, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns,
                     p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, step, o_token, word, slot, usable,
                     recorded, STRIPS, ABREAST,
                 )  # fmt: skip
@@ -108,7 +133,7 @@ def fingerprint_kernel(
 
 @triton.jit
 def record_tile(
-    p_records, p_claims, p_plan, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns, p_keys, p_salts,
+    p_claims, p_plan, p_counters, p_ring, ring_rows, region, p_descriptors, p_columns, p_keys, p_salts,
     p_fingerprints, sources, p_tokens, p_writers, step, o_token, word, slot, usable, recorded,
     STRIPS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
@@ -117,8 +142,9 @@ def record_tile(
     # All that is small is asked for before the bytes and looked at after them.
     claim = tl.load(p_claims + slot, mask=usable, other=0)
     token = tl.load(p_tokens + o_token, mask=usable, other=0).to(tl.int64)
-    stored_first = tl.load(p_records + slot * 4, mask=usable, other=0)
-    stored_third = tl.load(p_records + slot * 4 + 2, mask=usable, other=0)
+    p_record = p_plan + o_token * PLAN + RECORD
+    stored_first = tl.load(p_record, mask=usable, other=0)
+    stored_third = tl.load(p_record + 2, mask=usable, other=0)
     for s in tl.static_range(len(STRIPS) // STRIP):
         source = describe(p_descriptors, p_columns, p_salts, len(STRIPS) // STRIP, s, ABREAST)
         p_old = p_fingerprints + slot * sources + source[0]
@@ -143,7 +169,7 @@ def record_tile(
             kind = tl.where(lost, KIND_LOST_WRITE, KIND_NON_FINITE).to(tl.int64)
             report_record(
                 p_counters, p_ring, ring_rows, kind, lost | not_finite, region, source[0], slot, position,
-                token, p_records, there, old, value, writer, step * 8 + PHASE_POST,
+                token, p_record, there, old, value, writer, step * 8 + PHASE_POST,
             )  # fmt: skip
     return recorded
 
@@ -176,8 +202,8 @@ def look_at_null(
             nobody = tl.full(slot.shape, -1, tl.int64)
             report_record(
                 p_counters, p_ring, ring_rows, tl.full(slot.shape, KIND_NON_FINITE, tl.int64),
-                bad & (known == NULL_FINITE), region, source[0], slot, nobody, nobody, p_records, there, known, value,
-                tl.full((), -1, tl.int64), step * 8 + PHASE_POST,
+                bad & (known == NULL_FINITE), region, source[0], slot, nobody, nobody, p_records + slot * 4, there,
+                known, value, tl.full((), -1, tl.int64), step * 8 + PHASE_POST,
             )  # fmt: skip
 
 

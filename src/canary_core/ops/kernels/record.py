@@ -75,8 +75,22 @@ def record_kernel(
     POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs, which share the tiles of all rows' new tokens."""
-    i_program = tl.program_id(0)
+    """Grid: any number of programs."""
+    record_written(
+        p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+        p_samples, p_ends, p_tails, p_histories, p_prefix, p_new, p_writers, p_tokens, p_positions, p_expected,
+        expected_width, expected_stride, rows, tokens, tl.program_id(0), tl.num_programs(0), GROUP, ROWS, TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def record_written(
+    p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    p_samples, p_ends, p_tails, p_histories, p_prefix, p_new, p_writers, p_tokens, p_positions, p_expected,
+    expected_width, expected_stride, rows, tokens, i_program, n_programs,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What one of ``n_programs`` does, which share the tiles of all rows' new tokens."""
     o_row = tl.arange(0, ROWS)
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
     b_new = tl.maximum(tl.load(p_new + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
@@ -94,7 +108,7 @@ def record_kernel(
         if p_samples is not None:
             note_ends(p_ends, p_writers, b_prefix, b_computed, o_row, rows)
 
-    for i in range(i_program, tl.sum(b_tiles, 0), tl.num_programs(0)):
+    for i in range(i_program, tl.sum(b_tiles, 0), n_programs):
         i_row = tl.sum((b_tile_end <= i).to(tl.int32), 0)
         i_tile = i - tl.max(tl.where(b_tile_end <= i, b_tile_end, 0), 0)
         new = tl.sum(tl.where(o_row == i_row, b_new, 0), 0).to(tl.int64)

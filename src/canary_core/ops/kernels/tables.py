@@ -125,8 +125,8 @@ def compare_tables_kernel(
             if tl.max(differs.to(tl.int32), 0) > 0:
                 kind = tl.full((TILE,), KIND_READ_TABLE, tl.int64)
                 report_record(
-                    p_counters, p_ring, ring_rows, kind, differs, region, -1, given, position, -1, p_records, usable,
-                    kept, name, writer, step * 8 + PRE_FORWARD,
+                    p_counters, p_ring, ring_rows, kind, differs, region, -1, given, position, -1,
+                    p_records + given * 4, usable, kept, name, writer, step * 8 + PRE_FORWARD,
                 )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     if state.samples is not None:
         samples.remember(state.samples)
         samples.note_tails(state.samples, state, batch, rows, table)
-    _claim(state, plan.plan_writes(state.scratch.plan, state.region, batch, table))
+    _claim(state, plan.plan_writes(state, batch, table))
     shared.counters[Counter.CHECKED_SLOTS] += chosen_places.sum()
     shared.counters[Counter.UNKNOWN_SLOTS] += (chosen_places & seen.usable & (seen.state == State.UNKNOWN)).sum()
     shared.counters[Counter.CHECKED_FORWARDS] += 1

@@ -3,7 +3,7 @@
 import torch
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.mapping import see
+from canary_core.ops.mapping import Seen, see
 from canary_core.ops.reference import plan
 from canary_core.ops.reference.record import won
 from canary_core.ops.reference.stack import report_bytes, stacks
@@ -12,7 +12,7 @@ from canary_core.records import Clock, Counter, Descriptor, Kind, NullBytes, Pha
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """After a forward and before `record`: fingerprints the bytes of every slot that was written.
+    """After a forward, before `record` or beside it: fingerprints the bytes of every slot that was written.
 
     Reports LOST_WRITE where a sure source's bytes are what they were although another token was written (or nothing
     was ever written before), NON_FINITE where a float has all its exponent bits set. Bytes unchanged by a write of the
@@ -26,7 +26,7 @@ def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     _look_at_null(state)
     writes = plan.planned_writes(state.scratch.plan, batch)
     writes = writes[won(state, writes)]
-    seen = see(state, writes.slot, writes.status)
+    seen = Seen.of(writes.record, writes.slot, writes.status)
     slot, token = writes.slot, batch.token_ids[writes.token].long()
     other = (seen.step_written == 0) | (seen.token != token)
     about = {

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.records import Status
+from canary_core.ops.state import RegionState
+from canary_core.records import PLAN_RECORD, Status
 from canary_core.region import Region
 
 
@@ -136,8 +137,8 @@ def _column(table: SlotTable, places: Places, group: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writes:
-    """The stored new tokens of a forward, int64 ``[n]``: index into ``token_ids``, row, position, slot, `Status`, and
-    the table's slot (see `records.PLAN_WORDS`)."""
+    """The stored new tokens of a forward, int64 ``[n]``: index into ``token_ids``, row, position, slot, `Status`, the
+    table's slot, and the slot's record before, int32 ``[n, RECORD_WORDS]`` (see `records.PLAN_WORDS`)."""
 
     token: Tensor
     row: Tensor
@@ -145,13 +146,15 @@ class Writes:
     slot: Tensor
     status: Tensor
     table_slot: Tensor
+    record: Tensor
 
     def __getitem__(self, mask: Tensor) -> "Writes":
         return Writes(*(getattr(self, field)[mask] for field in self.__slots__))
 
 
-def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable) -> Writes:
-    """Fills ``plan`` (`RegionState.plan`) for this forward, and gives what it holds."""
+def plan_writes(state: RegionState, batch: BatchView, table: SlotTable) -> Writes:
+    """Fills the plan of ``state`` for this forward, and gives what it holds."""
+    plan, region = state.scratch.plan, state.region
     ranges = rows(region, batch, table)
     places = stored(region, ranges)
     token = ranges.token(places)
@@ -161,15 +164,19 @@ def plan_writes(plan: Tensor, region: Region, batch: BatchView, table: SlotTable
     if table.write_slots is not None:
         found, usable = lookup(region, table, places)
         table_slot = torch.where(usable == Status.OK, found, -1)
-    plan[token] = torch.stack(((status + 1) << 32 | places.row, slot, places.position, table_slot), dim=1)
-    return Writes(token, places.row, places.position, slot, status, table_slot)
+    usable = status == Status.OK
+    record = torch.where(usable[:, None], state.records[torch.where(usable, slot, 0)], 0)
+    words = torch.stack(((status + 1) << 32 | places.row, slot, places.position, table_slot), dim=1)
+    plan[token] = torch.cat((words, record.view(torch.int64)), dim=1)
+    return Writes(token, places.row, places.position, slot, status, table_slot, record)
 
 
 def planned_writes(plan: Tensor, batch: BatchView) -> Writes:
     """What `plan_writes` planned."""
     token = plan[: batch.tokens, 0].nonzero()[:, 0]
-    word, slot, position, table_slot = plan[token].unbind(1)
-    return Writes(token, word & 0xFFFFFFFF, position, slot, (word >> 32) - 1, table_slot)
+    word, slot, position, table_slot = plan[token, :PLAN_RECORD].unbind(1)
+    record = plan[token, PLAN_RECORD:].view(torch.int32)
+    return Writes(token, word & 0xFFFFFFFF, position, slot, (word >> 32) - 1, table_slot, record)
 
 
 def write_slots(region: Region, table: SlotTable, places: Places, tokens: Tensor) -> tuple[Tensor, Tensor]:

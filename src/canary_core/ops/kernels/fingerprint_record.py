@@ -1,0 +1,89 @@
+"""fingerprint_record: `fingerprint` and `record` of a forward that wrote little, in one launch. Neither waits for the other,
+since `check` has kept what fingerprints are judged by (see `records.PLAN_WORDS`)."""
+
+import triton.language as tl
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.kernels.fingerprint import (
+    fingerprint,
+    fingerprint_group,
+    fingerprint_written,
+    written_launches,
+)
+from canary_core.ops.kernels.histories import history_arguments
+from canary_core.ops.kernels.launch import (
+    VARYING,
+    Launcher,
+    arguments,
+    batch_arguments,
+    jit,
+    region_arguments,
+    source_arguments,
+)
+from canary_core.ops.kernels.record import record, record_written
+from canary_core.ops.kernels.samples import sample_arguments
+from canary_core.ops.kernels.tiles import WRITE_TILE, constants, is_long
+from canary_core.ops.state import RegionState
+
+FEW_ROWS, FEW_TOKENS = 256, 1024
+"""The most of a batch that counts as little: a prefill's fingerprints want all registers, and its records many warps."""
+TILE = 32
+"""New tokens that a program records at a time: what a warp has lanes for."""
+RECORDING = tl.constexpr(16)
+"""Columns of programs that record, beside those that fingerprint."""
+
+
+def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """As `canary_core.ops.reference.fingerprint_record.fingerprint_record`. Of the first source group one launch, one more for
+    each other; two launches where the forward wrote much, or slots are long. May be captured."""
+    groups = state.sources.groups
+    little = 0 < batch.tokens <= FEW_TOKENS and batch.rows <= FEW_ROWS
+    if not (little and groups) or is_long(state, groups[0]):
+        fingerprint(state, batch, table)
+        record(state, batch, table)
+        return
+    first = groups[0]
+    given, launches = batch_arguments(state, batch, table)
+    launcher = launches.by_op.get("fingerprint_record")
+    if launcher is None:
+        every = launches.constants._asdict() | {"TILE": TILE} | constants(first.shapes, WRITE_TILE, len(first.columns))
+        fixed = (
+            region_arguments(state), sample_arguments(state), history_arguments(state), source_arguments(state, first),
+            arguments(state.judged_nulls),
+        )  # fmt: skip
+        launcher = Launcher(fingerprint_record_kernel, state, fixed, every, num_warps=WRITE_TILE.warps)
+        launches.by_op["fingerprint_record"] = launcher
+    tiles = -(-batch.tokens // WRITE_TILE.slots) + (state.judged_nulls > 0)
+    launcher((len(first.columns) + RECORDING.value, tiles), given)
+    if len(groups) > 1:
+        for launch in written_launches(state)[1:]:
+            fingerprint_group(state, batch, launch)
+
+
+@jit(*VARYING, "judged_nulls")
+def fingerprint_record_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows, p_histories,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources, judged_nulls,
+    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map, p_write_slots,
+    expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
+    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
+    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: as that of `fingerprint_kernel`, and `RECORDING` columns of programs more, which record."""
+    i_recording = tl.program_id(0) - (tl.num_programs(0) - RECORDING)
+    if i_recording < 0:
+        fingerprint_written(
+            p_records, p_claims, p_plan, p_counters, p_clock, p_ring, ring_rows, region, null_first, p_descriptors,
+            p_columns, p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, tokens, judged_nulls,
+            STRIPS, SLOTS, ABREAST,
+        )  # fmt: skip
+    else:
+        record_written(
+            p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+            p_samples, p_ends, p_tails, p_histories, p_prefix, p_new, p_writers, p_tokens, p_positions, p_expected,
+            expected_width, expected_stride, rows, tokens, i_recording * tl.num_programs(1) + tl.program_id(1),
+            tl.num_programs(1) * RECORDING, GROUP, ROWS, TILE,
+        )  # fmt: skip
