@@ -6,6 +6,9 @@ from benchmarks.layouts import LAYOUTS
 
 STEP = ("check", "read_check", "note_store", "fingerprint", "compare_stores", "record", "scrub")
 """Ops in the order of a step."""
+TOGETHER = "fingerprint_record"
+"""The op in the place of `fingerprint` and `record` where nothing comes between."""
+FINGERPRINTS = ("fingerprint", TOGETHER)
 STORES = ("note_store", "compare_stores")
 """Those of them that run with ``CANARY_STORE_CHECK`` only."""
 EVENTS = ("free", "alloc")
@@ -67,11 +70,13 @@ class Case:
     @property
     def step(self) -> tuple[str, ...]:
         """The ops of a step up to the last timed one that make sense for the case: what equality runs."""
-        if not set(self.ops) & set(STEP):
+        if not set(self.ops) & {*STEP, TOGETHER}:
             return self.ops
-        last = max(STEP.index(op) for op in self.ops)
+        last = max(STEP.index("record" if op == TOGETHER else op) for op in self.ops)
         steps = [op for op in STEP[: last + 1] if op in self.ops or op not in STORES]
-        bytes_only = ("read_check", "fingerprint", "scrub")
+        if TOGETHER in self.ops:
+            steps = [TOGETHER if op == "fingerprint" else op for op in steps if op != "record"]
+        bytes_only = ("read_check", *FINGERPRINTS, "scrub")
         return tuple(op for op in steps if self.has_bytes or op not in bytes_only)
 
     def tiny(self) -> "Case":
@@ -127,6 +132,14 @@ CASES: dict[str, Case] = {
             "record/decode-256-bytes", "record a decode of 256 with the bytes of 32 layers × K+V × 2048 B",
             ("fingerprint", "record"), Shape(256, 7, sets=16, layers=32), layout="llama", bar=Bar(25), peer=("write",),
             quick=True,
+        ),
+        Case(
+            "fingerprint_record/decode-256", "the same in one launch, as a step does it", (TOGETHER,),
+            Shape(256, 7, sets=16, layers=32), layout="llama", bar=Bar(25), quick=True,
+        ),
+        Case(
+            "fingerprint_record/decode-64", "one launch for a decode of 64", (TOGETHER,),
+            Shape(64, 7, sets=64, layers=32), layout="llama",
         ),
         Case(
             "fingerprint/prefill-8192", "fingerprint alone: 8192 new slots × 32 layers × K+V × 2048 B",

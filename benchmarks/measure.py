@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import STORES, Case
+from benchmarks.cases import FINGERPRINTS, STORES, Case
 from benchmarks.equality import NotEqualError, require_equal, require_quiet
 from benchmarks.gather import gather_us
 from benchmarks.peer import Modules, Peer, PeerUnavailableError
@@ -83,9 +83,9 @@ def timed(setting: Setting, backend: Backend) -> tuple[Callable[[], None], int, 
     """What is timed of a case: a function that launches its ops, how often it does so, and what has to be done before
     each call of it."""
     case = setting.case
-    if {"fingerprint", "record", *STORES} & set(case.ops):
+    if {*FINGERPRINTS, "record", *STORES} & set(case.ops):
         setting.plan(backend)
-    once = "fingerprint" in case.ops  # its slots must be unwritten before each launch
+    once = bool({*FINGERPRINTS} & set(case.ops))  # its slots must be unwritten before each launch
     rounds = 1 if once else -(-LAUNCHES // case.shape.sets)
     launch = _launcher(case, backend, setting.forwards * rounds)
     return launch, case.shape.sets * rounds, setting.reset if once else None
@@ -94,7 +94,7 @@ def timed(setting: Setting, backend: Backend) -> tuple[Callable[[], None], int, 
 def _resident_us(setting: Setting, budget_s: float) -> float | None:
     case = setting.case
     cache_bytes = torch.cuda.get_device_properties(setting.device).L2_cache_size
-    if "fingerprint" in case.ops or setting.floor_bytes > 0.7 * cache_bytes:
+    if {*FINGERPRINTS} & set(case.ops) or setting.floor_bytes > 0.7 * cache_bytes:
         return None
     launch = _launcher(case, triton_backend(), setting.forwards[:1] * LAUNCHES)
     return time_graph(launch, LAUNCHES, None, budget_s / 2).us

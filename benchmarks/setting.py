@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.cases import CACHE_EVENTS, EVENTS, Case
+from benchmarks.cases import CACHE_EVENTS, EVENTS, TOGETHER, Case
 from benchmarks.layouts import LAYOUTS
 from canary_adapters import ragged_table
 from canary_core import BatchView, CanaryConfig, ReadTable, Region, SlotTable
@@ -174,17 +174,19 @@ class Setting:
         shape, state = self.case.shape, self.state
         reads, writes = shape.rows * shape.context_tokens, shape.rows * shape.new_tokens
         entry = 4 / self.traffic.page_size
-        plan, claim, token = 32, 8, 8
+        plan, claim, token = 64, 8, 8
         known = 4 if self.case.tokens else 0
         prints = 8 * len(state.sources)
         # One sector, read and written.
         history = 0 if state.histories is None else 2 * SECTOR_BYTES
         scrubbed = int(state.cursors[Cursor.SCRUB_SLOTS])
+        if op == TOGETHER:
+            return self._floor_bytes("fingerprint") + self._floor_bytes("record")
         return int(
             {
-                "check": reads * (entry + SECTOR_BYTES + known) + writes * (8 + plan + claim),
+                "check": reads * (entry + SECTOR_BYTES + known) + writes * (8 + plan + claim + SECTOR_BYTES),
                 "read_check": reads * (entry + prints + state.sources.slot_bytes),
-                "fingerprint": writes * (plan + claim + token + SECTOR_BYTES + 2 * prints + state.sources.slot_bytes),
+                "fingerprint": writes * (plan + claim + token + 2 * prints + state.sources.slot_bytes),
                 "note_store": writes * (plan + claim + prints + state.sources.slot_bytes),
                 "compare_stores": writes * (plan + claim + 3 * prints),
                 "record": writes * (plan + claim + 2 * token + entry + known + SECTOR_BYTES + history),

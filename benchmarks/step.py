@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.cases import Case, Shape
+from benchmarks.cases import TOGETHER, Case, Shape
 from benchmarks.equality import require_equal, require_quiet
 from benchmarks.setting import REGION, Setting, Traffic, region
 from benchmarks.timing import time_graph
@@ -18,7 +18,7 @@ from canary_core import Canary, CanaryConfig, KVSource, Overlap, Region
 from canary_core.ops.state import RegionState, Shared
 
 SCRUB = "16MiB"
-OPS = ("check", "fingerprint", "record", "scrub")
+OPS = ("check", TOGETHER, "scrub")
 DECODE = Case(
     "step/decode-64", "whole pre_forward and post_forward: decode of 64 × 1024, 32 layers × K+V × 2048 B, scrub 16 MiB",
     OPS, Shape(64, 1024, sets=2, layers=32), layout="llama", scrub_bytes=16 << 20, quick=True,

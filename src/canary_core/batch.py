@@ -169,10 +169,11 @@ class BatchView:
     def __post_init__(self) -> None:
         prefix = self.prefix_lens
         require_tensor("batch: prefix_lens", prefix)
-        device, given = prefix.device, (prefix, self.new_lens, self.token_ids, self.writers, self.positions, self.anchors)
+        device = prefix.device
+        lists = (prefix, self.new_lens, self.token_ids, self.writers, self.positions, self.anchors)
         # Each forward has a view, so what fits is seen at once, and only what doesn't is looked at tensor by tensor.
-        if not are_lists(given, device):
-            for what, tensor in zip(LISTS, given, strict=True):
+        if not are_lists(lists, device):
+            for what, tensor in zip(LISTS, lists, strict=True):
                 if tensor is not None:
                     require_index_tensor(f"batch: {what}", tensor, device, dims=1)
         rows = prefix.shape[0]

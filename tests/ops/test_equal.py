@@ -112,8 +112,8 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
 
 
 def together(reference: Backend, kernels: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> list[str]:
-    """What differs, on copies of ``state``, where a forward is fingerprinted and recorded in one launch, or in the other
-    order."""
+    """What differs, on copies of ``state``, where a forward is fingerprinted and recorded in one launch, or in the
+    other order."""
     one, launched, swapped = twin(state), twin(state), twin(state)
     reference.fingerprint_record(one, batch, table)
     kernels.fingerprint_record(launched, batch, table)

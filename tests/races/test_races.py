@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="looks into Triton's interpreter, which runs kernels where there is no GPU"
 )
 
-FORWARDS = 16
+FORWARDS = 24
 """Some requests end on the way, and what they had is used again."""
 
 
@@ -34,6 +34,7 @@ def test_no_two_launches_race(overlap, scheduler, monkeypatch):
     assert served.told >= {"share", "park", "evict", "free"}
     assert ("copy" in served.told) == (not overlap.allows(Overlap.ALL))
     assert served.accesses.kernels >= {"check_kernel", "fingerprint_kernel", "record_kernel", "scrub_kernel"}
+    assert "fingerprint_record_kernel" in served.accesses.kernels
     served.canary.drain()
     assert served.guarded.violations == []
     stats = served.canary.stats()

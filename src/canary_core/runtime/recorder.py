@@ -74,7 +74,7 @@ class Recorder:
 
     def _issue(self, view: BatchView, beside: bool) -> None:
         """All launches, on the current stream: ``beside`` the forwards', or theirs."""
-        workspace, side = self._workspace, self._workspace.side
+        side = self._workspace.side
         carried = False
         with self._overhead.device(self.captured):
             for name, table in view.tables.items():

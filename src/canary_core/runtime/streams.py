@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class LeanEvent:
     __slots__ = ("query", "record", "wait")
 
     def __init__(self) -> None:
-        plain = super(torch.cuda.Event, torch.cuda.Event())
+        plain: Any = super(torch.cuda.Event, torch.cuda.Event())
         self.record: Callable[[torch.cuda.Stream], None] = plain.record
         self.wait: Callable[[torch.cuda.Stream], None] = plain.wait
         self.query: Callable[[], bool] = plain.query

@@ -1,5 +1,7 @@
-"""fingerprint_record: `fingerprint` and `record` of a forward that wrote little, in one launch. Neither waits for the other,
-since `check` has kept what fingerprints are judged by (see `records.PLAN_WORDS`)."""
+"""fingerprint_record: `fingerprint` and `record` of a forward that wrote little, in one launch.
+
+Neither waits for the other, since `check` has kept what fingerprints are judged by (see `records.PLAN_WORDS`).
+"""
 
 import triton.language as tl
 
@@ -26,7 +28,7 @@ from canary_core.ops.kernels.tiles import WRITE_TILE, constants, is_long
 from canary_core.ops.state import RegionState
 
 FEW_ROWS, FEW_TOKENS = 256, 1024
-"""The most of a batch that counts as little: a prefill's fingerprints want all registers, and its records many warps."""
+"""Most of a batch that counts as little: a prefill's fingerprints want all registers, and its records many warps."""
 TILE = 32
 """New tokens that a program records at a time: what a warp has lanes for."""
 RECORDING = tl.constexpr(16)
@@ -34,8 +36,8 @@ RECORDING = tl.constexpr(16)
 
 
 def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.reference.fingerprint_record.fingerprint_record`. Of the first source group one launch, one more for
-    each other; two launches where the forward wrote much, or slots are long. May be captured."""
+    """As `canary_core.ops.reference.fingerprint_record.fingerprint_record`. One launch, and one more for each source
+    group but the first; where the forward wrote much, or slots are long, those of both ops. May be captured."""
     groups = state.sources.groups
     little = 0 < batch.tokens <= FEW_TOKENS and batch.rows <= FEW_ROWS
     if not (little and groups) or is_long(state, groups[0]):

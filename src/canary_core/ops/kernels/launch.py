@@ -38,7 +38,7 @@ UNALIGNED = ("p_slots", "p_write_slots", "p_expected")
 SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.jit).parameters
 
 KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
-"""Whether `_launch_of` knows this Triton's C function."""
+"""Whether `_launch_of` knows the C function of this Triton."""
 
 ROW_STEPS = (64, 256, 1024, 4096, 16384, 65536)
 """Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
@@ -161,10 +161,10 @@ def _launch_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     the kernel's arguments. Without hooks of profilers, and without Triton's Python between where the C function that it
     calls is known and needs no memory: nearly half of a launch's host time."""
     run, metadata = compiled.run, compiled.packed_metadata
-    if KNOWN_LAUNCHER and type(run).__name__ == "CudaLauncher":
-        if not (run.global_scratch_size or run.profile_scratch_size):
-            how = (run.launch_cooperative_grid, run.launch_pdl)
-            return run.launch, (*how, None, None, metadata, None, None, None)
+    known = KNOWN_LAUNCHER and type(run).__name__ == "CudaLauncher"
+    if known and not (run.global_scratch_size or run.profile_scratch_size):
+        how = (run.launch_cooperative_grid, run.launch_pdl)
+        return run.launch, (*how, None, None, metadata, None, None, None)
     return run, (metadata, None, None, None)
 
 
