@@ -10,7 +10,8 @@ engine without Canary.
                                                                           # and dp2, which vLLM does not run there
 
 Each feature is two engines one after the other, each in a process of its own: a guarded one, and one without Canary
-that serves the same prompts. Some 10 s an engine on a machine that has run one before, 45 s for the first.
+that serves the same prompts. ``GUARD_POOL_GIB`` (8) is the size of its pool on a GPU, ``GUARD_POKES`` (12) how many bits
+are flipped. Some 10 s an engine on a machine that has run one before, 45 s for the first.
 Prints a table at the end; raw results go to ``$OUT/guard-FEATURE.json``. Exits with 1 if anything is not as it should.
 """
 
@@ -173,6 +174,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 POKES = int(os.environ.get("GUARD_POKES", "12"))
+POOL_GIB = int(os.environ.get("GUARD_POOL_GIB", "8"))
 DEVICE = os.environ.get("GUARD_DEVICE", "cuda")
 
 
@@ -351,7 +353,7 @@ class Served:
         )
         if name != "8b":
             # A pool of a fixed size: then several features fit one GPU side by side.
-            own["kv_cache_memory_bytes"] = 8 << 30
+            own["kv_cache_memory_bytes"] = POOL_GIB << 30
         self.scale = 1
         if DEVICE == "cpu":
             options.pop("compilation_config", None)
