@@ -56,6 +56,23 @@ def test_closing_reports_what_is_left(guarded):
     assert len(guarded.violations) == 1
 
 
+def test_a_closed_one_gives_its_memory_back_where_it_is_told_to(guarded):
+    """At once, whoever still has it; while it guards anything, nothing happens. What was counted stays."""
+    canary = guarded.canary
+    state = canary.states["full"]
+    tensors = state.records, state.fingerprints, state.listed, state.scratch.claims, state.shared.ring
+    canary.release()
+    assert all(tensor.untyped_storage().nbytes() for tensor in tensors)
+    canary.slots.free("full", torch.tensor([9]))
+    canary.slots.free("full", torch.tensor([9]))
+    canary.close()
+    canary.release()
+    assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+    canary.slots.free("full", torch.tensor([9]))
+    canary.drain()
+    assert canary.stats()["double_free"] == 1
+
+
 def test_plugins_count_beside_the_device(guarded):
     """Their names stand among the counters, with the forwards and what was found."""
     guarded.submit()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import NamedTuple
 
@@ -136,7 +136,7 @@ class KVSource:
 
     def let_go(self) -> None:
         """The engine gives the tensor up: an empty one of its type and device is kept in its place."""
-        object.__setattr__(self, "tensor", self.tensor.new_empty(0))
+        object.__setattr__(self, "tensor", _nothing(self.tensor.dtype, self.tensor.device))
 
     def first_bytes(self, count: int) -> "KVSource":
         """This source cut to the first ``count`` bytes of each slot's first chunk."""
@@ -169,6 +169,12 @@ class KVSource:
                 f"{self.name}: {slots} slots need {end} bytes from the tensor's start, its storage has {have}; "
                 f"check slot count and strides of {self}"
             )
+
+
+@lru_cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty tensor: one for all sources, of which a cache has many."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class Placement(NamedTuple):

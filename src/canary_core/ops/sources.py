@@ -181,8 +181,8 @@ class SourceTable(Sequence[KVSource]):
             self._unlike = not turns.repeat
         if not turns.fit(tensors, addresses, places, self._region.slots):
             return False
-        turns.rows_but_addresses.copy_(torch.tensor(turns.words(places), device="cpu"))
         # `torch.tensor` takes several times as long.
+        turns.rows_but_addresses.copy_(torch.frombuffer(turns.words(places), dtype=torch.int64).view(count, -1))
         turns.addresses.copy_(torch.frombuffer(array("q", addresses), dtype=torch.int64))
         self._send()
         self._bound, self._moved, self.gone = None, (tuple(tensors), tuple(places)), False
@@ -255,15 +255,15 @@ class _Turns(NamedTuple):
                 return False
         return not _bits(addresses, places) % BEST_ALIGNMENT
 
-    def words(self, places: Sequence[Placement]) -> list[list[int]]:
-        """The words from `Descriptor.PAGE_SIZE` to `Descriptor.PRESENT` of one turn."""
-        return [
-            [
+    def words(self, places: Sequence[Placement]) -> "array[int]":
+        """The words from `Descriptor.PAGE_SIZE` to `Descriptor.PRESENT` of one turn, source after source."""
+        words = array("q")
+        for source, place in zip(self.first, places, strict=True):
+            words.extend((
                 source.page_size, place.page_stride_bytes, place.slot_stride_bytes, source.chunks,
                 place.chunk_stride_bytes, source.chunk_bytes, place.present,
-            ]
-            for source, place in zip(self.first, places, strict=True)
-        ]  # fmt: skip
+            ))  # fmt: skip
+        return words
 
     def moved(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> tuple[KVSource, ...]:
         """The sources where they are now."""
@@ -314,9 +314,14 @@ def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[So
         most = min(NARROW_WORDS, shape.words // 4)
         narrow = next((s for s, i in by_shape.items() if s.words <= most and len(i) == len(indices)), None)
         shapes = (shape,) if narrow is None else (shape, narrow)
-        columns = torch.tensor([by_shape.pop(s) for s in shapes], dtype=torch.int32, device=device)
-        groups.append(SourceGroup(shapes, columns.T.contiguous()))
+        columns = torch.tensor([by_shape.pop(s) for s in shapes], dtype=torch.int32, device="cpu").T.contiguous()
+        groups.append(SourceGroup(shapes, _sent(columns, device)))
     return tuple(groups)
+
+
+def _sent(host: Tensor, device: torch.device) -> Tensor:
+    """``host`` on ``device``. From pinned memory, so that the host does not wait for what the device has to do."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def descriptor(source: KVSource, non_finite: bool) -> list[int]:

@@ -109,9 +109,14 @@ class Scratch:
         return claims >> CLAIM_TOKEN_BITS
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that was ever allocated."""
+        return self.claims, self.heads, self.plan, *self._outgrown
+
+    @property
     def memory_bytes(self) -> int:
         """Of all that was ever allocated."""
-        return sum(t.nbytes for t in (self.claims, self.heads, self.plan, *self._outgrown))
+        return sum(t.nbytes for t in self.tensors)
 
 
 class RegionState:
@@ -175,6 +180,13 @@ class RegionState:
         known. Passes over all slots' fingerprints, so it is meant for regions of few slots. May be captured."""
         written = self.scratch.claiming_step(self.scratch.claims) == self.shared.clock[Clock.NEXT]
         self.fingerprints.masked_fill_(written[:, None], 0)
+
+    def release(self) -> None:
+        """Gives the memory back that grows with the region, whoever still has its tensors: no op may be launched here
+        any more, and no graph may hold one."""
+        histories = () if self.histories is None else (self.histories,)
+        for tensor in (self.records, self.fingerprints, self.listed, self.stores, *histories, *self.scratch.tensors):
+            tensor.untyped_storage().resize_(0)
 
     def forget_nulls(self) -> None:
         """What bytes the null slots have is not known: they are looked at as if for the first time."""

@@ -69,6 +69,10 @@ class Findings:
         """Everything up to now; waits for the device."""
         return self._read_back.collect_now()
 
+    def release(self) -> None:
+        """Nothing is collected any more: gives the memory for it back."""
+        self._read_back.release()
+
     def read_last(self, forwards: int) -> None:
         """Reports what can still be read, and waits for a moment only. ``forwards``: see `open`."""
         deadline, reads = time.monotonic() + LAST_READ_S, 0

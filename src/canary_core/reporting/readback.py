@@ -60,6 +60,12 @@ class ReadBack:
             self._proof.wait()
         return self._open()
 
+    def release(self) -> None:
+        """No read follows: gives the ring back, and the memory on the host."""
+        self._counters = self._ring = HostCopy()
+        self._proof = None
+        self._shared.ring.untyped_storage().resize_(0)
+
     def _start(self) -> None:
         self._counters.start(self._shared.counters)
         self._with_tallies = self.proving

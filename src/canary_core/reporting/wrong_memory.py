@@ -33,6 +33,10 @@ class WrongMemory:
     def __init__(self, workspace: Workspace) -> None:
         self._proof: MemoryProof = workspace.proof
         self._states = workspace.states
+        # Of a cache that every forward makes anew, sources are made only where somebody asks for them.
+        self._names: dict[str, list[str | None]] = {
+            region: [None, *(source.name for source in state.sources)] for region, state in workspace.states.items()
+        }
         self._raises = workspace.config.mode == "raise"
         self._proofs: dict[Doubt, Proof] = {}
         self._tallies: dict[Doubt, Sequence[int]] = {}
@@ -57,8 +61,7 @@ class WrongMemory:
             own = tallies[rows]
             # The copy that is read now was begun at the read before, or later.
             over, self._over[region] = self._over.get(region, False), self._proof.over(region)
-            names = [None, *(source.name for source in self._states[region].sources)]
-            for name, row, proof in zip(names, own, decided(own, over), strict=True):
+            for name, row, proof in zip(self._names[region], own, decided(own, over), strict=True):
                 doubt = (region, name)
                 self._tallies[doubt] = row
                 if self._proofs.get(doubt, Proof.NONE) < Proof.RIGHT:

@@ -11,6 +11,8 @@ from tiny.generation import expect_clean, flip, forwards, generate, listening, n
 from tiny.models import generating
 from transformers import Cache
 
+from canary_core import Canary, hookimpl
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -70,6 +72,30 @@ def test_after_generate_nothing_of_its_cache_is_left(how: dict[str, Any], monkey
             del model._cache  # Transformers keeps a static cache for the next call.
         assert len(seen) > 30
         assert [there for there in seen if there() is not None] == []
+    expect_clean(watch)
+
+
+@pytest.mark.usefixtures("no_cycles")
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_after_generate_nothing_of_canary_s_own_memory_is_left(kind: str) -> None:
+    """Nor of what a cache had before its room was doubled: the next cache's may lie where it was."""
+    model = generating("llama")
+    records: list[torch.Tensor] = []
+
+    class Attached:
+        @hookimpl
+        def canary_attached(self, canary: Canary) -> None:
+            records.extend(t for state in canary.states.values() for t in (state.records, state.fingerprints))
+
+    watch, _ = listening(model)
+    watch.register(Attached())
+    with watch:
+        for new in (4, 140):
+            generate(model, prompts(), cache_implementation=kind, disable_compile=True, max_new_tokens=new)
+            if hasattr(model, "_cache"):
+                del model._cache  # Transformers keeps a static cache for the next call.
+            assert [t for t in records if t.untyped_storage().nbytes()] == []
+    assert len(records) == (6 if kind == "dynamic" else 4)
     expect_clean(watch)
 
 

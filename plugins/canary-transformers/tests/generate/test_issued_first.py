@@ -86,6 +86,22 @@ def test_a_flipped_bit_is_found(model: Any, order: Order) -> None:
     assert {(v.kind, v.layer, v.half, v.slot) for v in watch.violations} == {(Kind.BYTES, 1, "v", slot)}
 
 
+def test_tensors_that_got_other_memory_are_followed(model: Any, order: Order) -> None:
+    """They are the same objects, and the forward is issued first. What Canary reads after it is where they are now."""
+    with listening(model, read_check=0)[0] as watch:
+        cache = new_cache(model, "static")
+        forwards(model, cache, prompts(2, 5), prompts(2, 1), prompts(2, 1))
+        for layer in cache.layers:
+            old = layer.keys.data
+            layer.keys.data = old.clone()
+            old.zero_()
+        forwards(model, cache, *(prompts(2, 1) for _ in range(8)))
+        expect_clean(watch)
+        flip(cache, 1, "keys", row=1, index=6)
+        forwards(model, cache, *(prompts(2, 1) for _ in range(16)))
+    assert {(v.kind, v.layer, v.half, v.slot) for v in watch.violations} == {(Kind.BYTES, 1, "k", 40 + 6)}
+
+
 def test_a_forward_that_fails_after_it_was_begun(model: Any, order: Order) -> None:
     """Nothing is recorded of it, and the next one is checked again."""
     with listening(model, read_check=0)[0] as watch:

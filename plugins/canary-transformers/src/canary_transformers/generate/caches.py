@@ -79,12 +79,14 @@ def _classes() -> tuple[Any, Any]:
 
 
 def look(cache: Any, wait: bool = False) -> list[LayerView]:
-    """Every layer that holds tokens and can be guarded. ``wait``: may wait for the device to learn a static length."""
+    """Every layer that holds tokens and can be guarded. ``wait``: may wait for the device to learn static lengths."""
     views = []
     inner = guarded(cache)
-    for index, layer in enumerate(() if inner is None else inner.layers):
+    layers = () if inner is None else inner.layers
+    counted = _counted(layers) if wait else {}
+    for index, layer in enumerate(layers):
         if _reason(inner, layer) is None:
-            view = _view(index, layer, wait)
+            view = _view(index, layer, counted.get(index))
             if view is not None:
                 views.append(view)
     device = views[0].keys.device if views else None
@@ -103,17 +105,17 @@ def keeps_all(cache: Any, views: Sequence[LayerView]) -> bool:
     )
 
 
-def uncovered(cache: Any) -> list[Uncovered]:
-    """KV memory of ``cache`` that `look` leaves out, and why."""
+def uncovered(cache: Any, looked: Sequence[LayerView]) -> list[Uncovered]:
+    """KV memory of ``cache`` that `look`, which gave ``looked``, leaves out, and why."""
     inner = guarded(cache)
     if inner is None:
         return [Uncovered(type(cache).__name__, 0, "a cache with an update of its own; its layout is not known")]
     found = []
-    views = {view.layer for view in look(inner)}
+    views = {view.layer for view in looked}
     for index, layer in enumerate(inner.layers):
         name = f"{type(layer).__name__}.{index}"
         reason = _reason(inner, layer)
-        if reason is None and index not in views and _view(index, layer, wait=False) is not None:
+        if reason is None and index not in views and _view(index, layer) is not None:
             reason = "on another device than the first layer"
         if reason is not None and type(layer).__name__ != "DummyLayer":
             found.append(Uncovered(name, _bytes(layer, all_tensors=True), reason))
@@ -138,7 +140,21 @@ def _reason(cache: Any, layer: Any) -> str | None:
     return "a window of one token keeps nothing" if window is not None and window < 2 else None
 
 
-def _view(index: int, layer: Any, wait: bool) -> LayerView | None:
+def _counted(layers: Sequence[Any]) -> dict[int, int]:
+    """The lengths that layers count on a device, by the layer's place: in one wait for all layers there."""
+    counts: dict[torch.device, dict[int, Tensor]] = {}
+    for index, layer in enumerate(layers):
+        count = getattr(layer, "cumulative_length", None)
+        if isinstance(count, Tensor) and count.device.type != "cpu":
+            counts.setdefault(count.device, {})[index] = count
+    lengths: dict[int, int] = {}
+    for found in counts.values():
+        lengths |= zip(found, torch.stack(list(found.values())).tolist(), strict=True)
+    return lengths
+
+
+def _view(index: int, layer: Any, counted: int | None = None) -> LayerView | None:
+    """``counted``: how many tokens the device says that the layer holds, if it was asked."""
     keys, values = _tensors(layer)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4 or keys.numel() == 0:
         return None
@@ -152,8 +168,7 @@ def _view(index: int, layer: Any, wait: bool) -> LayerView | None:
     if name in _STATIC_WINDOW:
         end = int(layer.cumulative_length_int)
         return LayerView(index, Keeping(length, length), keys, values, end, min(end, length), recording=False)
-    known = wait or layer.cumulative_length.device.type == "cpu"
-    end_or_none = int(layer.cumulative_length) if known else None
+    end_or_none = int(layer.cumulative_length) if layer.cumulative_length.device.type == "cpu" else counted
     return LayerView(index, Keeping(None, length), keys, values, end_or_none, end_or_none or 0, recording=False)
 
 

@@ -50,7 +50,7 @@ class Group:
     def sources(self, views: Sequence[LayerView]) -> tuple[KVSource, ...]:
         """K and V of each layer where they are now."""
         parts = [
-            (Part(half, view.layer), tensor.detach()[:, :, : self.capacity])
+            (Part(half, view.layer), self._within(tensor.detach()))
             for view in views
             if view.layer in self.layers
             for half, tensor in (("k", view.keys), ("v", view.values))
@@ -63,9 +63,25 @@ class Group:
                 for old, like, (part, tensor) in before
             )
         else:
-            self.bound = tuple(growing_source(tensor, part, self.capacity) for part, tensor in parts)
+            self.bound = self._found(parts)
         self._like = tuple(_Like.of(source) for source in self.bound)
         return self.bound
+
+    def _found(self, parts: Sequence[tuple[Part, Tensor]]) -> tuple[KVSource, ...]:
+        """Sources that are looked for: once for all tensors that lie alike."""
+        alike: dict[tuple[object, ...], KVSource] = {}
+        found = []
+        for part, tensor in parts:
+            key = tensor.shape, tensor.stride(), tensor.dtype, tensor.layout
+            like = alike.get(key)
+            if like is None:
+                like = alike[key] = growing_source(tensor, part, self.capacity)
+            found.append(replace(like, tensor=tensor, half=part.half, layer=part.layer))
+        return tuple(found)
+
+    def _within(self, tensor: Tensor) -> Tensor:
+        """What of a layer's tensor has slots."""
+        return tensor if tensor.shape[2] <= self.capacity else tensor[:, :, : self.capacity]
 
     def places_of(self, views: Sequence[LayerView]) -> Sequence[object]:
         """Address, tokens and strides of K and V of each layer: while these stay, so do `sources`."""

@@ -20,7 +20,7 @@ from canary_transformers.generate.steady import Steady
 
 
 class GuardedCache:
-    """Follows one `Cache`: `before`, perhaps `issued`, then `after` or `failed` for each forward; `changing`, then
+    """Follows one `Cache`: `before`, then `after` or `failed` for each forward; `changing`, then
     `reordered`, `repeated`, `cropped` or `cleared` for what its methods do in between.
 
     In log mode nothing of ours raises into the engine: an exception switches this guard off with a ``disabled`` event.
@@ -57,7 +57,7 @@ class GuardedCache:
         return dict(total)
 
     def before(self, cache: Any, forward: ModelCall) -> None:
-        """Checks what the forward will read, or leaves that to `issued`, when the device has the forward: where it
+        """Checks what the forward will read, or leaves that to `after`, when the device has the forward: where it
         writes in place to tensors that stay, and nothing has changed since the last one."""
         self._held = None
         with self._ours("before the forward"):
@@ -79,25 +79,18 @@ class GuardedCache:
                     records = self._replace(records.rebuilt(views, self.hooks, held=held))
                 records.check(forward, held)
 
-    def issued(self, forward: ModelCall) -> None:
-        """The forward was issued, and has not failed."""
-        if self._held is None:
-            return
-        with self._ours("beside the forward"):
-            held, self._held = self._held, None
-            records = self._live()
-            if records is not None:
-                records.check(forward, held)
-
     def after(self, cache: Any, forward: ModelCall) -> None:
-        """Records what the forward wrote, then reports."""
+        """The forward was issued: records what it wrote, then reports."""
         with self._ours("after the forward"):
             if self._over:
                 return
-            if self._records is None:
+            records, held, self._held = self._records, self._held, None
+            if records is not None and held is not None:
+                records.check(forward, held)
+            if records is None:
                 self._attach(cache, forward)
-            elif self._records.checked is not None and not self._record_steady(cache, self._records, forward):
-                self._record(cache, self._records, forward)
+            elif records.checked is not None and not self._record_steady(cache, records, forward):
+                self._record(cache, records, forward)
             if self._records is not None:
                 self._records.canary.step.end()
 
@@ -171,11 +164,13 @@ class GuardedCache:
         if records is None or steady is None or steady.end != records.end or forward.rows != records.rows:
             return False
         held = {group.name: group.held + forward.new for group in records.groups}
-        if not records.have_room(held) or not steady.same(cache, steady.end):
+        if not records.have_room(held) or not steady.kept(cache, steady.end):
             return False
         if not steady.growing and records.issues_first():
             self._held = held
             return True
+        if records.compares_reads and not steady.in_place():
+            return False
         records.check(forward, held)
         steady.let_go()
         return True
@@ -191,9 +186,9 @@ class GuardedCache:
             moved = steady.moved(cache, end)
             if moved is None or not records.rebind_alike(moved):
                 return False
-            steady.follow(moved, end)
-        elif steady.same(cache, end):
-            steady.follow(steady.tensors, end)
+            steady.follow(moved, end, places=records.compares_reads)
+        elif steady.kept(cache, end) and steady.in_place():
+            steady.end = end
         else:
             return False
         records.record(None, forward)
@@ -206,7 +201,7 @@ class GuardedCache:
         """Begins with the bytes that are there: what this forward wrote, and, unjudged, what was there before."""
         views = caches.look(cache, wait=True)
         end = views[0].end if views else None
-        left_out = caches.uncovered(cache)
+        left_out = caches.uncovered(cache, views)
         if not views or end is None:
             self._over = bool(left_out)
             if left_out:

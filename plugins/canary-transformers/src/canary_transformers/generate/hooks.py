@@ -114,8 +114,6 @@ class GenerateHooks(EngineHooks[CacheOwner]):
                 if guarded is None:
                     cache = _cache_of(output)
                     guarded = self._guard(owner, model, cache)
-                else:
-                    guarded.issued(forward)
                 if guarded is not None:
                     guarded.after(cache, forward)
         finally:

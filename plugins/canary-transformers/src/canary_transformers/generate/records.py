@@ -46,6 +46,11 @@ class CacheRecords:
         return len(self._every)
 
     @property
+    def compares_reads(self) -> bool:
+        """Whether bytes are compared before a forward reads them."""
+        return any(self.canary.compares_reads(group.name) for group in self.groups)
+
+    @property
     def layers(self) -> set[int]:
         """All that are guarded."""
         return {layer for group in self.groups for layer in group.layers}
@@ -222,13 +227,13 @@ class CacheRecords:
         self._rename_rows()
 
     def close(self) -> None:
-        """Closes the Canary, which may be there for some time still: it keeps nothing of the cache. Raises
-        `ViolationError` in raise mode."""
+        """Closes the Canary, which may be there for some time still: it keeps nothing of the cache, and gives its own
+        memory back. Raises `ViolationError` in raise mode."""
         try:
-            self.canary.drain()
+            self.canary.close()
         finally:
             self.let_go()
-            self.canary.close()
+            self.canary.release()
 
     def let_go_growing(self) -> None:
         """Tensors that are not written in place are about to be made anew, layer by layer: kept, the cache would be

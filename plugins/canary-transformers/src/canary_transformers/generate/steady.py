@@ -18,15 +18,15 @@ class Steady:
     fraction of what `caches.look` costs it can be seen whether nothing has changed since, and what a forward did.
 
     listed: all layers of the cache. layers: those that are guarded; tensors: K and V of each in turn, none while a
-    forward makes others; addresses: how these lay where; shape: of the first. growing: each forward makes others.
-    counted: of static layers, whether the host can ask how many tokens they hold. end: how many tokens a row has.
+    forward makes others; shapes: of these; places: where they lay how. growing: each forward makes others. counted: of
+    static layers, whether the host can ask how many tokens they hold. end: how many tokens a row has.
     """
 
     listed: list[Any]
     layers: tuple[Any, ...]
     tensors: list[Tensor]
-    addresses: list[object]
-    shape: torch.Size
+    shapes: list[torch.Size]
+    places: list[object]
     growing: bool
     counted: bool
     end: int
@@ -45,20 +45,27 @@ class Steady:
             return None
         # Else to ask would be to wait for the device.
         counted = not growing and all(layer.cumulative_length.device.type == "cpu" for layer in layers)
-        return cls(listed, layers, tensors, _addresses(tensors), tensors[0].shape, growing, counted, end)
+        return cls(listed, layers, tensors, _shapes(tensors), _places(tensors), growing, counted, end)
 
-    def same(self, cache: Any, end: int) -> bool:
-        """Whether all tensors are what they were after the last forward, and hold ``end`` tokens, as far as the host
-        can know."""
+    def kept(self, cache: Any, end: int) -> bool:
+        """Whether the layers have the very tensors that they had after the last forward, which hold ``end`` tokens, as
+        far as the host can know."""
         if not self.tensors or not self._known(cache) or not _all_same(_tensors(self.layers), self.tensors):
             return False
-        return _addresses(self.tensors) == self.addresses and self._holds(end)
+        # A growing tensor that was cut holds fewer.
+        return self._holds(end) and not (self.growing and _shapes(self.tensors) != self.shapes)
 
-    def follow(self, tensors: list[Tensor], end: int) -> None:
-        """The layers have ``tensors`` now, and hold ``end`` tokens."""
-        if tensors is not self.tensors:
-            self.tensors, self.addresses = tensors, _addresses(tensors)
-        self.end = end
+    def in_place(self) -> bool:
+        """Whether the bytes of all tensors are where they were: one that stays may get another shape, or other memory.
+        To be asked before any are read."""
+        return _shapes(self.tensors) == self.shapes and _places(self.tensors) == self.places
+
+    def follow(self, tensors: list[Tensor], end: int, places: bool) -> None:
+        """The layers have made ``tensors``, which hold ``end`` tokens, and of which `SlotEvents.rebind_alike` has seen
+        that all K are alike, and all V. ``places``: whether `in_place` will be asked."""
+        self.tensors, self.end = tensors, end
+        self.shapes = _shapes(tensors[:2]) * len(self.layers)
+        self.places = _places(tensors) if places else []
 
     def moved(self, cache: Any, end: int) -> list[Tensor] | None:
         """The tensors of growing layers, if the first holds ``end`` tokens; whether all others are like it is left to
@@ -66,7 +73,7 @@ class Steady:
         if not self._known(cache):
             return None
         tensors = _tensors(self.layers)
-        if not _plain(tensors) or tensors[0].shape != (*self.shape[:2], end, self.shape[3]):
+        if not _plain(tensors) or tensors[0].shape != (*self.shapes[0][:2], end, self.shapes[0][3]):
             return None
         return tensors
 
@@ -88,14 +95,17 @@ def _tensors(layers: Sequence[Any]) -> list[Any]:
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[object]:
-    # A tensor can get another shape and stay what and where it is.
-    return [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
+def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors]
+
+
+def _places(tensors: Sequence[Tensor]) -> list[object]:
+    return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
 
 
 def _plain(tensors: Sequence[Any]) -> bool:
     """Whether all are tensors that may be kept: one with a history of gradients would be kept with all of it."""
-    return all(tensor is not None and not tensor.requires_grad for tensor in tensors)
+    return not any(tensor is None or tensor.requires_grad for tensor in tensors)
 
 
 def _all_same(some: Sequence[object], others: Sequence[object]) -> bool:
