@@ -255,3 +255,13 @@ def test_a_forward_of_padding_says_nothing():
     guarded.canary.step.after()
     guarded.canary.step.end()
     assert not guarded.canary._workspace.proof.tallies.any()
+
+
+def test_forwards_are_looked_at_no_longer_than_until_the_memory_is_known_to_be_right():
+    """The first reads of the host say so, long before the most forwards that are looked at; a copy stays in doubt."""
+    right, wrong = Guarded(), Guarded(CopiedPool("k.0"))
+    for guarded in (right, wrong):
+        serve(guarded, decodes=4)
+    assert not right.canary.slots.workspace.proof.looks
+    assert wrong.canary.slots.workspace.proof.looks
+    assert LOOKED_FORWARDS > 5

@@ -68,6 +68,8 @@ class WrongMemory:
                     self._proofs[doubt] = proof
                     if proof is Proof.WRONG:
                         self._untold.add(doubt)
+            if all(self._proofs[region, name] is Proof.RIGHT for name in self._names[region]):
+                self._proof.end(region)
 
     def takes(self, violation: Violation) -> bool:
         """Whether ``violation`` is not to be told now: it waits, or is counted only. Never in raise mode."""

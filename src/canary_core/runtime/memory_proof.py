@@ -67,8 +67,9 @@ class FirstWrites:
 
 
 class MemoryProof:
-    """Looks at a sample of the first `LOOKED_FORWARDS` forwards of each region, in a few small operations of torch, on
-    the stream of the checks. It never waits for the device, and looks at nothing while a graph is captured.
+    """Looks at a sample of the first forwards of each region, `LOOKED_FORWARDS` at most, in a hundred small operations
+    of torch, on the stream of the checks. It never waits for the device, and looks at nothing while a graph is
+    captured.
 
     tallies: int64 ``[n, 4]``, see `Tally`; the host reads them with the counters.
     """
@@ -89,6 +90,11 @@ class MemoryProof:
     def over(self, region: str) -> bool:
         """Whether the region is not looked at any more."""
         return not self._left.get(region)
+
+    def end(self, region: str) -> None:
+        """What is asked of the region is known: its next forwards are not looked at."""
+        self._left[region] = 0
+        self.looks = any(self._left.values())
 
     def look(self, state: RegionState, view: BatchView, table: SlotTable) -> None:
         """After `check` of a forward: are the entries that it reads, and the slots that it will write, slots?"""

@@ -10,8 +10,8 @@ engine without Canary.
                                                                           # and dp2, which vLLM does not run there
 
 Each feature is two engines one after the other, each in a process of its own: a guarded one, and one without Canary
-that serves the same prompts. ``GUARD_POOL_GIB`` (8) is the size of its pool on a GPU, ``GUARD_POKES`` (12) how many bits
-are flipped. Some 10 s an engine on a machine that has run one before, 45 s for the first.
+that serves the same prompts. ``GUARD_POOL_GIB`` (8) is the size of its pool on a GPU, ``GUARD_POKES`` (12) how many
+bits are flipped. Some 10 s an engine on a machine that has run one before, 45 s for the first.
 Prints a table at the end; raw results go to ``$OUT/guard-FEATURE.json``. Exits with 1 if anything is not as it should.
 """
 
