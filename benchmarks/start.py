@@ -1,5 +1,5 @@
-"""What a start takes: the pool's guard and `Canary.warm_up`, in processes of their own, with no kernel compiled before
-and with all.
+"""What an engine's start takes longer: the pool's guard and `Canary.warm_up`, in processes of their own, with no kernel
+compiled before and with all.
 
 ``python -m benchmarks.start [cpu|cuda]`` prints one of them as JSON, with whatever Triton's cache holds.
 """
@@ -30,27 +30,45 @@ def measure(device: str = "cuda") -> dict[str, dict[str, float]]:
 
 
 def one(device: str) -> dict[str, float]:
-    """The seconds of this process. The device is in use before the clock starts."""
+    """The seconds of this process. The device and Triton are in use before the clock starts, as in an engine."""
     case = DECODE if device == "cuda" else DECODE.tiny()
     traffic = Traffic.random(case, torch.device(device))
+    if device == "cuda":
+        _use_triton(traffic.entries)
 
     def padding(rows: int) -> list[BatchView]:
+        """A decode and a prefill, as engines have them."""
         none = torch.zeros(rows, dtype=torch.int32, device=device)
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        table = SlotTable(traffic.entries, none.long(), traffic.page_size, write_slots=nothing)
-        return [BatchView(none, none, nothing, none, {REGION: table}, positions=nothing)]
+        numbers = none.long()
+        table = SlotTable(traffic.entries, numbers, traffic.page_size, write_slots=numbers)
+        return [
+            BatchView(none, none, numbers, none, {REGION: table}, positions=numbers, expected_tokens=expected)
+            for expected in (None, torch.full((rows, 64), -1, dtype=torch.int32, device=device))
+        ]
 
     with unheard():
         guarded = region(case, traffic)
         began = time.perf_counter()
-        canary = Canary([guarded], CanaryConfig())
+        canary = Canary([guarded], CanaryConfig(), warms_up=True)
         attached = time.perf_counter()
+        canary.sampled.follow()
         canary.warm_up(padding, MOST_ROWS)
         seconds = {"attach": attached - began, "warm_up": time.perf_counter() - attached}
         if not canary.enabled:
             raise RuntimeError("an error switched Canary off; run it with CANARY_MODE=raise to see it")
         canary.close()
     return seconds
+
+
+def _use_triton(numbers: torch.Tensor) -> None:
+    """Compiles and launches a kernel that is not ours."""
+    import triton
+
+    @triton.jit
+    def nothing(p_numbers):  # type: ignore[no-untyped-def]
+        pass
+
+    nothing[(1,)](numbers)
 
 
 def _child(device: str, environment: dict[str, str]) -> dict[str, float]:

@@ -166,7 +166,7 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
     assert "| b |  | refused |" in text
     assert "check differs" in text
     assert "one in 77 looked at" in text
-    assert "an empty Triton cache: 2.50 s to warm up, after 1.00 s" in text
+    assert "an empty Triton cache: 3.50 s, 2.50 s of them to compile" in text
     assert "bar ≤ 0.5 s: ✗" in text
 
 

@@ -26,7 +26,7 @@ from canary_core.incidents.bundle import Circumstances
 from canary_core.incidents.incident import Incident
 from canary_core.ledger import Ledger
 from canary_core.ops.state import RegionState
-from canary_core.ops.warm_up import row_counts, warm_up
+from canary_core.ops.warm_up import compile_all, row_counts, warm_up
 from canary_core.records import Counter, Kind
 from canary_core.region import Region, Uncovered
 from canary_core.reporting.findings import Findings
@@ -53,8 +53,9 @@ class Canary:
     writer ids for reports. ``uncovered``: KV memory that the regions leave out. ``pool_tensors``: gives every tensor in
     which the engine keeps KV, by the engine's own names (`PoolAdapter.pool_tensors`); with it coverage is of the
     engine's own bytes, ``CANARY_AUDIT`` can audit forwards, and a pool that moves is noticed. It is called at the
-    start, for audited forwards, and now and then. Raises `AttachError` if the regions do not fit together,
-    `ConfigError` if a setting can't be used.
+    start, for audited forwards, and now and then. ``warms_up``: `warm_up` is called next, before the engine does
+    anything to the pool; all slots are fingerprinted there, and what that needs is compiled beside the rest.
+    Raises `AttachError` if the regions do not fit together, `ConfigError` if a setting can't be used.
     """
 
     def __init__(  # noqa: PLR0913  (one noun, what an engine says of its pool; all but the first have defaults)
@@ -66,6 +67,7 @@ class Canary:
         writers: Writers | None = None,
         uncovered: Iterable[Uncovered] = (),
         pool_tensors: Callable[[], Mapping[str, Tensor]] | None = None,
+        warms_up: bool = False,
     ) -> None:
         _require_together(regions)
         self.config = config or CanaryConfig.load()
@@ -106,6 +108,8 @@ class Canary:
         self._attached = on
         self._process = os.getpid()
         if on:
+            if not warms_up:
+                self.step.scrub.start()
             _open.add(self)
             self._tell_attached()
             hooks.hook.canary_attached(canary=self)
@@ -168,16 +172,21 @@ class Canary:
         """Compiles what forwards of up to ``most_rows`` rows need, so that no request waits for it. ``batches(rows)``:
         one view of each sort that the engine will issue, alike in dtypes, strides and what it leaves out, with that
         many rows of padding. Launches every op and leaves no trace: slots, counters, cursors and the step stay what
-        they are. Never captured."""
+        they are. Never captured. Before that it fingerprints all slots where that was put off (``warms_up``)."""
         if not self.enabled:
             return
         with self.guard("warm_up"):
             began = time.perf_counter()
             backend = self._workspace.backend
-            launched = warm_up(backend, self.states, self._padding(batches, most_rows))
+            views = list(self._padding(batches, most_rows))
+            started = self.step.scrub.started
+            compile_all(backend, self.states, views, (lambda: None) if started else self.step.scrub.launch_all)
+            if not started:
+                self.step.scrub.start()
+            warm_up(backend, self.states, views)
             seconds = round(time.perf_counter() - began, 2)
-            if launched:
-                fields: dict[str, object] = {"backend": backend.name, "batches": launched, "seconds": seconds}
+            if views:
+                fields: dict[str, object] = {"backend": backend.name, "batches": len(views), "seconds": seconds}
                 self.tell(Event("warmed_up", fields=fields))
 
     def drain(self) -> None:

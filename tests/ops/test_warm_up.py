@@ -25,8 +25,9 @@ KERNELS = (
 class Padded(Guarded):
     """A toy engine under a Canary with every check on, and padding as its batches look."""
 
-    def __init__(self, device: str = "cpu", backend: str = "triton") -> None:
-        super().__init__(ToyEngine(slots=512, device=device, window=8), read_check=-1, backend=backend)
+    def __init__(self, device: str = "cpu", backend: str = "triton", warms_up: bool = False) -> None:
+        engine = ToyEngine(slots=512, device=device, window=8)
+        super().__init__(engine, warms_up=warms_up, read_check=-1, backend=backend)
 
     def padding(self, rows: int) -> Iterator[BatchView]:
         none = torch.zeros(rows, dtype=torch.int32, device=self.engine.device)
@@ -64,6 +65,35 @@ def test_a_warm_up_leaves_no_trace():
     stats = g.canary.stats()
     assert stats["violations"] == 0
     assert stats["checked_forwards"] == 4 * len(g.canary.regions)
+
+
+def test_slots_are_fingerprinted_by_the_warm_up_where_that_was_put_off():
+    """All of them, once; by then the length of the scrub is known, too."""
+    g = Padded(warms_up=True)
+    state = g.canary.states["full"]
+    assert not state.fingerprints.any()
+    g.canary.warm_up(g.padding, most_rows=2)
+    found = state.fingerprints.clone()
+    torch_backend().baseline(state)
+    # That of the null slot says that its numbers are finite.
+    assert torch.equal(state.fingerprints[1:], found[1:])
+    assert all(stretch.slots > 0 for stretch in g.canary.step.scrub.stretches)
+    state.fingerprints.fill_(7)
+    g.canary.warm_up(g.padding, most_rows=2)
+    assert (state.fingerprints == 7).sum() > 500
+
+
+def test_what_a_warm_up_fingerprints_is_guarded():
+    """The engine's traffic after it is clean, and its bytes are compared."""
+    g = Padded(warms_up=True)
+    g.canary.warm_up(g.padding, most_rows=2)
+    g.engine.submit("a", list(range(5, 25)))
+    for _ in range(3):
+        g.step(3)
+    g.canary.drain()
+    stats = g.canary.stats()
+    assert stats["violations"] == 0
+    assert stats["recorded_bytes"] > 0
 
 
 def test_batches_of_each_step_are_warmed_up():

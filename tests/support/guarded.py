@@ -12,13 +12,14 @@ from canary_core.testing import Findings
 
 class Guarded:
     """``engine`` under guard: a fresh one by default. ``plugins`` hear of this Canary alone; ``settings`` are those of
-    `CanaryConfig`, in log mode unless they say otherwise. ``pool_tensors``: see `Canary`."""
+    `CanaryConfig`, in log mode unless they say otherwise. ``pool_tensors``, ``warms_up``: see `Canary`."""
 
     def __init__(
         self,
         engine: ToyEngine | None = None,
         *plugins: object,
         pool_tensors: Callable[[], Mapping[str, Tensor]] | None = None,
+        warms_up: bool = False,
         **settings: object,
     ) -> None:
         self.engine = engine or ToyEngine()
@@ -27,7 +28,9 @@ class Guarded:
         # Registered last, so that it hears of everything even where one of the plugins raises.
         hooks = private_hooks(*plugins, self.findings)
         regions, writers = self.engine.regions(), self.engine.writers
-        self.canary = Canary(regions, config, hooks=hooks, writers=writers, pool_tensors=pool_tensors)
+        self.canary = Canary(
+            regions, config, hooks=hooks, writers=writers, pool_tensors=pool_tensors, warms_up=warms_up
+        )
 
     @property
     def violations(self) -> list[Violation]:

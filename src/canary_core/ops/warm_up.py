@@ -1,6 +1,7 @@
 """Launches every op before the first forward, so that no request waits for a compiler."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -20,31 +21,49 @@ def row_counts(steps: Sequence[int], most: int) -> list[int]:
     return [*below, most] if steps and most > 0 else []
 
 
-def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Iterable[BatchView]) -> int:
-    """Launches every op on each of ``batches``, of padding only, and leaves no trace: counters, cursors and the step
-    are put back. Gives how many batches there were. Raises `AttachError` while a graph is captured."""
+def compile_all(
+    backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView], also: Callable[[], None]
+) -> None:
+    """Compiles what `warm_up` needs, and what ``also`` launches, side by side where the back end can; launches none of
+    it. Raises `AttachError` while a graph is captured."""
     if any(capturing(state.cursors.device) for state in states.values()):
         raise AttachError("warm_up can't be captured in a graph; call it when the engine starts")
+
+    def launch() -> None:
+        _launch(backend, states, batches)
+        also()
+
+    # The interpreter compiles nothing.
+    if backend.compile_together is not None and all(s.records.device.type != "cpu" for s in states.values()):
+        with _no_trace(states):
+            backend.compile_together(launch)
+
+
+def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView]) -> None:
+    """Launches every op on each of ``batches``, of padding only, and leaves no trace: counters, cursors and the step
+    are put back. Never captured."""
+    with _no_trace(states):
+        _launch(backend, states, batches)
+
+
+@contextmanager
+def _no_trace(states: Mapping[str, RegionState]) -> Iterator[None]:
+    """Puts back what ops count and where they go on."""
     shared = next(iter(states.values())).shared
     kept = [shared.counters, shared.clock, *(state.cursors for state in states.values())]
     copies = [tensor.clone() for tensor in kept]
-    every = list(batches)
-
-    def launch() -> None:
-        # The kernels of forwards take longest to compile, so they begin first.
-        for batch in every:
-            for name, table in batch.tables.items():
-                _launch_forward(backend, states[name], batch, table)
-        for name in dict.fromkeys(name for batch in every for name in batch.tables):
-            _launch_beside(backend, states[name])
-
-    # The interpreter compiles nothing.
-    if backend.compile_together is not None and shared.counters.device.type != "cpu":
-        backend.compile_together(launch)
-    launch()
+    yield
     for tensor, copy in zip(kept, copies, strict=True):
         tensor.copy_(copy)
-    return len(every)
+
+
+def _launch(backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView]) -> None:
+    # The kernels of forwards take longest to compile, so they begin first.
+    for batch in batches:
+        for name, table in batch.tables.items():
+            _launch_forward(backend, states[name], batch, table)
+    for name in dict.fromkeys(name for batch in batches for name in batch.tables):
+        _launch_beside(backend, states[name])
 
 
 def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:

@@ -65,7 +65,8 @@ class Pace:
 
     def __init__(self, budget: ScrubBudget, bytes_per_s: float, launch_s: float = 0.0) -> None:
         self.budget = budget
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
+        """The scrub's speed; 0.0 until it is known."""
         self._launch_s = launch_s
         self._last: float | None = None
         self._average_s = 0.0
@@ -120,15 +121,15 @@ class Pace:
         """Bytes that a scrub may read which serves so many ``forwards``."""
         if self.budget.share is None:
             return self.budget.step_bytes * forwards
-        bytes_ = max(self.budget.share * self._step_s * forwards - self._launch_s, 0.0) * self._bytes_per_s
+        bytes_ = max(self.budget.share * self._step_s * forwards - self._launch_s, 0.0) * self.bytes_per_s
         return max(int(bytes_), LEAST_BYTES)
 
     def share(self, scrub_bytes: int, forwards: int) -> float | None:
         """The share of time of scrubs of ``scrub_bytes`` after every so many ``forwards``; None until a forward's
         length and the scrub's speed are known."""
-        if not (self._step_s and self._bytes_per_s):
+        if not (self._step_s and self.bytes_per_s):
             return None
-        return (scrub_bytes / self._bytes_per_s + self._launch_s) / (forwards * self._step_s)
+        return (scrub_bytes / self.bytes_per_s + self._launch_s) / (forwards * self._step_s)
 
 
 class Round:
@@ -220,8 +221,8 @@ class Stretch:
 
 
 class Scrub:
-    """Shares ``budget`` among the regions by the bytes of what is written in them. Fingerprints all slots when it is
-    made, and measures the scrub's speed."""
+    """Shares ``budget`` among the regions by the bytes of what is written in them. Before the first forward comes
+    `start`."""
 
     def __init__(self, states: Sequence[RegionState], backend: Backend, budget: ScrubBudget) -> None:
         self.stretches = tuple(Stretch(state) for state in states if state.sources.slot_bytes)
@@ -229,9 +230,16 @@ class Scrub:
         self._backend = backend
         guarded = (stretch.state for stretch in self.stretches)
         launches = sum(len(state.sources.groups) for state in guarded if state.records.device.type != "cpu")
-        self._pace = Pace(budget, self._baseline(), LAUNCH_S * launches)
+        self._pace = Pace(budget, 0.0, LAUNCH_S * launches)
         self._forwards = 1
         self._since = 0
+        self.started = False
+        """Whether `start` was called."""
+
+    def start(self) -> None:
+        """Fingerprints all slots, and measures the scrub's speed. Never captured."""
+        self.started = True
+        self._pace.bytes_per_s = self._baseline()
         # A graph may be captured before the first forward ends, and a scrub that it lacks would be lacking for good.
         self.adjust(captured=False)
 
@@ -321,7 +329,7 @@ class Scrub:
             pool_bytes = sum(stretch.state.pool_bytes for stretch in self.stretches)
             return pool_bytes / _seconds(self._fingerprint_all, device)
         if self._backend.compile_together is not None:
-            self._backend.compile_together(self._every_kernel)
+            self._backend.compile_together(self.launch_all)
         self._fingerprint_all()
         counters = self.stretches[0].state.shared.counters
         before = counters.clone()
@@ -334,7 +342,8 @@ class Scrub:
             stretch.state.cursors[Cursor.SCRUB :].zero_()
         return speed
 
-    def _every_kernel(self) -> None:
+    def launch_all(self) -> None:
+        """What `start` launches, once."""
         self._fingerprint_all()
         self._scrub_all()
 

@@ -91,6 +91,7 @@ class Session:
             writers=self.requests.writers,
             uncovered=uncovered,
             pool_tensors=pool.pool_tensors,
+            warms_up=True,
         )
         state = next((region.name for region in regions if region.kind is RegionKind.STATE), None)
         self._paged = [name for name in names if name not in (state, C128)]

@@ -56,8 +56,9 @@ class Session:
         self.requests = Requests(Writers(), regions[0].device)
         config = config.model_copy(update={"silence_s": 0.0, "rank": config.rank or runners.rank()})
         self.canary = Canary(
-            regions, config, writers=self.requests.writers, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors
-        )
+            regions, config, writers=self.requests.writers, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors,
+            warms_up=True,
+        )  # fmt: skip
         self.groups = pool.groups
         """What is guarded."""
         self._v1 = V1Batches(runner, self.groups, self.requests)

@@ -178,9 +178,9 @@ def compile_together(launches: Callable[[], None]) -> None:
     def collect() -> None:
         found: list[tuple[int | None, Any]] = []
         _together.set(found)
-        with _compiling, ThreadPoolExecutor(MOST_COMPILERS) as threads:
-            with mode(threads):
-                launches()
+        with _compiling, ThreadPoolExecutor(MOST_COMPILERS) as threads, mode(threads):
+            launches()
+            # Behind all that compiles in the same threads, so a kernel is made ready while others still compile.
             list(threads.map(_make_ready, found))
 
     # Triton's mode stays on where an error ends it, so it gets a context of its own: the engine compiles too.

@@ -195,32 +195,43 @@ def record_written(
         freed = won & (freed_bit != 0)
         bad = (planned & (status != STATUS_OK)) | wrong | elsewhere | lost | freed
         if tl.sum(bad.to(tl.int32), 0) > 0:
-            # One token may have several findings, so each kind is reported by itself.
-            none = tl.full((TILE,), -1, tl.int64)
-            for i_kind in tl.static_range(6):
-                if i_kind == 0:
-                    kind, m_kind, value = KIND_SLOT_RANGE, planned & (status == STATUS_RANGE), none
-                elif i_kind == 1:
-                    kind, m_kind, value = KIND_NULL_SLOT, planned & (status == STATUS_NULL), none
-                elif i_kind == 2:
-                    kind, m_kind, value = KIND_WRITE_INPUT, wrong, sample
-                elif i_kind == 3:
-                    kind, m_kind, value = KIND_WRITE_SLOT, elsewhere, table_slot
-                elif i_kind == 4:
-                    kind, m_kind, value = KIND_TWO_WRITERS, lost, (claim & CLAIM_TOKENS) - 1
-                else:
-                    kind, m_kind, value = KIND_WRITE_AFTER_FREE, freed, none
-                when_freed, freed_by = none, none
-                if i_kind == 5:
-                    when_freed, freed_by = old_freed, old_freed >> 32
-                own_token = expected
-                if i_kind == 2:
-                    own_token = tl.where(sample >= 0, sample, expected)
-                report(
-                    p_counters, p_ring, ring_rows, tl.full((TILE,), kind, tl.int64), m_kind, region, -1, slot, position,
-                    own_token, token, (position + given - own) * STATE_VALUES + WRITTEN, value, -1, writer, freed_by,
-                    -1, when_freed, step * 8 + POST_FORWARD,
-                )  # fmt: skip
+            report_tokens(
+                p_counters, p_ring, ring_rows, region, slot, position, token, expected, sample, given - own, table_slot,
+                old_freed, claim, planned, status, wrong, elsewhere, lost, freed, writer, step, TILE,
+            )  # fmt: skip
+
+
+@triton.jit
+def report_tokens(
+    p_counters, p_ring, ring_rows, region, slot, position, token, expected, sample, moved, table_slot, old_freed, claim,
+    planned, status, wrong, elsewhere, lost, freed, writer, step,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Reports a tile's tokens. One of them may have several findings, so each kind is reported by itself; in a loop,
+    since Triton takes long to compile a report."""
+    none = tl.full((TILE,), -1, tl.int64)
+    for i_kind in range(6):
+        input, again = i_kind == 2, i_kind == 5
+        kind, m_kind, value = none * 0 + KIND_SLOT_RANGE, planned & (status == STATUS_RANGE), none
+        kind = tl.where(i_kind == 1, KIND_NULL_SLOT, kind)
+        m_kind = tl.where(i_kind == 1, planned & (status == STATUS_NULL), m_kind)
+        kind = tl.where(input, KIND_WRITE_INPUT, kind)
+        m_kind = tl.where(input, wrong, m_kind)
+        value = tl.where(input, sample, value)
+        kind = tl.where(i_kind == 3, KIND_WRITE_SLOT, kind)
+        m_kind = tl.where(i_kind == 3, elsewhere, m_kind)
+        value = tl.where(i_kind == 3, table_slot, value)
+        kind = tl.where(i_kind == 4, KIND_TWO_WRITERS, kind)
+        m_kind = tl.where(i_kind == 4, lost, m_kind)
+        value = tl.where(i_kind == 4, (claim & CLAIM_TOKENS) - 1, value)
+        kind = tl.where(again, KIND_WRITE_AFTER_FREE, kind)
+        m_kind = tl.where(again, freed, m_kind)
+        report(
+            p_counters, p_ring, ring_rows, kind, m_kind, region, -1, slot, position,
+            tl.where(input & (sample >= 0), sample, expected), token, (position + moved) * STATE_VALUES + WRITTEN,
+            value, -1, writer, tl.where(again, old_freed >> 32, -1), -1, tl.where(again, old_freed, -1),
+            step * 8 + POST_FORWARD,
+        )  # fmt: skip
 
 
 @triton.jit
