@@ -7,19 +7,20 @@ import pytest
 import torch
 from canary_sglang.compat import embeddings
 
-from canary_adapters import EmbeddingFilter
+from canary_adapters import EmbeddingFilter, EmbeddingShards
 from canary_core import Kind, Phase, Violation
 
 pytestmark = pytest.mark.without_engine
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """As SGLang's: rows 0 to 3 of 8 on this rank. Rows 1 and 2 are alike, row 3 is zero."""
+    """As SGLang's: rows 0 to 3 of 8 on this rank, then padding. Rows 1 and 2 are alike, row 3 is zero."""
 
     def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [3.0, 4.0], [0.0, 0.0]]))
+        self.weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [3.0, 4.0], [0.0, 0.0], [5.0, 6.0]]))
         self.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=4)
+        self.tp_size = 2
 
 
 @pytest.mark.parametrize(
@@ -34,9 +35,10 @@ class VocabParallelEmbedding(torch.nn.Module):
     ],
 )
 def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old, dismissed):
-    """Rows that are alike or all zero leave the bytes as they were; of rows on another rank nobody knows. Only of the
-    model's own regions."""
+    """Rows that are alike or all zero leave the bytes as they were; of rows on a rank that tells nothing nobody knows.
+    Only of the model's own regions."""
     model = torch.nn.Sequential(VocabParallelEmbedding())
-    known = EmbeddingFilter(partial(embeddings.row, model), partial(embeddings.elsewhere, model), ["full"])
+    shards = EmbeddingShards(partial(embeddings.part, model), None, lambda: 0)
+    known = EmbeddingFilter(shards.row, shards, ["full"])
     finding = Violation(Kind.LOST_WRITE, region, Phase.POST_FORWARD, 3, 1, 0, token=new, stored_token=old)
     assert (known.canary_dismiss(finding) is not None) is dismissed
