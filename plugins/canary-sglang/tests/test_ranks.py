@@ -149,14 +149,16 @@ def test_a_lost_write_is_told_by_both_ranks(tmp_path, device):
     phases = [phase("nothing", of_rank_0, 1), phase("lost", of_rank_1, 1)]
     serve(folder, options, phases, CANARY_PLUGINS="sglang,ranks_witness")
     for rank in (0, 1):
-        events, found = told(folder, rank, "event"), told(folder, rank, "violation")
+        events = told(folder, rank, "event")
         (lost,) = [e for e in events if e["event"] == "fault_injected"]
         dismissed = [e for e in events if e["event"] == "dismissed"]
         assert {e["token"] - e["stored_token"] for e in dismissed} == {half}
-        assert all(v["token"] >= half > v["stored_token"] for v in found)
-        assert {(v["kind"], v["step"], v["source"]) for v in found} == {("lost_write", lost["step"], lost["source"])}
         alike = {e["slot"] for e in dismissed if (e["step"], e["source"]) == (lost["step"], lost["source"])}
+        # A token that is alike to the one whose bytes are still there leaves them as they are, too, in a later step.
+        found = [v for v in told(folder, rank, "violation") if v["step"] == lost["step"]]
         assert {v["slot"] for v in found} == set(lost["slots"]) - alike
+        assert {(v["kind"], v["source"]) for v in found} == {("lost_write", lost["source"])}
+        assert all(v["token"] >= half > v["stored_token"] for v in found)
 
 
 BY_TURNS = dict(dp_size=2, enable_dp_attention=True, attention_backend="triton", load_balance_method="round_robin")
