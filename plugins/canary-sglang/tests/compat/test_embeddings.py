@@ -1,5 +1,6 @@
 """Lost writes that are none, since the embedding gives both tokens the same bytes."""
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -42,3 +43,23 @@ def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old,
     known = EmbeddingFilter(shards.row, shards, ["full"])
     finding = Violation(Kind.LOST_WRITE, region, Phase.POST_FORWARD, 3, 1, 0, token=new, stored_token=old)
     assert (known.canary_dismiss(finding) is not None) is dismissed
+
+
+@pytest.mark.parametrize(
+    ("size", "attention", "group", "place"),
+    [(4, False, [0, 1, 2, 3], 3), (2, True, [2, 3], 1), (1, True, [], 0), (4, True, [], 0), (2, False, [], 0)],
+)
+def test_parts_are_those_of_the_ranks_over_which_the_layer_is_spread(monkeypatch, size, attention, group, place):
+    """With data-parallel attention that is the attention's group, or the layer is whole. Where the layer has another
+    number of parts than its group has ranks, nobody is known who has them."""
+
+    def ranks(*group):
+        return lambda: SimpleNamespace(ranks=list(group), world_size=len(group), rank_in_group=group.index(3))
+
+    state = SimpleNamespace(get_tp_group=ranks(0, 1, 2, 3), get_attn_tp_group=ranks(2, 3))
+    for name in ("sglang", "sglang.srt", "sglang.srt.distributed"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(parallel_state=state))
+    layer = VocabParallelEmbedding()
+    layer.tp_size, layer.use_attn_tp_group = size, attention
+    part = embeddings.part(torch.nn.Sequential(layer))
+    assert (list(part.group), part.place, part.first, len(part.weight)) == (group, place, 0, 4)
