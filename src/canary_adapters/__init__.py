@@ -2,8 +2,8 @@
 
 Sources say where a slot's bytes are, a probe finds it out where shapes lie, pools put sources together as regions and
 check their addresses, tables and lengths say what a forward reads, events say what happens to blocks, the filter
-dismisses what a model explains. Nothing here imports an engine; sources, pools and tables neither read from a device
-nor copy a tensor.
+dismisses what a model explains, whose embedding may be spread over ranks. Nothing here imports an engine; sources,
+pools and tables neither read from a device nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
@@ -12,6 +12,7 @@ from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, Bl
 from canary_adapters.block_lists import BlockLists, GivenBlocks, RequestBlocks, metadata_blocks, moved_states
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
+from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
 from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.pools import (
     GrowingPool,
@@ -52,6 +53,8 @@ __all__ = [
     "DraftForwards",
     "EmbeddedRequests",
     "EmbeddingFilter",
+    "EmbeddingPart",
+    "EmbeddingShards",
     "GivenBlocks",
     "GrowingPool",
     "JoinedPools",
@@ -68,6 +71,7 @@ __all__ = [
     "UniformLens",
     "WindowPool",
     "block_table",
+    "default_store",
     "growing_source",
     "kv_layers",
     "metadata_blocks",

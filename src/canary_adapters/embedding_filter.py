@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
+from canary_adapters.embedding_shards import EmbeddingShards
 from canary_core import Kind, Violation, hookimpl
 
 
@@ -34,22 +35,22 @@ class EmbeddingFilter:
     tokens), or the new token's is all zero (padding) and what was there was zero. Reads the device, but only after a
     finding.
 
-    ``row(token)``: the token's row of the embedding, None where there is none. ``elsewhere(token)``: whether that row
-    is on another rank; then nobody knows, and the finding is dismissed as well. ``regions``: names of the regions that
-    it is about, None for all. ``embedded``: requests whose tokens say nothing of what they wrote, since they were given
-    embeddings; one that gives those of its text later writes what is there already.
+    ``row(token)``: the token's row of the embedding, None where there is none. ``shards``: where other ranks may have
+    some of the rows; what they have not told is not known, and the finding is dismissed as well. ``regions``: names of
+    the regions that it is about, None for all. ``embedded``: requests whose tokens say nothing of what they wrote,
+    since they were given embeddings; one that gives those of its text later writes what is there already.
     """
 
     def __init__(
         self,
         row: Callable[[int], Tensor | None],
-        elsewhere: Callable[[int], bool] | None = None,
+        shards: EmbeddingShards | None = None,
         regions: Collection[str] | None = None,
         embedded: EmbeddedRequests | None = None,
     ) -> None:
         self._embedded = embedded or EmbeddedRequests()
         self._row = row
-        self._elsewhere = elsewhere
+        self._shards = shards
         self._regions = None if regions is None else frozenset(regions)
 
     @hookimpl
@@ -65,17 +66,21 @@ class EmbeddingFilter:
                 return f"{request} was given embeddings, not tokens"
         if token is None:
             return None
-        if self._elsewhere is not None and any(self._elsewhere(t) for t in (token, old) if t is not None):
-            return f"rows of tokens {token} and {old} are not both on this rank"
-        new_row = self._row(token)
-        old_row = None if old is None else self._row(old)
-        if new_row is None:
-            return None
-        if not bool(new_row.any()):
+        if self._shards is not None and any(self._shards.elsewhere(t) for t in (token, old) if t is not None):
+            hashes = self._shards.hashes(t for t in (token, old) if t is not None)
+            if hashes is None:
+                return f"rows of tokens {token} and {old} are not both on this rank, and the other one's is not known"
+            zero, same = hashes[0] == 0, old is not None and hashes[0] == hashes[-1]
+        else:
+            new_row = self._row(token)
+            old_row = None if old is None else self._row(old)
+            if new_row is None:
+                return None
+            zero = not bool(new_row.any())
+            same = old_row is not None and torch.equal(_bits(new_row), _bits(old_row))
+        if zero:
             return f"the embedding of token {token} is all zero"
-        if old_row is not None and torch.equal(_bits(new_row), _bits(old_row)):
-            return f"tokens {token} and {old} have the same embedding"
-        return None
+        return f"tokens {token} and {old} have the same embedding" if same else None
 
 
 def _bits(row: Tensor) -> Tensor:

@@ -52,15 +52,6 @@ def test_only_regions_of_the_model_are_judged(region, dismissed):
     assert (reason is not None) == dismissed
 
 
-@pytest.mark.parametrize(
-    ("token", "stored", "dismissed"), [(1, 7, True), (7, 1, True), (1, 3, False), (1, None, False)]
-)
-def test_rows_of_another_rank_are_dismissed(token, stored, dismissed):
-    """Where this rank does not have both rows, nobody knows whether they are the same."""
-    reason = EmbeddingFilter(row, elsewhere=lambda t: t >= 6).canary_dismiss(lost(token, stored))
-    assert (reason is not None and "not both on this rank" in reason) == dismissed
-
-
 def test_writes_of_requests_that_were_given_embeddings_are_dismissed():
     """Their tokens stand for nothing; and so where they wrote what another's tokens are compared with now."""
     embedded = EmbeddedRequests()

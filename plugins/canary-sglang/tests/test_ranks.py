@@ -135,6 +135,32 @@ def test_one_rank_is_corrupted_and_both_act(tmp_path, device):
     assert names.isdisjoint({"disabled", "quarantine_failed", "reporting_failed", "silence"})
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_lost_write_is_told_by_both_ranks(tmp_path, device):
+    """Tokens whose embedding is on rank 1 are written over tokens whose embedding is on rank 0. Made-up weights are the
+    same on both ranks, so for each token there is one of the other rank with a bit-identical row, which leaves V as it
+    was: both ranks dismiss those, and tell all others of the write that is lost."""
+    model, half, pool = {"cpu": ("llama", 128, 512), "cuda": ("gpu_llama", 16000, 4096)}[device]
+    of_rank_0, of_rank_1 = (
+        [[first + R.randrange(3, 23) for _ in range(60)] for _ in range(pool // 40)] for first in (0, half)
+    )
+    options = two_ranks(device, model=model, max_total_tokens=pool)
+    folder = tmp_path / "guarded"
+    phases = [phase("nothing", of_rank_0, 1), phase("lost", of_rank_1, 1)]
+    serve(folder, options, phases, CANARY_PLUGINS="sglang,ranks_witness")
+    for rank in (0, 1):
+        events = told(folder, rank, "event")
+        (lost,) = [e for e in events if e["event"] == "fault_injected"]
+        dismissed = [e for e in events if e["event"] == "dismissed"]
+        assert {e["token"] - e["stored_token"] for e in dismissed} == {half}
+        alike = {e["slot"] for e in dismissed if (e["step"], e["source"]) == (lost["step"], lost["source"])}
+        # A token that is alike to the one whose bytes are still there leaves them as they are, too, in a later step.
+        found = [v for v in told(folder, rank, "violation") if v["step"] == lost["step"]]
+        assert {v["slot"] for v in found} == set(lost["slots"]) - alike
+        assert {(v["kind"], v["source"]) for v in found} == {("lost_write", lost["source"])}
+        assert all(v["token"] >= half > v["stored_token"] for v in found)
+
+
 BY_TURNS = dict(dp_size=2, enable_dp_attention=True, attention_backend="triton", load_balance_method="round_robin")
 
 

@@ -79,3 +79,20 @@ def test_two_ranks_are_guarded_through_the_entry_point(tmp_path):
     for rank in "01":
         labels = {"kind": "bytes", "region": "full", "rank": rank, "model": ""}
         assert registry.get_sample_value("kv_canary_incidents_total", labels) == 3 + 5
+
+
+def test_a_lost_write_is_told_by_both_ranks_wherever_the_embedding_is(monkeypatch):
+    """Tensor parallelism: a write is lost whose token's row of the embedding is on one rank, and that of the token that
+    it had before on the other. Where both rows are bit-identical, each rank dismisses what looks like 30 lost writes in
+    K and V of two layers."""
+    monkeypatch.setenv("CANARY_READ_CHECK", "-1")
+    told = told_by("ranks_script", plugins="vllm")
+    quiet = {"found": [], "named": None}
+    assert told["clean"] == [{**quiet, "dismissed": 0}] * 2
+    assert told["alike"] == [{**quiet, "dismissed": 30 * 4}] * 2
+    for name in ("lost", "lost back"):
+        first, second = told[name]
+        assert first == second
+        assert first["named"] == [True]
+        assert len(first["found"]) == 30
+        assert all(kind == "LOST_WRITE" and (old < 256) != (new < 256) for kind, old, new in first["found"])

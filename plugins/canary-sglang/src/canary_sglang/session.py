@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from canary_adapters import EmbeddingFilter
+from canary_adapters import EmbeddingFilter, EmbeddingShards, default_store
 from canary_core import (
     BatchView,
     Canary,
@@ -79,12 +79,9 @@ class Session:
         about = {"rank": rank, "model": self.model or config.model}
         config = config.model_copy(update={"silence_s": 0.0, "lifetime": lifetime, **about})
         names = [region.name for region in regions]
-        self._filter = EmbeddingFilter(
-            partial(embeddings.row, runner.model),
-            partial(embeddings.elsewhere, runner.model),
-            names,
-            self.requests.embedded,
-        )
+        part = partial(embeddings.part, runner.model)
+        self._shards = EmbeddingShards(part, default_store(), lambda: self.canary.forwards, self.model or "")
+        self._filter = EmbeddingFilter(self._shards.row, self._shards, names, self.requests.embedded)
         self.canary = Canary(
             regions,
             config,
@@ -132,6 +129,7 @@ class Session:
 
     def _run(self, original: Callable[[], Any], batch: Any) -> Callable[[], Any]:
         """What runs the forward of ``batch`` under guard."""
+        self._shards.begin()
         self.sampled.forward(batch)
         # `ModelRunner.forward` never writes to a batch's tensors: it replaces them. Draft workers do, see `DraftHooks`.
         overlap, settle = self._overlap, None

@@ -1,7 +1,7 @@
 """A Canary plugin for `engines.ranks_script`: breaks one rank's memory on demand, and writes down what each rank does.
 
-``RANKS_FOLDER`` has ``control``, what to break in rank 1, and gets ``rank<N>.jsonl``: a line for each forward, finding
-and event of rank N.
+``RANKS_FOLDER`` has ``control``, what to break in rank 1, or ``lost`` for a lost write in each rank, and gets
+``rank<N>.jsonl``: a line for each forward, finding and event of rank N.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from canary_core import testing
+from canary_core import hook_manager, testing
 from canary_core.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, UNPARKED, WRITER, State
 
@@ -35,6 +35,9 @@ def canary_recorded(canary: Any, batch: Any) -> None:
     content = [tensor.tolist() for tensor in read]
     tell({"forward": hashlib.sha256(json.dumps(content).encode()).hexdigest()})
     wanted = FOLDER.joinpath("control").read_text()
+    if wanted == "lost" and wanted not in _done:
+        _done.add(wanted)
+        hook_manager().register(testing.FaultInjector.parse("lost_write", seed=3))
     if canary.config.rank != BROKEN_RANK or wanted in _done:
         return
     rows = canary.writers.name(int(batch.writers[-1])), int(batch.prefix_lens.shape[0])

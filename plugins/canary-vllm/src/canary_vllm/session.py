@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter, moved_states, upload
+from canary_adapters import (
+    BlockLists,
+    DraftForwards,
+    EmbeddingFilter,
+    EmbeddingShards,
+    default_store,
+    moved_states,
+    upload,
+)
 from canary_core import (
     BatchAdapter,
     BatchView,
@@ -85,8 +93,9 @@ class Session:
         alone = origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
         self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
-        row, elsewhere = partial(embeddings.row, runner), partial(embeddings.elsewhere, runner)
-        self._filter = EmbeddingFilter(row, elsewhere, [r.name for r in regions], self.requests.embedded)
+        self._shards = EmbeddingShards(partial(embeddings.part, runner), default_store(), lambda: self.canary.forwards)
+        names = [r.name for r in regions]
+        self._filter = EmbeddingFilter(self._shards.row, self._shards, names, self.requests.embedded)
         hook_manager().register(self._filter)
         self.canary.sampled.follow()
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
@@ -102,6 +111,7 @@ class Session:
         with torch.inference_mode():
             # What the side stream still reads is written to next.
             step.join()
+            self._shards.begin()
             self._output = self._pending = output
             if self._overlap is not Overlap.ALL or getattr(output, "kv_cache_block_copies", None):
                 self._scheduled()

@@ -12,13 +12,13 @@ SHARED = TESTS.parents[2] / "tests"
 """Where the package ``support`` is, which tests of the core and of all plugins share."""
 
 
-def told_by(script: str, *arguments: str, timeout_s: int = 500) -> dict[str, Any]:
-    """The last JSON object that the script ``vllm_on_cpu.script`` prints, in an environment without plugins."""
+def told_by(script: str, *arguments: str, plugins: str = "", timeout_s: int = 500) -> dict[str, Any]:
+    """The last JSON object that the script ``vllm_on_cpu.script`` prints, in an environment with these ``plugins``."""
     path = os.pathsep.join(filter(None, (str(TESTS), str(SHARED), os.environ.get("PYTHONPATH"))))
     run = subprocess.run(
         [sys.executable, "-m", f"vllm_on_cpu.{script}", *arguments],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "CANARY_PLUGINS": ""}, timeout=timeout_s,
-        check=False,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "CANARY_PLUGINS": plugins},
+        timeout=timeout_s, check=False,
     )  # fmt: skip
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
     assert lines, run.stderr[-3000:]

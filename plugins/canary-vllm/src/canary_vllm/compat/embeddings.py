@@ -4,21 +4,38 @@ from typing import Any
 
 from torch import Tensor
 
+from canary_adapters import EmbeddingPart
 
-def row(runner: Any, token: int) -> Tensor | None:
-    """The embedding of ``token``, None where this rank or model has none."""
+
+def part(runner: Any) -> EmbeddingPart | None:
+    """What this rank has of the embedding, None where this rank or model has none."""
     table = _table(runner)
     if table is None:
         return None
-    first = int(getattr(getattr(table, "shard_indices", None), "org_vocab_start_index", 0))
-    weight: Tensor = table.weight
-    return weight[token - first] if first <= token < first + weight.shape[0] else None
+    shard = getattr(table, "shard_indices", None)
+    if shard is None:
+        return EmbeddingPart(table.weight)
+    first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+    group = _group(table)
+    if group is None:
+        return EmbeddingPart(table.weight[: end - first], first)
+    return EmbeddingPart(table.weight[: end - first], first, group.ranks, group.rank_in_group)
 
 
-def elsewhere(runner: Any, token: int) -> bool:
-    """Whether the embedding of ``token`` is on another rank."""
-    table = _table(runner)
-    return table is not None and row(runner, token) is None
+def _group(table: Any) -> Any:
+    """The ranks over which the layer is spread, None where it is not, or they are not known."""
+    size = getattr(table, "tp_size", 1)
+    if size == 1:
+        return None
+    try:
+        from vllm.distributed import get_tp_group
+
+        # Newer releases have layers with a group of their own.
+        group = getattr(table, "parallel_group", None) or get_tp_group()
+    except Exception:
+        # An engine that ends gives its groups up.
+        return None
+    return group if group.world_size == size else None
 
 
 def _table(runner: Any) -> Any:

@@ -1,0 +1,146 @@
+"""`EmbeddingShards`: ranks that have a part of an embedding each tell each other which of its rows are alike."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core.ops.hashing import keys
+
+SLICE_BYTES = 4 << 20
+"""So much is hashed at a time: the device may be nearly full."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingPart:
+    """The rows of an embedding that a rank has: ``weight`` ``[tokens, ...]``, from the token ``first`` on.
+
+    ``group``: the ranks that have a part each; empty where this one has all, or where it is not known who has the rest.
+    ``place``: of this rank in the group.
+    """
+
+    weight: Tensor
+    first: int = 0
+    group: Sequence[int] = ()
+    place: int = 0
+
+    def row(self, token: int) -> Tensor | None:
+        """The row of ``token``, None if it is not here."""
+        place = token - self.first
+        return self.weight[place].detach() if 0 <= place < self.weight.shape[0] else None
+
+
+class EmbeddingShards:
+    """Which rows of an embedding this rank has, and hashes of all of them, its own and those of other ranks.
+
+    Each rank tells its hashes before its first forward, under a key of its own in ``store``, torch.distributed's. No
+    rank waits for another one: what was not told is not known. ``part()``: what this rank has now, None for a model
+    without an embedding here. ``forwards()``: how many forwards began; the ranks of a group run the same ones.
+    ``name``: of the model, where a process has several.
+
+    Weights may be replaced while the engine runs, on all ranks between the same two forwards. So a rank that is asked
+    hashes its rows anew, and tells them again with the number of forwards until now. Hashes of another rank count if
+    this rank's own rows have not changed since they were told.
+    """
+
+    def __init__(
+        self, part: Callable[[], EmbeddingPart | None], store: Any, forwards: Callable[[], int], name: str = ""
+    ) -> None:
+        self._part = part
+        self._store = store
+        self._forwards = forwards
+        self._name = name
+        self._own: Tensor | None = None
+        self._told_at = -1
+        self._same_since = 0
+
+    def row(self, token: int) -> Tensor | None:
+        """The row of ``token``, None where it is not on this rank."""
+        part = self._part()
+        return None if part is None else part.row(token)
+
+    def elsewhere(self, token: int) -> bool:
+        """Whether this rank has an embedding, and the row of ``token`` is not in it."""
+        part = self._part()
+        return part is not None and part.row(token) is None
+
+    def begin(self) -> None:
+        """Before a forward: at the first one, tells other ranks what this one has. That waits for the device. Raises
+        nothing."""
+        if self._told_at < 0:
+            self._told_at = 0
+            self.hashes(())
+
+    def hashes(self, tokens: Iterable[int]) -> list[int] | None:
+        """A hash of the bits of each token's row, 0 where it is all zero; None if one of them is not known. Waits for
+        the device, but for no other rank. Raises nothing."""
+        try:
+            part = self._part()
+            if part is None or self._store is None or len(part.group) < 2:
+                return None
+            self._tell(part)
+            found = [self._hash(part, token) for token in tokens]
+        except Exception:
+            # A store that is gone, a device without memory, a dtype without comparisons: then it is not known.
+            return None
+        known = [value for value in found if value is not None]
+        return known if len(known) == len(found) else None
+
+    def _tell(self, part: EmbeddingPart) -> None:
+        """Tells other ranks what is here at this forward."""
+        now = self._forwards()
+        if self._own is not None and self._told_at == now:
+            return
+        own = row_hashes(part.weight)
+        if self._own is None or not torch.equal(own, self._own):
+            self._own, self._same_since = own, now
+        self._told_at = now
+        told = torch.cat([torch.tensor([part.first, now], dtype=torch.int64, device="cpu"), own])
+        self._store.set(self._key(part, part.place), told.numpy().tobytes())
+
+    def _hash(self, part: EmbeddingPart, token: int) -> int | None:
+        """Of a token's row, on whichever rank it is."""
+        for place in range(len(part.group)):
+            key = self._key(part, place)
+            # To get what is not there would wait for it.
+            if not self._store.check([key]):
+                continue
+            told = torch.frombuffer(bytearray(self._store.get(key)), dtype=torch.int64)
+            (first, at), hashes = told[:2].tolist(), told[2:]
+            if first <= token < first + len(hashes):
+                return int(hashes[token - first]) if at >= self._same_since else None
+        return None
+
+    def _key(self, part: EmbeddingPart, place: int) -> str:
+        return f"canary/embedding/{self._name}/{'.'.join(map(str, part.group))}/{place}"
+
+
+def row_hashes(weight: Tensor) -> Tensor:
+    """A hash of the bits of each row of ``weight``, on the host: int64 ``[rows]``, 0 for a row that is all zero.
+
+    The sum of a row's 64-bit words, each times an odd number of its place (mod 2**64), so that any change within one
+    word gives another hash.
+    """
+    rows = weight.detach().flatten(1)
+    row_bytes = rows.shape[1] * rows.element_size()
+    word = torch.int64 if row_bytes % 8 == 0 else torch.uint8
+    multipliers = keys(row_bytes // word.itemsize, rows.device)
+    hashes = []
+    for some in rows.split(max(1, SLICE_BYTES // (8 * len(multipliers)))):
+        sums = (some.contiguous().view(word) * multipliers).sum(1)
+        # Minus zero is zero, too.
+        hashes.append(sums * some.any(1))
+    return torch.cat(hashes).cpu()
+
+
+def default_store() -> Any:
+    """The store through which torch.distributed made its first group; None where there is none."""
+    try:
+        from torch.distributed import distributed_c10d
+
+        return distributed_c10d._get_default_store()
+    except Exception:
+        # A private function; and none was made in a process by itself.
+        return None
