@@ -1,11 +1,11 @@
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from canary_transformers.filters import EarlierBytesFilter, MovedBytesFilter, embedding_row
+from canary_transformers.filters import EarlierBytesFilter, MovedBytesFilter, embedding_filter, embedding_row
 from tiny.models import generating
+from torch.distributed.tensor import Replicate, Shard
 
-from canary_adapters import EmbeddingFilter
 from canary_core import Kind, Phase, Violation
 
 
@@ -20,8 +20,32 @@ def test_rows_are_those_of_the_models_embedding():
     model = generating("llama")
     assert torch.equal(embedding_row(model, 7), model.model.embed_tokens.weight[7])
     assert embedding_row(model, -1) is embedding_row(model, 256) is None
-    reason = EmbeddingFilter(partial(embedding_row, model)).canary_dismiss(finding(token=0))
+    reason = embedding_filter(model).canary_dismiss(finding(token=0))
     assert reason == "the embedding of token 0 is all zero"
+
+
+@pytest.mark.parametrize(
+    ("placements", "new", "old", "reason"),
+    [
+        ([Shard(0)], 3, 4, None),
+        ([Shard(0)], 3, 5, "same embedding"),
+        ([Shard(0)], 3, 1, "not both on this rank"),
+        ([Shard(0)], 6, 3, "not both on this rank"),
+        ([Replicate()], 0, 1, None),
+        ([Replicate()], 0, 2, "same embedding"),
+        ([Shard(1)], 0, 1, "not both on this rank"),
+        ([Replicate(), Shard(0)], 0, 1, "not both on this rank"),
+    ],
+)
+def test_of_an_embedding_that_is_spread_over_ranks_only_rows_that_are_here_are_looked_at(placements, new, old, reason):
+    """To look at others would be a collective, and wait for ranks that have found nothing. Here the second of three
+    ranks has rows 3 to 5 of 7."""
+    mesh = SimpleNamespace(size=lambda: 3, get_local_rank=lambda: 1)
+    local = torch.tensor([[1.0], [2.0], [1.0]])
+    weight = SimpleNamespace(to_local=lambda: local, placements=placements, device_mesh=mesh, shape=(7, 1))
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=weight))
+    told = embedding_filter(model).canary_dismiss(finding(token=new, stored_token=old))
+    assert told is None if reason is None else reason in told
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,49 @@
 """Findings that the model, or the cache's own past, explains."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from canary_adapters import EmbeddingFilter, EmbeddingPart, EmbeddingShards
 from canary_core import Kind, Violation, hookimpl
 
 REMEMBERED = 65536
 """Findings that `MovedBytesFilter` remembers."""
 
 
+def embedding_filter(model: Any) -> EmbeddingFilter:
+    """Dismisses lost writes that the embedding of ``model`` explains. Never waits for another rank: with tensor
+    parallelism rows on other ranks are not known."""
+    if not hasattr(_weight(model), "to_local"):
+        return EmbeddingFilter(partial(embedding_row, model))
+    shards = EmbeddingShards(lambda: embedding_part(_weight(model)), None, lambda: 0)
+    return EmbeddingFilter(shards.row, shards)
+
+
 def embedding_row(model: Any, token: int) -> Tensor | None:
     """The row of ``token`` in the embedding of ``model``, None where there is none."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)
+    weight = _weight(model)
     if not isinstance(weight, Tensor) or not 0 <= token < weight.shape[0]:
         return None
     return weight[token].detach()
+
+
+def embedding_part(weight: Any) -> EmbeddingPart:
+    """The whole rows that this rank has of ``weight``, a `DTensor`: to index it would be a collective."""
+    local = weight.to_local()
+    placement = weight.placements[0] if len(weight.placements) == 1 else None
+    if placement is not None and placement.is_replicate():
+        return EmbeddingPart(local)
+    if placement is not None and placement.is_shard(0):
+        # Each rank has as many, but for the last ones.
+        rows = -(-weight.shape[0] // weight.device_mesh.size())
+        return EmbeddingPart(local, rows * weight.device_mesh.get_local_rank())
+    return EmbeddingPart(local[:0])
+
+
+def _weight(model: Any) -> Any:
+    return getattr(model.get_input_embeddings(), "weight", None)
 
 
 class EarlierBytesFilter:

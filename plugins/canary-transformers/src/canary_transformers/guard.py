@@ -10,12 +10,11 @@ from weakref import ref
 
 import pluggy
 
-from canary_adapters import EmbeddingFilter
 from canary_core import CanaryConfig, Violation, attach, hookimpl, private_hooks
 from canary_transformers import version
 from canary_transformers.continuous.hooks import HOOKS
 from canary_transformers.continuous.session import Session
-from canary_transformers.filters import embedding_row
+from canary_transformers.filters import embedding_filter
 from canary_transformers.generate.guarded_cache import GuardedCache
 from canary_transformers.generate.hooks import GENERATE
 
@@ -136,7 +135,7 @@ class Guard:
 
     def _hooks(self, model: Any) -> pluggy.PluginManager:
         """One manager per cache: findings do not say which model or guard they are about."""
-        return private_hooks(EmbeddingFilter(partial(embedding_row, model)), self, *self._plugins)
+        return private_hooks(embedding_filter(model), self, *self._plugins)
 
 
 def guard(model: Any, **config: object) -> Guard:
