@@ -67,6 +67,9 @@ class Writers:
         """What the request is computed for beside its tokens, see `Identities.anchor`. Holds until it is forgotten."""
         self._last = None
         self._anchors.pop(request, None)
+        if lora is cache_salt is extra_key is None:
+            # Most requests, and the engine waits for its host where they begin.
+            return
         found = self.identities.anchor(lora=lora, cache_salt=cache_salt, extra_key=extra_key)
         if found == self.identities.anchor():
             return

@@ -88,6 +88,39 @@ def test_a_node_that_is_split_before_its_lock_is_told(kind):
     assert cached.findings.violations == []
 
 
+def test_a_node_that_is_split_before_its_insertion_is_told(kind):
+    """A request inserts a node and ends; before that is told, another one locks half of it: the other half is parked,
+    and all of it when that ends."""
+    cached = make(kind)
+    tokens = list(range(1, 9))
+    cached.begin(tokens)
+    cached.end(0, insert=True)
+    cached.begin(tokens[:4])
+    cached.agrees()
+    assert len(cached.slots_by_state()["parked"]) == 4
+    cached.end(0, insert=True)
+    cached.agrees()
+    assert len(cached.slots_by_state()["parked"]) == 8
+    assert cached.findings.violations == []
+
+
+def test_who_let_go_of_a_node_last_is_its_writer(kind):
+    """Two requests hold a node, and both let go of it before that is told: it was parked by the second one."""
+    cached = make(kind)
+    tokens = list(range(1, 9))
+    cached.begin(tokens)
+    cached.publish(0)
+    cached.begin(tokens)
+    cached.canary.drain()
+    owners = cached.lifetime.owners
+    for name in ("first", "second"):
+        owners.releasing(SimpleNamespace(rid=name), lambda: cached.unlock(cached.running.pop()[1]))
+    told = []
+    cached.canary.slots.park = lambda region, slots, writer, *more: told.append((writer, len(slots)))
+    cached.canary.slots.settle()
+    assert told == [(owners._writers.id("second"), 8)]
+
+
 def test_a_request_that_goes_on_costs_no_event(kind):
     """What a chunk of a prefill lets go of, inserts and locks again comes to nothing."""
     cached = make(kind)

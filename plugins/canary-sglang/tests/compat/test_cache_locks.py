@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from canary_sglang.compat.cache_locks import CacheCall, RadixLocks, UnifiedLocks, locks_of
+from canary_sglang.compat.cache_locks import RadixLocks, UnifiedLocks, locks_of
 from tools.prefix_caches import CACHES, make
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -45,11 +45,10 @@ def test_a_unified_cache_whose_nodes_do_not_add_up_is_in_doubt():
     own.end(0, insert=True)
     own.begin(list(range(1, 9)))
     locks, core = UnifiedLocks(own.cache), own.cache.tree_core
-    call = CacheCall("unlock", own.running[0][1], {})
-    locks.before(call)
+    locks.before()
     assert locks.doubt == ""
     core.component_evictable_size_[own.cache.tree_components[0]] += 5
-    assert locks.after(call, None) is None
+    assert not locks.after("unlock", own.running[0][1], {}, None)
     assert "5 tokens" in locks.doubt
 
 
@@ -57,8 +56,8 @@ def test_a_unified_cache_that_changes_the_wrong_way_is_in_doubt():
     """More tokens are unlocked after a lock."""
     own = make("unified")
     locks = UnifiedLocks(own.cache)
-    locks.before(CacheCall("lock", (), {}))
+    locks.before()
     own.cache.tree_core.component_evictable_size_[own.cache.tree_components[0]] += 5
-    assert locks.after(CacheCall("lock", (), {}), None) is None
+    assert not locks.after("lock", (), {}, None)
     assert "lock" in locks.doubt
     assert "+5" in locks.doubt

@@ -11,7 +11,6 @@ import torch
 from canary_sglang.allocator.lifetime import Lifetime
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import allocators, targets
-from canary_sglang.compat.cache_locks import CacheCall
 
 from canary_adapters import RowPool, kv_layers
 from canary_core import Canary, CanaryConfig, Writers
@@ -182,7 +181,7 @@ class Cached:
         told = self.slots_by_state()
         parked = set(self.unlocked().tolist())
         size = self.allocator.page_size
-        pages = torch.cat([self.allocator.free_pages, *allocators.released_pages(self.allocator)]).tolist()
+        pages = torch.cat(allocators.lists_reader(self.allocator)(self.allocator)).tolist()
         free = {page * size + i for page in pages for i in range(size)}
         assert told["parked"] == parked
         assert told["freed"] <= free
@@ -190,7 +189,7 @@ class Cached:
 
     def _hooked(self, change: targets.CacheChange, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self.lifetime.cache_called(CacheCall(change, args, kwargs), original, self.cache)
+            return self.lifetime.cache_called(change, original, self.cache, args, kwargs)
 
         return call
 

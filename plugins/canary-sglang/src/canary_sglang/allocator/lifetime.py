@@ -3,7 +3,8 @@
 Nothing here waits for the device. The events take effect before the next forward, on its stream.
 """
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from canary_sglang.allocator.owners import Owners
 from canary_sglang.allocator.parking import Parking
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import allocators, cache_locks, caches, targets
-from canary_sglang.compat.cache_locks import CacheCall, CacheLocks
+from canary_sglang.compat.cache_locks import CacheLocks
 from canary_sglang.compat.registrar import Hook
 from canary_sglang.compat.targets import CacheChange
 from canary_sglang.pools import mamba
@@ -29,6 +30,8 @@ class Lifetime:
 
     def __init__(self, runner: Any, canary: Canary, writers: RequestWriters) -> None:
         self._canary = canary
+        # A batch that ends calls for each of its requests.
+        self._guard = functools.cache(canary.guard)
         self.owners = Owners(writers)
         self._followers: dict[int, Follower] = {}
         self.parking: Parking | None = None
@@ -84,7 +87,14 @@ class Lifetime:
             regions = tuple(self._followers[id(self._allocator)].regions)
             self.parking = Parking(self._canary, locks, regions, self.owners, lost)
 
-    def cache_called(self, call: CacheCall, original: Callable[..., Any], cache: Any) -> Any:
+    def cache_called(
+        self,
+        change: CacheChange,
+        original: Callable[..., Any],
+        cache: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Runs a function of `targets.PARKING` and tells Canary which slots nobody holds after it."""
         # Each request that begins or ends makes several of these calls, while the engine waits for its host.
         parking = self.parking
@@ -92,12 +102,12 @@ class Lifetime:
             self.meet(cache)
             parking = self.parking
         if parking is None or cache is not parking.cache or not self._canary.enabled:
-            return original(cache, *call.args, **call.kwargs)
-        if call.change != "evict":
-            return parking.call(call, original)
+            return original(cache, *args, **kwargs)
+        if change != "evict":
+            return parking.call(change, original, args, kwargs)
         follower = self._followers[id(self._allocator)]
         before = follower.listed()
-        result = parking.call(call, original)
+        result = parking.call(change, original, args, kwargs)
         if self.parking is not None and caches.evicted(result) and follower.listed() == before:
             follower.evicted_waits()
         return result
@@ -110,7 +120,7 @@ class Lifetime:
         # A cleared list can be followed again, whatever happened to it before.
         intact = name == allocators.CLEAR or follower.intact()
         result = original(allocator, *args, **kwargs)
-        with self._canary.guard(name):
+        with self._guard(name):
             if name == allocators.CLEAR and self.parking is not None:
                 self.parking.cleared()
             if not intact or not follower.called(name, self.owners, args, kwargs):
@@ -166,7 +176,7 @@ def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
         guarded = session()
         if guarded is None or guarded.lifetime is None:
             return original(cache, *args, **kwargs)
-        return guarded.lifetime.cache_called(CacheCall(change, args, kwargs), original, cache)
+        return guarded.lifetime.cache_called(change, original, cache, args, kwargs)
 
     def lifetime() -> Lifetime | None:
         guarded = session()

@@ -17,6 +17,8 @@ class Owners:
         self._writers = writers
         self._batch: Any = None
         self._request: Any = None
+        # Its writer id, once it was asked for.
+        self._freer: int | None = -1
         self._drafted: _DraftedSlots | None = None
         self.evicting: Callable[[], bool] = lambda: False
         """Whether a prefix cache whose slots are parked frees them now."""
@@ -35,15 +37,17 @@ class Owners:
 
     def releasing(self, request: Any, release: Callable[[], Any]) -> Any:
         """Runs ``release``. Slots that it frees were those of ``request``."""
-        before, self._request = self._request, request
+        before, self._request, self._freer = (self._request, self._freer), request, None
         try:
             return release()
         finally:
-            self._request = before
+            self._request, self._freer = before
 
     def freer(self) -> int:
         """Writer id of the request that frees its slots; -1 if no request does, as in an eviction."""
-        return -1 if self._request is None else self._writers.id(self._request.rid)
+        if self._freer is None:
+            self._freer = self._writers.id(self._request.rid)
+        return self._freer
 
     def each(self, ids: Sequence[int], counts: Sequence[int]) -> int | Callable[[], Tensor]:
         """See `RequestWriters.each`."""

@@ -1,16 +1,17 @@
 """`Parking`: which cached slots no request has, by the locks of the prefix cache."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from canary_core import Canary, StreamSet
 from canary_sglang.allocator.owners import Owners
 from canary_sglang.compat import caches
-from canary_sglang.compat.cache_locks import CacheCall, CacheLocks, LockedNode
-
-Change = Literal["park", "share"]
+from canary_sglang.compat.cache_locks import CacheLocks
+from canary_sglang.compat.targets import CacheChange
 
 
 class Parking:
@@ -18,9 +19,9 @@ class Parking:
     parked; and when somebody locks it again: they are shared. What the cache evicts it gives to its allocator, whose
     `Follower` asks `evicting`.
 
-    A node's changes take turns. So of those between two events only the last one counts, if there is an odd number of
-    them. All that are parked are told as one event, and all that are shared as another: when a batch of requests begins
-    or ends, the engine waits for its host. Nothing is read from the device.
+    What the calls between two events come to is told before the second one: all that are parked as one event, and all
+    that are shared as another. When a batch of requests begins or ends, the engine waits for its host. Nothing is read
+    from the device.
 
     ``locks``: of the cache that is followed. ``regions``: those whose slots are numbered as the cache's. ``owners``:
     say which request lets go of its slots now. ``lost``: called with the reason when it can't be said any more which
@@ -40,87 +41,81 @@ class Parking:
         self._guard = canary.guard("parking")
         self._lost = lost
         self._locks = locks
+        locks.freer = owners.freer
+        self.cache = locks.cache
+        """The cache that is followed."""
         self._regions = tuple(regions)
         self._owners = owners
         self._streams = StreamSet(canary.device)
-        self._changed: dict[int, tuple[Change, int, LockedNode]] = {}
+        self._noted = False
         self.evicting = False
 
-    @property
-    def cache(self) -> Any:
-        """The cache that is followed."""
-        return self._locks.cache
-
-    def call(self, call: CacheCall, original: Callable[..., Any]) -> Any:
+    def call(
+        self, change: CacheChange, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Calls ``original``, a function of `targets.PARKING`, and notes what it did."""
-        locks, cache = self._locks, self._locks.cache
+        locks = self._locks
         with self._guard:
-            if call.change == "evict":
+            if change == "evict":
                 self._tell()
-            locks.before(call)
+            locks.before()
             if locks.doubt:
                 self._give_up()
         if locks.doubt:
-            return original(cache, *call.args, **call.kwargs)
-        before, self.evicting = self.evicting, self.evicting or call.change == "evict"
-        try:
-            result = original(cache, *call.args, **call.kwargs)
-        finally:
-            self.evicting = before
+            return original(self.cache, *args, **kwargs)
+        run = original if change != "evict" else partial(self._evict, original)
+        result = run(self.cache, *args, **kwargs)
         with self._guard:
-            nodes = locks.after(call, result)
-            if nodes:
-                self._note("share" if call.change == "lock" else "park", nodes)
+            if locks.after(change, args, kwargs, result):
+                self._streams.add()
+                if not self._noted:
+                    self._noted = True
+                    self._canary.slots.defer(self._tell)
             if locks.doubt:
                 self._give_up()
         return result
 
     def cleared(self) -> None:
         """The cache and its allocator were emptied: no slot is parked."""
-        self._changed.clear()
         self._locks.cleared()
+
+    def _evict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self.evicting = self.evicting, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.evicting = before
 
     def _give_up(self) -> None:
         """It is not known any more what is locked: nothing is parked from now on."""
         self._tell()
-        cached = caches.cached_slots(self._locks.cache)
+        cached = caches.cached_slots(self.cache)
         if cached is not None:
             for region in self._regions:
                 self._canary.slots.share(region, cached)
         self._lost(self._locks.doubt)
 
-    def _note(self, change: Change, nodes: Sequence[LockedNode]) -> None:
-        for node in nodes:
-            known = self._changed.get(node.key)
-            if known is not None and known[2].slots.numel() != node.slots.numel():
-                # It was split, and has not all the slots any more that its last change, not yet told, was about.
-                self._tell()
-        changed = self._changed
-        if not changed:
-            self._canary.slots.defer(self._tell)
-        self._streams.add()
-        writer = self._owners.freer() if change == "park" else -1
-        for node in nodes:
-            if changed.pop(node.key, None) is None:
-                changed[node.key] = change, writer, node
-
     def _tell(self) -> None:
-        changed, self._changed = self._changed, {}
-        if not changed:
+        if not self._noted:
             return
+        self._noted = False
         streams, self._streams = self._streams, StreamSet(self._canary.device)
-        # A slot that is in two nodes, one of which was split meanwhile, was parked first: a node is not let go of
-        # before those below it.
-        for change in ("park", "share"):
-            nodes = [node for of, _, node in changed.values() if of == change]
-            writers = [writer for of, writer, _ in changed.values() if of == change]
-            if len(nodes) > 1 and streams.only_current():
-                slots = torch.cat([node.slots for node in nodes])
-                owner = self._owners.each(writers, [len(node.slots) for node in nodes])
+        slots = self._canary.slots
+        for changes in self._locks.changes():
+            writers = [writer for writer, _ in changes.parked]
+            self._tell_as_one(slots.park, [parked for _, parked in changes.parked], writers, streams)
+            self._tell_as_one(slots.share, changes.shared, [-1] * len(changes.shared), streams)
+
+    def _tell_as_one(
+        self, tell: Callable[..., None], nodes: Sequence[Tensor], writers: Sequence[int], streams: StreamSet
+    ) -> None:
+        """One event of all ``nodes``, if they can be joined on the current stream."""
+        if len(nodes) > 1 and streams.only_current():
+            joined, owner = torch.cat(list(nodes)), self._owners.each(writers, [slots.numel() for slots in nodes])
+            for region in self._regions:
+                tell(region, joined, owner)
+        elif nodes:
+            ready = streams.ready()
+            for slots, writer in zip(nodes, writers, strict=True):
                 for region in self._regions:
-                    getattr(self._canary.slots, change)(region, slots, owner)
-            else:
-                ready = streams.ready()
-                for node, writer in zip(nodes, writers, strict=True):
-                    for region in self._regions:
-                        getattr(self._canary.slots, change)(region, node.slots, writer, 1, ready)
+                    tell(region, slots, writer, 1, ready)

@@ -143,7 +143,7 @@ class ForwardBatches(BatchAdapter[Any]):
         if images or batch.input_embeds is not None or prefixes is None or news is None:
             return None
         mixed = batch.forward_mode.name == "MIXED"
-        requests = [self._writers.request(name) for name in names]
+        requests = self._writers.requests(names)
         for i, (request, new) in enumerate(zip(requests, news, strict=True)):
             # Decode rows of a mixed batch were checked when their requests were extended.
             if mixed and new == 1 and request is not None and len(request.output_ids):

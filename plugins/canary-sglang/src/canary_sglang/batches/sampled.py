@@ -63,17 +63,20 @@ class SampledRows:
 
     def _without(self, batch: Any, names: Sequence[str]) -> tuple[int, ...]:
         """Rows of ``batch`` whose token is not the request's next one."""
+        requests: Sequence[Any] = ()
         if names != self._names:
             self._names = list(names)
-            requests = [self._writers.request(name) for name in names]
+            requests = self._writers.requests(names)
             self._beams = tuple(i for i, r in enumerate(requests) if r is None or schedulers.searches_beams(r))
         prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
         if batch.forward_mode.is_decode() or prefixes is None or news is None:
             return self._beams
         begun = tuple(
             i
-            for i, (name, prefix, new) in enumerate(zip(names, prefixes, news, strict=True))
-            if _unfinished(self._writers.request(name), int(prefix) + int(new))
+            for i, (request, prefix, new) in enumerate(
+                zip(requests or self._writers.requests(names), prefixes, news, strict=True)
+            )
+            if _unfinished(request, int(prefix) + int(new))
         )
         return (*self._beams, *begun)
 

@@ -11,59 +11,55 @@ waits for the device.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from canary_sglang.compat import targets
 
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
 OFF = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
 """Classes of caches that keep nothing."""
 
 
-class LockedNode(NamedTuple):
-    """A node of a cache: a key that no other node has while ``node`` is alive, and its slots, int64 ``[tokens]``, whose
-    numbers never change."""
+class Changes(NamedTuple):
+    """Slots that nobody holds any more, each with the writer id of who has let go of them last, and slots that were
+    such and that somebody holds now: int64 ``[tokens]`` of a node each, whose numbers never change."""
 
-    key: int
-    node: Any
-    slots: Tensor
-
-
-Nodes = Sequence[LockedNode] | None
-"""None: which nodes they are is not known."""
-
-
-class CacheCall(NamedTuple):
-    """A call of a function of `targets.PARKING`: what sort of change it makes, and its arguments without the cache."""
-
-    change: targets.CacheChange
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def argument(self, index: int, *names: str) -> Any:
-        """The argument at ``index``, which is called one of ``names``."""
-        return self.args[index] if len(self.args) > index else next(self.kwargs[n] for n in names if n in self.kwargs)
+    parked: list[tuple[int, Tensor]]
+    shared: list[Tensor]
 
 
 class CacheLocks(ABC):
-    """Which nodes the calls of one cache lock and unlock. Each call is told before it runs, and after."""
+    """Which nodes the calls of one cache lock and unlock. Each call of a function of `targets.PARKING` is told before
+    it runs, and after: what sort of change it makes, and its arguments without the cache. A batch of requests that
+    begins or ends makes hundreds of them while the engine waits for its host, so they are only noted; what they come to
+    is worked out by `changes`, once for all."""
 
     doubt = ""
     """Why it is not known any more which nodes are locked; empty while it is."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
+        self.freer: Callable[[], int] = lambda: -1
+        """Gives the writer id of who lets go of nodes now, -1 for nobody."""
 
     @abstractmethod
-    def before(self, call: CacheCall) -> None:
-        """``call`` is about to run."""
+    def before(self) -> None:
+        """A call is about to run."""
 
     @abstractmethod
-    def after(self, call: CacheCall, result: Any) -> Nodes:
-        """``call`` has run, with this result. Gives the nodes that it has locked first, has let go of as the last one,
-        or has made, which nobody has locked yet. None if that is not known any more; `doubt` says why."""
+    def after(self, change: targets.CacheChange, args: Args, kwargs: Kwargs, result: Any) -> bool:
+        """A call has run, with this result. Gives whether `changes` may have something to tell
+        of it. False, too, if that is not known any more; `doubt` says why."""
+
+    @abstractmethod
+    def changes(self) -> Sequence[Changes]:
+        """What has changed since this was asked last. Several are to be told one after the other. To be asked before
+        the cache evicts."""
 
     @abstractmethod
     def cleared(self) -> None:
@@ -76,41 +72,74 @@ class _RadixNode(Protocol):
     parent: Any
 
 
+NOT_CALLED = (0, -1)
+
+
 class RadixLocks(CacheLocks):
-    """Those of a `RadixCache`."""
+    """Those of a `RadixCache`. Each lock is of a node and all nodes above it. So how often a node was locked before the
+    calls that were noted is how often it is now, less what these calls were about it and the nodes below it."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
-        self._found: Sequence[LockedNode] = ()
+        # Locks less unlocks, and the writer of the last unlock, in the order of the last calls.
+        self._called: dict[_RadixNode, tuple[int, int]] = {}
+        # Nodes that were inserted, so that a request had their slots before, and its writer.
+        self._made: dict[_RadixNode, int] = {}
 
-    def before(self, call: CacheCall) -> None:
+    def before(self) -> None:
         """See `CacheLocks`."""
-        if call.change in ("lock", "unlock"):
-            self._found = self._locked(call.argument(0, "node"), 0 if call.change == "lock" else 1)
 
-    def after(self, call: CacheCall, result: Any) -> Nodes:
+    def after(self, change: targets.CacheChange, args: Args, kwargs: Kwargs, result: Any) -> bool:
         """See `CacheLocks`."""
-        if call.change != "insert":
-            found, self._found = self._found, ()
-            return found
-        if not isinstance(result, tuple):
-            self.doubt = "in this release its insertions do not say what they have made"
-            return None
-        known, node = result
-        return [_radix_node(node)] if known < len(call.argument(1, "key")) and node.lock_ref == 0 else []
+        if change == "lock" or change == "unlock":
+            node = args[0] if args else kwargs["node"]
+            count, writer = self._called.pop(node, NOT_CALLED)
+            self._called[node] = (count + 1, writer) if change == "lock" else (count - 1, self.freer())
+            return True
+        if change == "insert":
+            return self._inserted(argument(args, kwargs, 1, "key"), result)
+        if change == "split":
+            child = argument(args, kwargs, 1, "child")
+            if child in self._made:
+                self._made[result] = self._made[child]
+        return bool(self._called or self._made)
+
+    def changes(self) -> Sequence[Changes]:
+        """See `CacheLocks`."""
+        called, made = self._called, self._made
+        self._called, self._made = {}, {}
+        found = dict.fromkeys(made, 0)
+        writers = made.copy()
+        for below, (count, writer) in called.items():
+            node = below
+            # The root has no parent, and no lock counts there.
+            while node is not None and node.parent is not None:
+                found[node] = found.get(node, 0) + count
+                writers[node] = writer
+                node = node.parent
+        changes = Changes([], [])
+        for node, count in found.items():
+            if node.lock_ref > 0:
+                if node.lock_ref <= count and node not in made:
+                    changes.shared.append(node.value)
+            elif node.lock_ref > count or node in made:
+                changes.parked.append((writers[node], node.value))
+        return (changes,)
 
     def cleared(self) -> None:
         """See `CacheLocks`."""
+        self._called.clear()
+        self._made.clear()
 
-    def _locked(self, node: _RadixNode | None, times: int) -> list[LockedNode]:
-        """The nodes from ``node`` up to the root that are locked so many times. Locks are never fewer towards the root,
-        so it goes up no further than there."""
-        found = []
-        while node is not None and node is not self.cache.root_node and node.lock_ref <= times:
-            if node.lock_ref == times:
-                found.append(_radix_node(node))
-            node = node.parent
-        return found
+    def _inserted(self, key: Any, result: Any) -> bool:
+        if not isinstance(result, tuple):
+            self.doubt = "in this release its insertions do not say what they have made"
+            return False
+        known, node = result
+        if known == len(key) or node.lock_ref:
+            return False
+        self._made[node] = self.freer()
+        return True
 
 
 class UnifiedLocks(CacheLocks):
@@ -119,6 +148,9 @@ class UnifiedLocks(CacheLocks):
     Its core counts the tokens of all nodes that nobody has locked. Each lock is of a node and all nodes above it. So
     what a lock or an unlock changes are the lowest nodes of that path, and the count says how many. An insertion makes
     one node, the lowest one. A count that changed between two calls means that something else has locked or unlocked.
+
+    A node's changes take turns. So of those between two events only the last one counts, if there is an odd number of
+    them.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -127,44 +159,73 @@ class UnifiedLocks(CacheLocks):
         self._full = next(kind for kind in cache.tree_components if kind.name == "FULL")
         # It is followed from its first call on, when it has nothing.
         self._unlocked = 0
+        # The last change of each node: whether it is parked, who has let go of it, and its slots.
+        self._changed: dict[int, tuple[bool, int, Tensor]] = {}
+        self._earlier: list[Changes] = []
 
-    def before(self, call: CacheCall) -> None:
+    def before(self) -> None:
         """See `CacheLocks`."""
-        changed = int(self._core.full_evictable_size()) - self._unlocked
+        changed = self._core.full_evictable_size() - self._unlocked
         if changed:
             self.doubt = f"something else than its known functions has changed its unlocked tokens by {changed:+}"
 
-    def after(self, call: CacheCall, result: Any) -> Nodes:
+    def after(self, change: targets.CacheChange, args: Args, kwargs: Kwargs, result: Any) -> bool:
         """See `CacheLocks`."""
-        now = int(self._core.full_evictable_size())
+        now = self._core.full_evictable_size()
         changed, self._unlocked = now - self._unlocked, now
-        if not changed or call.change == "evict":
-            return ()
-        if (changed < 0) is not (call.change == "lock"):
-            self.doubt = f"a call to {call.change} has changed its unlocked tokens by {changed:+}"
-            return None
-        node = result.last_device_node if call.change == "insert" else call.argument(0, "node_id", "node")
+        if not changed or change == "evict":
+            return False
+        if (changed < 0) is not (change == "lock"):
+            self.doubt = f"a call to {change} has changed its unlocked tokens by {changed:+}"
+            return False
+        node = result.last_device_node if change == "insert" else argument(args, kwargs, 0, "node_id", "node")
         found = self._lowest(node, abs(changed))
-        if found is None or (call.change == "insert" and len(found) != 1):
-            self.doubt = (
-                f"no nodes from {node} upwards have the {abs(changed)} tokens that a call to {call.change} changed"
-            )
-            return None
-        return found
+        if found is None or (change == "insert" and len(found) != 1):
+            self.doubt = f"no nodes from {node} upwards have the {abs(changed)} tokens that a call to {change} changed"
+            return False
+        self._note(change != "lock", found, -1 if change == "lock" else self.freer())
+        return True
+
+    def changes(self) -> Sequence[Changes]:
+        """See `CacheLocks`."""
+        self._round()
+        told, self._earlier = self._earlier, []
+        return told
 
     def cleared(self) -> None:
         """See `CacheLocks`."""
         self._unlocked = 0
+        self._changed.clear()
+        self._earlier.clear()
 
-    def _lowest(self, node: int, tokens: int) -> Nodes:
-        """``node`` and those above it that have ``tokens`` together."""
+    def _note(self, parks: bool, nodes: Sequence[tuple[int, Tensor]], writer: int) -> None:
+        for key, slots in nodes:
+            known = self._changed.get(key)
+            if known is not None and known[2].numel() != slots.numel():
+                # It was split, and has not all the slots any more that its last change was about.
+                self._round()
+        changed = self._changed
+        for key, slots in nodes:
+            if changed.pop(key, None) is None:
+                changed[key] = parks, writer, slots
+
+    def _round(self) -> None:
+        """What is noted is told before what comes."""
+        changed, self._changed = self._changed.values(), {}
+        # A slot that is in two nodes, one of which was split meanwhile, was parked first: a node is not let go of
+        # before those below it.
+        parked = [(writer, slots) for parks, writer, slots in changed if parks]
+        self._earlier.append(Changes(parked, [slots for parks, _, slots in changed if not parks]))
+
+    def _lowest(self, node: int, tokens: int) -> Sequence[tuple[int, Tensor]] | None:
+        """``node`` and those above it that have ``tokens`` together, with their slots."""
         found = []
         core = self._core
         while not core.is_root(node):
             slots = core.get_component_device_value(node, self._full)
             if slots is None:
                 return None
-            found.append(LockedNode(node, None, slots))
+            found.append((node, slots))
             count = slots.numel()
             tokens -= count
             if tokens <= 0:
@@ -175,6 +236,11 @@ class UnifiedLocks(CacheLocks):
                 return None
             node = place.parent_node_id
         return None
+
+
+def argument(args: Args, kwargs: Kwargs, index: int, *names: str) -> Any:
+    """The argument at ``index`` of a call, which is called one of ``names``."""
+    return args[index] if len(args) > index else next(kwargs[name] for name in names if name in kwargs)
 
 
 def locks_of(cache: Any, allocator: Any) -> CacheLocks | str:
@@ -211,7 +277,3 @@ def _unified_refusal(cache: Any) -> str | None:
     needed = ("full_evictable_size", "is_root", "get_component_device_value", "validate_buffer_backup")
     missing = [name for name in needed if not hasattr(core, name)]
     return f"the UnifiedRadixCache of this release has no {', '.join(missing)}" if missing else None
-
-
-def _radix_node(node: _RadixNode) -> LockedNode:
-    return LockedNode(id(node), node, node.value)

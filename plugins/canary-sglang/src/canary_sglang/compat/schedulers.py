@@ -44,9 +44,12 @@ def identity(request: Any, adapters: bool = True) -> dict[str, str | None]:
     """What a request's KV depends on beside its tokens, as `Identities.anchor` takes it: empty for most. Without
     ``adapters`` its LoRA adapter is left out. SGLang joins the id of that to the key of the prefix cache."""
     lora, key = getattr(request, "lora_id", None), getattr(request, "extra_key", None)
+    salt = getattr(request, "cache_salt", None)
+    if not (lora or key or salt):
+        return {}
     if lora and key and key.endswith(lora):
         key = key[: -len(lora)]
-    parts = {"lora": lora if adapters else None, "extra_key": key, "cache_salt": getattr(request, "cache_salt", None)}
+    parts = {"lora": lora if adapters else None, "extra_key": key, "cache_salt": salt}
     return {name: str(value) for name, value in parts.items() if value}
 
 
@@ -64,8 +67,9 @@ def streaming_session(request: Any) -> Any | None:
 
 def embedded(request: Any) -> bool:
     """Whether the request brings embeddings in the place of tokens, or of some: its tokens stand for nothing there."""
-    brought = (getattr(request, name, None) for name in ("input_embeds", "positional_embed_overrides"))
-    return any(one is not None for one in brought)
+    if getattr(request, "input_embeds", None) is not None:
+        return True
+    return getattr(request, "positional_embed_overrides", None) is not None
 
 
 def abort(scheduler: Any, request: Any, message: str) -> bool:
