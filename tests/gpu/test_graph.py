@@ -211,8 +211,11 @@ def test_the_profiler_sees_three_kernels_and_no_wait(mode, tmp_path):
     else:
         launches = {e["args"].get("correlation") for e in ours if "aunch" in e["name"]}
         launched = [e for e in kernels if e["args"].get("correlation") in launches or e["name"] in KERNELS]
-    assert {e["name"] for e in launched} == KERNELS
-    assert len(launched) == 3 * steps
+    # The scrub's length follows the engine's pace: now and then a number is filled in.
+    fills = [e for e in launched if "FillFunctor" in e["name"]]
+    assert len(fills) <= steps // 4
+    assert {e["name"] for e in launched if e not in fills} == KERNELS
+    assert len(launched) - len(fills) == 3 * steps
 
 
 WINDOW, ENGINES_WINDOW = "canary's own call", "the engine's forward within it"

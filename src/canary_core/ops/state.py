@@ -157,9 +157,10 @@ class RegionState:
         self.reads = bool(self.sources and read_tiles)
         self.judged_nulls = _judged_nulls(region)
         """How many null slots are looked at for NaN and infinity, from the first one on."""
-        self.cursors[Cursor.READ_TILES] = read_tiles if self.sources else 0
+        # Not assignments: those copy the number from the host and wait for the device.
+        self.cursors[Cursor.READ_TILES].fill_(read_tiles if self.sources else 0)
         check_tiles = -(-config.check_budget // CHECK_TILE) if config.check_budget else ALL_TILES
-        self.cursors[Cursor.CHECK_TILES] = check_tiles
+        self.cursors[Cursor.CHECK_TILES].fill_(check_tiles)
 
     def require_capacity(self, batch: BatchView) -> None:
         """Before a forward's ops: makes room for the batch's rows and tokens, see `Scratch.grow`."""

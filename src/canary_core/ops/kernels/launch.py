@@ -40,7 +40,7 @@ SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.
 KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
 """Whether `_launch_of` knows the C function of this Triton."""
 
-ROW_STEPS = (64, 256, 1024, 4096, 16384, 65536)
+ROW_STEPS = (256, 1024, 4096, 16384, 65536)
 """Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
 
 MOST_PROGRAMS = 32768
