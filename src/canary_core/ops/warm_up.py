@@ -58,20 +58,28 @@ def _no_trace(states: Mapping[str, RegionState]) -> Iterator[None]:
 
 
 def _launch(backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView]) -> None:
-    # The kernels of forwards take longest to compile, so they begin first.
-    for batch in batches:
-        for name, table in batch.tables.items():
-            _launch_forward(backend, states[name], batch, table)
+    # What takes longest to compile begins first.
+    for launch in (_launch_longest, _launch_forward):
+        for batch in batches:
+            for name, table in batch.tables.items():
+                launch(backend, states[name], batch, table)
     for name in dict.fromkeys(name for batch in batches for name in batch.tables):
         _launch_beside(backend, states[name])
 
 
-def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """The ops that are given a batch."""
+def _launch_longest(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """Those of the ops that are given a batch that take twice as long to compile as any other."""
     state.require_capacity(batch)
     # Nothing is compared, and nothing listed.
     state.cursors[Cursor.SCRUB_SLOTS].fill_(0)
     state.cursors[Cursor.SCRUB :].zero_()
+    backend.check(state, batch, table)
+    if state.sources:
+        backend.fingerprint_record(state, batch, table)
+
+
+def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """The other ops that are given a batch, after its `check`."""
     backend.check(state, batch, table)
     backend.record(state, batch, table)
     if state.region.tokens_per_slot == 1:
@@ -84,7 +92,6 @@ def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, tabl
         backend.read_check(state, batch, table)
     if state.sources:
         backend.fingerprint(state, batch, table)
-        backend.fingerprint_record(state, batch, table)
     if state.stores.numel():
         backend.note_store(state, batch, range(len(state.sources)))
         backend.compare_stores(state, batch, table)
