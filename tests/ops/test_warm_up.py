@@ -13,10 +13,11 @@ from support.toy import ToyEngine
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, private_hooks
 from canary_core.ops.backends import torch_backend
-from canary_core.ops.kernels import blocks, check, compare, fingerprint, launch, lifetime, record
+from canary_core.ops.kernels import blocks, check, compare, fingerprint, fingerprint_record, launch, lifetime, record
 
 KERNELS = (
-    check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel, compare.read_check_kernel,
+    check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel,
+    fingerprint_record.fingerprint_record_kernel, compare.read_check_kernel,
     compare.scrub_kernel, compare.verify_kernel, lifetime.lifetime_kernel, blocks.adopt_kernel,
     blocks.gather_blocks_kernel,
 )  # fmt: skip
@@ -100,8 +101,8 @@ def test_batches_of_each_step_are_warmed_up():
     """Up to the largest batch, which need not be as large as the step it belongs to."""
     g = Padded()
     asked = []
-    g.canary.warm_up(lambda rows: asked.append(rows) or (), most_rows=100)
-    assert asked == [64, 100]
+    g.canary.warm_up(lambda rows: asked.append(rows) or (), most_rows=300)
+    assert asked == [256, 300]
 
 
 def test_nothing_is_warmed_up_where_nothing_is_compiled():
