@@ -105,7 +105,7 @@ def followed(request: pytest.FixtureRequest) -> tuple[Any, Told, Lifetime]:
 
 def really_free(allocator: Any) -> set[int]:
     """The allocator's own list."""
-    return set(torch.cat(allocators.lists_reader(allocator)(allocator)).tolist())
+    return set(torch.cat([allocator.free_pages, *allocators.released_pages(allocator)]).tolist())
 
 
 def test_every_change_of_a_list_is_told(followed):

@@ -191,7 +191,7 @@ def ownership(engine: Any) -> dict[str, Any]:
     lifetime, told = engine.session.lifetime, {}
     engine.session.canary.drain()
     for follower in lifetime._followers.values():
-        pages = set(torch.cat(follower._lists).tolist())
+        pages = set(torch.cat([follower._free, *follower._released]).tolist())
         for name, page_slots in follower.regions.items():
             words = engine.session.canary.states[name].records[:, POSITION]
             free = (words & State.FREED != 0) | (words % STATES == State.UNWRITTEN)

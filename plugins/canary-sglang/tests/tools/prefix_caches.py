@@ -181,7 +181,7 @@ class Cached:
         told = self.slots_by_state()
         parked = set(self.unlocked().tolist())
         size = self.allocator.page_size
-        pages = torch.cat(allocators.lists_reader(self.allocator)(self.allocator)).tolist()
+        pages = torch.cat([self.allocator.free_pages, *allocators.released_pages(self.allocator)]).tolist()
         free = {page * size + i for page in pages for i in range(size)}
         assert told["parked"] == parked
         assert told["freed"] <= free

@@ -36,13 +36,12 @@ class Follower:
         self._evicted_waits = False
         self._run: _Run | None = None
         self._usual_place = ("free", self._appends)
-        self._read = allocators.lists_reader(allocator)
+        self._pages = allocators.free_pages_reader(allocator)
         self._remember()
 
     def intact(self) -> bool:
         """Whether the list is still the one that was remembered last."""
-        lists, known = self._read(self._allocator), self._lists
-        return len(lists) == len(known) and all(map(operator.is_, lists, known))
+        return self._pages(self._allocator) is self._free and self._same(allocators.released_pages(self._allocator))
 
     def called(self, name: str, owners: Owners, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Tells Canary what the function ``name`` of the allocator did to the list. The function has just run with
@@ -63,7 +62,8 @@ class Follower:
 
     def listed(self) -> int:
         """How many pages are in the list, sorted in or not."""
-        return sum(len(part) for part in self._read(self._allocator))
+        released = allocators.released_pages(self._allocator)
+        return len(self._pages(self._allocator)) + sum(len(part) for part in released)
 
     def evicted_waits(self) -> None:
         """The prefix cache has evicted pages that will come into the list only at the end of a group of frees, with
@@ -71,7 +71,8 @@ class Follower:
         self._evicted_waits = True
 
     def _remember(self) -> None:
-        self._lists = self._read(self._allocator)
+        self._free = self._pages(self._allocator)
+        self._released = tuple(allocators.released_pages(self._allocator))
 
     def _cleared(self) -> None:
         self._waiting.clear()
@@ -81,9 +82,9 @@ class Follower:
             self._canary.slots.clear(name, None)
 
     def _handed_out(self, owners: Owners, shares: Sequence[int] | None) -> bool:
-        before = self._lists[0]
+        before = self._free
         self._remember()
-        count = len(before) - len(self._lists[0])
+        count = len(before) - len(self._free)
         if count > 0:
             # SGLang takes states before it knows which request will get them.
             taker = -1 if allocators.hands_out_states(self._allocator) else owners.taker(count, shares)
@@ -91,30 +92,36 @@ class Follower:
                 self._canary.slots.alloc(region, before[:count], taker, page_slots)
         return count >= 0
 
+    def _same(self, released: Sequence[Tensor]) -> bool:
+        known = self._released
+        if len(released) == len(known) == 1:
+            return released[0] is known[0]
+        return len(released) == len(known) and all(map(operator.is_, released, known))
+
     def _explained(self, name: str, owners: Owners, pages: Any) -> bool:
         """Handles the two usual cases of a free: the pages wait for the end of a group, or they continue the run. False
         in all others. These two must be fast: each request of a batch that ends frees its own pages, and the engine
         waits for its host meanwhile."""
-        lists, known = self._read(self._allocator), self._lists
-        if len(lists) != len(known) or not all(map(operator.is_, lists[1:], known[1:])):
+        if not self._same(allocators.released_pages(self._allocator)):
             return False
-        if lists[0] is known[0]:
+        free, run = self._pages(self._allocator), self._run
+        if free is self._free:
             if isinstance(pages, Tensor) and pages.numel():
                 count = allocators.freed_pages(name, self._allocator, pages)
                 self._waiting.setdefault(name, []).append((owners.freer(), count))
             return True
-        run, count = self._run, lists[0].numel() - known[0].numel()
+        count = free.numel() - self._free.numel()
         if run is None or self._waiting or run.place != self._usual_place or count <= 0:
             return False
         if run.event != ("evict" if owners.evicting() else "free"):
             return False
-        self._lists = lists
+        self._free = free
         run.grow(count, ((owners.freer(), count),))
         return True
 
     def _taken_back(self, name: str, owners: Owners) -> bool:
-        free, *released = self._lists
-        now_free, *now_released = self._read(self._allocator)
+        free, released = self._free, self._released
+        now_free, now_released = self._pages(self._allocator), allocators.released_pages(self._allocator)
         at_end = self._appends and name != allocators.RESTORE
         back = {("free", at_end): len(now_free) - len(free)}
         staged: Sequence[Tensor] = ()
@@ -152,8 +159,7 @@ class Follower:
         run, self._run = self._run, None
         if run is None:
             return
-        free, *released = self._lists
-        pages = run.pages(free, released)
+        pages = run.pages(self._free, self._released)
         owner = run.owner(self._writers)
         for region, page_slots in self.regions.items():
             if run.event == "either":

@@ -3,7 +3,6 @@
 Nothing here waits for the device. The events take effect before the next forward, on its stream.
 """
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -30,8 +29,6 @@ class Lifetime:
 
     def __init__(self, runner: Any, canary: Canary, writers: RequestWriters) -> None:
         self._canary = canary
-        # A batch that ends calls for each of its requests.
-        self._guard = functools.cache(canary.guard)
         self.owners = Owners(writers)
         self._followers: dict[int, Follower] = {}
         self.parking: Parking | None = None
@@ -120,7 +117,7 @@ class Lifetime:
         # A cleared list can be followed again, whatever happened to it before.
         intact = name == allocators.CLEAR or follower.intact()
         result = original(allocator, *args, **kwargs)
-        with self._guard(name):
+        with self._canary.guard(name):
             if name == allocators.CLEAR and self.parking is not None:
                 self.parking.cleared()
             if not intact or not follower.called(name, self.owners, args, kwargs):

@@ -80,22 +80,26 @@ def appends(allocator: Any) -> bool:
     return type(allocator).__name__ in (TOKEN_ALLOCATOR, STATE_ALLOCATOR)
 
 
-def lists_reader(allocator: Any) -> Callable[[Any], tuple[Tensor, ...]]:
-    """A function that gives the lists of an allocator like this one: the pages that it can hand out at once, then freed
-    pages that are not yet sorted into them, from 0.5.2x on in several tensors. It is called twice for each request that
-    ends, while the engine waits for its host, so it does not look for what an allocator of this sort has not."""
-    if hands_out_states(allocator):
-        return lambda states: (states.free_slots,)
-    if getattr(allocator, "staged_pages", None) is not None:
-        return lambda pages: (pages.free_pages, *pages.staged_pages)
-    if getattr(allocator, "release_pages", None) is not None:
-        return attrgetter("free_pages", "release_pages")
-    return lambda pages: (pages.free_pages,)
+def free_pages_reader(allocator: Any) -> Callable[[Any], Tensor]:
+    """A function that gives the list of pages that an allocator like this one can hand out at once. `released_pages`
+    are not in it."""
+    return attrgetter("free_slots" if hands_out_states(allocator) else "free_pages")
 
 
 def page_tokens(allocator: Any) -> int:
     """Slots of a page."""
     return 1 if hands_out_states(allocator) else int(allocator.page_size)
+
+
+def released_pages(allocator: Any) -> Sequence[Tensor]:
+    """Freed pages that are not yet sorted into the list of free pages. From 0.5.2x on several tensors, before that
+    one."""
+    staged = getattr(allocator, "staged_pages", None)
+    if staged is not None:
+        pages: Sequence[Tensor] = staged
+        return pages
+    released = getattr(allocator, "release_pages", None)
+    return () if released is None else (released,)
 
 
 def free_lists(allocator: Any) -> list[FreeList]:
@@ -110,23 +114,23 @@ def freed_pages(name: str, allocator: Any, slots: Tensor) -> int:
     """How many pages come back when the function ``name`` is called with ``slots`` (pages, if it is
     ``free_page_ids``); -1 where their number alone doesn't tell."""
     if appends(allocator) or name == "free_page_ids":
-        return slots.numel()
-    return -(-slots.numel() // allocator.page_size) if name == "free_segment" else -1
+        return len(slots)
+    return -(-len(slots) // allocator.page_size) if name == "free_segment" else -1
 
 
 def page_shares(name: str, allocator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int] | None:
     """How many new pages each row of a batch gets from a call of the function ``name`` with these arguments, computed
     from lengths on the host; None where the arguments don't tell."""
-    if name not in ("alloc_extend", "alloc_decode"):
-        return None
     size = page_tokens(allocator)
     ends = kwargs.get("seq_lens_cpu")
     if name == "alloc_extend":
         ends = args[3] if ends is None and len(args) > 3 else ends
         begins = kwargs.get("prefix_lens_cpu", args[1] if len(args) > 1 else None)
-    else:
+    elif name == "alloc_decode":
         ends = args[1] if ends is None and len(args) > 1 else ends
         begins = None if ends is None else ends - 1
+    else:
+        return None
     if ends is None or begins is None:
         return None
     shares: list[int] = ((ends + size - 1) // size - (begins + size - 1) // size).tolist()
@@ -135,7 +139,7 @@ def page_shares(name: str, allocator: Any, args: Sequence[Any], kwargs: Mapping[
 
 def _free_list(region: str | None, allocator: Any) -> FreeList:
     size = page_tokens(allocator)
-    pages = lists_reader(allocator)(allocator)
+    pages = (free_pages_reader(allocator)(allocator), *released_pages(allocator))
     return FreeList(region, tuple(part for part in pages if len(part)), size, int(allocator.size) + size)
 
 
