@@ -26,6 +26,30 @@ class EmbeddingPart:
     group: Sequence[int] = ()
     place: int = 0
 
+    @classmethod
+    def of(cls, layer: Any, group_of: Callable[[Any], Any]) -> "EmbeddingPart | None":
+        """What this rank has of a layer like vLLM's and SGLang's: a ``weight``, and where there are parts the tokens in
+        ``shard_indices`` and their number in ``tp_size``. None where the weight is no tensor.
+
+        ``group_of(layer)``: the group of ranks that have the parts, with its ``ranks``, ``rank_in_group`` and
+        ``world_size``. Where that raises, or has another size, it is not known who has the rest.
+        """
+        weight, shard = (getattr(layer, name, None) for name in ("weight", "shard_indices"))
+        if not isinstance(weight, Tensor):
+            return None
+        if shard is None:
+            return cls(weight)
+        first, size = shard.org_vocab_start_index, getattr(layer, "tp_size", 1)
+        own = weight[: shard.org_vocab_end_index - first]
+        try:
+            group = group_of(layer) if size > 1 else None
+        except Exception:
+            # An engine that ends gives its groups up.
+            group = None
+        if group is None or group.world_size != size:
+            return cls(own, first)
+        return cls(own, first, group.ranks, group.rank_in_group)
+
     def row(self, token: int) -> Tensor | None:
         """The row of ``token``, None if it is not here."""
         place = token - self.first
@@ -35,10 +59,11 @@ class EmbeddingPart:
 class EmbeddingShards:
     """Which rows of an embedding this rank has, and hashes of all of them, its own and those of other ranks.
 
-    Each rank tells its hashes before its first forward, under a key of its own in ``store``, torch.distributed's. No
-    rank waits for another one: what was not told is not known. ``part()``: what this rank has now, None for a model
-    without an embedding here. ``forwards()``: how many forwards began; the ranks of a group run the same ones.
-    ``name``: of the model, where a process has several.
+    Each rank tells its hashes before its first forward, under a key of its own in the store that ``store()`` gives, by
+    default that of torch.distributed's first group; where that is None nothing is known of other ranks. No rank waits
+    for another one: what was not told is not known. ``part()``: what this rank has now, None for a model without an
+    embedding here. ``forwards()``: how many forwards began; the ranks of a group run the same ones. ``name``: of the
+    model, where a process has several.
 
     Weights may be replaced while the engine runs, on all ranks between the same two forwards. So a rank that is asked
     hashes its rows anew, and tells them again with the number of forwards until now. Hashes of another rank count if
@@ -46,12 +71,16 @@ class EmbeddingShards:
     """
 
     def __init__(
-        self, part: Callable[[], EmbeddingPart | None], store: Any, forwards: Callable[[], int], name: str = ""
+        self,
+        part: Callable[[], EmbeddingPart | None],
+        forwards: Callable[[], int],
+        name: str = "",
+        store: Callable[[], Any] | None = None,
     ) -> None:
         self._part = part
-        self._store = store
         self._forwards = forwards
         self._name = name
+        self._store = (store or default_store)()
         self._own: Tensor | None = None
         self._told_at = -1
         self._same_since = 0

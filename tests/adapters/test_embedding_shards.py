@@ -24,7 +24,7 @@ class Rank:
         self.forwards = 0
         self.group = GROUP
         self.place = place
-        self.shards = EmbeddingShards(self.part, store, lambda: self.forwards, name)
+        self.shards = EmbeddingShards(self.part, lambda: self.forwards, name, lambda: store)
 
     def part(self):
         return EmbeddingPart(self.weight, SIZE * self.place, self.group, self.place)
@@ -119,7 +119,7 @@ def test_a_rank_without_an_embedding_dismisses_nothing(store):
     """A later stage of a pipeline."""
     rank = Rank(0, store)
     rank.part = lambda: None
-    rank.shards = EmbeddingShards(rank.part, store, lambda: 0)
+    rank.shards = EmbeddingShards(rank.part, lambda: 0, store=lambda: store)
     assert rank.told(1, SIZE + 2)
     assert not rank.shards.elsewhere(1)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from canary_adapters import EmbeddingFilter, EmbeddingShards, default_store
+from canary_adapters import EmbeddingFilter, EmbeddingShards
 from canary_core import (
     BatchView,
     Canary,
@@ -80,7 +80,7 @@ class Session:
         config = config.model_copy(update={"silence_s": 0.0, "lifetime": lifetime, **about})
         names = [region.name for region in regions]
         part = partial(embeddings.part, runner.model)
-        self._shards = EmbeddingShards(part, default_store(), lambda: self.canary.forwards, self.model or "")
+        self._shards = EmbeddingShards(part, lambda: self.canary.forwards, self.model or "")
         self._filter = EmbeddingFilter(self._shards.row, self._shards, names, self.requests.embedded)
         self.canary = Canary(
             regions,

@@ -39,7 +39,7 @@ def test_a_lost_write_that_the_embedding_explains_is_dismissed(region, new, old,
     """Rows that are alike or all zero leave the bytes as they were; of rows on a rank that tells nothing nobody knows.
     Only of the model's own regions."""
     model = torch.nn.Sequential(VocabParallelEmbedding())
-    shards = EmbeddingShards(partial(embeddings.part, model), None, lambda: 0)
+    shards = EmbeddingShards(partial(embeddings.part, model), lambda: 0, store=lambda: None)
     known = EmbeddingFilter(shards.row, shards, ["full"])
     finding = Violation(Kind.LOST_WRITE, region, Phase.POST_FORWARD, 3, 1, 0, token=new, stored_token=old)
     assert (known.canary_dismiss(finding) is not None) is dismissed

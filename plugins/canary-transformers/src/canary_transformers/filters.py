@@ -17,7 +17,7 @@ def embedding_filter(model: Any) -> EmbeddingFilter:
     parallelism rows on other ranks are not known."""
     if not hasattr(_weight(model), "to_local"):
         return EmbeddingFilter(partial(embedding_row, model))
-    shards = EmbeddingShards(lambda: embedding_part(_weight(model)), None, lambda: 0)
+    shards = EmbeddingShards(lambda: embedding_part(_weight(model)), lambda: 0, store=lambda: None)
     return EmbeddingFilter(shards.row, shards)
 
 

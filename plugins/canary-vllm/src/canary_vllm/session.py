@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import (
-    BlockLists,
-    DraftForwards,
-    EmbeddingFilter,
-    EmbeddingShards,
-    default_store,
-    moved_states,
-    upload,
-)
+from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter, EmbeddingShards, moved_states, upload
 from canary_core import (
     BatchAdapter,
     BatchView,
@@ -93,7 +85,7 @@ class Session:
         alone = origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
         self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
-        self._shards = EmbeddingShards(partial(embeddings.part, runner), default_store(), lambda: self.canary.forwards)
+        self._shards = EmbeddingShards(partial(embeddings.part, runner), lambda: self.canary.forwards)
         names = [r.name for r in regions]
         self._filter = EmbeddingFilter(self._shards.row, self._shards, names, self.requests.embedded)
         hook_manager().register(self._filter)
