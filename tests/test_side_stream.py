@@ -60,3 +60,33 @@ def test_a_host_far_ahead_keeps_no_more_than_some(monkeypatch, passed):
     gc.collect()
     assert Memory.told == MOST_KEPT
     assert [memory() is None for memory in read] == [True] * MOST_KEPT + [False]
+
+
+def test_what_was_postponed_comes_after_the_stream_that_it_was_postponed_on(monkeypatch):
+    """Whoever issues it, from whatever stream: the forward is on the other one."""
+    device = Device()
+    side, after = device.side_stream(monkeypatch), []
+    device.main.launch("a forward")
+    side.postpone(lambda: after.append(device.now.after[device.main.number]))
+    with device.on(device.stream("the scheduler's")):
+        side.issue_postponed()
+    assert after == [1]
+
+
+def test_a_mark_holds_for_what_was_postponed_and_for_what_comes_next(monkeypatch):
+    """Neither waits for the forward that was issued after the mark; what comes after both waits for it."""
+    device = Device()
+    side, after = device.side_stream(monkeypatch), []
+
+    def issue():
+        after.append(device.now.after[device.main.number])
+
+    device.main.launch("a forward")
+    side.postpone(issue)
+    side.mark()
+    device.main.launch("the next forward")
+    side.issue_postponed()
+    for _ in range(2):
+        with side:
+            issue()
+    assert after == [1, 1, 2]
