@@ -65,11 +65,12 @@ class Served:
         self.step = self.canary.step
         backend = self.step._recorder._backend
 
-        def record(*given: object) -> None:
-            self.calls.append("record")
-            backend.record(*given)
+        def noted(op: Callable[..., None]) -> Callable[..., None]:
+            return lambda *given: (self.calls.append("record"), op(*given))[1]
 
-        self.step._recorder._backend = replace(backend, record=record)
+        self.step._recorder._backend = replace(
+            backend, record=noted(backend.record), fingerprint_record=noted(backend.fingerprint_record)
+        )
         object.__setattr__(self.step._workspace, "side", Side(self.calls))
         self.guarded.submit(tokens=40)
 
@@ -100,9 +101,10 @@ def served() -> Served:
 
 
 def test_the_next_forward_issues_the_record_and_does_not_wait_for_it(served):
-    """The record comes before the check of that forward, which is issued after it."""
+    """The record comes before the check of that forward, which is issued after it; neither waits for more than what
+    was marked."""
     for forwards in range(1, 6):
-        assert served.run() == ["record", "mark", "forward"]
+        assert served.run() == ["mark", "record", "forward"]
         assert served.recorded == 2 * forwards
     served.canary.drain()
     assert served.recorded == 12
@@ -131,13 +133,13 @@ def test_it_waits_where_slots_may_be_written_again(event, waits, served):
     if event == "defer":
         # What was told as late as that counts for one forward more.
         assert "wait" in served.run()
-    assert served.run() == ["record", "mark", "forward"]
+    assert served.run() == ["mark", "record", "forward"]
 
 
 def test_it_waits_where_much_was_written(served, monkeypatch):
     """And the record is not put off."""
     monkeypatch.setattr("canary_core.runtime.recorder.MOST_LATE_BYTES", 1)
-    assert served.run() == ["record", "mark", "forward", "record"]
+    assert served.run() == ["mark", "record", "forward", "record"]
     assert served.run() == ["wait", "mark", "forward", "record"]
 
 
@@ -153,7 +155,7 @@ def test_a_record_that_fails_switches_canary_off_and_the_engine_goes_on(served):
     def broken(*given: object) -> None:
         raise RuntimeError("broken")
 
-    served.step._recorder._backend = replace(served.step._recorder._backend, record=broken)
+    served.step._recorder._backend = replace(served.step._recorder._backend, record=broken, fingerprint_record=broken)
     served.canary.sampled.give(torch.tensor([7]))
     assert not served.canary.enabled
     assert [event.fields["where"] for event in served.guarded.findings.told("disabled")] == ["post_forward"]

@@ -83,7 +83,7 @@ def test_a_record_that_the_next_forward_should_wait_for_is_told(monkeypatch):
     monkeypatch.setattr(EventQueue, "frees_nothing", True)
     served = Served(monkeypatch, Overlap.NEXT)
     served.serve(FORWARDS)
-    assert any("fingerprint_kernel" in race and "the pool's k.0" in race for race in served.accesses.races)
+    assert any("fingerprint_record_kernel" in race and "the pool's k.0" in race for race in served.accesses.races)
 
 
 def test_a_join_that_waits_for_nothing_is_told(monkeypatch):

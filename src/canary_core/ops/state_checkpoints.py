@@ -69,7 +69,8 @@ def _plan(state: RegionState, batch: BatchView, made: StateCheckpoints, token: T
     slots, positions = torch.where(there, made.slots, 0), made.positions
     row = torch.arange(len(slots), device=slots.device)
     word = (int(Status.OK) + 1 << 32) + row
+    words = torch.stack((word, slots, positions, torch.full_like(row, -1)), 1)
     plan = state.scratch.plan[: batch.tokens].zero_()
-    plan.index_add_(0, token, torch.stack((word, slots, positions, torch.full_like(row, -1)), 1) * there[:, None])
+    plan.index_add_(0, token, torch.cat((words, state.records[slots].view(torch.int64)), 1) * there[:, None])
     claim = state.scratch.claim(state.shared.clock[Clock.NEXT], token)
     state.scratch.claims.scatter_reduce_(0, slots, claim * there, "amax")
