@@ -315,11 +315,11 @@ def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[So
         narrow = next((s for s, i in by_shape.items() if s.words <= most and len(i) == len(indices)), None)
         shapes = (shape,) if narrow is None else (shape, narrow)
         columns = torch.tensor([by_shape.pop(s) for s in shapes], dtype=torch.int32, device="cpu").T.contiguous()
-        groups.append(SourceGroup(shapes, _sent(columns, device)))
+        groups.append(SourceGroup(shapes, sent(columns, device)))
     return tuple(groups)
 
 
-def _sent(host: Tensor, device: torch.device) -> Tensor:
+def sent(host: Tensor, device: torch.device) -> Tensor:
     """``host`` on ``device``. From pinned memory, so that the host does not wait for what the device has to do."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 

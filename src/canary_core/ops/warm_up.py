@@ -79,8 +79,7 @@ def _launch_longest(backend: Backend, state: RegionState, batch: BatchView, tabl
 
 
 def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """The other ops that are given a batch, after its `check`."""
-    backend.check(state, batch, table)
+    """The other ops that are given a batch, after `check` of all: nothing is planned."""
     backend.record(state, batch, table)
     if state.region.tokens_per_slot == 1:
         lens = batch.prefix_lens

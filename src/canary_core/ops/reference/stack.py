@@ -9,7 +9,7 @@ from torch import Tensor
 
 from canary_core.ops.mapping import Seen
 from canary_core.ops.reference.ring import report
-from canary_core.ops.sources import SourceTable
+from canary_core.ops.sources import SourceTable, sent
 from canary_core.ops.state import RegionState
 from canary_core.records import Descriptor, Kind, Row
 from canary_core.region import KVSource
@@ -100,8 +100,7 @@ def stacks(state: RegionState) -> tuple[Stack, ...]:
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """``numbers`` as int64 ``[n]`` on ``device``, without a wait for what runs there."""
-    listed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed.to(device)
+    return sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 _stacks: WeakKeyDictionary[SourceTable, tuple[tuple[KVSource, ...], tuple[Stack, ...]]] = WeakKeyDictionary()

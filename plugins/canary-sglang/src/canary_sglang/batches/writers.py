@@ -46,8 +46,9 @@ class RequestWriters:
             return
         self._noticed = [ref(request) for request in requests]
         names = [request.rid for request in requests]
-        several = len(set(names)) < len(names)
-        self._doubled = frozenset(name for name, count in Counter(names).items() if count > 1 and several)
+        # Names are counted only where one is there twice.
+        times = Counter(names) if len(set(names)) < len(names) else {}
+        self._doubled = frozenset(name for name, count in times.items() if count > 1)
         for request in requests:
             if self._requests.get(request.rid) is not request:
                 self._requests[request.rid] = request
