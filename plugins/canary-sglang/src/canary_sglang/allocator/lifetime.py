@@ -117,7 +117,8 @@ class Lifetime:
         # A cleared list can be followed again, whatever happened to it before.
         intact = name == allocators.CLEAR or follower.intact()
         result = original(allocator, *args, **kwargs)
-        with self._canary.guard(name):
+        # As in `Parking.call`.
+        try:
             if name == allocators.CLEAR and self.parking is not None:
                 self.parking.cleared()
             if not intact or not follower.called(name, self.owners, args, kwargs):
@@ -126,6 +127,8 @@ class Lifetime:
                     self._canary.slots.end_lifetime(region)
                 self.parking = None
                 self._off(follower.regions, f"the free list was changed by something else than {name} and its like")
+        except Exception as error:
+            self._canary.fail(name, error)
         return result
 
     def _locks(self, cache: Any) -> CacheLocks | str:

@@ -37,8 +37,6 @@ class Parking:
         lost: Callable[[str], None],
     ) -> None:
         self._canary = canary
-        # Kept, since a batch that begins or ends makes hundreds of calls while the engine waits for its host.
-        self._guard = canary.guard("parking")
         self._lost = lost
         self._locks = locks
         locks.freer = owners.freer
@@ -55,17 +53,21 @@ class Parking:
     ) -> Any:
         """Calls ``original``, a function of `targets.PARKING`, and notes what it did."""
         locks = self._locks
-        with self._guard:
+        # Not `Canary.guard`, a context of which each costs two calls: a batch that begins or ends calls this hundreds
+        # of times while the engine waits for its host.
+        try:
             if change == "evict":
                 self._tell()
             locks.before()
             if locks.doubt:
                 self._give_up()
+        except Exception as error:
+            self._canary.fail("parking", error)
         if locks.doubt:
             return original(self.cache, *args, **kwargs)
         run = original if change != "evict" else partial(self._evict, original)
         result = run(self.cache, *args, **kwargs)
-        with self._guard:
+        try:
             if locks.after(change, args, kwargs, result):
                 self._streams.add()
                 if not self._noted:
@@ -73,6 +75,8 @@ class Parking:
                     self._canary.slots.defer(self._tell)
             if locks.doubt:
                 self._give_up()
+        except Exception as error:
+            self._canary.fail("parking", error)
         return result
 
     def cleared(self) -> None:
