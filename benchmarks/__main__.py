@@ -24,7 +24,7 @@ FULL_BUDGET_S = 0.5
 QUICK = {"memory", *(case.name for case in (*CASES.values(), *STEPS.values()) if case.quick)}
 OTHERS = {
     "curves": "device time of a forward's hooks against pool size and context",
-    "start": "a start with an empty Triton cache and with a full one",
+    "start": "how long a start is held up, with an empty Triton cache and with a full one",
     "memory": "our share of a Llama-8B pool of 1M slots",
     "states": "decode of 64 requests with recurrent states of Qwen3-Next's shape, looked at and on average",
 }

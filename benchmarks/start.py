@@ -1,7 +1,7 @@
 """What an engine's start takes longer: the pool's guard and `Canary.warm_up`, in processes of their own, with no kernel
 compiled before and with all.
 
-``python -m benchmarks.start [cpu|cuda]`` prints one of them as JSON, with whatever Triton's cache holds.
+``python -m benchmarks.start [cpu|cuda] [beside|here]`` prints one of them as JSON, with whatever Triton's cache holds.
 """
 
 import json
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -22,14 +23,21 @@ MOST_ROWS = 256
 
 
 def measure(device: str = "cuda") -> dict[str, dict[str, float]]:
-    """Seconds of ``attach`` and ``warm_up``: ``cold``, with an empty Triton cache, and ``warm``, with the one that this
-    leaves."""
+    """Seconds that a start is held up by ``attach``, by ``warm_up``, and by what that puts off, ``finish``; and for how
+    long something is compiled ``beside`` the engine. ``cold``: with an empty Triton cache, in an engine that goes on
+    to start for that long; ``warm``: with the cache that this leaves; ``here``: with an empty one, and nothing put
+    off."""
+    told = {}
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-        return {kind: _child(device, environment) for kind in ("cold", "warm")}
+        for kind in ("cold", "warm"):
+            told[kind] = _child(device, "beside", environment)
+    with tempfile.TemporaryDirectory() as cache:
+        told["here"] = _child(device, "here", {**os.environ, "TRITON_CACHE_DIR": cache})
+    return told
 
 
-def one(device: str) -> dict[str, float]:
+def one(device: str, beside: bool) -> dict[str, float]:
     """The seconds of this process. The device and Triton are in use before the clock starts, as in an engine."""
     case = DECODE if device == "cuda" else DECODE.tiny()
     traffic = Traffic.random(case, torch.device(device))
@@ -48,16 +56,26 @@ def one(device: str) -> dict[str, float]:
 
     with unheard():
         guarded = region(case, traffic)
-        began = time.perf_counter()
+        times = [time.perf_counter()]
         canary = Canary([guarded], CanaryConfig(), warms_up=True)
-        attached = time.perf_counter()
+        times.append(time.perf_counter())
         canary.sampled.follow()
-        canary.warm_up(padding, MOST_ROWS)
-        seconds = {"attach": attached - began, "warm_up": time.perf_counter() - attached}
+        canary.warm_up(padding, MOST_ROWS, beside=beside)
+        times.append(time.perf_counter())
+        canary._start_up.wait()
+        times.append(time.perf_counter())
+        canary.finish_warm_up()
+        times.append(time.perf_counter())
         if not canary.enabled:
             raise RuntimeError("an error switched Canary off; run it with CANARY_MODE=raise to see it")
         canary.close()
-    return seconds
+    parts = zip(("attach", "warm_up", "beside", "finish"), times, times[1:], strict=False)
+    return {name: end - began for name, began, end in parts}
+
+
+def held_up(seconds: Mapping[str, float]) -> float:
+    """For how long the engine waits, in all."""
+    return seconds["attach"] + seconds["warm_up"] + seconds["finish"]
 
 
 def _use_triton(numbers: torch.Tensor) -> None:
@@ -71,8 +89,8 @@ def _use_triton(numbers: torch.Tensor) -> None:
     nothing[(1,)](numbers)
 
 
-def _child(device: str, environment: dict[str, str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.start", device]
+def _child(device: str, how: str, environment: dict[str, str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.start", device, how]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
@@ -81,4 +99,5 @@ def _child(device: str, environment: dict[str, str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(one(sys.argv[1] if len(sys.argv) > 1 else "cuda")))  # noqa: T201
+    device = sys.argv[1] if len(sys.argv) > 1 else "cuda"
+    print(json.dumps(one(device, beside=sys.argv[2:] != ["here"])))  # noqa: T201

@@ -16,7 +16,7 @@ from canary_core.errors import ViolationError
 from canary_core.ops.backends import Backend, torch_backend, triton_backend
 
 CPU = torch.device("cpu")
-NO_OPS = ("name", "row_steps", "compile_together")
+NO_OPS = ("name", "row_steps", "compile_together", "compile_beside")
 OPS = [field.name for field in fields(Backend) if field.name not in NO_OPS]
 
 
@@ -153,7 +153,11 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
             "one_mm": 1.0,
         },
         "launches": {"check_kernel": 1.0, "Memcpy DtoH": 1.0},
-        "start": {"cold": {"attach": 1.0, "warm_up": 2.5}, "warm": {"attach": 1.0, "warm_up": 0.75}},
+        "start": {
+            "cold": {"attach": 1.0, "warm_up": 0.5, "beside": 9.0, "finish": 2.0},
+            "warm": {"attach": 1.0, "warm_up": 0.75, "beside": 0.0, "finish": 0.0},
+            "here": {"attach": 1.0, "warm_up": 7.5, "beside": 0.0, "finish": 0.0},
+        },
         "memory": step.memory(1000),
         "states": {"shape": "2 requests"}
         | dict.fromkeys(("bytes", "interval", "compare_us", "fingerprint_us", "average_us", "gbps"), 77),
@@ -166,17 +170,19 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
     assert "| b |  | refused |" in text
     assert "check differs" in text
     assert "one in 77 looked at" in text
-    assert "an empty Triton cache: 3.50 s, 2.50 s of them to compile" in text
+    assert "an empty Triton cache holds an engine up for 3.50 s: 1.00 to attach" in text
+    assert "another process compiles for 9.00 s" in text
+    assert "bar ≤ 3 s: ✗" in text
     assert "bar ≤ 0.5 s: ✗" in text
+    assert "puts nothing off takes 8.50 s" in text
 
 
 def test_a_start_is_measured_in_processes_of_its_own():
     """On a CPU nothing is compiled; what fails there is told."""
-    assert {kind: [*seconds] for kind, seconds in start.measure("cpu").items()} == {
-        "cold": ["attach", "warm_up"],
-        "warm": ["attach", "warm_up"],
-    }
-    with pytest.raises(RuntimeError, match="nowhere failed"):
+    parts = ["attach", "warm_up", "beside", "finish"]
+    measured = start.measure("cpu")
+    assert {kind: [*seconds] for kind, seconds in measured.items()} == dict.fromkeys(("cold", "warm", "here"), parts)
+    with pytest.raises(RuntimeError, match="nowhere beside failed"):
         start.measure("nowhere")
 
 

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 from weakref import WeakSet
@@ -26,10 +25,11 @@ from canary_core.incidents.bundle import Circumstances
 from canary_core.incidents.incident import Incident
 from canary_core.ledger import Ledger
 from canary_core.ops.state import RegionState
-from canary_core.ops.warm_up import compile_all, row_counts, warm_up
+from canary_core.ops.warm_up import row_counts
 from canary_core.records import Counter, Kind
 from canary_core.region import Region, Uncovered
 from canary_core.reporting.findings import Findings
+from canary_core.runtime.start_up import StartUp
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
 from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
@@ -102,6 +102,7 @@ class Canary:
         """What the sampler gave, to be compared with what the next forward computes."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
+        self._start_up = StartUp(self._workspace, self._switch, self.step.scrub)
         self.audit.forget = self.slots.forget
         investigator = self._findings.investigator
         investigator.view, investigator.circumstances = (lambda: self.step.last_view), self._circumstances
@@ -168,26 +169,24 @@ class Canary:
         """Whether bytes of ``region`` are compared before forwards read them."""
         return region in self.states and self.states[region].reads
 
-    def warm_up(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> None:
+    def warm_up(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, *, beside: bool = False) -> None:
         """Compiles what forwards of up to ``most_rows`` rows need, so that no request waits for it. ``batches(rows)``:
         one view of each sort that the engine will issue, alike in dtypes, strides and what it leaves out, with that
         many rows of padding. Launches every op and leaves no trace: slots, counters, cursors and the step stay what
-        they are. Never captured. Before that it fingerprints all slots where that was put off (``warms_up``)."""
-        if not self.enabled:
-            return
-        with self.guard("warm_up"):
-            began = time.perf_counter()
-            backend = self._workspace.backend
-            views = list(self._padding(batches, most_rows))
-            started = self.step.scrub.started
-            compile_all(backend, self.states, views, (lambda: None) if started else self.step.scrub.launch_all)
-            if not started:
-                self.step.scrub.start()
-            warm_up(backend, self.states, views)
-            seconds = round(time.perf_counter() - began, 2)
-            if views:
-                fields: dict[str, object] = {"backend": backend.name, "batches": len(views), "seconds": seconds}
-                self.tell(Event("warmed_up", fields=fields))
+        they are. Never captured. Before that it fingerprints all slots where that was put off (``warms_up``).
+
+        ``beside``: the engine goes on to start (it captures graphs), and none of its forwards is guarded until it has.
+        Where much has to be compiled, another process does that meanwhile, and the rest is put off: `finish_warm_up`,
+        the first guarded forward, or the first event of slots, does it. Tensors of the views must stay until then."""
+        if self.enabled:
+            with self.guard("warm_up"):
+                self._start_up.begin(list(self._padding(batches, most_rows)), beside)
+
+    def finish_warm_up(self) -> None:
+        """Does at once what `warm_up` has put off, if anything: for engines that know when they have started, and
+        before a guarded forward is captured in a graph. Never captured."""
+        if self._switch.put_off is not None:
+            self._switch.put_off()
 
     def drain(self) -> None:
         """Waits for the device and reports everything found so far. For shutdown and tests: it synchronizes.
@@ -211,6 +210,7 @@ class Canary:
     def close(self) -> None:
         """Drains, closes the step's listeners, tells the ``summary`` event, and stops for good: later calls do
         nothing."""
+        self._start_up.give_up()
         try:
             self.audit.tell()
             self.drain()
@@ -355,6 +355,7 @@ class Canary:
         if os.getpid() != self._process:
             return
         with contextlib.suppress(Exception):
+            self._start_up.give_up()
             if self.enabled:
                 if self.device.type == "cpu":
                     self._workspace.queue.settle()

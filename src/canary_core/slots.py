@@ -336,6 +336,8 @@ class SlotEvents:
 
     def _state(self, region: str, event: str) -> RegionState | None:
         """None where nothing is to be done: Canary is off, or the region, which ``event`` names, is not guarded."""
+        if self._switch.put_off is not None:
+            self._switch.put_off()
         return self._given.region(event, region) if self._switch.enabled else None
 
     def _told(self, event: str, region: str, **slots: Tensor) -> RegionState | None:

@@ -159,6 +159,8 @@ class Step:
         """
         if self._inside:
             return forward()
+        if self._switch.put_off is not None:
+            self._switch.put_off()
         if not self._switch.enabled:
             self.close()
             return forward()
@@ -235,6 +237,8 @@ class Step:
         """For engines that call `before` and `after`: a forward is issued next, on the current stream. Gives whether it
         may be issued before the host works for Canary. If so, tell the events of slots, make the view and call `before`
         as soon as it was issued, all of it within `beside`; if not, now."""
+        if self._switch.put_off is not None:
+            self._switch.put_off()
         if not self._switch.enabled or self._pause.on or self._pause.missed:
             return False
         with self._switch.guard("issues_first"):
@@ -282,6 +286,8 @@ class Step:
 
     def before(self, view: BatchView, overlap: Overlap = Overlap.NONE) -> None:
         """Checks every slot that the forward of ``view`` will read. May be captured in a graph."""
+        if self._switch.put_off is not None:
+            self._switch.put_off()
         if not self._switch.enabled:
             return
         pause = self._pause

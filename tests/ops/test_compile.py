@@ -33,6 +33,18 @@ def test_kernels_that_were_compiled_together_are_ready_to_be_launched(tmp_path):
 
 
 @pytest.mark.timeout(600)
+def test_another_process_compiles_for_this_one(tmp_path):
+    """What it has compiled is in Triton's cache under the names that this process looks for, wherever that looks by
+    then. It is asked for nothing that another one compiles, nor for what the cache is known to have. It could make no
+    launcher, since there is no driver here, and says so."""
+    told = told_by("beside_script.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert told["keys"] == told["hits"] >= 1
+    assert told["compiled_here"] == told["misses"] == 0
+    assert (told["for_others"], told["again"]) == (False, False)
+    assert (told["code"], told["took"], told["put_back"]) == (1, True, "/another")
+
+
+@pytest.mark.timeout(600)
 def test_every_kernel_compiles_for_a_gpu():
     """Down to machine code for an H100, for regions of several layouts."""
     compiled = told_by("compile_script.py", "0", "3")

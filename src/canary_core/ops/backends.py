@@ -9,6 +9,7 @@ from torch import Tensor
 from canary_core.batch import BatchView, ReadTable, SlotTable
 from canary_core.errors import ConfigError
 from canary_core.ops.blocks import BlockShape
+from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.state import RegionState
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
@@ -49,6 +50,8 @@ class Backend:
     """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
     compile_together: Callable[[Callable[[], None]], None] | None = None
     """Compiles what the ops that a function calls need, side by side, and launches none of them."""
+    compile_beside: Callable[[Callable[[], None], Sequence[CompileProcess]], CompileProcess | None] | None = None
+    """Has another process compile that, but for what the given ones compile; None where nothing is left."""
 
 
 def choose(name: str, device: torch.device) -> Backend:
@@ -112,5 +115,5 @@ def triton_backend() -> Backend:
         lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
         compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
         stores.note_store, stores.compare_stores,
-        launch.ROW_STEPS, launch.compile_together,
+        launch.ROW_STEPS, launch.compile_together, launch.compile_beside,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from canary_core.batch import BatchView, ReadTable, SlotTable
 from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
 from canary_core.ops.blocks import BlockShape
+from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.state import RegionState
 from canary_core.records import BLOCK_VALUES, Cursor, Happened
 from canary_core.runtime.streams import capturing
@@ -26,17 +28,26 @@ def compile_all(
 ) -> None:
     """Compiles what `warm_up` needs, and what ``also`` launches, side by side where the back end can; launches none of
     it. Raises `AttachError` while a graph is captured."""
-    if any(capturing(state.cursors.device) for state in states.values()):
-        raise AttachError("warm_up can't be captured in a graph; call it when the engine starts")
-
-    def launch() -> None:
-        _launch(backend, states, batches)
-        also()
-
-    # The interpreter compiles nothing.
-    if backend.compile_together is not None and all(s.records.device.type != "cpu" for s in states.values()):
+    _require_no_capture(states)
+    if backend.compile_together is not None and _compiles(states):
         with _no_trace(states):
-            backend.compile_together(launch)
+            backend.compile_together(partial(_launch_with, backend, states, batches, also))
+
+
+def compile_beside(
+    backend: Backend,
+    states: Mapping[str, RegionState],
+    batches: Sequence[BatchView],
+    also: Callable[[], None],
+    running: Sequence[CompileProcess],
+) -> CompileProcess | None:
+    """Has another process compile what `compile_all` would, but for what those that are ``running`` compile. None where
+    nothing is left, or this back end can't. Raises `AttachError` while a graph is captured."""
+    _require_no_capture(states)
+    if backend.compile_beside is None or not _compiles(states):
+        return None
+    with _no_trace(states):
+        return backend.compile_beside(partial(_launch_with, backend, states, batches, also), running)
 
 
 def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView]) -> None:
@@ -44,6 +55,16 @@ def warm_up(backend: Backend, states: Mapping[str, RegionState], batches: Sequen
     are put back. Never captured."""
     with _no_trace(states):
         _launch(backend, states, batches)
+
+
+def _require_no_capture(states: Mapping[str, RegionState]) -> None:
+    if any(capturing(state.cursors.device) for state in states.values()):
+        raise AttachError("warm_up can't be captured in a graph; call it when the engine starts")
+
+
+def _compiles(states: Mapping[str, RegionState]) -> bool:
+    """Whether anything is compiled: the interpreter compiles nothing."""
+    return all(state.records.device.type != "cpu" for state in states.values())
 
 
 @contextmanager
@@ -55,6 +76,13 @@ def _no_trace(states: Mapping[str, RegionState]) -> Iterator[None]:
     yield
     for tensor, copy in zip(kept, copies, strict=True):
         tensor.copy_(copy)
+
+
+def _launch_with(
+    backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView], also: Callable[[], None]
+) -> None:
+    _launch(backend, states, batches)
+    also()
 
 
 def _launch(backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView]) -> None:

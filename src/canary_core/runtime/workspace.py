@@ -4,7 +4,7 @@ import contextlib
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -98,6 +98,9 @@ class Switch:
         self._guards: dict[str, Failsafe] = {}
         self.recent: deque[tuple[float, Event]] = deque(maxlen=RECENT)
         """The last events that were told, and when each was, in seconds since the epoch."""
+        self.put_off: Callable[[], None] | None = None
+        """What `Canary.warm_up` has put off. Whoever launches anything, or changes what is known of slots, calls it
+        first. None: nothing is put off."""
         self.misuses = 0
         """How often Canary was called in a way that can't be right."""
 

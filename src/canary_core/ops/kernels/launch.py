@@ -20,6 +20,8 @@ import triton
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.compile_process import CompileProcess
+from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, job_of, pack
 from canary_core.ops.kernels.tiles import Tiles, constants, is_long
 from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, TableConstants, TableLaunches
 from canary_core.ops.sources import SourceGroup
@@ -52,6 +54,8 @@ MOST_COMPILERS = 8
 _kinds: dict[tuple[Any, ...], int] = {}
 _together: ContextVar[list[tuple[int | None, Any]] | None] = ContextVar("_together", default=None)
 """Within `compile_together`: the kernels that were met so far, with their devices. Other threads launch meanwhile."""
+_jobs: ContextVar[dict[str, CompileJob] | None] = ContextVar("_jobs", default=None)
+"""Within `compile_beside`: what would have been compiled so far, by name."""
 _compiling = threading.RLock()
 """Held by who compiles and loads kernels that somebody else may be about to launch."""
 
@@ -132,19 +136,25 @@ class Launcher:
             torch.cuda.set_device(self._device)
         # An error comes again with the launch, where it is told.
         with suppress(Exception):
-            self._kernel.warmup(*self._fixed, *given.objects, **self._constants, **self._options, grid=grid)
+            self._warm_up(grid, given)
+
+    def _warm_up(self, grid: tuple[int, int], given: Arguments) -> Any:
+        """The kernel, compiled and not launched."""
+        return self._kernel.warmup(*self._fixed, *given.objects, **self._constants, **self._options, grid=grid)
 
     def __call__(self, grid: tuple[int, int], given: Arguments = NO_ARGUMENTS) -> None:
         """Launches on the current stream with ``given`` after the fixed arguments. Never reads back, never allocates
         device memory; compiles when it meets arguments of a new kind."""
         compiled = self._compiled.get(given.kind)
         if compiled is None:
-            together = _together.get()
+            jobs, together = _jobs.get(), _together.get()
+            if jobs is not None:
+                job = job_of(self._kernel, partial(self._warm_up, grid, given))
+                if job is not None:
+                    jobs[job.key] = job
+                return
             if together is not None:
-                kernel = self._kernel.warmup(
-                    *self._fixed, *given.objects, **self._constants, **self._options, grid=grid
-                )  # fmt: skip
-                together.append((self._device, kernel))
+                together.append((self._device, self._warm_up(grid, given)))
                 return
             with _compiling:
                 compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
@@ -198,6 +208,30 @@ def _make_ready(compiled: tuple[int | None, Any]) -> None:
         # Compiled in the mode, it is a promise of a kernel.
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
         kernel.run  # noqa: B018  (a property that does it)
+
+
+def compile_beside(launches: Callable[[], None], running: Sequence[CompileProcess]) -> CompileProcess | None:
+    """Has another process compile what ``launches`` would launch for the first time, but for what those that are
+    ``running`` compile; launches and compiles none of it here. None where all of it was compiled in an earlier start,
+    or where this can't be."""
+    # An error comes again with the launch, where it is told.
+    with suppress(Exception):
+        jobs = copy_context().run(_jobs_of, launches)
+        left = [job for key, job in jobs.items() if not any(key in process.keys for process in running)]
+        stamp = Stamp(left)
+        if left and not stamp.there:
+            folder = None if stamp.folder is None else str(stamp.folder.parent)
+            return CompileProcess(pack(left), frozenset(job.key for job in left), folder, stamp.put)
+    return None
+
+
+def _jobs_of(launches: Callable[[], None]) -> dict[str, CompileJob]:
+    """By name, in the order of ``launches``. What it says of the next launches is for a context of its own."""
+    jobs: dict[str, CompileJob] = {}
+    _jobs.set(jobs)
+    with _compiling:
+        launches()
+    return jobs
 
 
 def region_arguments(state: RegionState) -> Arguments:

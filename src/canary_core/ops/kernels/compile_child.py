@@ -1,0 +1,84 @@
+"""What a `CompileProcess` runs: ``python -m canary_core.ops.kernels.compile_child PARENT``, with packed jobs as input.
+
+It fills Triton's disk cache for the process whose id is ``PARENT``, and ends with it. It loads nothing on the GPU. Its
+exit status says whether all is compiled.
+"""
+
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, unpack
+from canary_core.ops.kernels.launch import MOST_COMPILERS
+
+NICENESS = 5
+"""The engine comes first."""
+
+LOOK_S = 0.5
+"""Time between two looks at whether the engine is there."""
+
+
+def main() -> int:
+    """The exit status."""
+    os.nice(NICENESS)
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    jobs = unpack(sys.stdin.buffer.read())
+    # Ranks on one machine start together, and all of them need the same.
+    with _alone(Stamp(jobs).folder), ThreadPoolExecutor(MOST_COMPILERS) as threads:
+        done = list(threads.map(partial(_compile, _launchers()), jobs))
+    return 0 if all(done) else 1
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process as soon as its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
+@contextmanager
+def _alone(folder: Path | None) -> Iterator[None]:
+    """One process at a time is within it, for each ``folder``."""
+    if folder is None:
+        yield
+        return
+    with (folder / "compiling").open("w") as file:
+        # Some file systems have no locks: then all compile.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _launchers() -> Callable[..., Any] | None:
+    """Triton's launchers for the GPU's driver, None where there is no driver."""
+    try:
+        made: Callable[..., Any] = triton.runtime.driver.active.launcher_cls
+    except Exception:
+        return None
+    return made
+
+
+def _compile(launcher: Callable[..., Any] | None, job: CompileJob) -> bool:
+    """Whether it succeeded."""
+    try:
+        kernel = job.compile()
+        if launcher is not None:
+            # Triton up to 3.6 has a C compiler make it, and keeps that in its cache, too.
+            launcher(kernel.src, kernel.metadata)
+    except Exception:
+        return False
+    return launcher is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
