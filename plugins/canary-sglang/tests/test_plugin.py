@@ -84,6 +84,20 @@ def test_an_engine_that_runs_without_our_hooks_is_told(findings):
 
 
 @pytest.mark.without_engine
+def test_a_start_is_finished_before_the_first_request():
+    """What compiles beside SGLang's capture of graphs is waited for where its loop begins, for each model."""
+    done = []
+
+    def session(name):
+        return SimpleNamespace(canary=SimpleNamespace(finish_warm_up=lambda: done.append(name)))
+
+    hooks = Hooks()
+    hooks._by_runner = {1: session("served"), 2: session("draft")}
+    assert hooks._loop(lambda scheduler: done.append(scheduler) or "ended", "loop") == "ended"
+    assert done == ["served", "draft", "loop"]
+
+
+@pytest.mark.without_engine
 def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     """A draft model's session stands beside the target's and hears of requests, flushes and idling as that does; a new
     target in the same process ends all of them."""

@@ -3,7 +3,7 @@
 import pytest
 from vllm_on_cpu import guarded
 
-from canary_core import Kind
+from canary_core import Canary, Kind
 
 pytestmark = pytest.mark.timeout(600)
 LLAMA = pytest.param("llama", marks=pytest.mark.xdist_group("process 0"))
@@ -75,3 +75,14 @@ def test_a_corrupted_request_is_computed_again(engine):
         assert small.serve([prompt], 4, "after")[0]
         guard.canary.drain()
         assert len(guard.findings.violations) == 1
+
+
+@ONLY
+@pytest.mark.parametrize("eager", [True, False])
+def test_only_a_start_that_captures_graphs_has_something_compiled_beside(engine, monkeypatch, eager):
+    """Another one would wait for the compiler at once."""
+    asked = []
+    monkeypatch.setattr(Canary, "warm_up", lambda canary, batches, most_rows, *, beside=False: asked.append(beside))
+    monkeypatch.setitem(vars(engine.small.runner.vllm_config.model_config), "enforce_eager", eager)
+    with guarded.guard(engine.small):
+        assert asked == [not eager]

@@ -171,6 +171,9 @@ class Hooks:
             session.canary.step.idle()
 
     def _loop(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        # The engine has started: no request has come yet.
+        for session in self.sessions:
+            session.canary.finish_warm_up()
         try:
             return original(scheduler, *args, **kwargs)
         except Exception:

@@ -105,8 +105,9 @@ class Session:
             self._listen(state)
             if self.model is None:
                 self.canary.sampled.follow()
-            self._warm_up()
+            # Before the warm-up: what it tells of slots would end a wait for the compiler too early.
             self.lifetime = Lifetime(runner, self.canary, self.requests) if lifetime else None
+            self._warm_up()
         except Exception:
             self.close()
             raise
@@ -235,9 +236,10 @@ class Session:
 
     def _warm_up(self) -> None:
         rows = min(MOST_WARM_ROWS, runners.most_rows(self.runner))
-        self.canary.warm_up(self._padding, rows)
+        beside = runners.captures_graphs(self.runner)
+        self.canary.warm_up(self._padding, rows, beside=beside)
         if self.model is not None:
-            self.canary.warm_up(self.drafts.padding, rows)
+            self.canary.warm_up(self.drafts.padding, rows, beside=beside)
 
     def _forget_tree(self, batch: Any, followed: bool, view: BatchView, output: Any) -> None:
         """Makes the slots unknown that a verified tree has written, unless that is ``followed``."""

@@ -29,3 +29,9 @@ def test_engines_that_would_raise_false_alarms_are_refused(change, word):
         setattr(runner if hasattr(runner, name) else args, name, value)
     refusal = runners.refusal(runner)
     assert (refusal is None) if word is None else (word in refusal)
+
+
+@pytest.mark.parametrize(("options", "captures"), [({}, True), ({"disable_cuda_graph": True}, False)])
+def test_an_engine_without_graphs_has_nothing_to_compile_beside(options, captures):
+    """It would wait for the compiler at once. Releases may have no such option."""
+    assert runners.captures_graphs(SimpleNamespace(server_args=SimpleNamespace(**options))) is captures

@@ -91,7 +91,8 @@ class Session:
         hook_manager().register(self._filter)
         self.canary.sampled.follow()
         rows = min(MOST_WARM_ROWS, int(runner.max_num_reqs))
-        self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows)
+        graphs = not runner.vllm_config.model_config.enforce_eager
+        self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows, beside=graphs)
 
     def execute(self, original: Callable[[], Any], output: Any) -> Any:
         """Runs ``original``, what the runner does for ``output`` of the scheduler. Raises what it raises, and

@@ -41,6 +41,11 @@ def awaits_resize(runner: Any) -> bool:
     return bool(getattr(runner.token_to_kv_pool, "post_capture_active", False))
 
 
+def captures_graphs(runner: Any) -> bool:
+    """Whether this engine captures CUDA graphs when it starts. No forward is guarded meanwhile."""
+    return not _option(runner, "disable_cuda_graph", False)
+
+
 def host_cache(runner: Any) -> bool:
     """Whether HiCache moves the pool's KV to host memory and back."""
     return bool(_option(runner, "enable_hierarchical_cache", False))
