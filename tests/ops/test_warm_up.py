@@ -203,6 +203,29 @@ def test_other_threads_launch_while_one_compiles_together(monkeypatch):
     assert (mine.done, theirs.done) == (["compiled"], ["launched"])
 
 
+def test_a_triton_that_can_not_be_asked_what_it_compiles_compiles_here():
+    """No other process is started, nothing was launched, and the next launch is a launch."""
+
+    class Kernel:
+        """Has nothing of what a Triton that we know has."""
+
+        def __init__(self):
+            self.done = []
+
+        def warmup(self, *args, **options):
+            self.done.append("compiled")
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: self.done.append("launched")
+
+    state, kernel = Padded(backend="torch").canary.states["full"], Kernel()
+    launcher = launch.Launcher(kernel, state, (), {}, num_warps=4)
+    assert launch.compile_beside(lambda: launcher((1, 1)), []) is None
+    assert kernel.done == []
+    launcher((1, 1))
+    assert kernel.done == ["launched"]
+
+
 @pytest.mark.gpu
 def test_after_a_warm_up_nothing_is_compiled_for_states():
     """Be they of few requests or of many, in prefills or decodes."""

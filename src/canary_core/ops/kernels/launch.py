@@ -218,8 +218,7 @@ def compile_beside(launches: Callable[[], None], running: Sequence[CompileProces
     with suppress(Exception):
         jobs = copy_context().run(_jobs_of, launches)
         left = [job for key, job in jobs.items() if not any(key in process.keys for process in running)]
-        stamp = Stamp(left)
-        if left and not stamp.there:
+        if left and not (stamp := Stamp(left)).there:
             folder = None if stamp.folder is None else str(stamp.folder.parent)
             return CompileProcess(pack(left), frozenset(job.key for job in left), folder, stamp.put)
     return None
