@@ -14,6 +14,7 @@ from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards
 from canary_adapters.lengths import PrefixLens, UniformLens
+from canary_adapters.on_stream import OnStream
 from canary_adapters.pools import (
     GrowingPool,
     JoinedPools,
@@ -59,6 +60,7 @@ __all__ = [
     "GrowingPool",
     "JoinedPools",
     "LayerTensors",
+    "OnStream",
     "PackedPage",
     "PackedPool",
     "PagedPool",

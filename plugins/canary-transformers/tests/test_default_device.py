@@ -34,7 +34,7 @@ def elsewhere(method: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(autouse=True)
 def another_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all that the engine's hooks call. A session's `step` calls the engine itself."""
-    for owner, more in ((GuardedCache, {"__init__"}), (Session, {"__init__", "_before", "_give_sampled"})):
+    for owner, more in ((GuardedCache, {"__init__"}), (Session, {"__init__", "_check", "_after"})):
         for name, method in list(vars(owner).items()):
             if callable(method) and (name in more or not name.startswith("_")) and name != "step":
                 monkeypatch.setattr(owner, name, elsewhere(method))

@@ -31,7 +31,9 @@ def test_a_block_table_is_read_as_the_flash_kernel_reads_it():
         "read_index": [torch.empty(0, dtype=torch.int64)],
         "write_index": [torch.zeros(3, dtype=torch.int64)],
     }
-    view = ContinuousBatch([group], Writers(), TokenBook(CPU, 1 << 16)).view(ContinuousForward(requests, arguments))
+    view = ContinuousBatch([group], Writers(), CPU, TokenBook(CPU, 1 << 16)).view(
+        ContinuousForward(requests, arguments)
+    )
     table = view.tables["full_attention"]
     assert (view.prefix_lens.tolist(), view.new_lens.tolist()) == ([5, 2], [1, 1])
     assert table.write_slots is None
@@ -51,7 +53,9 @@ def test_padding_of_static_inputs_stays_outside():
         "read_index": [torch.tensor([40, 41, 42, 1, 1, 0, 0, 0])],
         "write_index": [torch.tensor([43, 40, 99, 99])],
     }
-    view = ContinuousBatch([group], Writers(), TokenBook(CPU, 1 << 16)).view(ContinuousForward(requests, arguments))
+    view = ContinuousBatch([group], Writers(), CPU, TokenBook(CPU, 1 << 16)).view(
+        ContinuousForward(requests, arguments)
+    )
     table = view.tables["sliding_attention"]
     flat = arguments["read_index"][0]
     assert [int(flat[int(table.rows[0]) + p]) for p in (4, 5, 6)] == [40, 41, 42]

@@ -1,17 +1,19 @@
 """A batch of continuous batching as a `BatchView`: the tables are the very tensors that the forward reads."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import add, is_
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
-from canary_adapters import block_table, ragged_table
+from canary_adapters import block_table
 from canary_core import BatchAdapter, BatchView, SlotTable, Writers
 from canary_transformers.continuous.compat import KVGroup
+from canary_transformers.continuous.decodes import Decodes
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload_lists
 
@@ -24,45 +26,91 @@ class ContinuousForward:
     arguments: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """On the device, of each row: how many tokens are in the cache, how many are new, who writes them, and where in
+    each group's list its position 0 is."""
+
+    prefix_lens: Tensor
+    new_lens: Tensor
+    writers: Tensor
+    starts: Sequence[Tensor]
+
+
 class ContinuousBatch(BatchAdapter[ContinuousForward]):
     """Lengths and tokens come from the requests' own states, tables and inputs from the device: each is checked against
     the other.
 
     Called after the batch was prepared, which has moved each request's ``position_offset`` behind its new tokens.
+    Decodes of the same requests have one view, whose numbers change: so each view is made in stream order with what
+    reads the one before.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], writers: Writers, book: TokenBook) -> None:
+    def __init__(self, groups: Sequence[KVGroup], writers: Writers, device: torch.device, book: TokenBook) -> None:
         self._groups = tuple(groups)
         self._writers = writers
+        self._device = device
         self._book = book
         self._states: WeakValueDictionary[str, Any] = WeakValueDictionary()
         # The states of the last batch, and the writers of its rows: a decode has those of the one before.
         self._last: tuple[list[Any], list[int]] = ([], [])
+        # What goes on where the last batch was a decode, and its rows.
+        self._decodes: Decodes | None = None
+        self._rows: _Rows | None = None
 
     def view(self, batch: ContinuousForward) -> BatchView | None:
         """The forward's rows are its requests, in order; tokens behind theirs are padding of the engine."""
-        states = [request.state for request in batch.requests]
+        requests, arguments = batch.requests, batch.arguments
+        states = [request.state for request in requests]
         if not states:
             return None
-        new = [request.query_length for request in batch.requests]
+        new = [request.query_length for request in requests]
+        decodes, rows = self._decodes, self._rows
+        if decodes is not None and rows is not None and decodes.follows(states, new, arguments):
+            tokens = self._book.decoded(states, decodes.end)
+            if tokens is not None:
+                return self._next(decodes, rows, tokens, arguments)
+        return self._first(states, new, arguments)
+
+    def _next(self, decodes: Decodes, rows: _Rows, tokens: list[int], arguments: Mapping[str, Any]) -> BatchView:
+        """The view of the next decode."""
+        decodes.go_on(tokens)
+        self._book.write(decodes.places, decodes.tokens)
+        key, places = arguments["input_ids"].data_ptr(), decodes.of_engine(arguments)
+        known = decodes.views.get(key)
+        if known is None or known[0] != places:
+            rows = _Rows(decodes.prefix_lens, rows.new_lens, rows.writers, decodes.starts)
+            known = decodes.views[key] = places, self._make(rows, arguments, longer=True)
+        return known[1]
+
+    def _first(self, states: list[Any], new: list[int], arguments: Mapping[str, Any]) -> BatchView:
+        """The view of a batch that is not like the one before."""
         past = [state.position_offset - count for state, count in zip(states, new, strict=True)]
-        input_ids: Tensor = batch.arguments["input_ids"][0]
-        starts = [self._starts(group, batch.arguments, past, new) for group in self._groups]
+        firsts = [self._starts(group, arguments, past, new) for group in self._groups]
         history = self._book.changes(states, max(map(add, past, new)))
-        lists = [past, new, self._writer_ids(states), *starts, *history]
-        prefix_lens, new_lens, writer_ids, *others = upload_lists(lists, input_ids.device)
-        row_starts, changes = others[: len(starts)], others[len(starts) :]
+        lists = [past, new, self._writer_ids(states), *firsts, *history]
+        prefix_lens, new_lens, writers, *others = upload_lists(lists, self._device)
+        starts, changes = others[: len(firsts)], others[len(firsts) :]
+        self._book.apply(*changes)
+        rows = _Rows(prefix_lens, new_lens, writers, starts)
+        self._decodes, self._rows = None, rows
+        if max(new) == 1:
+            self._decodes = Decodes(self._groups, arguments, past, firsts, self._book.places)
+        return self._make(rows, arguments, longer=False)
+
+    def _make(self, rows: _Rows, arguments: Mapping[str, Any], longer: bool) -> BatchView:
+        """``longer``: the engine's lists may get longer while the view is in use."""
         return BatchView(
-            prefix_lens=prefix_lens,
-            new_lens=new_lens,
-            token_ids=input_ids,
-            writers=writer_ids,
+            prefix_lens=rows.prefix_lens,
+            new_lens=rows.new_lens,
+            token_ids=arguments["input_ids"][0],
+            writers=rows.writers,
             tables={
-                group.name: _table(group, batch.arguments, rows)
-                for group, rows in zip(self._groups, row_starts, strict=True)
+                group.name: _table(group, arguments, starts, longer)
+                for group, starts in zip(self._groups, rows.starts, strict=True)
             },
-            positions=batch.arguments["position_ids"][0],
-            expected_tokens=self._book.take(*changes),
+            positions=arguments["position_ids"][0],
+            expected_tokens=self._book.tokens,
         )
 
     def _writer_ids(self, states: list[Any]) -> list[int]:
@@ -103,13 +151,26 @@ def _firsts(lengths: Iterable[int]) -> list[int]:
     return firsts
 
 
-def _table(group: KVGroup, arguments: Mapping[str, Any], starts: Tensor) -> SlotTable:
+def _table(group: KVGroup, arguments: Mapping[str, Any], starts: Tensor, longer: bool) -> SlotTable:
     blocks = arguments.get("block_table")
     if blocks is not None:
         return block_table(blocks[group.index], group.block_slots, pool_page=group.pool_page)
     read: Tensor = arguments["read_index"][group.index]
     write: Tensor = arguments["write_index"][group.index]
     # With nothing in the cache to read, the engine leaves the read list out: a row's positions are where it writes.
-    table = ragged_table(read if read.numel() else write, starts, write_slots=write, pool_page=group.pool_page)
-    # A ring keeps the last tokens of a longer query; the engine sends the others to its trash.
-    return table if group.window_tokens is None else replace(table, stored_tokens=group.window_tokens)
+    listed = read if read.numel() else write
+    # A list gets longer in the same memory.
+    length = _room(listed) if longer else listed.shape[0]
+    return SlotTable(
+        listed.as_strided((1, length), (1, 1)),
+        starts,
+        write_slots=write,
+        # A ring keeps the last tokens of a longer query; the engine sends the others to its trash.
+        stored_tokens=group.window_tokens or 0,
+        pool_page=group.pool_page,
+    )
+
+
+def _room(listed: Tensor) -> int:
+    """How many numbers there are from the first one of ``listed`` to the end of its memory."""
+    return int(listed.untyped_storage().nbytes() // listed.element_size() - listed.storage_offset())

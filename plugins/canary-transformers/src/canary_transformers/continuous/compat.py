@@ -9,8 +9,9 @@ In both a block belongs to one index space at a time, so index spaces share memo
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,6 +21,9 @@ from canary_adapters import LayerTensors
 from canary_core import AttachError, HookTarget, Patches, tensors_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+INPUTS = ("prepare_batch_tensors", "reset")
+"""Methods of `ContinuousBatchingIOs` that write to its tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +52,9 @@ Ownership = Literal["alloc", "park", "share", "evict", "free"]
 class BlockEvents(Protocol):
     """What a cache does with blocks outside of forwards. Called in the order in which the engine issues things, on the
     engine's thread; ``group`` is `KVGroup.index`, None for all groups."""
+
+    def moving(self) -> None:
+        """Bytes of blocks are about to be copied, on the current stream."""
 
     def copied(self, group: int | None, source: Sequence[int], destination: Sequence[int]) -> None:
         """Blocks were copied on the device."""
@@ -127,12 +134,10 @@ def stored_layer(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None
 
 def sampled(inputs_and_outputs: Any) -> Tensor | None:
     """What the batch that has just run sampled, int32 ``[n]``: in batch order, one for each request that has a new
-    token, and others behind those. None where this release keeps it elsewhere."""
+    token, and others behind those. Or ``[1 or 2, n]``, of which the first row has the tokens. None where this release
+    keeps it elsewhere."""
     tokens = getattr(inputs_and_outputs, "output_ids", None)
-    if not isinstance(tokens, Tensor) or tokens.dim() not in (1, 2):
-        return None
-    # Beside the tokens lie their probabilities.
-    return tokens[0] if tokens.dim() == 2 else tokens
+    return tokens if isinstance(tokens, Tensor) and tokens.dim() in (1, 2) else None
 
 
 def require_methods(processor: Any) -> None:
@@ -212,10 +217,33 @@ def _layer_groups_5_17(cache: Any) -> tuple[KVGroup, ...]:
     )
 
 
+def tells_inputs(inputs_and_outputs: Any) -> bool:
+    """Whether `watch_inputs` can tell."""
+    return all(callable(getattr(inputs_and_outputs, name, None)) for name in INPUTS)
+
+
+def watch_inputs(inputs_and_outputs: Any, tell: Callable[[], None], patches: Patches) -> None:
+    """Calls ``tell`` before the engine writes to tensors of the batch before, on the stream on which it does so."""
+    for name in INPUTS:
+        patches.wrap(inputs_and_outputs, name, partial(_told_before, tell))
+
+
+def _told_before(tell: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, before each call of which ``tell`` is called."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return original(*args, **kwargs)
+
+    return call
+
+
 def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:
     def copied(result: None, source_block_ids: list[int], dest_block_ids: list[int], *more: Any, **named: Any) -> None:
         events.copied(allocator.index, source_block_ids, dest_block_ids)
 
+    patches.wrap(allocator, "copy_blocks", partial(_told_before, events.moving))
     patches.follow(allocator, "copy_blocks", copied)
 
 
@@ -274,6 +302,8 @@ def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patc
         @functools.wraps(original)
         def restore_scheduled_requests(requests_in_batch: list[Any], *args: Any, **kwargs: Any) -> None:
             restored = [f.state.request_id for f in requests_in_batch if f.state.is_cpu_offloaded]
+            if restored:
+                events.moving()
             original(requests_in_batch, *args, **kwargs)
             for request in restored:
                 for index, table in enumerate(tables):
@@ -315,4 +345,5 @@ def _watch_blocks_5_17(cache: Any, events: BlockEvents, patches: Patches) -> Non
         events.copied(None, list_source_blocks, list_forked_blocks)
 
     patches.follow(cache._block_manager, "get_free_blocks", handed_out)
+    patches.wrap(cache, "copy_cache", partial(_told_before, events.moving))
     patches.follow(cache, "copy_cache", copied)

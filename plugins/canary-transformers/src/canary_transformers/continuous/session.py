@@ -5,14 +5,15 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pluggy
 import torch
 from torch import Tensor
 
-from canary_adapters import upload
-from canary_core import BatchView, Canary, CanaryConfig, Patches, ViolationError, Writers
+from canary_adapters import OnStream, upload
+from canary_core import BatchView, Canary, CanaryConfig, Overlap, Patches, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import PagedCachePool
@@ -20,6 +21,9 @@ from canary_transformers.continuous.tables import GivenTables
 from canary_transformers.continuous.tokens import TokenBook
 from canary_transformers.continuous.upload import upload_lists
 from canary_transformers.filters import EarlierBytesFilter
+
+HAS_NEW_TOKEN = attrgetter("has_new_token")
+NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -56,11 +60,19 @@ class Session:
         self._away: dict[tuple[str, int], Tensor] = {}
         self._stepping = False
         self._streams = torch.get_device_module(self._device)
-        self._lists_are_late = self._io.compute_stream is not None and not compat.asynchronous(self._io)
+        asynchronous = compat.asynchronous(self._io)
+        self._lists_are_late = self._io.compute_stream is not None and not asynchronous
+        # An asynchronous engine writes each batch's tokens within its forward, and the next one's beside it.
+        beside = not asynchronous and compat.tells_inputs(self._io)
+        self._overlap = Overlap.ALL if beside else Overlap.NONE
+        self._on_stream = OnStream(None if self._device.type == "cpu" else self._io.compute_stream)
+        self._raises = config.mode == "raise"
+        self._ended = False
+        self._given: tuple[Tensor | None, int, Tensor | None] | None = None
         self._written: torch.cuda.Event | None = None
         if self._device.type != "cpu":
             self._streams.synchronize(self._device)
-        with self._on_stream():
+        with self._on_stream:
             writers = Writers()
             pool = PagedCachePool(cache)
             regions = pool.regions()
@@ -75,7 +87,7 @@ class Session:
             budget = max(sum(region.pool_bytes for region in regions) // 1000, 16 << 20)
             self.canary.sampled.follow()
             self._writers = writers
-            self._batch = ContinuousBatch(self._groups, writers, TokenBook(self._device, budget))
+            self._batch = ContinuousBatch(self._groups, writers, self._device, TokenBook(self._device, budget))
             self._tables = GivenTables(self.canary, cache, self._groups)
             if not (fresh and compat.cleared(cache)):
                 hooks.register(EarlierBytesFilter())
@@ -86,16 +98,19 @@ class Session:
         if self.canary.step.stores.on:
             self._patches.follow(cache, "update", self._updated)
         compat.watch_blocks(processor, self, self._patches)
+        if beside:
+            compat.watch_inputs(self._io, self._inputs_change, self._patches)
 
     def step(self, original: Callable[[], None]) -> None:
         """Runs one generation step of the engine. Raises `ViolationError` in raise mode."""
-        self._stepping = True
+        self._stepping, self._ended = True, False
         try:
             original()
         finally:
             self._stepping = False
-        with self._on_stream():
-            self.canary.step.end()
+        if not self._ended:
+            with self._on_stream:
+                self.canary.step.end()
         if not self.canary.enabled:
             # Nothing is told to Canary any more, so nothing needs to be heard.
             self._patches.undo()
@@ -103,14 +118,19 @@ class Session:
     def drain(self) -> None:
         """Reports everything found so far; the engine's thread must not be in a step. Raises `ViolationError` in raise
         mode."""
-        with self._on_stream():
+        with self._on_stream:
             self.canary.drain()
 
     def close(self) -> None:
         """Drains and lets go of the engine, whose methods are its own again. Never raises `ViolationError`."""
         self._patches.undo()
-        with contextlib.suppress(ViolationError), self._on_stream():
+        with contextlib.suppress(ViolationError), self._on_stream:
             self.canary.close()
+
+    def moving(self) -> None:
+        """Nothing of ours reads the bytes beside that."""
+        with self._ours("a copy"):
+            self.canary.step.join()
 
     def copied(self, group: int | None, source: Sequence[int], destination: Sequence[int]) -> None:
         """A fork: records go where the bytes went, and the bytes are compared."""
@@ -181,38 +201,56 @@ class Session:
     def _bracket(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def compute_batch(model: Any, batch_data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            # The engine warms up through the same function; there it reads slots that nobody has written.
-            if not (self._stepping and self.canary.enabled and self._before(batch_data)):
+            if not (self._stepping and self.canary.enabled):
+                # The engine warms up through the same function; there it reads slots that nobody has written.
+                self.moving()
                 original(model, batch_data, *args, **kwargs)
                 return
+            with self._on_stream:
+                first = self.canary.step.issues_first(self._overlap)
+            followed = not first and self._check(batch_data, Overlap.NONE)
             try:
                 original(model, batch_data, *args, **kwargs)
             except BaseException:
                 self.canary.step.abandon()
                 raise
-            with self._on_stream():
-                self.canary.step.after()
-                with self.canary.guard("canary_transformers: sampled"):
-                    self._give_sampled()
+            if first:
+                # The device has the forward, and the engine waits for it as soon as we are done.
+                followed = self._check(batch_data, self._overlap)
+            with self._on_stream:
+                self._after(followed)
 
         return compute_batch
 
-    def _before(self, arguments: dict[str, Any]) -> bool:
-        """Checks what the forward will read; gives whether it is followed at all."""
-        inputs = self._inputs_written()
-        with self._on_stream():
-            view = self._view(arguments)
-            if view is None:
-                return False
+    def _check(self, arguments: dict[str, Any], overlap: Overlap) -> bool:
+        """Checks what the forward reads, beside it if ``overlap`` says so; gives whether it is followed at all."""
+        step, inputs = self.canary.step, self._inputs_written()
+        with self._on_stream, step.beside() if overlap is not Overlap.NONE else NOTHING:
             with self.canary.guard("canary_transformers: inputs"):
                 if inputs is not None:
-                    inputs.wait(self._io.compute_stream)
-            self.canary.step.before(view)
-        return True
+                    inputs.wait(self._streams.current_stream(self._device))
+            view = self._view(arguments)
+            if view is not None:
+                step.before(view, overlap)
+        return view is not None
+
+    def _after(self, followed: bool) -> None:
+        """The forward was issued: records what it wrote, if it was checked. In log mode the step ends for Canary here:
+        the engine has still to wait for the device."""
+        step = self.canary.step
+        if followed:
+            step.after()
+            with self.canary.guard("canary_transformers: sampled"):
+                self._give_sampled()
+        else:
+            step.abandon()
+        if not self._raises:
+            self._ended = True
+            step.end()
 
     def _inputs_written(self) -> torch.cuda.Event | None:
         """Without asynchronous batches the engine writes its lists on the caller's stream, from which its own does not
-        wait: long before a forward reads them, but the check comes first. Gives what to wait for. Asynchronous ones
+        wait: long before a forward reads them, but the check may come first. Gives what to wait for. Asynchronous ones
         come by a copy that the engine's own stream waits for; it must not wait for more because of us."""
         if not self._lists_are_late:
             return None
@@ -221,6 +259,10 @@ class Session:
                 self._written = self._streams.Event()
             self._written.record(self._streams.current_stream(self._device))
         return self._written
+
+    def _inputs_change(self) -> None:
+        """The engine is about to write the next inputs, on the current stream, to tensors that the record may read."""
+        self.canary.step.join()
 
     def _updated(self, result: Any, *args: Any, **kwargs: Any) -> None:
         """A layer's K and V were given to the cache."""
@@ -231,15 +273,24 @@ class Session:
 
     def _give_sampled(self) -> None:
         """What the batch sampled: the next one's input, which an asynchronous engine never has on the host in time."""
-        tokens, requests = compat.sampled(self._io), compat.requests(self._io)
-        sampling = [row for row, request in enumerate(requests) if request.has_new_token]
-        if tokens is None or not sampling:
+        requests = compat.requests(self._io)
+        count = sum(map(HAS_NEW_TOKEN, requests))
+        tokens = self._sampled(count)
+        if tokens is None or not count:
             return
-        given = tokens[: len(sampling)]
-        if len(sampling) < len(requests):
-            (rows,) = upload_lists([sampling], self._device)
-            given = tokens.new_full((len(requests),), -1).index_copy_(0, rows, given)
-        self.canary.sampled.give(given)
+        if count < len(requests):
+            (rows,) = upload_lists([[row for row, r in enumerate(requests) if r.has_new_token]], self._device)
+            tokens = tokens.new_full((len(requests),), -1).index_copy_(0, rows, tokens)
+        self.canary.sampled.give(tokens)
+
+    def _sampled(self, count: int) -> Tensor | None:
+        """The first ``count`` tokens of what the batch sampled, which most batches have in the same place."""
+        output = compat.sampled(self._io)
+        if self._given is None or self._given[0] is not output or self._given[1] != count:
+            # Of two dimensions, it has the tokens' probabilities beside them.
+            tokens = None if output is None else output[0, :count] if output.dim() == 2 else output[:count]
+            self._given = output, count, tokens
+        return self._given[2]
 
     def _view(self, arguments: dict[str, Any]) -> BatchView | None:
         view = None
@@ -272,12 +323,5 @@ class Session:
     @contextlib.contextmanager
     def _ours(self, where: str) -> Iterator[None]:
         """Code of ours within a call of the engine: on its stream, and its exceptions are ours to handle."""
-        with self.canary.guard(f"canary_transformers: {where}"), self._on_stream():
+        with self.canary.guard(f"canary_transformers: {where}"), self._on_stream:
             yield
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        stream = self._io.compute_stream
-        if stream is None:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[object] = self._streams.stream(stream)
-        return context

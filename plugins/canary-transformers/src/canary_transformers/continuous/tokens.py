@@ -8,80 +8,95 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_transformers.continuous.upload import upload_lists
-
 UNKNOWN = -1
 
 
 class TokenBook:
     """Each request's tokens by position, from its own history: what slots are compared with.
 
-    One row per request, kept while the request runs; the least recently used make room for new ones. Takes at most
-    ``budget_bytes``; positions beyond what that can hold are unknown.
+    One row per request, kept while the request runs; those of the last batch are the first ones, in its order, and the
+    least recently used make room for new ones. Takes at most ``budget_bytes``; positions beyond what that can hold are
+    unknown.
+
+    For each batch `changes`, which go to `apply`, or `decoded`, whose tokens go to `write`; then `tokens` has it.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device = device
         self._budget_tokens = max(budget_bytes // 4, 2)
-        self._tokens = torch.full((0, 0), UNKNOWN, dtype=torch.int32, device=device)
+        self._all = torch.full((0, 0), UNKNOWN, dtype=torch.int32, device=device)
+        self._flat = self._all.view(-1)
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self._free: list[int] = []
-        # The last states that were looked for, and where they are.
-        self._last: tuple[list[Any], list[_Place]] = ([], [])
-        self._taken: tuple[slice | None, int] = (None, 0)
+        self._last = _Batch([], [])
+        self.tokens = self._all
+        """Of the last batch's requests by position, int32 ``[requests, n]``; -1 where the engine does not know them yet
+        (a token that an earlier batch is still computing)."""
+        self.places: list[int] = []
+        """After `changes`: where the next token of each request goes."""
+        self._narrow: tuple[Tensor, Tensor] = self._flat, self._flat
 
-    def expected(self, states: Sequence[Any], width: int) -> Tensor:
-        """The tokens of `RequestState`s ``states`` by position, int32 ``[len(states), up to width]``; -1 where the
-        engine does not know them yet (a token that an earlier batch is still computing)."""
-        return self.take(*upload_lists(self.changes(states, width), self._device))
+    def decoded(self, states: Sequence[Any], width: int) -> list[int] | None:
+        """Where ``states`` are the `RequestState`s of the batch before, each has one token more, and there is room for
+        ``width`` of each: these tokens. They are to be given to `write`, with places that are one on from those before.
+        Else None, and nothing has changed."""
+        last = self._last
+        if width > self._all.shape[1] or not last.is_of(states):
+            return None
+        generated = [state.generated_tokens for state in states]
+        if list(map(len, generated)) != last.expected:
+            return None
+        last.follow()
+        return [tokens[-1] for tokens in generated]
+
+    def write(self, places: Tensor, tokens: Tensor) -> None:
+        """Writes ``tokens`` to ``places``: both int64 ``[n]``, on the device and contiguous. The same tensors may come
+        again with other numbers."""
+        if self._narrow[0] is not tokens:
+            # The lower half of each number, without a launch for it.
+            self._narrow = tokens, tokens.view(torch.int32)[::2]
+        self._flat.index_copy_(0, places, self._narrow[1])
 
     def changes(self, states: Sequence[Any], width: int) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The first half of `expected`, for who has more to upload: four lists, of which `take` wants the tensors."""
-        width = self._fit(len(states), width)
+        """All that is new of ``states``: four lists, of which `apply` wants the tensors. Makes room for ``width``
+        tokens of each, if it can be."""
+        self._last.settle()
+        self._fit(len(states), width)
         places = self._find(states)
+        order = self._put_first(places)
         fresh = [place.row for place in places if place.known == 0]
-        columns = self._tokens.shape[1]
+        columns = self._all.shape[1]
         flat: list[int] = []
         tokens: list[int] = []
         for place, state in zip(places, states, strict=True):
             prompt, generated = state.initial_tokens, state.generated_tokens
-            first, known = place.known, len(prompt) + len(generated)
-            if known == first + 1 and known <= columns and generated:
-                # A decode, in short.
-                flat.append(place.row * columns + first)
-                tokens.append(generated[-1])
-                place.known = known
-                continue
-            end = min(known, columns)
+            first = place.known
+            end = min(len(prompt) + len(generated), columns)
             if end > first:
                 flat.extend(range(place.row * columns + first, place.row * columns + end))
                 tokens.extend(prompt[first:end])
                 tokens.extend(generated[max(first - len(prompt), 0) : max(end - len(prompt), 0)])
                 place.known = end
-        rows = [place.row for place in places]
-        first_row = rows[0]
-        in_a_row = rows == list(range(first_row, first_row + len(rows)))
-        self._taken = slice(first_row, first_row + len(rows)) if in_a_row else None, width
-        return [] if in_a_row else rows, fresh, flat, tokens
+        self._last = _Batch(list(states), places)
+        self.places = [place.row * columns + place.known for place in places]
+        return order, fresh, flat, tokens
 
-    def take(self, rows: Tensor, fresh: Tensor, flat: Tensor, tokens: Tensor) -> Tensor:
-        """The second half of `expected`. What it gives holds until the next `take`."""
+    def apply(self, order: Tensor, fresh: Tensor, flat: Tensor, tokens: Tensor) -> None:
+        """What `changes` gave, on the device."""
+        if order.shape[0]:
+            self._all = self._all.index_select(0, order)
+            self._flat = self._all.view(-1)
         if fresh.shape[0]:
-            self._tokens.index_fill_(0, fresh, UNKNOWN)
+            self._all.index_fill_(0, fresh, UNKNOWN)
         if flat.shape[0]:
-            # The lower half of each number, without a launch for it.
-            self._tokens.view(-1).index_copy_(0, flat, tokens.view(torch.int32)[::2])
-        in_a_row, width = self._taken
-        if in_a_row is not None:
-            return self._tokens[in_a_row, :width]
-        return self._tokens[:, :width].index_select(0, rows)
+            self.write(flat, tokens)
+        self.tokens = self._all[: len(self._last.states)]
 
     def _find(self, states: Sequence[Any]) -> list["_Place"]:
         """Each request's place; that of a request not seen before knows nothing."""
-        last, places = self._last
-        if len(last) == len(states) and all(map(is_, last, states)):
+        if self._last.is_of(states):
             # No other request was seen since.
-            return places
+            return self._last.places
         for state in states:
             place = self._places.get(state.request_id)
             if place is not None:
@@ -93,25 +108,35 @@ class TokenBook:
             if state.request_id not in self._places:
                 row = self._free.pop() if self._free else self._places.popitem(last=False)[1].row
                 self._places[state.request_id] = _Place(row, state)
-        places = [self._places[state.request_id] for state in states]
-        self._last = list(states), places
-        return places
+        return [self._places[state.request_id] for state in states]
 
-    def _fit(self, rows: int, width: int) -> int:
-        """Makes room for ``rows`` requests of ``width`` tokens; gives the width there is."""
-        have_rows, have_width = self._tokens.shape
+    def _put_first(self, places: Sequence["_Place"]) -> list[int]:
+        """Gives the batch's ``places`` the first rows. Gives what row each row is to be; none where nothing moves."""
+        rows = [place.row for place in places]
+        if rows == list(range(len(rows))):
+            return []
+        mine = set(rows)
+        others = [place for place in self._places.values() if place.row not in mine]
+        order = [*rows, *(place.row for place in others), *self._free]
+        for row, place in enumerate((*places, *others)):
+            place.row = row
+        self._free = list(range(len(order) - len(self._free), len(order)))
+        return order
+
+    def _fit(self, rows: int, width: int) -> None:
+        """Makes room for ``rows`` requests of ``width`` tokens, or as many as it can."""
+        have_rows, have_width = self._all.shape
         limit = max(self._budget_tokens // (2 * rows), 1)
         width = min(width, limit)
         if width > have_width or rows > have_rows:
             # Powers of two, so that growth is rare; everything is uploaded again after it.
             new_width = min(max(have_width, _power_of_two(width)), limit)
             new_rows = min(max(have_rows, _power_of_two(2 * rows)), max(self._budget_tokens // new_width, rows))
-            self._tokens = torch.full((new_rows, new_width), UNKNOWN, dtype=torch.int32, device=self._device)
+            self._all = torch.full((new_rows, new_width), UNKNOWN, dtype=torch.int32, device=self._device)
+            self._flat = self._all.view(-1)
             self._places.clear()
-            self._last = [], []
-            # Rows of requests that come together follow each other: then a batch's are one part of the book.
+            self._last = _Batch([], [])
             self._free = list(reversed(range(new_rows)))
-        return width
 
 
 class _Place:
@@ -123,6 +148,33 @@ class _Place:
         self.row = row
         self.state = state
         self.known = 0
+
+
+class _Batch:
+    """The requests of one batch. expected: how many tokens each has generated once it has one more."""
+
+    __slots__ = ("_ahead", "expected", "places", "states")
+
+    def __init__(self, states: list[Any], places: list[_Place]) -> None:
+        self.states = states
+        self.places = places
+        self.expected = [len(state.generated_tokens) + 1 for state in states]
+        self._ahead = 0
+
+    def is_of(self, states: Sequence[Any]) -> bool:
+        """Whether ``states`` are these very ones."""
+        return len(states) == len(self.states) and all(map(is_, states, self.states))
+
+    def follow(self) -> None:
+        """Each has one token more."""
+        self.expected = [count + 1 for count in self.expected]
+        self._ahead += 1
+
+    def settle(self) -> None:
+        """Tells the places of the tokens that `follow` was told of."""
+        for place in self.places if self._ahead else ():
+            place.known += self._ahead
+        self._ahead = 0
 
 
 def _power_of_two(least: int) -> int:
