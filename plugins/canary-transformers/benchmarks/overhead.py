@@ -13,11 +13,18 @@
 | `static`     | `generate(cache_implementation="static")`, not compiled                                    |
 | `compiled`   | the same, compiled as Transformers does it by itself on a GPU: decodes are CUDA graphs     |
 
-Continuous batching serves 64 prompts of 512 tokens and 128 new ones, without prefix sharing; `generate()` 16 such rows.
-Both arms of a pair serve the same prompts, greedily, and each answer is compared: drift of the machine falls out, and
-the loss is the median of the pairs' losses. A guard begins with its arm and is closed after it. A step is the median
-time between two decodes of the whole batch; ``decode`` is all of them and what `generate()` does at its end;
-``prefill`` is the time until then, for `generate()` with what it takes to begin to guard a cache.
+Continuous batching serves 64 prompts of 512 tokens and 64 new ones, without prefix sharing; `generate()` 16 such rows.
+A turn takes the arms to and fro, each twice: off, on, on, off. Both arms of a pair serve the same prompts, greedily,
+and each answer is compared: drift of the machine falls out, and the loss is the median of the pairs' losses. A guard
+begins with its arm and is closed after it. A step is the median time between two decodes of the whole batch; ``decode``
+is all of them and what `generate()` does at its end; ``prefill`` is the time until then, for `generate()` with what it
+takes to begin to guard a cache.
+
+Hosts are unsteady, and single runs then say nothing. So there is also ``step, p25``: of all single steps of an arm,
+over all turns, the one that a quarter is faster than; the loss between the arms; and from where to where nine of ten
+such losses lie if turns are drawn by lot (bootstrap). One more run of each workload, which is not timed, tells how long
+Canary's hooks take the host in each decode (median, lower quartile); ``overhead_host`` is what Canary measures of
+itself while it is on, the calls of its core, as a share of the time.
 
 Exits with 1 where answers differ that the engine alone gives twice alike, anything was found, or a workload failed; the
 others run all the same. Results go to ``--out``, a JSON object a line; the table comes last.
@@ -28,7 +35,9 @@ workloads; each has two turns at least.
 
 import argparse
 import dataclasses
+import functools
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -36,6 +45,7 @@ import random
 import statistics
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +53,19 @@ import torch
 
 from canary_core import Event, hookimpl
 
+DRAWS = 2000
+"""Of turns by lot."""
+HOOKS = {
+    "canary_transformers.continuous.session:Session": ("_check", "_after"),
+    "canary_transformers.generate.guarded_cache:GuardedCache": ("before", "after"),
+    "canary_core.step:Step": ("issues_first",),
+}
+"""What the engine's hooks call around a forward, by class; the last call of each but `Step`'s ends the forward."""
 PHASES = {"prefill": "prefill_tokens_s", "decode": "decode_tokens_s", "step": "steps_s"}
 """What is told of each arm, and its name in the results."""
 WORKLOADS = {"continuous": 64, "graphs": 64, "dynamic": 16, "static": 16, "compiled": 16}
 """Requests, or rows of `generate()`."""
-PROMPT, NEW = 512, 128
+PROMPT, NEW = 512, 64
 """Tokens of each."""
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True),
@@ -89,6 +107,8 @@ class Guarded:
         self.totals: dict[str, int] = {}
         self.coverage = ""
         self.problems: list[str] = []
+        self.shares: list[float] = []
+        self._canaries: list[Any] = []
 
     def begin(self, arm: str) -> None:
         """Guards the model, unless the arm is off."""
@@ -103,7 +123,10 @@ class Guarded:
     def end(self) -> None:
         """The model is as it was."""
         guard, self._guard = self._guard, None
+        canaries, self._canaries = self._canaries, []
         if guard is not None:
+            measured = [canary.step.overhead.stats().get("overhead_host") for canary in canaries]
+            self.shares += [share for share in measured if share is not None]
             guard.close()
             self.problems += [f"finding: {violation}" for violation in guard.violations]
             for name, number in guard.stats().items():
@@ -113,6 +136,7 @@ class Guarded:
     def canary_attached(self, canary: Any) -> None:
         """Notes the coverage of the last cache that was guarded."""
         self.coverage = canary.coverage.summary
+        self._canaries.append(canary)
 
     @hookimpl
     def canary_event(self, event: Event) -> None:
@@ -123,7 +147,51 @@ class Guarded:
     def told(self) -> dict[str, Any]:
         """For the results."""
         always = dict.fromkeys(("forwards", "violations", "checked_slots"), 0)
-        return {"coverage": self.coverage, **always, **{k: v for k, v in self.totals.items() if v}}
+        share = {"overhead_host": round(statistics.median(self.shares), 4)} if self.shares else {}
+        return {"coverage": self.coverage, **always, **{k: v for k, v in self.totals.items() if v}, **share}
+
+
+class HookTimes:
+    """A context in which the time of Canary's hooks is taken, forward by forward. forwards: in seconds."""
+
+    def __init__(self) -> None:
+        self.forwards: list[float] = []
+        self._now = 0.0
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> "HookTimes":
+        for place, names in HOOKS.items():
+            module, _, name = place.partition(":")
+            owner = getattr(importlib.import_module(module), name)
+            for hook in names:
+                original = getattr(owner, hook)
+                setattr(owner, hook, self._timed(original, ends=hook.strip("_") == "after"))
+                self._undo.append(functools.partial(setattr, owner, hook, original))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _timed(self, hook: Callable[..., Any], ends: bool) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began, before = time.perf_counter(), self._now
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                # One within another is part of it.
+                self._now = before + time.perf_counter() - began
+                if ends:
+                    self.forwards.append(self._now)
+                    self._now = 0.0
+
+        return call
+
+    def told(self) -> dict[str, float]:
+        """Microseconds of a decode; the first forwards begin to guard."""
+        us = [1e6 * seconds for seconds in self.forwards[len(self.forwards) // 2 :]]
+        return {"hooks_us": round(statistics.median(us), 1), "hooks_us_p25": round(quartile(us), 1)} if us else {}
 
 
 class Run:
@@ -136,9 +204,9 @@ class Run:
         self.ended = 0.0
         self.answers: list[list[int]] = []
 
-    def result(self, rows: int, prompt: int) -> dict[str, float]:
+    def result(self, rows: int, prompt: int) -> dict[str, Any]:
         """Rates of prefill, until no step has prompt tokens any more, and decode after it; decodes of the largest batch
-        a second."""
+        a second, and how long each took."""
         last = max(i for i, (_, _, prefills) in enumerate(self.steps) if prefills)
         first, decodes = self.steps[last][0], self.steps[last:]
         whole = max(tokens for _, tokens, _ in decodes[1:])
@@ -147,6 +215,7 @@ class Run:
             "prefill_tokens_s": rows * prompt / (first - self.began),
             "decode_tokens_s": sum(tokens for _, tokens, _ in decodes[1:]) / (self.ended - first),
             "steps_s": 1 / statistics.median(taken),
+            "taken_s": taken,
         }
 
 
@@ -351,14 +420,21 @@ class Comparison:
 
     def turn(self, arms: list[str], turn: int) -> None:
         """All arms of a turn, to and fro, so that a drift falls on all alike; their answers are compared."""
-        runs = {arm: self.arm(arm, turn, self._args.new) for arm in (arms if turn % 2 == 0 else arms[::-1])}
-        given = runs[arms[0]].answers
-        for arm, run in runs.items():
-            rates = run.result(self._rows, self._args.prompt)
-            self.results.append({"workload": self._name, "arm": arm, "turn": turn, **rates})
-            if arm != arms[0]:
-                self.compared += len(given)
-                self.differ += sum(one != other for one, other in zip(given, run.answers, strict=True))
+        for pair, order in enumerate((arms, arms[::-1]) if turn % 2 == 0 else (arms[::-1], arms)):
+            runs = {arm: self.arm(arm, turn, self._args.new) for arm in order}
+            given = runs[arms[0]].answers
+            for arm, run in runs.items():
+                rates = run.result(self._rows, self._args.prompt)
+                self.results.append({"workload": self._name, "arm": arm, "turn": turn, "pair": pair, **rates})
+                if arm != arms[0]:
+                    self.compared += len(given)
+                    self.differ += sum(one != other for one, other in zip(given, run.answers, strict=True))
+
+    def hooks(self) -> dict[str, float]:
+        """How long Canary's hooks take the host in a decode, seen in a run that is not timed."""
+        with HookTimes() as times:
+            self.arm("on", -3, self._args.new)
+        return times.told()
 
     def measure(self, arms: list[str], until: float) -> None:
         """Warms up, then takes turns; two at least."""
@@ -378,6 +454,8 @@ class Comparison:
             self.turn(arms, turn)
         notes = {"rows": self._rows, "unsteady": self.unsteady, "compared": self.compared, "differ": self.differ}
         notes["guard"] = self.guarded.told()
+        if any(arm.startswith("on") for arm in arms):
+            notes |= self.hooks()
         if warm:
             notes |= {"compiled_warm": warm["compiled"], "compiled_end": self.workload.notes()["compiled"]}
         notes["problems"] = self.guarded.problems
@@ -406,15 +484,46 @@ def table(results: list[dict[str, Any]]) -> str:
     for workload in dict.fromkeys(r["workload"] for r in measured):
         for phase, key in PHASES.items():
             mine = [r for r in measured if r["workload"] == workload]
-            off = {r["turn"]: r[key] for r in mine if r["arm"] == "off"}
+            off = {(r["turn"], r["pair"]): r[key] for r in mine if r["arm"] == "off"}
             for arm in dict.fromkeys(sorted((r["arm"] for r in mine), key=lambda arm: arm != "off")):
                 rates = [r[key] for r in mine if r["arm"] == arm]
-                losses = sorted(
-                    100 * (1 - r[key] / off[r["turn"]]) for r in mine if r["arm"] == arm and r["turn"] in off
-                )
+                pairs = [(r[key], off.get((r["turn"], r["pair"]))) for r in mine if r["arm"] == arm]
+                losses = sorted(100 * (1 - rate / bare) for rate, bare in pairs if bare)
                 told = "" if arm == "off" or not losses else f"{statistics.median(losses):8.2f}  {_span(losses)}"
                 lines.append(f"{workload:10} {phase:8} {arm:8} {statistics.median(rates):10.1f} {told}")
+    lines += ["", f"{'workload':10} {'step, p25':17} {'us':>10} {'loss %':>8}  nine of ten, turns drawn by lot"]
+    for workload in dict.fromkeys(r["workload"] for r in measured):
+        lines += steps_table(workload, [r for r in measured if r["workload"] == workload])
     return "\n".join(lines)
+
+
+def steps_table(workload: str, results: list[dict[str, Any]]) -> list[str]:
+    """The lower quartile of all single steps of each arm, and the loss between it and that of ``off``."""
+    # Of each arm and turn, how long each step took.
+    steps: dict[str, dict[int, list[float]]] = {}
+    for r in results:
+        steps.setdefault(r["arm"], {}).setdefault(r["turn"], []).extend(r["taken_s"])
+    lines = []
+    for arm in sorted(steps, key=lambda arm: arm != "off"):
+        told = ""
+        if arm != "off" and "off" in steps:
+            turns = sorted(steps[arm].keys() & steps["off"].keys())
+            rng = random.Random(0)
+            drawn = sorted(_p25_loss(steps, arm, rng.choices(turns, k=len(turns))) for _ in range(DRAWS))
+            told = f"{_p25_loss(steps, arm, turns):8.2f}  {drawn[DRAWS // 20]:.2f} to {drawn[-DRAWS // 20]:.2f}"
+        p25 = quartile([taken for turn in steps[arm].values() for taken in turn])
+        lines.append(f"{workload:10} {arm:17} {1e6 * p25:10.1f} {told}")
+    return lines
+
+
+def _p25_loss(steps: dict[str, dict[int, list[float]]], arm: str, turns: Sequence[int]) -> float:
+    off, on = (quartile([taken for turn in turns for taken in steps[which][turn]]) for which in ("off", arm))
+    return 100 * (on / off - 1)
+
+
+def quartile(values: list[float]) -> float:
+    """The value that a quarter lies below."""
+    return sorted(values)[len(values) // 4]
 
 
 def _checked(notes: dict[str, Any]) -> str:
@@ -422,7 +531,9 @@ def _checked(notes: dict[str, Any]) -> str:
     return (
         f"{notes['compared']} answers compared, {notes['differ']} differ, and {notes['unsteady']} of {notes['rows']} "
         f"between two runs without Canary; {guard['forwards']} forwards, "
-        f"{guard['checked_slots']} slots checked, {guard['violations']} findings, {len(notes['problems'])} problems"
+        f"{guard['checked_slots']} slots checked, {guard['violations']} findings, {len(notes['problems'])} problems; "
+        f"of the host {guard.get('overhead_host', 0.0):.2%} by Canary's own measure, {notes.get('hooks_us', 0.0)} us a "
+        f"decode in its hooks (p25 {notes.get('hooks_us_p25', 0.0)})"
     )
 
 
