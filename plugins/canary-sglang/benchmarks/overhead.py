@@ -11,9 +11,9 @@ same prompts in turns (`overhead_switch`), so drift of the machine and differenc
 that of pairs. The other engines are compared with ``off`` by their medians.
 
 Time on an H200 that has run an engine before: start 25-45 s an engine; a turn of the first workload 1.5 (not measured)
-+ 1.5 + 2.4 + 12 x 0.13 s, of the second 4 x 0.25 s (0.42 s under SGLang's canary with bytes). ``ours`` takes 45 + 12 to
-warm up + 8 turns x 2 arms x 8.2 = 188 s, each other engine 45 + 8 + 5 x 6.6 = 86 s: 7 minutes in all; a third arm adds
-66 s. The first engine on a machine starts 60-90 s later.
++ 1.5 + 2.4 s, of the second 4 x 0.25 s (0.42 s under SGLang's canary with bytes). ``ours`` takes 45 + 12 to warm up +
+8 turns x 2 arms x 6.6 = 163 s, each other engine 45 + 8 + 5 x 6.6 = 86 s: 7 minutes in all; a third arm adds 60 s. The
+first engine on a machine starts 60-90 s later.
 ``--budget-s`` ends it before a limit; what was measured by then is reported.
 
 Results go to ``--out``, a JSON object a line; the last thing printed is a table. Engines talk into ``--log-folder``,
@@ -27,7 +27,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from workloads import CONFIGS, MODELS, OFF, ON, SHORT_TOKENS, SMALL, WORKLOADS, Workload, model_config, server_args
+from workloads import CONFIGS, MODELS, OFF, ON, SMALL, WORKLOADS, Workload, model_config, server_args
 
 HERE = Path(__file__).parent
 
@@ -109,9 +108,7 @@ class Served:
     def measure(self, workload: Workload, arm: str, turn: int) -> Iterator[dict[str, Any]]:
         """Repetitions from an empty cache, after one that isn't measured: a flush gives the device's memory back. Each
         is all prompts with one new token each, then the same prompts, cached now, with all new tokens: nearly nothing
-        but decode, timed by itself and not as a difference. Last comes decode once more, put together from the median
-        step and the median short run: where requests begin and end one decode differs from the next by more than what
-        Canary costs."""
+        but decode, timed by itself and not as a difference."""
         self.turn(arm)
         self.generate_s(workload, 1, 10_000 + turn)
         for repeat in range(workload.repeats):
@@ -128,18 +125,10 @@ class Served:
                 result |= {"decode_s": round(decode_s, 6), "decode_tokens_s": round(rate, 2)}
             yield result
         if self._switch is not None and workload.new_tokens > 1:
-            seed = 20_000 + (turn + 1) * workload.repeats - 1
-            short = [self.generate_s(workload, SHORT_TOKENS, seed) for _ in range(workload.short_runs)]
             # Switching to the same arm tells of the steps since the last time.
             self.turn(arm)
             step_s = json.loads((self._switch / "steps").read_text().splitlines()[-1])["step_s"]
-            result = {"workload": workload.name, "arm": arm, "turn": turn, "steps_s": round(1 / step_s, 4)}
-            if short:
-                short_s = statistics.median(short)
-                parts_s = short_s + (workload.new_tokens - SHORT_TOKENS) * step_s
-                rate = workload.batch * workload.new_tokens / parts_s
-                result |= {"short_s": round(short_s, 6), "parts_tokens_s": round(rate, 2)}
-            yield result
+            yield {"workload": workload.name, "arm": arm, "turn": turn, "steps_s": round(1 / step_s, 4)}
 
     def close(self) -> None:
         """Ends the engine's processes."""

@@ -16,12 +16,7 @@ from xml.etree import ElementTree
 from workloads import CONFIGS, OFF
 
 DRAWS = 4000
-METRICS = {
-    "prefill_tokens_s": "prefill",
-    "decode_tokens_s": "decode",
-    "parts_tokens_s": "decode, of median parts",
-    "steps_s": "median decode step, per s",
-}
+METRICS = {"prefill_tokens_s": "prefill", "decode_tokens_s": "decode", "steps_s": "median decode step, per s"}
 
 Series = list[float]
 

@@ -7,15 +7,13 @@ from typing import Any
 @dataclass(frozen=True)
 class Workload:
     """``batch`` requests of ``prompt_tokens`` random tokens at once, all new, that give ``new_tokens`` each; measured
-    ``repeats`` times in a row. Then ``short_runs`` of the same prompts, cached, with `SHORT_TOKENS` each: nearly all
-    of their time is where requests begin and end."""
+    ``repeats`` times in a row."""
 
     name: str
     batch: int
     prompt_tokens: int
     new_tokens: int
     repeats: int
-    short_runs: int = 0
 
     def __str__(self) -> str:
         return f"{self.batch} x ({self.prompt_tokens} in, {self.new_tokens} out)"
@@ -30,11 +28,8 @@ class Config:
     title: str
 
 
-SHORT_TOKENS = 4
-"""New tokens of each request of a short run."""
-
-WORKLOADS = (Workload("batch", 64, 1024, 256, 1, short_runs=12), Workload("prompt", 1, 8000, 1, 3))
-SMALL = (Workload("batch", 3, 48, 8, 1, short_runs=2), Workload("prompt", 1, 150, 1, 3))
+WORKLOADS = (Workload("batch", 64, 1024, 256, 1), Workload("prompt", 1, 8000, 1, 3))
+SMALL = (Workload("batch", 3, 48, 8, 1), Workload("prompt", 1, 150, 1, 3))
 """For a CPU, to see that everything runs."""
 
 CONFIGS = {
