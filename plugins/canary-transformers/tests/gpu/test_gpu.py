@@ -277,7 +277,8 @@ def test_a_flipped_bit_in_a_compiled_generate_is_found(kind, half):
 
 @pytest.mark.parametrize("name", ["static", "compiled"])
 def test_static_decodes_are_issued_before_the_host_works_for_canary(name, monkeypatch):
-    """Also while rows change places between them, as beams do, and where a later prompt resets the cache."""
+    """Not where rows change places between them, as beams do: the cache has other tensors each time then, which are
+    looked at before the forward. Outputs are the same in either case, also where a later prompt resets the cache."""
     model, ids = copy.deepcopy(generating("llama")).to(DEVICE), prompts(3, 21).to(DEVICE)
     issued_first: list[bool] = []
     original = CacheRecords.issues_first
@@ -295,7 +296,8 @@ def test_static_decodes_are_issued_before_the_host_works_for_canary(name, monkey
             for _ in range(3):
                 assert torch.equal(generate(model, ids, **settings), expected)
         assert expect_clean(watch)["forwards"] == 180
-        assert issued_first.count(True) > (160 if beams == 1 else 0)
+        if beams == 1:
+            assert issued_first.count(True) > 160
     cache = StaticCache(config=model.config, max_cache_len=100)
     with listening(model, read_check=0)[0] as watch:
         for _ in range(4):
