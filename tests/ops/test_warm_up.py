@@ -173,21 +173,21 @@ def test_compiling_together_ends_with_what_it_compiles(monkeypatch):
     assert free == [True]
 
 
+class Kernel:
+    """Notes what is done with it; has nothing else of what kernels of the Tritons that we know have."""
+
+    def __init__(self):
+        self.done = []
+
+    def warmup(self, *args, **options):
+        self.done.append("compiled")
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.done.append("launched")
+
+
 def test_other_threads_launch_while_one_compiles_together(monkeypatch):
     """What they meet for the first time is launched and not only compiled."""
-
-    class Kernel:
-        """Notes what is done with it."""
-
-        def __init__(self):
-            self.done = []
-
-        def warmup(self, *args, **options):
-            self.done.append("compiled")
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: self.done.append("launched")
-
     state = Padded(backend="torch").canary.states["full"]
     mine, theirs = Kernel(), Kernel()
     launchers = [launch.Launcher(kernel, state, (), {}, num_warps=4) for kernel in (mine, theirs)]
@@ -205,18 +205,6 @@ def test_other_threads_launch_while_one_compiles_together(monkeypatch):
 
 def test_a_triton_that_can_not_be_asked_what_it_compiles_compiles_here():
     """No other process is started, nothing was launched, and the next launch is a launch."""
-
-    class Kernel:
-        """Has nothing of what a Triton that we know has."""
-
-        def __init__(self):
-            self.done = []
-
-        def warmup(self, *args, **options):
-            self.done.append("compiled")
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: self.done.append("launched")
 
     state, kernel = Padded(backend="torch").canary.states["full"], Kernel()
     launcher = launch.Launcher(kernel, state, (), {}, num_warps=4)
