@@ -180,7 +180,7 @@ def _whole_steps(report: reports.Report, steps: list[Case], budget_s: float) -> 
                 del whole
                 if case is step.DECODE:
                     logging = step.Step(case, torch.device("cuda"), "log")
-                    report["host_us"] = logging.host_us()
+                    report["host_us"] = {name: logging.host_us(name == "served") for name in reports.HOSTS}
                     report["launches"] = logging.launches()
                     logging.canary.close()
                     del logging

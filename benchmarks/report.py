@@ -18,7 +18,13 @@ from canary_core import __version__
 
 Report = dict[str, Any]
 MOST_LAUNCHES = 4
-MOST_HOST_US = 60
+MOST_HOST_CALLS = 2.5
+"""Host time of a forward in calls of `torch.mm`: 40 µs where one takes 16."""
+HOSTS = {
+    "served": "as engines run decodes (default settings, Overlap.NEXT)",
+    "scrubbed": "with a scrub after each forward, and Overlap.ALL",
+}
+"""What is said of each measurement of the host's time; the first one has the bar."""
 MOST_START_S = {"cold": 3.0, "warm": 0.5}
 STARTS = {
     "cold": "a start with an empty Triton cache holds an engine up for {total:.2f} s: {attach:.2f} to attach, "
@@ -82,13 +88,14 @@ def facts(report: Report) -> list[str]:
         if "refused" not in step:
             times = f"pre_forward {step['pre_us']:.1f} µs, post_forward {step['post_us']:.1f} µs on the device"
             found.append(f"{name}: {step['work']}: {times}")
-    if host := report.get("host_us"):
-        met = _yes(host["all"] <= MOST_HOST_US)
+    for kind, host in report.get("host_us", {}).items():
+        calls = host["all"] / host["one_mm"]
+        bar = f"; bar ≤ {MOST_HOST_CALLS:g}: {_yes(calls <= MOST_HOST_CALLS)}" if kind == "served" else ""
         found.append(
-            f"host time per forward in our hooks, device busy: {host['all']:.1f} µs (pre_forward "
+            f"host time per forward in our hooks, device busy, {HOSTS[kind]}: {host['all']:.1f} µs (pre_forward "
             f"{host['pre_forward']:.1f}, post_forward {host['post_forward']:.1f}, end_step {host['end_step']:.1f}; "
-            f"90th percentile of single forwards {host['all_p90']:.1f}); bar ≤ {MOST_HOST_US} µs: {met}. One call of "
-            f"torch.mm takes this host {host['one_mm']:.1f} µs"
+            f"90th percentile of single forwards {host['all_p90']:.1f}). One call of torch.mm takes this host "
+            f"{host['one_mm']:.1f} µs, so that is {calls:.1f} of them{bar}"
         )
     if launches := report.get("launches"):
         kernels = {n: c for n, c in launches.items() if not n.startswith("Mem")}

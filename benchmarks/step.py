@@ -38,6 +38,7 @@ CONTEXT_TOKENS = (1_000, 8_000, 64_000, 256_000, 1_000_000)
 CONTEXT_POOL_SLOTS = 1_050_000
 PROFILED_STEPS = 12
 HOST_STEPS = 200
+AVERAGED = 4
 HOST_BATCH = 20
 """Steps between two waits, outside the clock: the launch queue must not fill up."""
 
@@ -83,10 +84,15 @@ class Step:
             "pre_us": pre.us, "post_us": whole.us - pre.us, "whole_us": whole.us, "bytes": self.setting.floor_bytes,
         }  # fmt: skip
 
-    def host_us(self) -> dict[str, float]:
-        """The host's time in each hook of one forward while the device is busy: medians of averages over as many
-        forwards as share one read of the counters; ``all_p90`` is of single forwards. ``pre_forward``: all that
-        comes before `Step.after`. ``one_mm``, one call of `torch.mm`, says how fast the host is."""
+    def host_us(self, served: bool) -> dict[str, float]:
+        """The host's time in each hook of one forward while the device is busy: medians of averages over
+        `AVERAGED` forwards; ``all_p90`` is of single forwards. ``pre_forward``: all that comes before `Step.after`.
+        ``one_mm``, one call of `torch.mm`, says how fast the host is.
+
+        ``served``: as engines run their decodes, with default settings and `Overlap.NEXT`; else with a scrub after each
+        forward, and `Overlap.ALL`."""
+        self.canary.step.scrub.budget = CanaryConfig().scrub_budget if served else self.canary.config.scrub_budget
+        overlap = Overlap.NEXT if served else Overlap.ALL
         batch, clock = self.setting.forwards[0].batch, time.perf_counter
         busy = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
         out = torch.empty_like(busy)
@@ -111,7 +117,7 @@ class Step:
                 torch.mm(busy, busy, out=out)
             marks.clear()
             start = clock()
-            step.run(forward, lambda: batch, overlap=Overlap.ALL)
+            step.run(forward, lambda: batch, overlap=overlap)
             end = clock()
             begun, forwarded, checked, recorded = marks
             if i >= HOST_BATCH:
@@ -121,9 +127,8 @@ class Step:
                     values.append(value * 1e6)
         step.after, step.end = after, end_step  # type: ignore[method-assign]
         taken = {**hooks, "all": [sum(values) for values in zip(*hooks.values(), strict=True)], "one_mm": calls}
-        every = self.canary.config.read_interval
         medians = {
-            name: statistics.median(statistics.mean(values[i : i + every]) for i in range(0, len(values), every))
+            name: statistics.median(statistics.mean(values[i : i + AVERAGED]) for i in range(0, len(values), AVERAGED))
             for name, values in taken.items()
         }
         return {**medians, "all_p90": sorted(taken["all"])[len(taken["all"]) * 9 // 10]}

@@ -145,12 +145,8 @@ def test_a_report_renders_from_its_file(tmp_path, capsys):
         "steps": {"s": {"work": "whole", **point}},
         "curves": {"pool_slots": [point], "context_tokens": [point | {"refused": "why"}]},
         "host_us": {
-            "pre_forward": 1.0,
-            "post_forward": 1.0,
-            "end_step": 1.0,
-            "all": 3.0,
-            "all_p90": 4.0,
-            "one_mm": 1.0,
+            kind: dict.fromkeys(("pre_forward", "post_forward", "end_step", "all", "all_p90", "one_mm"), us)
+            for kind, us in (("served", 3.0), ("scrubbed", 4.0))
         },
         "launches": {"check_kernel": 1.0, "Memcpy DtoH": 1.0},
         "start": {

@@ -20,13 +20,16 @@ class Side:
         self.calls = calls
         self.open = False
         self._depth = 0
+        self.inside = False
         self._postponed: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
         self._depth += 1
+        self.inside = True
 
     def __exit__(self, *raised: object) -> None:
         self._depth -= 1
+        self.inside = self._depth > 0
         self.open = True
 
     def mark(self) -> None:
@@ -47,7 +50,7 @@ class Side:
             self._postponed.pop()()
 
     def join(self, for_good: bool = False) -> None:
-        if not self.open or self._depth:
+        if not self.open or self.inside:
             return
         self.issue_postponed()
         if for_good:

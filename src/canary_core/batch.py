@@ -167,10 +167,10 @@ class BatchView:
     """Capacity of ``token_ids``: at least the sum of ``new_lens``."""
 
     def __post_init__(self) -> None:
-        prefix = self.prefix_lens
+        prefix, new, writers, anchors = self.prefix_lens, self.new_lens, self.writers, self.anchors
         require_tensor("batch: prefix_lens", prefix)
         device = prefix.device
-        lists = (prefix, self.new_lens, self.token_ids, self.writers, self.positions, self.anchors)
+        lists = (prefix, new, self.token_ids, writers, self.positions, anchors)
         # Each forward has a view, so what fits is seen at once, and only what doesn't is looked at tensor by tensor.
         if not are_lists(lists, device):
             for what, tensor in zip(LISTS, lists, strict=True):
@@ -183,12 +183,14 @@ class BatchView:
         object.__setattr__(self, "tokens", self.token_ids.shape[0])
         if self.expected_tokens is not None:
             require_index_tensor("batch: expected_tokens", self.expected_tokens, device, dims=2)
-        for name, tensor in (("new_lens", self.new_lens), ("writers", self.writers), ("anchors", self.anchors)):
-            if tensor is not None and tensor.shape[0] != rows:
-                raise AttachError(f"batch: {name} has shape {tuple(tensor.shape)}, rows are {rows}")
-        if self.anchors is not None and self.anchors.dtype != torch.int64:
-            raise AttachError(f"batch: anchors must be int64, got {self.anchors.dtype}")
-        if not isinstance(self.tables, Mapping):
+        if new.shape[0] != rows or writers.shape[0] != rows or (anchors is not None and anchors.shape[0] != rows):
+            for name, tensor in (("new_lens", new), ("writers", writers), ("anchors", anchors)):
+                if tensor is not None and tensor.shape[0] != rows:
+                    raise AttachError(f"batch: {name} has shape {tuple(tensor.shape)}, rows are {rows}")
+        if anchors is not None and anchors.dtype != torch.int64:
+            raise AttachError(f"batch: anchors must be int64, got {anchors.dtype}")
+        # The second one takes ten times as long to see.
+        if not isinstance(self.tables, (dict, Mapping)):
             raise AttachError(
                 f"batch: tables must map names of regions to SlotTables, got a {type(self.tables).__name__}; make it a "
                 "dict in the adapter"
@@ -281,7 +283,7 @@ def view_or_none(view: BatchView | None) -> BatchView | None:
 def require_place(view: BatchView, device: torch.device, regions: Set[str]) -> None:
     """Raises `AttachError` for what is no view, has too many rows, is on another device than the pool's ``device`` (a
     kernel would read foreign addresses), or has a table of none of ``regions``."""
-    if view_or_none(view) is None:
+    if not isinstance(view, BatchView) and view_or_none(view) is None:
         raise AttachError("step.before needs the BatchView of its forward, got None; leave both halves out there")
     if view.device != device:
         raise AttachError(f"the batch is on {view.device}, the pool on {device}; build the BatchView there")

@@ -48,19 +48,15 @@ class Listeners:
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
-        self._listeners: list[StepListener] = []
+        self.all: tuple[StepListener, ...] = ()
+        """In the order in which they are called."""
         self._calls: dict[str, list[tuple[Failsafe, Callable[..., Any]]]] = {}
         """By method: those listeners that override it."""
         self._find_calls()
 
-    @property
-    def all(self) -> tuple[StepListener, ...]:
-        """In the order in which they are called."""
-        return tuple(self._listeners)
-
     def add(self, listener: StepListener) -> None:
         """``listener`` comes after those that are there."""
-        self._listeners.append(listener)
+        self.all += (listener,)
         self._find_calls()
 
     def begin(self, batch: Any) -> None:
@@ -93,7 +89,7 @@ class Listeners:
     def close(self) -> None:
         """The Canary is off: each is closed, and there are none from now on. Again: does nothing."""
         closing = self._calls["close"]
-        self._listeners = []
+        self.all = ()
         self._find_calls()
         for guard, close in closing:
             with guard:
@@ -108,6 +104,6 @@ class Listeners:
         for method in METHODS:
             self._calls[method] = [
                 (self._switch.guard(f"{type(listener).__name__}.{method}"), getattr(listener, method))
-                for listener in self._listeners
+                for listener in self.all
                 if getattr(getattr(listener, method), "__func__", None) is not getattr(StepListener, method)
             ]

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import pluggy
 
 from canary_core.batch import BatchView, require_place, view_or_none
+from canary_core.errors import ViolationError
 from canary_core.ledger import Ledger
 from canary_core.listener import Listeners, StepListener
 from canary_core.overlap import Overlap
@@ -28,6 +29,10 @@ Output = TypeVar("Output")
 
 UNENDED_FORWARDS = 1024
 """Forwards without an `Step.end`, after which it counts as forgotten: nothing that they find is told."""
+
+READ_S = 0.02
+"""Least time between two reads of the findings, where not every forward is read: a read takes the host as long as the
+hooks of half a forward, and forwards may be short."""
 
 IDLE_READ_S = 0.5
 """Least time between two reads of the findings while the engine idles: it may poll without a pause."""
@@ -118,8 +123,9 @@ class Step:
         self._read_interval = config.read_interval
         if workspace.device.type == "cpu" or config.mode == "raise":
             self._read_interval = 1
+        self._read_s = 0.0 if self._read_interval == 1 else READ_S
         self._ended_forwards = 0
-        self._idle_read = 0.0
+        self._last_read = self._idle_read = 0.0
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
@@ -180,7 +186,8 @@ class Step:
         overlap: Overlap,
         settle: Callable[[BatchView, Output], None] | None,
     ) -> Output:
-        if self._listeners.all:
+        heard = bool(self._listeners.all)
+        if heard:
             self._begin(batch, overlap)
         issued_first = self.issues_first(overlap)
         self._inside = True
@@ -188,7 +195,7 @@ class Step:
             if issued_first:
                 # The device has the forward before the host works for us.
                 output = forward()
-                with self.beside():
+                with self._workspace.beside(True):
                     seen = self._check(batch, view, overlap)
             else:
                 seen = self._check(batch, view, overlap)
@@ -199,7 +206,8 @@ class Step:
         finally:
             self._inside = False
         try:
-            self._listeners.after(batch, seen)
+            if heard:
+                self._listeners.after(batch, seen)
             if seen is None:
                 self._forget(batch)
             elif settle is not None:
@@ -241,8 +249,8 @@ class Step:
             self._switch.put_off()
         if not self._switch.enabled or self._pause.on or self._pause.missed:
             return False
-        with self._switch.guard("issues_first"):
-            workspace = self._workspace
+        workspace = self._workspace
+        try:
             issued_first = self._may_issue_first(overlap)
             if not (issued_first and self._may_go_on(overlap)):
                 # A view may be made in the tensors of the one before.
@@ -251,8 +259,10 @@ class Step:
             if issued_first and workspace.side is not None:
                 workspace.side.mark()
                 workspace.side.issue_postponed()
-            return issued_first
-        return False
+        except Exception as error:
+            self._switch.fail("issues_first", error)
+            return False
+        return issued_first
 
     def _may_issue_first(self, overlap: Overlap) -> bool:
         """Whether a forward may be issued before the host works for Canary."""
@@ -260,7 +270,7 @@ class Step:
             return False
         if self._recorder.captured or self._audit.due or self.stores.on or capturing(self._workspace.device):
             return False
-        return not (self._hooks.canary_pre_forward.get_hookimpls() or self._reads)
+        return not (self._reads or self._hooks.canary_pre_forward.get_hookimpls())
 
     def _may_go_on(self, overlap: Overlap) -> bool:
         """Whether a forward need not wait for the record of the one before, which reads the bytes that this one has
@@ -274,9 +284,14 @@ class Step:
 
     def _check(self, batch: Any, view: Callable[[], BatchView | None], overlap: Overlap) -> BatchView | None:
         seen: BatchView | None = None
-        with self._switch.guard("batch"):
+        try:
             seen = view_or_none(view())
-        seen = self._listeners.before(batch, seen)
+        except ViolationError:
+            raise
+        except Exception as error:
+            self._switch.fail("batch", error)
+        if self._listeners.all:
+            seen = self._listeners.before(batch, seen)
         if seen is None:
             self._audit.begin(None)
             self.unchecked += 1
@@ -304,34 +319,32 @@ class Step:
                     "step.abandon if it failed"
                 )
                 self._use_up()
-            workspace, recorder = self._workspace, self._recorder
-            workspace.join(for_good=True)
-            self.watchdog.feed()
+            workspace, recorder, side = self._workspace, self._recorder, self._workspace.side
+            # If so, `issues_first` has asked for all that could keep the check from running beside.
+            issued_first = side is not None and side.inside
+            if not issued_first:
+                workspace.join(for_good=True)
+                recorder.captured = recorder.captured or capturing(workspace.device)
+            if not self.forwards:
+                self.watchdog.feed()
             self.forwards += 1
             workspace.journal.step = self.forwards
-            captured = recorder.captured = recorder.captured or capturing(workspace.device)
             require_place(view, workspace.device, self._states.keys())
             self._view = self.last_view = view
             self._canary.sampled.begin()
             self._overlap = overlap
             compared = recorder.begin(view)
-            # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
-            hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
-            alone = compared or hooked or captured or self._audit.due or self.stores.on
-            beside = overlap is not Overlap.NONE and not alone
             for name in view.tables:
                 self._states[name].require_capacity(view)
-            with workspace.beside(beside), self.overhead.device(captured):
-                workspace.queue.settle()
-                if hooked:
-                    self._hooks.canary_pre_forward(canary=self._canary, batch=view)
-                for name, table in view.tables.items():
-                    state = self._states[name]
-                    self._backend.check(state, view, table)
-                    if workspace.proof.looks and not captured:
-                        workspace.proof.look(state, view, table)
-                    if name in compared and state.readable:
-                        self._backend.read_check(state, view, table)
+            if issued_first and not measured:
+                self._issue_checks(view)
+                return
+            hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
+            # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
+            alone = compared or hooked or recorder.captured or self._audit.due or self.stores.on
+            beside = overlap is not Overlap.NONE and not alone
+            with workspace.beside(beside), self.overhead.device(recorder.captured):
+                self._issue_checks(view, compared, hooked)
             self.stores.begin(view)
             self._audit.begin(view)
         except Exception as error:
@@ -339,6 +352,20 @@ class Step:
         finally:
             if measured:
                 self.overhead.leave()
+
+    def _issue_checks(self, view: BatchView, compared: Collection[str] = (), hooked: bool = False) -> None:
+        """All launches of `before`, on the current stream: the forwards', or the side stream."""
+        workspace = self._workspace
+        workspace.queue.settle()
+        if hooked:
+            self._hooks.canary_pre_forward(canary=self._canary, batch=view)
+        for name, table in view.tables.items():
+            state = self._states[name]
+            self._backend.check(state, view, table)
+            if workspace.proof.looks and not self._recorder.captured:
+                workspace.proof.look(state, view, table)
+            if name in compared and state.readable:
+                self._backend.read_check(state, view, table)
 
     def require_place(self, view: BatchView) -> None:
         """Raises `AttachError` for a view that doesn't fit what is guarded here, see `canary_core.batch`."""
@@ -373,9 +400,11 @@ class Step:
                     "of the forward first"
                 )
                 return
-            self._audit.end()
-            self._record(given if view is None else view)
-            self._canary.sampled.recorded(given if view is None else view)
+            if self._audit.open:
+                self._audit.end()
+            recorded = given if view is None else view
+            self._record(recorded)
+            self._canary.sampled.recorded(recorded)
         except Exception as error:
             self._switch.fail("post_forward", error)
         finally:
@@ -464,8 +493,9 @@ class Step:
             self._ended_forwards = self.forwards
             if workspace.side is not None:
                 workspace.side.unmark()
-            self.scrub.step(idle)
-            if idle or self.ends % self._read_interval == 0:
+            now = self.scrub.step(idle)
+            if idle or (self.ends % self._read_interval == 0 and now - self._last_read >= self._read_s):
+                self._last_read = now
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
@@ -491,7 +521,8 @@ class Step:
             if measured:
                 self.overhead.leave()
         self._audit.judge()
-        self._findings.raise_first()
+        if self._switch.raises:
+            self._findings.raise_first()
 
     def flushed(self) -> None:
         """The engine has emptied its caches: no slot of any region holds anything any more. It may give the memory back

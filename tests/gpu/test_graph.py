@@ -2,6 +2,7 @@
 allocation and no wait for the device. What needs no graph runs on the CPU as well, eagerly."""
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from canary_core import BatchView, Kind, SlotTable, State
 from canary_core.records import POSITION
+from canary_core.step import READ_S
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 
@@ -135,6 +137,7 @@ def test_nothing_is_allocated_and_nothing_waits(mode):
     torch.cuda.synchronize()
     # The host learns of it when its next read of the counters has arrived, and reads the ring in the one after that.
     for _ in range(4 * run.canary.config.read_interval):
+        time.sleep(READ_S)
         step = run.traffic.next()
         run.stage(step)
         run.issue()

@@ -80,7 +80,7 @@ class Device:
         with monkeypatch.context() as made:
             made.setattr(torch.cuda, "Stream", lambda *args, **kwargs: self.stream("side"))
             made.setattr(side_stream, "LeanEvent", Event)
+            made.setattr(side_stream, "current_of", lambda device: lambda: self.now)
             side = side_stream.SideStream(torch.device("cpu"))
         monkeypatch.setattr(side_stream, "make_current", become)
-        monkeypatch.setattr(side_stream, "current", lambda device: self.now)
         return side

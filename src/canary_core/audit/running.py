@@ -29,7 +29,10 @@ class RunningAudit:
         self._switch = switch
         self._footprint = footprint
         self._left = forwards if switch.enabled else 0
-        self._open = False
+        self.due = self._left > 0
+        """Whether the next forward is audited: then nothing of Canary runs beside it."""
+        self.open = False
+        """Whether a forward is being audited."""
         self._began = 0.0
         self._told = False
         self._problems: tuple[str, ...] = ()
@@ -48,11 +51,6 @@ class RunningAudit:
         """Called with the name of a region that moved."""
         if self._left and footprint is None:
             self._skip("nobody says which tensors hold the engine's KV; implement PoolAdapter.pool_tensors()")
-
-    @property
-    def due(self) -> bool:
-        """Whether the next forward is audited: then nothing of Canary runs beside it."""
-        return self._left > 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -77,7 +75,7 @@ class RunningAudit:
                     self._footprint.claim_slots(region, slots)
             self._footprint.begin()
             self._footprint.claim(view)
-            self._open = True
+            self.open = True
             self._began = time.perf_counter()
             self.seconds += self._began - began
         except Exception as error:
@@ -85,9 +83,9 @@ class RunningAudit:
 
     def end(self) -> None:
         """Right after the forward, when the host has told all events about it: compares."""
-        if not self._open or self._footprint is None:
+        if not self.open or self._footprint is None:
             return
-        self._open = False
+        self.open = False
         try:
             began = time.perf_counter()
             result = self._footprint.end()
@@ -97,6 +95,7 @@ class RunningAudit:
                 self.snapshot_bytes, self.snapshot_device = snapshot.size_bytes, str(snapshot.device)
             self.results.append(result)
             self._left -= 1
+            self.due = self._left > 0
             if result.problems:
                 self._fail(result)
             elif not self._left:
@@ -106,8 +105,8 @@ class RunningAudit:
 
     def abandon(self) -> None:
         """The forward has failed."""
-        if self._open and self._footprint is not None:
-            self._open = False
+        if self.open and self._footprint is not None:
+            self.open = False
             self._footprint.abandon()
 
     def claim(self, region: str, slots: Tensor | None, *, arriving: bool | None = None) -> None:
@@ -165,8 +164,9 @@ class RunningAudit:
     def judge(self) -> None:
         """Between forwards: what follows from a failed audit, once. Raises `AttachError` in raise mode; in log mode it
         switches Canary off where the engine is newer than its plugin was tested with."""
-        problems, self._problems = self._problems, ()
-        self._switch.audit_failed(problems)
+        if self._problems:
+            problems, self._problems = self._problems, ()
+            self._switch.audit_failed(problems)
 
     def _fail(self, result: Footprint) -> None:
         fields = {"problems": list(result.problems), **self._totals(), "unchanged": result.unchanged}
@@ -210,7 +210,7 @@ class RunningAudit:
 
     def _stop(self) -> None:
         """No more forwards; gives the copy's memory back."""
-        self._left = 0
+        self._left, self.due = 0, False
         self._arriving = {}
         if self._footprint is not None:
             self._footprint.release()

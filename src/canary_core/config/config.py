@@ -196,8 +196,9 @@ class CanaryConfig(BaseSettings):
     )
     read_interval: Annotated[int, Field(ge=1)] = Field(
         default=4,
-        description="Forwards between two reads of the counters by the host, on a GPU in log mode: how late a finding "
-        "is told, against host time. On the CPU and in raise mode every forward is read.",
+        description="Forwards between two reads of the counters by the host, on a GPU in log mode, and 20 ms at least "
+        "unless it is 1: how late a finding is told, against host time. On the CPU and in raise mode every forward is "
+        "read.",
     )
     audit: Annotated[int, Field(ge=0)] = Field(
         default=0,

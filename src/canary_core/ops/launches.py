@@ -33,7 +33,9 @@ class TableConstants(NamedTuple):
 
 
 class Launch(Protocol):
-    """A kernel with all that stays the same from forward to forward."""
+    """A kernel with all that stays the same from forward to forward. columns: see `kernels.launch.Launcher`."""
+
+    columns: int
 
     def __call__(self, grid: tuple[int, int], given: Arguments = ...) -> None:
         """Launches on the current stream with ``given`` after the arguments that stay the same."""

@@ -14,6 +14,8 @@ class FingerprintSchedule:
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
+        self.always = interval == 1
+        """Whether every forward is fingerprinted."""
         self._forwards = 0
         self.now = True
         """Whether the forward that began last is fingerprinted."""

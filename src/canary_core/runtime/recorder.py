@@ -36,6 +36,9 @@ class Recorder:
         self._states = workspace.states
         self._backend = workspace.backend
         self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
+        compares = any(state.reads for state in self._states.values())
+        # Then no schedule has anything to decide.
+        self._always = all(schedule.always for schedule in self._schedules.values()) and not compares
         self._token_bytes = sum(s.sources.slot_bytes / s.region.tokens_per_slot for s in self._states.values())
         self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
         """The slow walk over all slots."""
@@ -47,6 +50,8 @@ class Recorder:
     def begin(self, view: BatchView) -> list[str]:
         """Host only. A forward of ``view`` will be recorded; gives the regions whose bytes are compared before it, see
         `FingerprintSchedule`."""
+        if self._always:
+            return []
         # Each region's schedule counts the forward, whether or not it compares bytes.
         return [
             name
@@ -63,40 +68,45 @@ class Recorder:
         if beside and late and side is not None and not self.much:
             side.postpone(partial(self._issue_late, view))
         else:
-            with self._workspace.beside(beside):
+            with self._workspace.beside(beside), self._overhead.device(self.captured):
                 self._issue(view, beside)
 
     def _issue_late(self, view: BatchView) -> None:
         """The record of a forward that may run beside the next one: issued once what follows the forward was."""
         if self._switch.enabled:
-            with self._switch.guard("post_forward"):
+            try:
                 self._issue(view, beside=True)
+            except Exception as error:
+                self._switch.fail("post_forward", error)
 
     def _issue(self, view: BatchView, beside: bool) -> None:
         """All launches, on the current stream: ``beside`` the forwards', or theirs."""
-        side = self._workspace.side
+        side, proof = self._workspace.side, self._workspace.proof
         carried = False
-        with self._overhead.device(self.captured):
-            for name, table in view.tables.items():
-                state = self._states[name]
-                if table.carried:
-                    # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
-                    carried = True
-                    self._backend.record(state, view, table)
-                elif state.readable and self._schedules[name].now:
+        for name, table in view.tables.items():
+            state = self._states[name]
+            if table.carried:
+                # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
+                carried = True
+                self._backend.record(state, view, table)
+            elif state.readable and self._schedules[name].now:
+                if self._stores.on or (proof.looks and not self.captured):
                     self._fingerprint_and_record(state, view, table)
                 else:
-                    if state.sources:
-                        state.forget_written()
-                    self._backend.record(state, view, table)
-                if table.checkpoints is not None:
-                    record_checkpoints(self._backend, state, view, table)
-                    if beside and side is not None:
-                        side.reads(table.checkpoints.slots, table.checkpoints.positions)
+                    self._backend.fingerprint_record(state, view, table)
+            else:
+                if state.sources:
+                    state.forget_written()
+                self._backend.record(state, view, table)
+            if table.checkpoints is not None:
+                record_checkpoints(self._backend, state, view, table)
+                if beside and side is not None:
+                    side.reads(table.checkpoints.slots, table.checkpoints.positions)
+        if self._stores.on:
             self._stores.end(compared=not carried)
-            # A forward has either a scrub or a comparison of tables, so that it has no launch more.
-            if not self._tables.took_turn() or self.captured:
-                self.scrub.run(self.captured)
+        # A forward has either a scrub or a comparison of tables, so that it has no launch more.
+        if not self._tables.took_turn() or self.captured:
+            self.scrub.run(self.captured)
         if beside and side is not None:
             # The rest of the view was read by the check alone, which is done.
             side.reads(
@@ -104,12 +114,9 @@ class Recorder:
             )  # fmt: skip
 
     def _fingerprint_and_record(self, state: RegionState, view: BatchView, table: SlotTable) -> None:
-        """What the forward has written to one region."""
+        """What the forward has written to one region, with what comes between the two ops."""
         proof, backend = self._workspace.proof, self._backend
         looks = proof.looks and not self.captured
-        if not looks and not self._stores.on:
-            backend.fingerprint_record(state, view, table)
-            return
         first = proof.writes(state, view) if looks else None
         backend.fingerprint(state, view, table)
         self._stores.compare(state, view, table)

@@ -84,8 +84,9 @@ class Pace:
         """Whether there is never anything to scrub."""
         return not self.budget.share and not self.budget.step_bytes
 
-    def step(self) -> None:
-        """A forward ended now. A pause of over a second is the engine idling, not a forward."""
+    def step(self) -> float:
+        """A forward ended now, which is the answer, in seconds of `time.perf_counter`. A pause of over a second is the
+        engine idling, not a forward."""
         now = time.perf_counter()
         if self._last is None:
             self.busy_s += self._average_s
@@ -95,10 +96,12 @@ class Pace:
             self._step_s = min(took, self._average_s)
             self.busy_s += took
         self._last = now
+        return now
 
-    def pause(self) -> None:
-        """The engine idles: the time until the next forward is none."""
+    def pause(self) -> float:
+        """The engine idles: the time until the next forward is none. Gives what it is now, as `step`."""
         self._last = None
+        return time.perf_counter()
 
     @property
     def average_s(self) -> float:
@@ -260,22 +263,17 @@ class Scrub:
     def run(self, captured: bool) -> None:
         """After a forward: scrubs, if it is its turn or ``captured``, since a graph's launches are always the same. May
         be captured."""
-        if self._pace.off:
-            return
         self._since += 1
-        if self._since < self._forwards and not captured:
+        if (self._since < self._forwards and not captured) or self._pace.off:
             return
         self._since = 0
         for stretch in self.stretches:
             if stretch.state.readable:
                 self._backend.scrub(stretch.state)
 
-    def step(self, idle: bool) -> None:
-        """Host only. A forward ended now, or the engine idles."""
-        if idle:
-            self._pace.pause()
-        else:
-            self._pace.step()
+    def step(self, idle: bool) -> float:
+        """Host only. A forward ended now, which is the answer (`time.perf_counter`), or the engine idles."""
+        return self._pace.pause() if idle else self._pace.step()
 
     def observe(self, counters: Sequence[int]) -> None:
         """Host only. The counters that a read brought, with the gauges behind them."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from canary_core.runtime.streams import LeanEvent, capturing, current, make_current
+from canary_core.runtime.streams import LeanEvent, capturing, current_of, make_current
 
 LOOKED_AFTER, MOST_KEPT = 4, 16
 """Forwards whose tensors are kept before the device is asked for the first time whether it is done with them, and at
@@ -21,6 +21,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._current = current_of(device)
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._begun, self._done, self._ready = LeanEvent(), LeanEvent(), LeanEvent()
         self._postponed: list[tuple[torch.cuda.Stream, Callable[[], None]]] = []
@@ -28,6 +29,8 @@ class SideStream:
         self._kept: list[tuple[Tensor | None, ...]] = []
         self._main = self._stream
         self._depth = 0
+        self.inside = False
+        """Whether what is issued now is issued there."""
         self._marked = False
         self.open = False
         """Whether something was issued there that not everybody waits for yet."""
@@ -36,7 +39,8 @@ class SideStream:
         self._depth += 1
         if self._depth > 1:
             return
-        self._main = current(self._device)
+        self.inside = True
+        self._main = self._current()
         if not self._marked:
             self._begun.record(self._main)
             self._begun.wait(self._stream)
@@ -47,12 +51,13 @@ class SideStream:
         self._depth -= 1
         if not self._depth:
             make_current(self._main)
+            self.inside = False
             self.open = True
 
     def mark(self) -> None:
         """What is issued next on this stream waits for what the current one has to do by now, and for nothing after; so
         does what was postponed, which `issue_postponed` issues first."""
-        self._begun.record(current(self._device))
+        self._begun.record(self._current())
         self._begun.wait(self._stream)
         self._marked = True
 
@@ -64,19 +69,22 @@ class SideStream:
         """``issue`` issues work that comes after what the current stream, the forwards', has to do by now: not yet, but
         at `issue_postponed` or the next `join`, whichever is first. Kernels of a sampler that were to start beside it
         would share processors with it and take twice as long, and nobody waits for it before the next forward."""
-        self._postponed.append((current(self._device), issue))
+        self._postponed.append((self._current(), issue))
         self.open = True
 
     def issue_postponed(self) -> None:
         """What was postponed is issued now, to run after what the current stream has to do by now, or after the last
         `mark`, which goes on to hold. Not captured."""
-        if not self._postponed or capturing(self._device):
+        if not self._postponed:
+            return
+        marked = self._marked
+        # Nobody marks while a graph is captured.
+        if not marked and capturing(self._device):
             return
         stream, issue = self._postponed.pop()
-        if stream is not current(self._device):
+        if stream is not self._current():
             self._ready.record(stream)
             self._ready.wait(self._stream)
-        marked = self._marked
         with self:
             issue()
         self._marked = marked
@@ -90,7 +98,7 @@ class SideStream:
     def join(self, for_good: bool = False) -> None:
         """What the current stream does from now on comes after what was issued here. ``for_good``: so does all that is
         issued from now on, on any stream that matters."""
-        if not self.open or self._depth:
+        if not self.open or self.inside:
             # Within itself, what is issued comes after what was issued before anyway.
             return
         self.issue_postponed()
@@ -99,7 +107,7 @@ class SideStream:
             if for_good and self._read:
                 self._let_go()
             self._done.record(self._stream)
-            self._done.wait(current(self._device))
+            self._done.wait(self._current())
         if for_good:
             self.open = False
 
@@ -119,4 +127,4 @@ class SideStream:
     def follow(self) -> None:
         """What the current stream does from now on comes after what was issued here before the last `join`, whoever
         called that."""
-        self._done.wait(current(self._device))
+        self._done.wait(self._current())

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-_streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
-
 
 @cache
 def _on_gpu(device: torch.device) -> bool:
@@ -41,11 +39,23 @@ def current_handle(device: torch.device) -> int:
 
 def current(device: torch.device) -> torch.cuda.Stream:
     """The current stream of a GPU: `torch.cuda.current_stream` at a tenth of its cost."""
-    key = (device.index, current_handle(device))
-    known = _streams.get(key)
-    if known is None:
-        known = _streams[key] = torch.cuda.current_stream(device)
-    return known
+    return current_of(device)()
+
+
+@cache
+def current_of(device: torch.device) -> Callable[[], torch.cuda.Stream]:
+    """`current`, for whoever asks for the same device again and again."""
+    handle_of, index = torch._C._cuda_getCurrentRawStream, 0 if device.index is None else device.index
+    streams: dict[int, torch.cuda.Stream] = {}
+
+    def current() -> torch.cuda.Stream:
+        handle = handle_of(index)
+        known = streams.get(handle)
+        if known is None:
+            known = streams[handle] = torch.cuda.current_stream(device)
+        return known
+
+    return current
 
 
 def make_current(stream: torch.cuda.Stream) -> None:

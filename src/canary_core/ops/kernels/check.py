@@ -101,10 +101,10 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     if launcher is None:
         tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
         options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
-        fixed = (region_arguments(state), sample_arguments(state))
-        launcher = Launcher(check_kernel, state, fixed, launches.constants._asdict() | tile, **options)
+        fixed, columns = (region_arguments(state), sample_arguments(state)), programs(state, PROGRAMS_PER_PROCESSOR)
+        launcher = Launcher(check_kernel, state, fixed, launches.constants._asdict() | tile, columns, **options)
         launches.by_op["check"] = launcher
-    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+    launcher((launcher.columns, 1), given)
 
 
 @jit(*VARYING)

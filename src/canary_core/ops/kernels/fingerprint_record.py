@@ -39,24 +39,25 @@ def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -
     """As `canary_core.ops.reference.fingerprint_record.fingerprint_record`. One launch, and one more for each source
     group but the first; where the forward wrote much, or slots are long, those of both ops. May be captured."""
     groups = state.sources.groups
-    little = 0 < batch.tokens <= FEW_TOKENS and batch.rows <= FEW_ROWS
-    if not (little and groups) or is_long(state, groups[0]):
-        fingerprint(state, batch, table)
-        record(state, batch, table)
-        return
-    first = groups[0]
     given, launches = batch_arguments(state, batch, table)
-    launcher = launches.by_op.get("fingerprint_record")
+    little = 0 < batch.tokens <= FEW_TOKENS and batch.rows <= FEW_ROWS
+    launcher = launches.by_op.get("fingerprint_record") if little else None
     if launcher is None:
+        if not (little and groups) or is_long(state, groups[0]):
+            fingerprint(state, batch, table)
+            record(state, batch, table)
+            return
+        first = groups[0]
         every = launches.constants._asdict() | {"TILE": TILE} | constants(first.shapes, WRITE_TILE, len(first.columns))
         fixed = (
             region_arguments(state), sample_arguments(state), history_arguments(state), source_arguments(state, first),
             arguments(state.judged_nulls),
         )  # fmt: skip
-        launcher = Launcher(fingerprint_record_kernel, state, fixed, every, num_warps=WRITE_TILE.warps)
+        columns = len(first.columns) + RECORDING.value
+        launcher = Launcher(fingerprint_record_kernel, state, fixed, every, columns, num_warps=WRITE_TILE.warps)
         launches.by_op["fingerprint_record"] = launcher
     tiles = -(-batch.tokens // WRITE_TILE.slots) + (state.judged_nulls > 0)
-    launcher((len(first.columns) + RECORDING.value, tiles), given)
+    launcher((launcher.columns, tiles), given)
     if len(groups) > 1:
         for launch in written_launches(state)[1:]:
             fingerprint_group(state, batch, launch)

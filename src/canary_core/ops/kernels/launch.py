@@ -101,14 +101,21 @@ def joined(first: Arguments, second: Arguments) -> Arguments:
 
 class Launcher:
     """One kernel for one region, with all that stays the same from forward to forward: its first arguments, its
-    compile-time constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``."""
+    compile-time constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``.
 
-    __slots__ = ("_compiled", "_compiling", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw", "_unread")
+    columns: programs in the grid's first dimension, where they are always as many."""
+
+    __slots__ = (
+        "_compiled", "_compiling", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw", "_unread",
+        "columns",
+    )  # fmt: skip
 
     def __init__(
-        self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, Any], **options: int
-    ) -> None:
+        self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, Any],
+        columns: int = 0, **options: int,
+    ) -> None:  # fmt: skip
         self._kernel = kernel
+        self.columns = columns
         self._fixed = tuple(value for part in fixed for value in part.objects)
         self._raw = tuple(value for part in fixed for value in part.raw)
         self._constants = constants
@@ -262,9 +269,10 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
     writes, slot_map, expected = table.write_slots, state.region.slot_map, batch.expected_tokens
     if expected is not None and expected.numel() == 0:
         expected = None
+    width, stride, extent = table.bounds
     values = (
-        *((0, 0) if expected is None else (expected.shape[1], expected.stride(0))), *table.bounds,
-        0 if slot_map is None else slot_map.shape[0], 0 if writes is None else writes.shape[0], batch.rows,
+        0 if expected is None else expected.shape[1], 0 if expected is None else expected.stride(0), width, stride,
+        extent, 0 if slot_map is None else slot_map.shape[0], 0 if writes is None else writes.shape[0], batch.rows,
         batch.tokens,
     )  # fmt: skip
     numbers = last.numbers if last is not None and last.numbers.objects == values else arguments(*values)

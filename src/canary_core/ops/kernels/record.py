@@ -60,9 +60,10 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     if launcher is None:
         every = launches.constants._asdict() | {"TILE": TILE}
         fixed = (region_arguments(state), sample_arguments(state), history_arguments(state))
-        launcher = Launcher(record_kernel, state, fixed, every, num_warps=WARPS)
+        columns = programs(state, PROGRAMS_PER_PROCESSOR)
+        launcher = Launcher(record_kernel, state, fixed, every, columns, num_warps=WARPS)
         launches.by_op["record"] = launcher
-    launcher((programs(state, PROGRAMS_PER_PROCESSOR), 1), given)
+    launcher((launcher.columns, 1), given)
 
 
 @jit(*VARYING)
