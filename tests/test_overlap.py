@@ -49,7 +49,7 @@ class Side:
         if self._postponed:
             self._postponed.pop()()
 
-    def join(self, for_good: bool = False) -> None:
+    def join(self, for_good: bool = False, live: bool = False) -> None:
         if not self.open or self.inside:
             return
         self.issue_postponed()

@@ -22,8 +22,9 @@ class Overlap(Enum):
     no rejected drafts. Until the next forward has ended, nobody writes to the lengths, tokens and writers of a view;
     `StepListener.begin` writes to none, and reads no records before `Step.join`."""
 
-    def allows(self, other: "Overlap") -> bool:
-        """Whether it allows all that ``other`` does."""
-        # `value` is a function call, and this is asked several times a forward.
-        allowed: bool = self._value_ >= other._value_
-        return allowed
+    def __init__(self, degree: int) -> None:
+        # Asked several times a forward, so they are no functions.
+        self.beside_next = degree >= 3
+        """Whether it allows all that `NEXT` does."""
+        self.after_forward = degree >= 2
+        """Whether it allows all that `ALL` does."""

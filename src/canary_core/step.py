@@ -266,7 +266,7 @@ class Step:
 
     def _may_issue_first(self, overlap: Overlap) -> bool:
         """Whether a forward may be issued before the host works for Canary."""
-        if not overlap.allows(Overlap.ALL) or self._workspace.side is None:
+        if not overlap.after_forward or self._workspace.side is None:
             return False
         if self._recorder.captured or self._audit.due or self.stores.on or capturing(self._workspace.device):
             return False
@@ -275,7 +275,7 @@ class Step:
     def _may_go_on(self, overlap: Overlap) -> bool:
         """Whether a forward need not wait for the record of the one before, which reads the bytes that this one has
         written, if it is issued first."""
-        return overlap.allows(Overlap.NEXT) and not self._recorder.much and self._workspace.queue.frees_nothing
+        return overlap.beside_next and not self._recorder.much and self._workspace.queue.frees_nothing
 
     def beside(self) -> AbstractContextManager[None]:
         """What is issued within comes after what the forwards' stream had to do at `issues_first`, not after the
@@ -414,14 +414,15 @@ class Step:
     def _record(self, view: BatchView) -> None:
         workspace, hooks = self._workspace, self._hooks
         hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
-        beside = self._overlap.allows(Overlap.ALL) and not (hooked or self._recorder.captured)
+        beside = self._overlap.after_forward and not (hooked or self._recorder.captured)
         # The check is done before the engine does anything more: it may write to what that reads.
-        workspace.join(for_good=not beside)
+        if workspace.side is not None:
+            workspace.side.join(for_good=not beside, live=beside)
         if hooked:
             hooks.canary_post_forward(canary=self._canary, batch=view)
         # One that is measured, or audited, is issued at once.
         at_once = self.overhead.due or self._audit.due or self.stores.on
-        self._recorder.record(view, beside, late=self._overlap.allows(Overlap.NEXT) and not at_once)
+        self._recorder.record(view, beside, late=self._overlap.beside_next and not at_once)
         if hooked:
             hooks.canary_recorded(canary=self._canary, batch=view)
         if self.forwards - self._ended_forwards == UNENDED_FORWARDS and not self.captured:

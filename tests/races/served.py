@@ -106,7 +106,7 @@ class Served:
             self._between_brackets(batch, view)
         else:
             self.canary.step.run(lambda: self._compute(batch), view, overlap=self.overlap)
-        if not self.overlap.allows(Overlap.ALL):
+        if not self.overlap.after_forward:
             self._move()
         with self.device.on(self.scheduler):
             self.canary.step.follow_check()

@@ -95,15 +95,16 @@ class SideStream:
         it is given up."""
         self._read.append(tensors)
 
-    def join(self, for_good: bool = False) -> None:
+    def join(self, for_good: bool = False, live: bool = False) -> None:
         """What the current stream does from now on comes after what was issued here. ``for_good``: so does all that is
-        issued from now on, on any stream that matters."""
+        issued from now on, on any stream that matters. ``live``: no graph is captured, as the caller knows."""
         if not self.open or self.inside:
             # Within itself, what is issued comes after what was issued before anyway.
             return
-        self.issue_postponed()
+        if self._postponed:
+            self.issue_postponed()
         # Whoever captures has waited for the device before, and may not wait for what lies outside of the graph.
-        if not capturing(self._device):
+        if live or not capturing(self._device):
             if for_good and self._read:
                 self._let_go()
             self._done.record(self._stream)
