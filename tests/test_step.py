@@ -21,7 +21,7 @@ from canary_core import (
     hookimpl,
 )
 from canary_core.records import POSITION, STATES, TOKEN, Counter
-from canary_core.step import IDLE_READ_S
+from canary_core.reporting.read_times import IDLE_READ_S
 
 BATCH = object()
 """The engine's own, which only listeners look at."""
@@ -572,7 +572,7 @@ def test_a_flush_leaves_no_slot_with_anything(served):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """What `idle` takes for the time: ``clock.now``."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("canary_core.step.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("canary_core.reporting.read_times.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -619,7 +619,7 @@ class Late:
     def __init__(self) -> None:
         self.guarded = Guarded(stats_interval=3)
         # On a CPU every step is read, whatever the settings say.
-        self.guarded.canary.step._read_interval = 4
+        self.guarded.canary.step._reads_at._forwards = 4
         self.request = self.guarded.submit(tokens=20)
 
     @property

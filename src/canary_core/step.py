@@ -1,6 +1,5 @@
 """`Step`: owns one step of the engine, from the first look at a batch to the report of what was found."""
 
-import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -15,6 +14,7 @@ from canary_core.overlap import Overlap
 from canary_core.pause import Pause
 from canary_core.records import Clock
 from canary_core.reporting.findings import Findings
+from canary_core.reporting.read_times import ReadTimes
 from canary_core.runtime.overhead import Overhead
 from canary_core.runtime.recorder import Recorder
 from canary_core.runtime.store_check import StoreCheck
@@ -29,13 +29,6 @@ Output = TypeVar("Output")
 
 UNENDED_FORWARDS = 1024
 """Forwards without an `Step.end`, after which it counts as forgotten: nothing that they find is told."""
-
-READ_S = 0.02
-"""Least time between two reads of the findings, where not every forward is read: a read takes the host as long as the
-hooks of half a forward, and forwards may be short."""
-
-IDLE_READ_S = 0.5
-"""Least time between two reads of the findings while the engine idles: it may poll without a pause."""
 
 
 class Facade(Protocol):
@@ -120,12 +113,8 @@ class Step:
         self.last_view: BatchView | None = None
         """Of the last forward that was checked."""
         self._overlap = Overlap.NONE
-        self._read_interval = config.read_interval
-        if workspace.device.type == "cpu" or config.mode == "raise":
-            self._read_interval = 1
-        self._read_s = 0.0 if self._read_interval == 1 else READ_S
+        self._reads_at = ReadTimes(config, workspace.device)
         self._ended_forwards = 0
-        self._last_read = self._idle_read = 0.0
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
@@ -478,7 +467,7 @@ class Step:
 
         Raises `ViolationError` with the first finding in raise mode.
         """
-        if not self._switch.enabled or (self._pause.missed and not self._read_is_due()):
+        if not self._switch.enabled or (self._pause.missed and not self._reads_at.due_idle()):
             return
         measured = self.overhead.due
         if measured:
@@ -495,8 +484,7 @@ class Step:
             if workspace.side is not None:
                 workspace.side.unmark()
             now = self.scrub.step(idle)
-            if idle or (self.ends % self._read_interval == 0 and now - self._last_read >= self._read_s):
-                self._last_read = now
+            if idle or self._reads_at.due(self.ends, now):
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
@@ -544,18 +532,10 @@ class Step:
         if not self._switch.enabled:
             return
         self._listeners.idle()
-        if self._read_is_due():
+        if self._reads_at.due_idle():
             # With nothing in flight this stream does for what would wait for the next forward.
             self._slots.settle()
             self.end()
-
-    def _read_is_due(self) -> bool:
-        """Whether the counters may be read once more while no forward is checked."""
-        now = time.monotonic()
-        if now - self._idle_read < IDLE_READ_S:
-            return False
-        self._idle_read = now
-        return True
 
     def close(self) -> None:
         """Closes the listeners: Canary is off. Again: does nothing."""

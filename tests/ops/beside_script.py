@@ -41,7 +41,7 @@ def main() -> None:
     told["again"] = launch.compile_beside(launches, []) is not None
     # As `torch.compile` does.
     os.environ[CACHE_VARIABLE] += "/another"
-    launch._together.set([])
+    launch._instead.set(launch.Launcher.warm_up)
     with process.same_cache():
         launches()
     told |= {"hits": sum(hits), "misses": len(hits) - sum(hits), "put_back": os.environ[CACHE_VARIABLE][-8:]}

@@ -54,7 +54,7 @@ class Served:
         self.kept: list[Tensor] = []
         monkeypatch.setattr(self.side, "reads", lambda *read: self.kept.extend(t for t in read if t is not None))
         # As on a GPU, where not every forward is read.
-        self.canary.step._read_interval = 4
+        self.canary.step._reads_at._forwards = 4
         self._random = random.Random(1)
         self._last: BatchView | None = None
         self.computed = 0

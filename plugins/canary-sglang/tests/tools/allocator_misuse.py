@@ -158,7 +158,7 @@ def misuse_idle(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     engine.told.violations = []
     for _ in range(2):
         # Not by the scheduler, whose own check would end the process; and as if time had passed.
-        engine.session.canary.step._idle_read = 0.0
+        engine.session.canary.step._reads_at._last_idle = 0.0
         engine.session.canary.step.idle()
     return {"slots": slots.tolist(), "violations": [v.fields() for v in engine.told.violations]}
 

@@ -52,10 +52,11 @@ MOST_COMPILERS = 8
 """Threads that compile at a time: the rest of the machine is the engine's."""
 
 _kinds: dict[tuple[Any, ...], int] = {}
-_together: ContextVar[list[tuple[int | None, Any]] | None] = ContextVar("_together", default=None)
-"""Within `compile_together`: the kernels that were met so far, with their devices. Other threads launch meanwhile."""
-_jobs: ContextVar[dict[str, CompileJob] | None] = ContextVar("_jobs", default=None)
-"""Within `compile_beside`: what would have been compiled so far, by name."""
+_instead: ContextVar["Callable[[Launcher, tuple[int, int], Arguments], object] | None"] = ContextVar(
+    "_instead", default=None
+)
+"""Within `compile_together` and `compile_beside`: what is done with a kernel that is not compiled yet, in place of a
+launch. Other threads launch meanwhile."""
 _compiling = threading.RLock()
 """Held by who compiles and loads kernels that somebody else may be about to launch."""
 
@@ -103,18 +104,18 @@ class Launcher:
     """One kernel for one region, with all that stays the same from forward to forward: its first arguments, its
     compile-time constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``.
 
-    columns: programs in the grid's first dimension, where they are always as many."""
+    device: index of the GPU, None on a CPU. columns: programs in the grid's first dimension, where they are always as
+    many."""
 
     __slots__ = (
-        "_compiled", "_compiling", "_constants", "_device", "_fixed", "_kernel", "_options", "_raw", "_unread",
-        "columns",
+        "_compiled", "_compiling", "_constants", "_fixed", "_options", "_raw", "_unread", "columns", "device", "kernel",
     )  # fmt: skip
 
     def __init__(
         self, kernel: Any, state: RegionState, fixed: tuple[Arguments, ...], constants: dict[str, Any],
         columns: int = 0, **options: int,
     ) -> None:  # fmt: skip
-        self._kernel = kernel
+        self.kernel = kernel
         self.columns = columns
         self._fixed = tuple(value for part in fixed for value in part.objects)
         self._raw = tuple(value for part in fixed for value in part.raw)
@@ -122,7 +123,7 @@ class Launcher:
         # A compiled kernel wants something in the place of each constant and looks at none.
         self._unread = (None,) * len(constants)
         self._options = options
-        self._device = state.records.device.index
+        self.device = state.records.device.index
         self._compiled: dict[int, Any] = {}
         self._compiling: dict[int, threading.Thread] = {}
 
@@ -139,38 +140,33 @@ class Launcher:
         return not thread.is_alive()
 
     def _compile(self, grid: tuple[int, int], given: Arguments) -> None:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
         # An error comes again with the launch, where it is told.
         with suppress(Exception):
-            self._warm_up(grid, given)
+            self.warm_up(grid, given)
 
-    def _warm_up(self, grid: tuple[int, int], given: Arguments) -> Any:
+    def warm_up(self, grid: tuple[int, int], given: Arguments) -> Any:
         """The kernel, compiled and not launched."""
-        return self._kernel.warmup(*self._fixed, *given.objects, **self._constants, **self._options, grid=grid)
+        return self.kernel.warmup(*self._fixed, *given.objects, **self._constants, **self._options, grid=grid)
 
     def __call__(self, grid: tuple[int, int], given: Arguments = NO_ARGUMENTS) -> None:
         """Launches on the current stream with ``given`` after the fixed arguments. Never reads back, never allocates
         device memory; compiles when it meets arguments of a new kind."""
         compiled = self._compiled.get(given.kind)
         if compiled is None:
-            jobs, together = _jobs.get(), _together.get()
-            if jobs is not None:
-                job = job_of(self._kernel, partial(self._warm_up, grid, given))
-                if job is not None:
-                    jobs[job.key] = job
-                return
-            if together is not None:
-                together.append((self._device, self._warm_up(grid, given)))
+            instead = _instead.get()
+            if instead is not None:
+                instead(self, grid, given)
                 return
             with _compiling:
-                compiled = self._kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
+                compiled = self.kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
             if compiled is not None:
                 self._compiled[given.kind] = (*_launch_of(compiled), compiled.function, _current_stream())
             return
         launch, head, function, stream = compiled
-        launch(grid[0], grid[1], 1, stream(self._device), function, *head, *self._raw, *given.raw, *self._unread)
+        launch(grid[0], grid[1], 1, stream(self.device), function, *head, *self._raw, *given.raw, *self._unread)
 
 
 def _launch_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -194,7 +190,7 @@ def compile_together(launches: Callable[[], None]) -> None:
 
     def collect() -> None:
         found: list[tuple[int | None, Any]] = []
-        _together.set(found)
+        _instead.set(lambda launcher, grid, given: found.append((launcher.device, launcher.warm_up(grid, given))))
         with _compiling, ThreadPoolExecutor(MOST_COMPILERS) as threads, mode(threads):
             launches()
             # Behind all that compiles in the same threads, so a kernel is made ready while others still compile.
@@ -234,7 +230,13 @@ def compile_beside(launches: Callable[[], None], running: Sequence[CompileProces
 def _jobs_of(launches: Callable[[], None]) -> dict[str, CompileJob]:
     """By name, in the order of ``launches``. What it says of the next launches is for a context of its own."""
     jobs: dict[str, CompileJob] = {}
-    _jobs.set(jobs)
+
+    def note(launcher: Launcher, grid: tuple[int, int], given: Arguments) -> None:
+        job = job_of(launcher.kernel, partial(launcher.warm_up, grid, given))
+        if job is not None:
+            jobs[job.key] = job
+
+    _instead.set(note)
     with _compiling:
         launches()
     return jobs
