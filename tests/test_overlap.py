@@ -34,6 +34,7 @@ class Side:
 
     def mark(self) -> None:
         self.calls.append("mark")
+        self.issue_postponed()
 
     def unmark(self) -> None:
         pass

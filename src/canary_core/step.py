@@ -225,7 +225,7 @@ class Step:
     def _begin(self, batch: Any, overlap: Overlap) -> None:
         """For the listeners, where there are any."""
         with self._switch.guard("begin_forward"):
-            if not self._may_go_on(overlap):
+            if not (overlap.beside_next and self._may_go_on()):
                 # A listener may write to the tensors of the view before.
                 self._workspace.join(for_good=True)
         self._listeners.begin(batch)
@@ -240,31 +240,29 @@ class Step:
             return False
         workspace = self._workspace
         try:
-            issued_first = self._may_issue_first(overlap)
-            if not (issued_first and self._may_go_on(overlap)):
+            issued_first = overlap.after_forward and self._may_issue_first()
+            if not (issued_first and overlap.beside_next and self._may_go_on()):
                 # A view may be made in the tensors of the one before.
                 workspace.join(for_good=True)
                 workspace.queue.joined()
             if issued_first and workspace.side is not None:
                 workspace.side.mark()
-                workspace.side.issue_postponed()
         except Exception as error:
             self._switch.fail("issues_first", error)
             return False
         return issued_first
 
-    def _may_issue_first(self, overlap: Overlap) -> bool:
-        """Whether a forward may be issued before the host works for Canary."""
-        if not overlap.after_forward or self._workspace.side is None:
+    def _may_issue_first(self) -> bool:
+        """Whether a forward that allows it may be issued before the host works for Canary."""
+        if self._workspace.side is None or self._recorder.captured or self._audit.due or self.stores.on:
             return False
-        if self._recorder.captured or self._audit.due or self.stores.on or capturing(self._workspace.device):
-            return False
-        return not (self._reads or self._hooks.canary_pre_forward.get_hookimpls())
+        hooked = self._reads or self._hooks.canary_pre_forward.get_hookimpls()
+        return not (hooked or capturing(self._workspace.device))
 
-    def _may_go_on(self, overlap: Overlap) -> bool:
-        """Whether a forward need not wait for the record of the one before, which reads the bytes that this one has
-        written, if it is issued first."""
-        return overlap.beside_next and not self._recorder.much and self._workspace.queue.frees_nothing
+    def _may_go_on(self) -> bool:
+        """Whether a forward that allows it need not wait for the record of the one before, which reads the bytes that
+        this one has written, if it is issued first."""
+        return not self._recorder.much and self._workspace.queue.frees_nothing
 
     def beside(self) -> AbstractContextManager[None]:
         """What is issued within comes after what the forwards' stream had to do at `issues_first`, not after the
@@ -322,7 +320,7 @@ class Step:
             self._view = self.last_view = view
             self._canary.sampled.begin()
             self._overlap = overlap
-            compared = recorder.begin(view)
+            compared = recorder.begin(view) if recorder.decides else ()
             for name in view.tables:
                 self._states[name].require_capacity(view)
             if issued_first and not measured:
@@ -483,7 +481,7 @@ class Step:
             self._ended_forwards = self.forwards
             if workspace.side is not None:
                 workspace.side.unmark()
-            now = self.scrub.step(idle)
+            now = self.scrub.pace.pause() if idle else self.scrub.pace.step()
             if idle or self._reads_at.due(self.ends, now):
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.
                 with workspace.beside(workspace.side is not None and workspace.side.open):
@@ -509,7 +507,8 @@ class Step:
         finally:
             if measured:
                 self.overhead.leave()
-        self._audit.judge()
+        if self._audit.problems:
+            self._audit.judge()
         if self._switch.raises:
             self._findings.raise_first()
 

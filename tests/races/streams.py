@@ -1,7 +1,7 @@
 """A pretended device with streams and events. Nothing runs beside anything here; each stream only knows what its work
 comes after, as the events say that it waited for."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -74,13 +74,16 @@ class Device:
     def side_stream(self, monkeypatch: pytest.MonkeyPatch) -> side_stream.SideStream:
         """Canary's own, unchanged, on this device."""
 
-        def become(stream: Stream) -> None:
-            self.now = stream
+        def switch_to(stream: Stream) -> Callable[[], None]:
+            def switch() -> None:
+                self.now = stream
 
+            return switch
+
+        monkeypatch.setattr(side_stream, "switch_to", switch_to)
         with monkeypatch.context() as made:
             made.setattr(torch.cuda, "Stream", lambda *args, **kwargs: self.stream("side"))
             made.setattr(side_stream, "LeanEvent", Event)
             made.setattr(side_stream, "current_of", lambda device: lambda: self.now)
             side = side_stream.SideStream(torch.device("cpu"))
-        monkeypatch.setattr(side_stream, "make_current", become)
         return side

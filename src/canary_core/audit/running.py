@@ -35,7 +35,8 @@ class RunningAudit:
         """Whether a forward is being audited."""
         self._began = 0.0
         self._told = False
-        self._problems: tuple[str, ...] = ()
+        self.problems: tuple[str, ...] = ()
+        """What failed, until `judge` is called."""
         self._looked = 0.0
         self._arriving: dict[str, list[Tensor | None]] = {}
         self.results: list[Footprint] = []
@@ -164,14 +165,13 @@ class RunningAudit:
     def judge(self) -> None:
         """Between forwards: what follows from a failed audit, once. Raises `AttachError` in raise mode; in log mode it
         switches Canary off where the engine is newer than its plugin was tested with."""
-        if self._problems:
-            problems, self._problems = self._problems, ()
-            self._switch.audit_failed(problems)
+        problems, self.problems = self.problems, ()
+        self._switch.audit_failed(problems)
 
     def _fail(self, result: Footprint) -> None:
         fields = {"problems": list(result.problems), **self._totals(), "unchanged": result.unchanged}
         self._told = True
-        self._problems = tuple(f"forward {len(self.results)}: {problem}" for problem in result.problems)
+        self.problems = tuple(f"forward {len(self.results)}: {problem}" for problem in result.problems)
         self._switch.tell(Event("audit_failed", "error", fields))
         self._stop()
 

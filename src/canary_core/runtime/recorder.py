@@ -37,8 +37,8 @@ class Recorder:
         self._backend = workspace.backend
         self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
         compares = any(state.reads for state in self._states.values())
-        # Then no schedule has anything to decide.
-        self._always = all(schedule.always for schedule in self._schedules.values()) and not compares
+        self.decides = compares or not all(schedule.always for schedule in self._schedules.values())
+        """Whether `begin` has anything to decide: else each forward is fingerprinted, and nothing compared before."""
         self._token_bytes = sum(s.sources.slot_bytes / s.region.tokens_per_slot for s in self._states.values())
         self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
         """The slow walk over all slots."""
@@ -50,8 +50,6 @@ class Recorder:
     def begin(self, view: BatchView) -> list[str]:
         """Host only. A forward of ``view`` will be recorded; gives the regions whose bytes are compared before it, see
         `FingerprintSchedule`."""
-        if self._always:
-            return []
         # Each region's schedule counts the forward, whether or not it compares bytes.
         return [
             name
@@ -105,7 +103,7 @@ class Recorder:
         if self._stores.on:
             self._stores.end(compared=not carried)
         # A forward has either a scrub or a comparison of tables, so that it has no launch more.
-        if not self._tables.took_turn() or self.captured:
+        if self.captured or not (self._tables.launched and self._tables.took_turn()):
             self.scrub.run(self.captured)
         if beside and side is not None:
             # The rest of the view was read by the check alone, which is done.

@@ -233,7 +233,8 @@ class Scrub:
         self._backend = backend
         guarded = (stretch.state for stretch in self.stretches)
         launches = sum(len(state.sources.groups) for state in guarded if state.records.device.type != "cpu")
-        self._pace = Pace(budget, 0.0, LAUNCH_S * launches)
+        self.pace = Pace(budget, 0.0, LAUNCH_S * launches)
+        """Is told how forwards follow each other."""
         self._forwards = 1
         self._since = 0
         self.started = False
@@ -242,52 +243,48 @@ class Scrub:
     def start(self) -> None:
         """Fingerprints all slots, and measures the scrub's speed. Never captured."""
         self.started = True
-        self._pace.bytes_per_s = self._baseline()
+        self.pace.bytes_per_s = self._baseline()
         # A graph may be captured before the first forward ends, and a scrub that it lacks would be lacking for good.
         self.adjust(captured=False)
 
     @property
     def step_s(self) -> float | None:
         """Seconds of a step of the engine now; None until it is known."""
-        return self._pace.step_s
+        return self.pace.step_s
 
     @property
     def budget(self) -> ScrubBudget:
         """May be set while nothing is captured; takes effect with the next `adjust`."""
-        return self._pace.budget
+        return self.pace.budget
 
     @budget.setter
     def budget(self, budget: ScrubBudget) -> None:
-        self._pace.budget = budget
+        self.pace.budget = budget
 
     def run(self, captured: bool) -> None:
         """After a forward: scrubs, if it is its turn or ``captured``, since a graph's launches are always the same. May
         be captured."""
         self._since += 1
-        if (self._since < self._forwards and not captured) or self._pace.off:
+        if (self._since < self._forwards and not captured) or self.pace.off:
             return
         self._since = 0
         for stretch in self.stretches:
             if stretch.state.readable:
                 self._backend.scrub(stretch.state)
 
-    def step(self, idle: bool) -> float:
-        """Host only. A forward ended now, which is the answer (`time.perf_counter`), or the engine idles."""
-        return self._pace.pause() if idle else self._pace.step()
-
     def observe(self, counters: Sequence[int]) -> None:
         """Host only. The counters that a read brought, with the gauges behind them."""
         for stretch in self.stretches:
             gauges = counters[COUNTERS + stretch.state.index * GAUGES :][:GAUGES]
-            stretch.progress.add(self._pace.busy_s, gauges)
+            stretch.progress.add(self.pace.busy_s, gauges)
 
     def adjust(self, captured: bool) -> None:
         """Host only. Sets after how many forwards the next scrubs come, and how many slots they compare."""
-        if self._pace.off:
+        if self.pace.off:
             return
-        self._forwards = 1 if captured else self._pace.forwards
-        scrub_bytes = self._pace.scrub_bytes(self._forwards)
-        between_s = self._forwards * self._pace.average_s
+        self._forwards = 1 if captured else self.pace.forwards
+        scrub_bytes = self.pace.scrub_bytes(self._forwards)
+        between_s = self._forwards * self.pace.average_s
         weights = [self._written_bytes(stretch) or stretch.state.pool_bytes for stretch in self.stretches]
         for stretch, weight in zip(self.stretches, weights, strict=True):
             slots = int(scrub_bytes * weight / sum(weights) / stretch.state.sources.slot_bytes)
@@ -301,7 +298,7 @@ class Scrub:
             budget_bytes = stretch.slots * stretch.state.sources.slot_bytes
             written_bytes = self._written_bytes(stretch)
             scrub_bytes += budget_bytes if written_bytes is None else min(budget_bytes, written_bytes)
-        share = None if self._pace.off else self._pace.share(scrub_bytes, self._forwards)
+        share = None if self.pace.off else self.pace.share(scrub_bytes, self._forwards)
         if share is not None:
             told["scrub_share"] = share
         rounds = [(s.progress.running.last, s.progress.parked.last) for s in self.stretches]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from canary_core.runtime.streams import LeanEvent, capturing, current_of, make_current
+from canary_core.runtime.streams import LeanEvent, capturing, current_of, switch_to
 
 LOOKED_AFTER, MOST_KEPT = 4, 16
 """Forwards whose tensors are kept before the device is asked for the first time whether it is done with them, and at
@@ -28,6 +28,7 @@ class SideStream:
         self._read: list[tuple[Tensor | None, ...]] = []
         self._kept: list[tuple[Tensor | None, ...]] = []
         self._main = self._stream
+        self._to_side = self._to_main = switch_to(self._stream)
         self._depth = 0
         self.inside = False
         """Whether what is issued now is issued there."""
@@ -40,26 +41,30 @@ class SideStream:
         if self._depth > 1:
             return
         self.inside = True
-        self._main = self._current()
+        main = self._current()
+        if main is not self._main:
+            self._main, self._to_main = main, switch_to(main)
         if not self._marked:
-            self._begun.record(self._main)
+            self._begun.record(main)
             self._begun.wait(self._stream)
         self._marked = False
-        make_current(self._stream)
+        self._to_side()
 
     def __exit__(self, *raised: object) -> None:
         self._depth -= 1
         if not self._depth:
-            make_current(self._main)
+            self._to_main()
             self.inside = False
             self.open = True
 
     def mark(self) -> None:
         """What is issued next on this stream waits for what the current one has to do by now, and for nothing after; so
-        does what was postponed, which `issue_postponed` issues first."""
+        does what was postponed, which is issued now. Not captured."""
         self._begun.record(self._current())
         self._begun.wait(self._stream)
         self._marked = True
+        if self._postponed:
+            self.issue_postponed()
 
     def unmark(self) -> None:
         """Takes the last `mark` back, if nothing came of it."""

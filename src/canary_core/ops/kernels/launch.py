@@ -163,10 +163,11 @@ class Launcher:
                 compiled = self.kernel[grid](*self._fixed, *given.objects, **self._constants, **self._options)
             # The interpreter gives None.
             if compiled is not None:
-                self._compiled[given.kind] = (*_launch_of(compiled), compiled.function, _current_stream())
+                launch, head = _launch_of(compiled)
+                self._compiled[given.kind] = launch, (compiled.function, *head, *self._raw), _current_stream()
             return
-        launch, head, function, stream = compiled
-        launch(grid[0], grid[1], 1, stream(self.device), function, *head, *self._raw, *given.raw, *self._unread)
+        launch, first, stream = compiled
+        launch(grid[0], grid[1], 1, stream(self.device), *first, *given.raw, *self._unread)
 
 
 def _launch_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
