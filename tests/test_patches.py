@@ -44,17 +44,6 @@ def test_wrapping_an_object_leaves_the_others_alone():
     assert "forward" not in vars(engine)
 
 
-def test_wrapping_an_object_hides_nothing_that_others_put_into_its_class_later(monkeypatch):
-    """A tracer, or another tool, wraps the class's method when the object was wrapped already: both are called; so is
-    what only the parent has."""
-    engine, patches = Child(), Patches()
-    patches.wrap(engine, "forward", doubled)
-    monkeypatch.setattr(Engine, "forward", lambda self, tokens: tokens + 100)
-    assert engine.forward(3) == 206
-    monkeypatch.setattr(Child, "forward", staticmethod(lambda tokens: tokens + 1000), raising=False)
-    assert engine.forward(3) == 2006
-
-
 def test_wrapping_what_is_inherited_leaves_the_parent_alone():
     """The child gets an attribute of its own; undone, it inherits again."""
     patches = Patches()

@@ -29,10 +29,9 @@ class Patches:
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replaces ``owner.name`` by ``make(original)``. On an object that shadows the class's method for this object
-        only; what anybody puts in the place of that later is called all the same."""
+        only."""
         before = vars(owner).get(name, _MISSING)
-        of_class = before is _MISSING and not isinstance(owner, type)
-        wrapper = make(_method(owner, name) if of_class else getattr(owner, name))
+        wrapper = make(getattr(owner, name))
         setattr(owner, name, wrapper)
         self._done.append((owner, name, before, wrapper))
 
@@ -62,17 +61,3 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
-
-
-def _method(owner: Any, name: str) -> Callable[..., Any]:
-    """The method of the class of ``owner``, as that has it at each call."""
-    kind, now = type(owner), getattr(owner, name)
-
-    @functools.wraps(now)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for parent in kind.__mro__:
-            if name in vars(parent):
-                return vars(parent)[name].__get__(owner, kind)(*args, **kwargs)
-        return now(*args, **kwargs)
-
-    return call

@@ -225,8 +225,17 @@ def tells_inputs(inputs_and_outputs: Any) -> bool:
 def watch_inputs(inputs_and_outputs: Any, tell: Callable[[], None], patches: Patches) -> None:
     """Calls ``tell`` before the engine writes to tensors of the batch before, on the stream on which it does so."""
 
+    def wrap(name: str, of_class: bool) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # What others put in the place of the class's method since is not passed by.
+            method = getattr(type(inputs_and_outputs), name).__get__(inputs_and_outputs) if of_class else own
+            return method(*args, **kwargs)
+
+        own = getattr(inputs_and_outputs, name)
+        patches.wrap(inputs_and_outputs, name, lambda original: _told_before(tell, functools.wraps(original)(call)))
+
     for name in INPUTS:
-        patches.wrap(inputs_and_outputs, name, partial(_told_before, tell))
+        wrap(name, of_class=name not in vars(inputs_and_outputs))
 
 
 def _told_before(tell: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
