@@ -74,23 +74,22 @@ class Scratch:
         self.claims = torch.zeros(slots, dtype=torch.int64, device=device)
         self.heads = torch.zeros(FIRST_ROWS, dtype=torch.int64, device=device)
         self.plan = torch.zeros(FIRST_TOKENS, PLAN_WORDS, dtype=torch.int64, device=device)
-        self.rows, self.tokens = FIRST_ROWS, FIRST_TOKENS
-        """Most of a batch before it grows."""
+        self._rows, self._tokens = FIRST_ROWS, FIRST_TOKENS
         self._outgrown: list[Tensor] = []
 
     def grow(self, batch: BatchView) -> bool:
         """Makes room for the batch's rows and tokens; gives whether a tensor was replaced. Rare: sizes double. Outgrown
         tensors are kept, because a captured graph may still use them."""
         grown = False
-        if batch.rows > self.rows:
+        if batch.rows > self._rows:
             self._outgrown.append(self.heads)
-            self.rows = 1 << (batch.rows - 1).bit_length()
-            self.heads = self.heads.new_zeros(self.rows)
+            self._rows = 1 << (batch.rows - 1).bit_length()
+            self.heads = self.heads.new_zeros(self._rows)
             grown = True
-        if batch.tokens > self.tokens:
+        if batch.tokens > self._tokens:
             self._outgrown.append(self.plan)
-            self.tokens = 1 << (batch.tokens - 1).bit_length()
-            self.plan = self.plan.new_zeros(self.tokens, PLAN_WORDS)
+            self._tokens = 1 << (batch.tokens - 1).bit_length()
+            self.plan = self.plan.new_zeros(self._tokens, PLAN_WORDS)
             grown = True
         return grown
 
@@ -149,7 +148,6 @@ class RegionState:
         if 8 * HISTORY * (region.slots + 1) <= max(region.pool_bytes // HISTORY_SHARE, HISTORY_FREE_BYTES):
             self.histories = torch.zeros(region.slots + 1, HISTORY, dtype=torch.int64, device=device)
         self.scratch = Scratch(region.slots, device)
-        self._rows, self._tokens = self.scratch.rows, self.scratch.tokens  # most of a batch before something grows
         self.launches = LaunchCache()
         self.samples: Samples | None = None
         looked_at = config.store_check and region.kind in (RegionKind.FULL, RegionKind.WINDOW) and len(self.sources)
@@ -167,15 +165,9 @@ class RegionState:
 
     def require_capacity(self, batch: BatchView) -> None:
         """Before a forward's ops: makes room for the batch's rows and tokens, see `Scratch.grow`."""
-        if batch.rows > self._rows or batch.tokens > self._tokens:
-            self._grow(batch)
-
-    def _grow(self, batch: BatchView) -> None:
         grown = self.scratch.grow(batch)
-        self._rows, self._tokens = self.scratch.rows, self.scratch.tokens
         if self.samples is not None:
             grown |= self.samples.grow(batch)
-            self._rows = min(self._rows, self.samples.rows)
         if grown:
             self.launches.clear()
 
@@ -183,7 +175,6 @@ class RegionState:
         """From the next forward on its tokens are compared with what the sampler gave. Never captured."""
         if self.samples is None:
             self.samples = Samples(self.records.device)
-            self._rows = min(self._rows, self.samples.rows)
             self.launches.clear()
 
     def forget_written(self) -> None:

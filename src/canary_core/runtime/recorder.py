@@ -103,7 +103,7 @@ class Recorder:
         if self._stores.on:
             self._stores.end(compared=not carried)
         # A forward has either a scrub or a comparison of tables, so that it has no launch more.
-        if self.captured or not (self._tables.launched and self._tables.took_turn()):
+        if not self._tables.took_turn() or self.captured:
             self.scrub.run(self.captured)
         if beside and side is not None:
             # The rest of the view was read by the check alone, which is done.

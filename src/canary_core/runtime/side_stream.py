@@ -72,8 +72,9 @@ class SideStream:
 
     def postpone(self, issue: Callable[[], None]) -> None:
         """``issue`` issues work that comes after what the current stream, the forwards', has to do by now: not yet, but
-        at `issue_postponed` or the next `join`, whichever is first. Kernels of a sampler that were to start beside it
-        would share processors with it and take twice as long, and nobody waits for it before the next forward."""
+        at `issue_postponed`, or the next `mark` or `join`, whichever is first. Kernels of a sampler that were to start
+        beside it would share processors with it and take twice as long, and nobody waits for it before the next
+        forward."""
         self._postponed.append((self._current(), issue))
         self.open = True
 

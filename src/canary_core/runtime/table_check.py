@@ -30,8 +30,7 @@ class TableCheck:
         # The first forward is compared.
         self._forwards = interval
         self._turn = self._skips = 0
-        self.launched = False
-        """Whether something was compared since `took_turn` was last asked."""
+        self._launched = False
         self._done: torch.cuda.Event | None = None
         self._left_out: set[str] = set()
         self.paused = False
@@ -84,7 +83,7 @@ class TableCheck:
     def took_turn(self) -> bool:
         """Whether something was compared in the place of a scrub since this was last asked. Where every forward is
         compared, there would be no scrub at all."""
-        launched, self.launched = self.launched, False
+        launched, self._launched = self._launched, False
         return launched and self._interval > 1
 
     def ended(self) -> None:
@@ -110,7 +109,7 @@ class TableCheck:
         if not backend.compare_tables(state, table, self.names.index(table.name), self._interval == 1):
             self.skipped += 1
             return
-        self.launched = True
+        self._launched = True
         self.compared += 1
         if self._workspace.device.type == "cuda":
             if self._done is None:
