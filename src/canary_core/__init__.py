@@ -36,6 +36,7 @@ from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
 from canary_core.step import Step
 from canary_core.violation import Violation
+from canary_core.witness import Witness
 from canary_core.writers import Writers
 
 __version__ = "0.1.0"
@@ -93,6 +94,7 @@ __all__ = [
     "Violation",
     "ViolationError",
     "Watchdog",
+    "Witness",
     "Writers",
     "__version__",
     "attach",

@@ -4,8 +4,8 @@ import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
-from weakref import WeakSet
+from typing import Any, Literal
+from weakref import WeakSet, ref
 
 import pluggy
 import torch
@@ -29,13 +29,16 @@ from canary_core.ops.warm_up import row_counts
 from canary_core.records import Counter, Kind
 from canary_core.region import Region, Uncovered
 from canary_core.reporting.findings import Findings
+from canary_core.reporting.lookout import Lookout
 from canary_core.runtime.start_up import StartUp
+from canary_core.runtime.watch import WATCH
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
 from canary_core.sampling import SampledTokens
 from canary_core.slots import SlotEvents
 from canary_core.step import Step
 from canary_core.summary import Summary
 from canary_core.violation import Violation
+from canary_core.witness import Witness
 from canary_core.writers import Writers
 
 _open: "WeakSet[Canary]" = WeakSet()
@@ -55,6 +58,7 @@ class Canary:
     engine's own bytes, ``CANARY_AUDIT`` can audit forwards, and a pool that moves is noticed. It is called at the
     start, for audited forwards, and now and then. ``warms_up``: `warm_up` is called next, before the engine does
     anything to the pool; all slots are fingerprinted there, and what that needs is compiled beside the rest.
+    ``witness``: where several Canaries guard one model, one after the other; by default each has its own.
     Raises `AttachError` if the regions do not fit together, `ConfigError` if a setting can't be used.
     """
 
@@ -68,6 +72,7 @@ class Canary:
         uncovered: Iterable[Uncovered] = (),
         pool_tensors: Callable[[], Mapping[str, Tensor]] | None = None,
         warms_up: bool = False,
+        witness: Witness | None = None,
     ) -> None:
         _require_together(regions)
         self.config = config or CanaryConfig.load()
@@ -93,7 +98,9 @@ class Canary:
             footprint = FootprintAudit(pool_tensors, regions, uncovered=left_out)
         self.audit = RunningAudit(self._switch, footprint, self.config.audit)
         """What audited forwards came to, see ``CANARY_AUDIT``."""
-        self._findings = Findings(self._workspace, self._switch, self.writers, self.audit)
+        self.witness = Witness() if witness is None else witness
+        """Tokens that the engine says it computed, beside those that are recorded here."""
+        self._findings = Findings(self._workspace, self._switch, self.writers, self.audit, self.witness)
         self.slots = SlotEvents(self._workspace, self._switch, self.audit)
         """What happens to slots beside forwards."""
         self.ledger = Ledger(self, self.slots, self._switch)
@@ -102,6 +109,8 @@ class Canary:
         """What the sampler gave, to be compared with what the next forward computes."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
+        self._lookout = Lookout(self._switch, self._findings.read_back, self.witness, self._findings.alarm)
+        self.step.lookout = self._lookout
         self._start_up = StartUp(self._workspace, self._switch, self.step.scrub)
         self.audit.forget = self.slots.forget
         investigator = self._findings.investigator
@@ -112,6 +121,10 @@ class Canary:
             if not warms_up:
                 self.step.scrub.start()
             _open.add(self)
+            own = ref(self)
+            self.witness.calls = lambda: _calls(own())
+            self.witness.why = lambda: _unguarded(own())
+            WATCH.add(self._lookout)
             self._tell_attached()
             hooks.hook.canary_attached(canary=self)
 
@@ -217,6 +230,7 @@ class Canary:
         finally:
             self.step.close()
             self._findings.investigator.close()
+            WATCH.discard(self._lookout)
             self._tell_summary()
             if self._attached:
                 self._attached = False
@@ -252,7 +266,7 @@ class Canary:
         """Adds to a counter of a plugin's own, which `stats` gives as ``name``."""
         self._counts[name] = self._counts.get(name, 0) + number
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """The counters as of the last host read, by lower-case name of `records.Counter`; what was reported by name of
         `Kind`, ``violations``, their sum, and what plugins `count`."""
         if not self.states:
@@ -276,6 +290,8 @@ class Canary:
             **self.ledger.stats(),
             **self.step.tables.stats(),
             **self.step.stores.stats(),
+            **self._findings.alarm.stats(),
+            **self.witness.stats(),
             **self._counts,
         }
 
@@ -305,6 +321,11 @@ class Canary:
     def last_check(self) -> float | None:
         """When the host last saw that checks go on, in seconds since the epoch; None before the first."""
         return self._findings.last_check
+
+    @property
+    def last_alarm_test(self) -> float | None:
+        """When a probe of the alarm last came out of it, in seconds since the epoch; None before the first."""
+        return self._findings.alarm.last
 
     @property
     def unknown_slots(self) -> float:
@@ -385,6 +406,8 @@ class Canary:
             misuses=self._switch.misuses,
             went_on=self.enabled,
             coverage_ratio=self.coverage.ratio,
+            witness=self.witness,
+            alarm_tests=self._findings.alarm.passed,
         )
         self.tell(summary.event())
 
@@ -438,6 +461,18 @@ def _require_together(regions: Sequence[Region]) -> None:
                 f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
                 f"{regions[0].device}; make one Canary a device"
             )
+
+
+def _calls(canary: Canary | None) -> int:
+    """How often ``canary`` was called for a forward, whatever came of it."""
+    return -1 if canary is None else canary.step.forwards + canary.step.unchecked + canary.step.passed_by
+
+
+def _unguarded(canary: Canary | None) -> str | None:
+    """Why forwards pass by ``canary``, which was told; None where they do not, or it is gone."""
+    if canary is None:
+        return None
+    return "paused" if canary.step.paused else None if canary.enabled else "off"
 
 
 @atexit.register

@@ -210,6 +210,11 @@ class Kind(IntEnum):
     """The table that attention was given names another slot than the one that the engine keeps."""
 
 
+PROBE = 23
+"""In the place of a `Kind`: no finding. The scrub compared a slot's bytes with a fingerprint that it took wrong on
+purpose, so that the host sees that a finding would be told."""
+
+
 class Counter(IntEnum):
     """Index into the device's int64 counters. Indices below `FIRST` are the per-kind violation counts."""
 
@@ -240,10 +245,13 @@ class Counter(IntEnum):
 
 
 COUNTERS = 40
-"""Where the gauges begin, behind the counters: for each region `GAUGES` words of how far its scrub is, the ScrubWords
-from `ScrubWord.RUNNING` on."""
+"""Where the gauges begin, behind the counters: for each region `GAUGES` words. The first `SCRUB_GAUGES` say how far its
+scrub is: the ScrubWords from `ScrubWord.RUNNING` on. The one at `RECORDED` counts its slots that were recorded after a
+forward."""
 
-GAUGES = 4
+SCRUB_GAUGES = 4
+RECORDED = 4
+GAUGES = 5
 
 
 class Clock(IntEnum):
@@ -281,9 +289,12 @@ class Cursor(IntEnum):
     """`SCRUB_WORDS` words, see `ScrubWord`: `SCRUB_NEXT`, copied by `check`."""
     SCRUB_NEXT = 16
     """The same for the next scrub: written by `scrub`, which need not run after each forward."""
+    PROBE = 24
+    """Number of a source plus one: the next list that holds a slot asks for a probe of it. Set by the host, 0 once that
+    is listed."""
 
 
-CURSOR_WORDS = 24
+CURSOR_WORDS = 25
 
 
 class ScrubWord(IntEnum):
@@ -300,6 +311,9 @@ class ScrubWord(IntEnum):
     PARKED = 3
     """Slots passed in search of parked ones."""
     PARKED_LISTED = 4
+    PROBE = 5
+    """Of the list to compare: the source of its first slot, plus one, whose fingerprint is taken with all bits turned
+    round, see `records.PROBE`. 0: none."""
 
 
 SCRUB_WORDS = 8

@@ -1,5 +1,6 @@
 """`Step`: owns one step of the engine, from the first look at a batch to the report of what was found."""
 
+import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -14,6 +15,7 @@ from canary_core.overlap import Overlap
 from canary_core.pause import Pause
 from canary_core.records import Clock
 from canary_core.reporting.findings import Findings
+from canary_core.reporting.lookout import Lookout
 from canary_core.reporting.read_times import ReadTimes
 from canary_core.runtime.overhead import Overhead
 from canary_core.runtime.recorder import Recorder
@@ -114,6 +116,8 @@ class Step:
         """Of the last forward that was checked."""
         self._overlap = Overlap.NONE
         self._reads_at = ReadTimes(config, workspace.device)
+        self.lookout: Lookout | None = None
+        """Told now and then that forwards go on."""
         self._ended_forwards = 0
 
     @property
@@ -484,10 +488,14 @@ class Step:
             now = self.scrub.pace.pause() if idle else self.scrub.pace.step()
             if idle or self._reads_at.due(self.ends, now):
                 # What runs beside the engine's stream is read, and told how far to go, where it runs.
+                moment = time.monotonic()
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
                     self.scrub.adjust(captured)
+                    self._findings.alarm.step(moment, self._findings.counters, not self.scrub.pace.off)
                     self._canary.ledger.send()
+                if self.lookout is not None:
+                    self.lookout.look_back(moment)
                 self.overhead.read()
                 self._audit.look(now_and_then=True)
                 if snapshot is not None:

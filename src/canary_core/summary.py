@@ -9,6 +9,7 @@ from canary_core.config import CanaryConfig
 from canary_core.events import Event
 from canary_core.records import Counter
 from canary_core.region import Region, RegionKind
+from canary_core.witness import Witness
 
 FEW_FORWARDS = 16
 """So many forwards may end before the scrub has come to a slot that holds anything."""
@@ -19,8 +20,8 @@ class Summary:
     """Counts of one Canary's life. ``forwards`` began on the host, ``unchecked`` had no view, ``ends`` are calls of
     `Step.end`; ``counters`` are the device's, as of the last read. ``events``: of each region, how many of each kind
     were told. ``findings``: how many of each kind were told, in how
-    many ``incidents``; ``withheld`` were not, see `WrongMemory`. ``went_on``:
-    whether Canary was on until its end."""
+    many ``incidents``; ``withheld`` were not, see `WrongMemory`. ``went_on``: whether Canary was on until its end.
+    ``witness``: what the engine says it computed. ``alarm_tests``: probes that came out of the alarm."""
 
     config: CanaryConfig
     regions: Mapping[str, Region]
@@ -37,11 +38,14 @@ class Summary:
     misuses: int
     went_on: bool
     coverage_ratio: float
+    witness: Witness = field(default_factory=Witness)
+    alarm_tests: int = 0
     warnings: tuple[str, ...] = field(init=False)
     """What should not be zero, or should be."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "warnings", (*self._of_forwards(), *self._of_regions(), *self._of_trouble()))
+        said = (*self._of_forwards(), *self._of_tokens(), *self._of_regions(), *self._of_trouble())
+        object.__setattr__(self, "warnings", said)
 
     @property
     def line(self) -> str:
@@ -49,9 +53,12 @@ class Summary:
         found = sum(self.findings.values())
         kinds = ", ".join(f"{kind} {number}" for kind, number in self.findings.items())
         slots, size = self.counters[Counter.CHECKED_SLOTS], self.counters[Counter.CHECKED_BYTES]
-        incidents = f"{self.incidents} incident{'' if self.incidents == 1 else 's'}"
-        findings = f"{incidents} of {found} findings ({kinds})" if found else "no finding"
-        return f"{self.forwards} forwards, {slots} slots and {decimal(size)} checked, {findings}"
+        incidents, of = _count(self.incidents, "incident"), _count(found, "finding")
+        findings = f"{incidents} of {of} ({kinds})" if found else "no finding"
+        ratio = self.witness.ratio
+        guarded = "" if ratio is None else f"{_share(ratio)} of {self.witness.computed_tokens} tokens guarded, "
+        forwards, checked = _count(self.forwards, "forward"), _count(slots, "slot")
+        return f"{forwards}, {guarded}{checked} and {decimal(size)} checked, {findings}"
 
     def event(self) -> Event:
         """The ``summary`` event; a warning where there are `warnings`."""
@@ -66,6 +73,8 @@ class Summary:
             "findings": dict(self.findings),
             **{name: number for name, number in rare.items() if number},
             "coverage_ratio": round(self.coverage_ratio, 6),
+            **self.witness.stats(),
+            "alarm_tests": self.alarm_tests,
             "warnings": list(self.warnings),
         }
         return Event("summary", "warning" if self.warnings else "info", fields)
@@ -78,8 +87,11 @@ class Summary:
         said = []
         if not self.counters[Counter.CHECKED_FORWARDS]:
             said.append(f"{self.forwards} forwards began and no check of them ran on the device")
-        elif self.forwards > 1 and not self.counters[Counter.CHECKED_SLOTS]:
-            said.append("no slot was checked: no forward read what an earlier one wrote; are prefix_lens right?")
+        elif not self.counters[Counter.CHECKED_SLOTS]:
+            if self.forwards > 1:
+                said.append("no slot was checked: no forward read what an earlier one wrote; are prefix_lens right?")
+            elif self.unchecked:
+                said.append(f"no slot was checked: {_count(self.unchecked, 'forward')} beside the only one had no view")
         if not self.counters[Counter.RECORDED_SLOTS]:
             said.append("no slot was recorded: step.after was not called, or no view has new tokens")
         if not self.ends:
@@ -91,6 +103,10 @@ class Summary:
             elif self.forwards >= FEW_FORWARDS:
                 said.append("no byte was compared: nothing that a forward wrote was there when the scrub came by")
         return said
+
+    def _of_tokens(self) -> list[str]:
+        missing = self.witness.missing if self.went_on else 0
+        return [self.witness.sentence(missing)] if missing else []
 
     def _of_regions(self) -> list[str]:
         if not (self.config.lifetime and self.forwards):
@@ -111,3 +127,12 @@ class Summary:
         if self.misuses:
             said.append(f"{self.misuses} calls were refused: see misuse")
         return said
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _share(ratio: float) -> str:
+    """Never 100 % while a token is missing."""
+    return "100 %" if ratio == 1 else f"{int(1000 * ratio) / 10} %"

@@ -11,8 +11,9 @@ from canary_core.ops.backends import Backend, torch_backend, triton_backend
 from canary_core.ops.state import RegionState, Shared
 from canary_core.records import (
     COUNTERS,
-    GAUGES,
     POSITION,
+    PROBE,
+    SCRUB_GAUGES,
     SCRUB_WORDS,
     STATES,
     Counter,
@@ -113,7 +114,7 @@ def test_slots_are_listed_as_the_oracle_does(backend, device, seed):
         assert place[ScrubWord.RUNNING] % slots == oracle.running
         assert place[ScrubWord.PARKED] % slots == oracle.parked
         # The host hears of it behind the counters.
-        assert state.shared.counters[COUNTERS:][:GAUGES].tolist() == place[ScrubWord.RUNNING :][:GAUGES]
+        assert state.shared.counters[COUNTERS:][:SCRUB_GAUGES].tolist() == place[ScrubWord.RUNNING :][:SCRUB_GAUGES]
         passed = place[ScrubWord.RUNNING]
     assert int(state.shared.counters[Counter.SCRUBBED_SLOTS]) == passed
     assert ring_rows(state) == []
@@ -147,6 +148,47 @@ def test_a_scrub_without_a_check_before_it_loses_nothing(backend, device):
         advance(state)
         seen += listed(state)
     assert seen == list(range(40))
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_probe_is_told_of_the_first_slot_that_is_listed(backend, device, source):
+    """Once, of the source that was asked for, with a fingerprint that is wrong by all its bits and with what the bytes
+    come to; in a list with others, whose bytes are right and of which nothing is told."""
+    state, scrub = state_of(40, device), backend().scrub
+    budget(state, 10, 10, 40)
+    state.cursors[Cursor.PROBE] = source + 1
+    scrub(state)
+    advance(state)
+    assert (listed(state), int(state.cursors[Cursor.PROBE])) == ([], source + 1), "it waits for a slot"
+    state.records[7:, POSITION] = int(State.WRITTEN)
+    for _ in range(3):
+        scrub(state)
+        advance(state)
+    (found,) = ring_rows(state)
+    row = {word: found[word - 1] for word in Row if word is not Row.SEQUENCE}
+    assert (row[Row.KIND], row[Row.SLOT], row[Row.SOURCE]) == (PROBE, 7, source)
+    known = int(state.fingerprints[7, source])
+    assert (row[Row.STORED_VALUE], row[Row.FOUND_VALUE]) == (~known, known)
+    assert int(state.shared.counters[PROBE]) == 1
+    assert int(state.cursors[Cursor.PROBE]) == 0
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize(("flip", "now"), [(0, State.WRITTEN), (8, State.WRITTEN), (0, State.WRITTEN | State.FREED)])
+def test_a_probe_hides_no_corruption_and_needs_no_record(backend, device, flip, now):
+    """Where the bytes of the probed slot have changed, its row has what they come to now; and it comes even where the
+    slot was given back since it was listed."""
+    state = state_of(40, device)
+    state.records[:, POSITION] = int(now)
+    list_slots(state, [5, 6])
+    state.cursors[Cursor.SCRUB + ScrubWord.PROBE] = 1
+    known = int(state.fingerprints[5, 0])
+    state.sources[0].tensor[5, 2] ^= flip
+    backend().scrub(state)
+    (row,) = ring_rows(state)
+    assert (row[Row.KIND - 1], row[Row.SLOT - 1], row[Row.STORED_VALUE - 1]) == (PROBE, 5, ~known)
+    assert (row[Row.FOUND_VALUE - 1] != known) == bool(flip)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from canary_core.control.messages import MOST_REQUEST_BYTES, Reply, Request
 from canary_core.errors import ControlError
+from canary_core.runtime.watch import WATCH
 
 MOST_CLIENTS = 16
 """Connections at a time; one more is closed at once."""
@@ -64,6 +65,7 @@ class Server:
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="canary-control", daemon=True)
         self._thread.start()
+        WATCH.expect(self._thread)
 
     def close(self) -> None:
         """Ends the thread and takes the socket away. In a process that was forked from the one that began: nothing.
@@ -71,6 +73,7 @@ class Server:
         if self._ending or os.getpid() != self._process:
             return
         self._ending = True
+        WATCH.release(self._thread)
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         self._thread.join(timeout=2.0)

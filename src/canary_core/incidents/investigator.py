@@ -72,7 +72,7 @@ class Investigator:
         self._config = workspace.config
         self.circumstances: Callable[[], Circumstances] | None = None
         self.view: Callable[[], BatchView | None] = lambda: None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting = 0
         self._idle = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -108,6 +108,12 @@ class Investigator:
         if not self._started(job):
             self._do(job)
 
+    def prove(self, done: Callable[[], None]) -> bool:
+        """Has the thread call ``done``; False where incidents are not looked at."""
+        if not self._config.diagnose or not self._workspace.states or os.getpid() != self._process:
+            return False
+        return self._waiting >= MOST_WAITING or self._started(done)
+
     def wait(self, seconds: float = PATIENCE_S) -> None:
         """Until all is looked at and written, for so long at most."""
         if threading.current_thread() is not self._thread:
@@ -122,7 +128,7 @@ class Investigator:
             self._jobs.put(None)
             thread.join(PATIENCE_S)
 
-    def _started(self, job: Job) -> bool:
+    def _started(self, job: Job | Callable[[], None]) -> bool:
         """Whether there is a thread that does ``job``: at the end of a process none can be started."""
         with self._idle:
             self._waiting += 1
@@ -159,11 +165,15 @@ class Investigator:
             self._do(job)
             self._follow_up()
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: Job | Callable[[], None]) -> None:
         try:
-            self._investigate(job)
+            if isinstance(job, Job):
+                self._investigate(job)
+            else:
+                job()
         except Exception as error:
-            self._failed(job.incident, error)
+            if isinstance(job, Job):
+                self._failed(job.incident, error)
         finally:
             with self._idle:
                 self._waiting -= 1

@@ -159,5 +159,26 @@ FAMILIES = (
         together="min",
     ),
     Family("paused", "1 while somebody has paused Canary.", _one("paused"), together="max"),
+    Family("computed_tokens", "Tokens that the engine itself says it computed.", _one("computed_tokens"), "counter"),
+    Family("guarded_tokens", "Tokens whose KV was recorded.", _one("guarded_tokens"), "counter"),
+    Family(
+        "guarded_ratio",
+        "Tokens whose KV was recorded among those that the engine itself says it computed.",
+        _one("guarded_ratio"),
+        together="min",
+    ),
+    Family(
+        "alarm_tests",
+        "Probes with a fingerprint that is wrong on purpose that came out of the alarm, as findings do.",
+        _one("alarm_tests"),
+        "counter",
+    ),
+    Family("alarm_dead", "1 where a probe did not come out of the alarm.", _one("alarm_dead"), together="max"),
+    Family(
+        "last_alarm_test_timestamp_seconds",
+        "When a probe last came out of the alarm, as Unix time.",
+        _one("last_alarm_test"),
+        together="min",
+    ),
 )
 """All metrics, findings first."""

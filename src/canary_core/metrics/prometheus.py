@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from canary_core.errors import MetricsError
 from canary_core.metrics.families import FAMILIES, Family
 from canary_core.metrics.readings import Readings
+from canary_core.runtime.watch import WATCH
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -112,7 +113,9 @@ class SharedFiles:
                 f"metrics can't be written into the folder that this engine's processes share ({error}); see that "
                 "PROMETHEUS_MULTIPROC_DIR names one that can be written"
             ) from error
-        threading.Thread(target=self._run, name="canary-metrics", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="canary-metrics", daemon=True)
+        self._thread.start()
+        WATCH.expect(self._thread)
         atexit.register(self.close)
 
     def write(self) -> None:
@@ -139,6 +142,7 @@ class SharedFiles:
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()
+        WATCH.release(self._thread)
         try:
             self.write()
         except Exception:

@@ -46,11 +46,18 @@ class Reading:
     scrub_period_s: float | None
     last_check: float | None
     overhead: dict[str, float]
+    computed_tokens: int = 0
+    guarded_tokens: int = 0
+    guarded_ratio: float | None = None
+    alarm_tests: int = 0
+    alarm_dead: int | None = None
+    last_alarm_test: float | None = None
 
     @classmethod
     def of(cls, canary: "Canary") -> "Reading":
         """What is known of ``canary`` now."""
         stats, scrub, overhead = canary.stats(), canary.scrub_stats(), canary.overhead_stats()
+        computed, guarded = canary.witness.share(canary)
         skipped = {
             "unknown_slot": stats.get(Counter.UNKNOWN_SLOTS.name.lower(), 0),
             "unsure": stats.get(Counter.UNSURE.name.lower(), 0),
@@ -79,6 +86,12 @@ class Reading:
             scrub_period_s=scrub.get("scrub_period_s"),
             last_check=canary.last_check,
             overhead={name.removeprefix("overhead_"): ratio for name, ratio in overhead.items()},
+            computed_tokens=computed,
+            guarded_tokens=guarded,
+            guarded_ratio=canary.witness.ratio,
+            alarm_tests=stats.get("alarm_tests", 0),
+            alarm_dead=stats.get("alarm_dead"),
+            last_alarm_test=canary.last_alarm_test,
         )
 
 
@@ -93,6 +106,9 @@ class Totals:
     skipped: "Tally[str]" = field(default_factory=Tally)
     violations: "Tally[Labels]" = field(default_factory=Tally)
     incidents: "Tally[Labels]" = field(default_factory=Tally)
+    computed_tokens: int = 0
+    guarded_tokens: int = 0
+    alarm_tests: int = 0
 
     def add(self, reading: Reading) -> None:
         """One more."""
@@ -100,6 +116,9 @@ class Totals:
         self.checked_forwards += reading.checked_forwards
         self.slots_checked += reading.slots_checked
         self.bytes_checked += reading.bytes_checked
+        self.computed_tokens += reading.computed_tokens
+        self.guarded_tokens += reading.guarded_tokens
+        self.alarm_tests += reading.alarm_tests
         self.skipped.update(reading.skipped)
         self.violations.update(reading.violations)
         self.incidents.update(reading.incidents)
@@ -124,6 +143,7 @@ class Readings:
             own = ref(canary)
             if self._last.pop(own, None) is not None:
                 self._fold(Reading.of(canary))
+                canary.witness.hand_over(canary)
 
     def running(self) -> list["Canary"]:
         """Those that were not closed, the oldest first."""

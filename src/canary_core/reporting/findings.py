@@ -10,12 +10,14 @@ from canary_core.events import Event
 from canary_core.incidents.grouping import Incidents
 from canary_core.incidents.incident import Incident
 from canary_core.incidents.investigator import Investigator
-from canary_core.records import STATES, Counter, Kind, Phase, Row, State
+from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, Counter, Kind, Phase, Row, State
 from canary_core.region import RegionKind
+from canary_core.reporting.alarm_test import AlarmTest
 from canary_core.reporting.readback import ReadBack, Snapshot
 from canary_core.reporting.wrong_memory import WrongMemory
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.violation import Violation
+from canary_core.witness import Witness
 from canary_core.writers import Writers
 
 REMEMBERED = 65536
@@ -34,17 +36,22 @@ class Findings:
     count what was not; ``counters`` are those of the last read. ``audit`` knows of regions whose memory the engine has
     given up, of which nothing is reported."""
 
-    def __init__(self, workspace: Workspace, switch: Switch, writers: Writers, audit: RunningAudit) -> None:
+    def __init__(
+        self, workspace: Workspace, switch: Switch, writers: Writers, audit: RunningAudit, witness: Witness
+    ) -> None:
         self._config = workspace.config
         self._states = list(workspace.states.values())
         self._switch = switch
         self._writers = writers
         self._audit = audit
-        self._read_back = ReadBack(workspace.shared, workspace.proof.tallies)
+        self._witness = witness
+        self.read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self.investigator = Investigator(workspace, switch, writers)
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
+        self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self.investigator.prove)
+        """Whether a finding would be told."""
         self._first: Incident | None = None
         self._read_forwards = 0
         self._stalled = 0
@@ -63,15 +70,15 @@ class Findings:
 
     def collect(self) -> Snapshot | None:
         """What an earlier read brought, if it has arrived; starts the next one on the current stream. Never waits."""
-        return self._read_back.collect()
+        return self.read_back.collect()
 
     def collect_now(self) -> Snapshot:
         """Everything up to now; waits for the device."""
-        return self._read_back.collect_now()
+        return self.read_back.collect_now()
 
     def release(self) -> None:
         """Nothing is collected any more: gives the memory for it back."""
-        self._read_back.release()
+        self.read_back.release()
 
     def read_last(self, forwards: int) -> None:
         """Reports what can still be read, and waits for a moment only. ``forwards``: see `open`."""
@@ -96,12 +103,13 @@ class Findings:
             self._switch.tell(Event("silence", "error", {"reason": reason}))
         if moved:
             self._notice(snapshot.counters)
+        self._witness.recorded(self._recorded(snapshot.counters) - self._recorded(self.counters))
         self.counters = snapshot.counters
         if snapshot.tallies is not None:
             self.memory.read(snapshot.tallies)
             # From then on a read costs what it did before there were tallies.
-            self._read_back.proving = not self.memory.settled
-        self.take([self.decode(row) for row in snapshot.rows])
+            self.read_back.proving = not self.memory.settled
+        self.take([self.decode(row) for row in snapshot.rows if row[Row.KIND] != PROBE or self._swallow(row)])
         self.settle()
         if snapshot.dropped:
             fields: dict[str, object] = {"rows": snapshot.dropped, "ring_rows": self._config.ring_rows}
@@ -163,6 +171,23 @@ class Findings:
         if stand:
             self.incidents.tell()
         return stand
+
+    def _swallow(self, row: list[int]) -> bool:
+        """A probe came out of the ring, see `AlarmTest`. Gives whether the slot's bytes are wrong all the same; then
+        ``row`` says so."""
+        row[Row.KIND] = Kind.BYTES
+        self.alarm.came(self.decode(row))
+        row[Row.STORED_VALUE] = ~row[Row.STORED_VALUE]
+        known = row[Row.STORED_VALUE] != 0 and State.of(row[Row.STORED_POSITION]) is State.WRITTEN
+        return known and row[Row.STORED_VALUE] != row[Row.FOUND_VALUE]
+
+    def _recorded(self, counters: Sequence[int]) -> int:
+        """Tokens that were recorded, by the device's ``counters``: slots of the full region that has the fewest, or of
+        the window's."""
+        by_kind: dict[RegionKind, list[int]] = {}
+        for state in self._states:
+            by_kind.setdefault(state.region.kind, []).append(counters[COUNTERS + state.index * GAUGES + RECORDED])
+        return min(by_kind.get(RegionKind.FULL) or by_kind.get(RegionKind.WINDOW) or [0])
 
     def _notice(self, counters: Sequence[int]) -> None:
         """Checks have gone on since the last read."""

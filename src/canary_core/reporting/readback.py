@@ -1,5 +1,6 @@
 """`ReadBack`: the host's late, non-blocking read of the counters and the violation ring."""
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,14 @@ class ReadBack:
         self._in_flight = False
         self._with_ring = False
         self._seen = 0
+        self._began = 0.0
+        self._refused = 0
+
+    @property
+    def waiting(self) -> tuple[float | None, int]:
+        """When the copy that is on its way began, of `time.monotonic`, None if none is; and how often it was asked for
+        in vain."""
+        return (self._began if self._in_flight else None), self._refused
 
     def collect(self) -> Snapshot | None:
         """What an earlier read brought, if it has arrived; then starts the next one on the current stream."""
@@ -45,6 +54,7 @@ class ReadBack:
         snapshot = None
         if self._in_flight:
             if not (self._counters.arrived() and self._ring.arrived() and self._proof_arrived()):
+                self._refused += 1
                 return None
             snapshot = self._open()
         self._start()
@@ -74,6 +84,7 @@ class ReadBack:
         if self._with_ring:
             self._ring.start(self._shared.ring)
         self._in_flight = True
+        self._began, self._refused = time.monotonic(), 0
 
     def _open(self) -> Snapshot:
         self._in_flight = False

@@ -15,7 +15,7 @@ import torch
 from canary_core.config import ScrubBudget
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState
-from canary_core.records import COUNTERS, GAUGES, Cursor, ScrubWord
+from canary_core.records import COUNTERS, GAUGES, SCRUB_GAUGES, Cursor, ScrubWord
 from canary_core.runtime.streams import synchronize
 
 LAUNCH_S = 8e-6
@@ -275,7 +275,7 @@ class Scrub:
     def observe(self, counters: Sequence[int]) -> None:
         """Host only. The counters that a read brought, with the gauges behind them."""
         for stretch in self.stretches:
-            gauges = counters[COUNTERS + stretch.state.index * GAUGES :][:GAUGES]
+            gauges = counters[COUNTERS + stretch.state.index * GAUGES :][:SCRUB_GAUGES]
             stretch.progress.add(self.pace.busy_s, gauges)
 
     def adjust(self, captured: bool) -> None:

@@ -28,6 +28,7 @@ from canary_core.records import (
     COUNTERS,
     GAUGES,
     POSITION,
+    PROBE,
     RECORD_WORDS,
     Clock,
     Counter,
@@ -51,6 +52,8 @@ PLACE_RUNNING = tl.constexpr(int(ScrubWord.RUNNING))
 PLACE_RUNNING_LISTED = tl.constexpr(int(ScrubWord.RUNNING_LISTED))
 PLACE_PARKED = tl.constexpr(int(ScrubWord.PARKED))
 PLACE_PARKED_LISTED = tl.constexpr(int(ScrubWord.PARKED_LISTED))
+PLACE_PROBE = tl.constexpr(int(ScrubWord.PROBE))
+CURSOR_PROBE = tl.constexpr(int(Cursor.PROBE))
 COUNTERS_END = tl.constexpr(COUNTERS)
 REGION_GAUGES = tl.constexpr(GAUGES)
 RECORD = tl.constexpr(RECORD_WORDS)
@@ -60,6 +63,7 @@ CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
 COUNT_CHECKED_BYTES = tl.constexpr(int(Counter.CHECKED_BYTES))
 COUNT_SCRUBBED_SLOTS = tl.constexpr(int(Counter.SCRUBBED_SLOTS))
 KIND_BYTES = tl.constexpr(int(Kind.BYTES))
+KIND_PROBE = tl.constexpr(PROBE)
 PHASE_PRE = tl.constexpr(int(Phase.PRE_FORWARD))
 PHASE_SCRUB = tl.constexpr(int(Phase.SCRUB))
 PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
@@ -230,6 +234,7 @@ def scrub_kernel(
     else:
         place = tl.load(p_cursors + CURSOR_SCRUB + PLACE_LIST)
         count = (place & 0xFFFFFFFF).to(tl.int32)
+        probe = tl.load(p_cursors + CURSOR_SCRUB + PLACE_PROBE)
         p_slots = p_listed + (place >> 32) * slots
         checked = tl.zeros((), tl.int64)
         for i in range(tl.program_id(1) - 1, (count + SLOTS - 1) // SLOTS, tl.num_programs(1) - 1):
@@ -241,7 +246,7 @@ def scrub_kernel(
             checked += compare(
                 p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
                 ring_rows, region, slot, m, tl.full(o_slot.shape, -1, tl.int64), None, 0, PHASE_SCRUB,
-                STRIPS, True,
+                STRIPS, True, tl.where(o_slot == 0, probe, 0),
             )  # fmt: skip
         tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -296,6 +301,9 @@ def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
     tl.store(p_next + PLACE_RUNNING_LISTED, running_listed)
     tl.store(p_next + PLACE_PARKED, parked)
     tl.store(p_next + PLACE_PARKED_LISTED, parked_listed)
+    probe = tl.load(p_cursors + CURSOR_PROBE)
+    tl.store(p_next + PLACE_PROBE, tl.where(listed > 0, probe, 0))
+    tl.store(p_cursors + CURSOR_PROBE, tl.where(listed > 0, 0, probe))
     p_gauges = p_counters + COUNTERS_END + region * REGION_GAUGES - PLACE_RUNNING
     tl.store(p_gauges + PLACE_RUNNING, running)
     tl.store(p_gauges + PLACE_RUNNING_LISTED, running_listed)
@@ -334,11 +342,12 @@ def verify_kernel(
 def compare(
     p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring, ring_rows,
     region, slot, m, position, p_writers, i_row, phase,
-    STRIPS: tl.constexpr, EAGER: tl.constexpr,
+    STRIPS: tl.constexpr, EAGER: tl.constexpr, b_probe=None,
 ):  # fmt: skip
     """Compares the bytes of written slots, each a row of the tile, with their fingerprints and reports BYTES; gives how
     many bytes were compared. ``source``: see `fold.describe`; ``strip``: the narrow source that goes with it, if
-    `STRIPS` has one. A fingerprint of 0 is not known and is not compared.
+    `STRIPS` has one. A fingerprint of 0 is not known and is not compared. ``b_probe``: of each slot the source, plus
+    one, whose fingerprint is taken with all bits turned round and which reports PROBE; 0 for none.
 
     Only where bytes differ, which is rare, it is looked at whether the slot was written and its fingerprint known:
     these checks cost the other slots no register. Two exceptions: without `EAGER` (for tiles of which many slots hold
@@ -349,12 +358,16 @@ def compare(
         m = m & is_written(tl.load(p_records + slot * 4, mask=m, other=0))
     present = m & (slot.to(tl.int32) % STRIPS[0] < source[6])
     old = tl.load(p_fingerprints + slot * sources + source[0], mask=present, other=0)
+    if b_probe is not None:
+        old = tl.where(b_probe == source[0] + 1, ~old, old)
     if ABREAST:
         present = present & (old != 0)
     if len(STRIPS) > STRIP:
         # Asked for before the wide source's bytes and looked at after them, so that there is one wait, not two.
         strip_present = m & (slot.to(tl.int32) % STRIPS[STRIP] < strip[6])
         strip_old = tl.load(p_fingerprints + slot * sources + strip[0], mask=strip_present, other=0)
+        if b_probe is not None:
+            strip_old = tl.where(b_probe == strip[0] + 1, ~strip_old, strip_old)
         strip_words, strip_keys = load_strip(strip, p_keys, slot, strip_present, STRIPS)
     if ABREAST:
         value, _odd = fold_abreast(p_descriptors, source, p_keys, slot, present, STRIPS, 0, False)
@@ -375,26 +388,36 @@ def compare(
         first = tl.load(p_records + slot * 4, mask=m, other=0, volatile=True)
         token, _word = split_head(first)
         written = m & is_written(first)
-        differs = differs & written & (old != 0)
+        known = written & (old != 0)
+        kind = tl.full(slot.shape, KIND_BYTES, tl.int64)
+        if b_probe is not None:
+            probed = b_probe == source[0] + 1
+            known = known | probed
+            kind = tl.where(probed, KIND_PROBE, KIND_BYTES).to(tl.int64)
+        differs = differs & known
         writer = tl.full((), -1, tl.int64)
         if p_writers is not None:
             writer = tl.load(p_writers + i_row).to(tl.int64)
         step = tl.load(p_clock + CLOCK_NEXT) * 8 + phase
-        kind = tl.full(slot.shape, KIND_BYTES, tl.int64)
         o_position = position + tl.zeros_like(slot)
         if len(position.shape) == 0:
             o_position += tl.arange(0, slot.shape[0])
         compared += tl.sum(differs.to(tl.int64), 0) * (STRIPS[1] * STRIPS[2])
         report_record(
             p_counters, p_ring, ring_rows, kind, differs, region, source[0], slot, o_position, token,
-            p_records + slot * 4, written, old, value, writer, step,
+            p_records + slot * 4, m, old, value, writer, step,
         )  # fmt: skip
         if len(STRIPS) > STRIP:
-            strip_differs = strip_differs & written & (strip_old != 0)
+            strip_known = written & (strip_old != 0)
+            if b_probe is not None:
+                probed = b_probe == strip[0] + 1
+                strip_known = strip_known | probed
+                kind = tl.where(probed, KIND_PROBE, KIND_BYTES).to(tl.int64)
+            strip_differs = strip_differs & strip_known
             compared += tl.sum(strip_differs.to(tl.int64), 0) * (STRIPS[STRIP + 1] * STRIPS[STRIP + 2])
             report_record(
                 p_counters, p_ring, ring_rows, kind, strip_differs, region, strip[0], slot, o_position, token,
-                p_records + slot * 4, written, strip_old, strip_value, writer, step,
+                p_records + slot * 4, m, strip_old, strip_value, writer, step,
             )  # fmt: skip
     return compared
 

@@ -24,7 +24,19 @@ from canary_core.ops.kernels.histories import entry, history_arguments, newest, 
 from canary_core.ops.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
 from canary_core.ops.kernels.samples import KEPT, TAIL, TOKEN_BITS, TOKEN_VALUES, note_ends, sample_arguments, sampled
 from canary_core.ops.state import RegionState
-from canary_core.records import CHAINS, PLAN_WORDS, Clock, Counter, Cursor, Happened, Kind, Phase
+from canary_core.records import (
+    CHAINS,
+    COUNTERS,
+    GAUGES,
+    PLAN_WORDS,
+    RECORDED,
+    Clock,
+    Counter,
+    Cursor,
+    Happened,
+    Kind,
+    Phase,
+)
 
 TILE = 256
 """New tokens that a program records at a time."""
@@ -39,6 +51,9 @@ CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
 CLOCK_STEP = tl.constexpr(int(Clock.STEP))
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 COUNT_RECORDED_SLOTS = tl.constexpr(int(Counter.RECORDED_SLOTS))
+COUNTERS_END = tl.constexpr(COUNTERS)
+REGION_GAUGES = tl.constexpr(GAUGES)
+GAUGE_RECORDED = tl.constexpr(RECORDED)
 COUNT_SAMPLED_TOKENS = tl.constexpr(int(Counter.SAMPLED_TOKENS))
 COUNT_UNSURE = tl.constexpr(int(Counter.UNSURE))
 KIND_TOKEN = tl.constexpr(int(Kind.TOKEN))
@@ -163,7 +178,9 @@ def record_written(
         if p_histories is not None:
             new_entry = entry(WRITE, tl.zeros_like(slot) + writer, step)
             push(p_histories, slot, new_entry, first, second, third, won)
-        tl.atomic_add(p_counters + COUNT_RECORDED_SLOTS, tl.sum(won.to(tl.int64), 0))
+        n_recorded = tl.sum(won.to(tl.int64), 0)
+        tl.atomic_add(p_counters + COUNT_RECORDED_SLOTS, n_recorded)
+        tl.atomic_add(p_counters + COUNTERS_END + region * REGION_GAUGES + GAUGE_RECORDED, n_recorded)
 
         expected = tl.full((TILE,), -1, tl.int64)
         if p_expected is not None:

@@ -12,7 +12,9 @@ from canary_core.records import (
     COUNTERS,
     GAUGES,
     POSITION,
+    PROBE,
     READ_TILE,
+    SCRUB_GAUGES,
     SCRUB_WORDS,
     STATES,
     Clock,
@@ -56,13 +58,13 @@ def scrub(state: RegionState) -> None:
     slot = state.listed[half, :count].long()
     nobody = torch.full_like(slot, -1)
     seen = see(state, slot, torch.full_like(slot, Status.OK))
-    _compare(state, seen, Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody})
+    _compare(state, seen, Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody}, place[ScrubWord.PROBE] - 1)
 
     following = _list_next(state, place)
     passed = following[ScrubWord.RUNNING] - place[ScrubWord.RUNNING]
     state.shared.counters[Counter.SCRUBBED_SLOTS] += passed
-    gauges = state.shared.counters[COUNTERS + state.index * GAUGES :][:GAUGES]
-    gauges.copy_(torch.tensor(following[ScrubWord.RUNNING :][:GAUGES], device=device))
+    gauges = state.shared.counters[COUNTERS + state.index * GAUGES :][:SCRUB_GAUGES]
+    gauges.copy_(torch.tensor(following[ScrubWord.RUNNING :][:SCRUB_GAUGES], device=device))
     state.cursors[Cursor.SCRUB_NEXT :][:SCRUB_WORDS] = torch.tensor(following, device=device)
 
 
@@ -88,6 +90,10 @@ def _list_next(state: RegionState, place: list[int]) -> list[int]:
         following[word + 1] += len(found)
         listed += len(found)
     following[ScrubWord.LIST] = (half << 32) + listed
+    following[ScrubWord.PROBE] = 0
+    if listed:
+        following[ScrubWord.PROBE] = int(state.cursors[Cursor.PROBE])
+        state.cursors[Cursor.PROBE] = 0
     return following
 
 
@@ -101,8 +107,10 @@ def verify(state: RegionState, slots: Tensor) -> None:
     _compare(state, seen, Phase.EVENT, {Row.POSITION: nobody, Row.WRITER: nobody})
 
 
-def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor]) -> None:
-    """Where a fingerprint is 0, which says that it is not known, nothing is compared."""
+def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor], probe: int = -1) -> None:
+    """Where a fingerprint is 0, which says that it is not known, nothing is compared. ``probe``: the source for which
+    the first slot's fingerprint is taken with all bits turned round; a difference is a `PROBE` there, whatever the
+    record says."""
     written = seen.usable & (seen.state == State.WRITTEN)
     # Nearly all slots that a batch reads or a scrub lists were written, so a kernel looks at the record only where
     # bytes differ.
@@ -112,8 +120,11 @@ def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tens
         slot = seen.slot[compared]
         value, _ = stack.fold(state, slot)
         stored = state.fingerprints[slot[:, None], stack.columns].T
+        probed = torch.zeros_like(stored, dtype=torch.bool)
+        probed[:, :1] = (stack.columns == probe)[:, None] & compared[:1]
+        stored = torch.where(probed, ~stored, stored)
         alike = (value == stored) & (stored != 0)
-        differs = (value != stored) & (stored != 0) & written[compared]
+        differs = (value != stored) & (((stored != 0) & written[compared]) | probed)
         state.shared.counters[Counter.CHECKED_BYTES] += (alike | differs).sum() * stack.like.slot_bytes
         if bool(differs.any()):
             # Back to the shape of what was seen, for the report.
@@ -122,4 +133,10 @@ def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tens
             mask[:, compared], found[:, compared] = differs, value
             step = state.shared.clock[Clock.NEXT] * 8 + phase
             fields = {Row.TOKEN: seen.token, **about, Row.FOUND_VALUE: found, Row.STEP: step}
-            report_bytes(state, seen, stack, {Kind.BYTES: mask}, fields)
+            of_probe = torch.zeros_like(mask)
+            of_probe[:, compared] = probed & differs
+            report_bytes(state, seen, stack, {Kind.BYTES: mask & ~of_probe}, fields)
+            if bool(of_probe.any()):
+                wrong = torch.zeros_like(found)
+                wrong[:, compared] = stored
+                report_bytes(state, seen, stack, {PROBE: of_probe}, {**fields, Row.STORED_VALUE: wrong})

@@ -13,10 +13,13 @@ from canary_core.ops.samples import Samples
 from canary_core.ops.state import RegionState
 from canary_core.records import (
     CHAINS,
+    COUNTERS,
     FREED_BY,
+    GAUGES,
     POSITION,
     PREFIX_HASH,
     RECORD_WORDS,
+    RECORDED,
     SAMPLE_TOKEN_BITS,
     SAMPLE_TOKENS,
     STATES,
@@ -122,6 +125,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         written = histories.entry(state, Happened.WRITE, fields[Row.WRITER][winner])
         histories.push(state.histories, writes.slot[winner], written)
     shared.counters[Counter.RECORDED_SLOTS] += new.shape[0]
+    shared.counters[COUNTERS + state.index * GAUGES + RECORDED] += new.shape[0]
     shared.clock[Clock.STEP] = step
     state.cursors[Cursor.CHECK] = state.cursors[Cursor.CHECK_NEXT]
 

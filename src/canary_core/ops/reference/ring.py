@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from canary_core.ops.state import Shared
-from canary_core.records import ROW_WORDS, Counter, Kind, Row
+from canary_core.records import ROW_WORDS, Counter, Row
 
 
-def report(shared: Shared, kind: Kind, slot: Tensor, fields: Mapping[Row, Tensor | int]) -> None:
+def report(shared: Shared, kind: int, slot: Tensor, fields: Mapping[Row, Tensor | int]) -> None:
     """Counts one finding per entry of ``slot`` (int64 ``[n]``) and keeps those that the ring has room for. The other
     fields are of the same shape or one number for all; `SEQUENCE`, `KIND` and `SLOT` are filled in."""
     count = slot.shape[0]

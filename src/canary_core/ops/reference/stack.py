@@ -108,7 +108,11 @@ _stacks: WeakKeyDictionary[SourceTable, tuple[tuple[KVSource, ...], tuple[Stack,
 
 
 def report_bytes(
-    state: RegionState, seen: Seen, stack: Stack, findings: Mapping[Kind, Tensor], about: Mapping[Row, Tensor]
+    state: RegionState,
+    seen: Seen,
+    stack: Stack,
+    findings: Mapping[Kind, Tensor] | Mapping[int, Tensor],
+    about: Mapping[Row, Tensor],
 ) -> None:
     """One finding for each place and source of a mask of ``findings``, bool ``[g, n]``. Fields of ``about`` are one
     number for all, or ``[n]``, or ``[g, n]`` where the sources differ in them."""

@@ -1,0 +1,106 @@
+"""`Watch`: one thread of a process that looks at each guard every few seconds, and tells where one has gone blind."""
+
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+PERIOD_S = 2.0
+"""Seconds between two looks."""
+
+LATE_S = 30.0
+"""The thread counts as dead once it has not looked for so long, while the process ran all the time."""
+
+
+class Looks(Protocol):
+    """Whatever can be looked at."""
+
+    def look(self, now: float) -> None:
+        """Tells what is wrong; ``now`` is `time.monotonic`. On the watch's thread: never touches a device."""
+
+
+class Watch:
+    """Calls `Looks.look` of all that were added, as long as somebody keeps them, from one daemon thread that begins
+    with the first. An exception of one look is kept in `failed`, and the thread goes on. A forked process begins anew.
+    """
+
+    def __init__(self, period_s: float = PERIOD_S) -> None:
+        self._period_s = period_s
+        self._lock = threading.Lock()
+        self._looked_at: weakref.WeakSet[Looks] = weakref.WeakSet()
+        self._process: int | None = None
+        self.last = 0.0
+        """When it looked last, of `time.monotonic`."""
+        self.failed: Exception | None = None
+        """The last exception of a look."""
+        self._expected: set[threading.Thread] = set()
+        self._suspect: tuple[float, float] | None = None
+
+    def add(self, looks: Looks) -> None:
+        """``looks`` is looked at from now on."""
+        with self._lock:
+            self._looked_at.add(looks)
+            if self._process == os.getpid():
+                return
+            self._process, self.last = os.getpid(), time.monotonic()
+            self._expected.clear()
+        try:
+            threading.Thread(target=self._run, name="canary-watch", daemon=True).start()
+        except RuntimeError:
+            # At the end of a process none can be started, nor is one needed.
+            self._process = None
+
+    def discard(self, looks: Looks) -> None:
+        """``looks`` is looked at no more."""
+        with self._lock:
+            self._looked_at.discard(looks)
+
+    def expect(self, thread: threading.Thread) -> None:
+        """``thread`` runs until `release` is told of it."""
+        with self._lock:
+            self._expected.add(thread)
+
+    def release(self, thread: threading.Thread) -> None:
+        """``thread`` may end."""
+        with self._lock:
+            self._expected.discard(thread)
+
+    def died(self) -> list[str]:
+        """Names of the threads that have ended though they should run, each once."""
+        with self._lock:
+            # A thread that is about to be started has no number.
+            dead = [thread for thread in self._expected if thread.ident is not None and not thread.is_alive()]
+            self._expected.difference_update(dead)
+        return [thread.name for thread in dead]
+
+    def dead(self, now: float) -> bool:
+        """Whether nobody has looked for `LATE_S`, though the process ran: to be asked now and then. A process that
+        stood still for a while, as in a debugger, is given some time to look."""
+        if self._process != os.getpid() or now - self.last <= LATE_S:
+            self._suspect = None
+        elif self._suspect is None or self._suspect[0] != self.last:
+            self._suspect = (self.last, now)
+        else:
+            return now - self._suspect[1] > 3 * self._period_s
+        return False
+
+    def look(self) -> None:
+        """Looks at all of them, once."""
+        self.last = now = time.monotonic()
+        with self._lock:
+            looked_at = list(self._looked_at)
+        for looks in looked_at:
+            try:
+                looks.look(now)
+            except Exception as error:
+                self.failed = error
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._period_s)
+            self.look()
+
+
+WATCH = Watch()
+"""That of this process."""
