@@ -242,11 +242,21 @@ class CanaryConfig(BaseSettings):
         json_schema_extra=_unit("names"),
     )
     rank: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="Rank of this process, shown in findings, and in events of other ranks than 0."
+        default=0, description="Rank of this process among those that serve one replica, told with each event."
+    )
+    replica: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Index of the replica of the engine that this process belongs to, told with each event: the plugin "
+        "of an engine with data-parallel replicas sets it.",
     )
     model: str = Field(
         default="",
         description="Name told with each event; a plugin whose engine runs several models names the draft models.",
+    )
+    served_model: str = Field(
+        default="",
+        description="Name under which the engine serves its model, told as the model of each event where the setting "
+        "above is empty: the engine's plugin sets it.",
     )
     faults: Annotated[str, AfterValidator(_readable_faults)] = Field(
         default="",
