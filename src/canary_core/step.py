@@ -492,7 +492,7 @@ class Step:
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
                     self.scrub.adjust(captured)
-                    self._findings.alarm.step(moment, self._findings.counters, not self.scrub.pace.off)
+                    self._findings.alarm.step(moment, not self.scrub.pace.off)
                     self._canary.ledger.send()
                 if self.lookout is not None:
                     self.lookout.look_back(moment)

@@ -3,7 +3,6 @@
 import time
 import weakref
 from collections import Counter as Tally
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
@@ -11,24 +10,27 @@ from threading import Lock
 from canary_core.events import Event
 
 LOOK_S = 5.0
-"""Least time between two looks that are kept."""
+"""Least time between two looks that are compared."""
 
-SETTLED_S = 20.0
-"""Age of a look from which on its tokens must be recorded: engines tell of forwards some steps early or late."""
+SETTLED_READS = 4
+"""Reads of the counters after which what was computed before the first of them must be in them: engines tell of a
+forward some steps early or late, and a record may run beside the next forward."""
+
+PASSED_LOOKS = 3
+"""Looks that show that tokens are computed while Canary is not called, after which that counts as so."""
 
 LEAST_TOKENS, LEAST_SHARE = 16, 0.001
 """What is missing is told from so many tokens on, and from so large a share of what was computed since the last time.
-At the end, when all is counted, any token is told."""
+At the end, when all is counted, the summary tells of any token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was known at one moment: seconds of `time.monotonic`, tokens, how many reads of the counters had begun and
-    arrived, and how many forwards Canary had been called for."""
+    """What was known at one moment: seconds of `time.monotonic`, tokens that were computed, reads of the counters that
+    have arrived, and how many forwards Canary had been called for."""
 
     when: float
     computed: int
-    explained: int
     reads: int
     calls: int
 
@@ -38,9 +40,10 @@ class Witness:
     has recorded: the hooks that guard an engine can't hide that they are not called. One for each model that an engine
     runs; Canaries that follow each other, or share a model, may share it.
 
-    The engine's side calls `computed`, with a figure that does not come from the hooks that guard: a scheduler's
-    output, a counter of the engine, the length of an answer. A token in one forward counts once, drafts too, padding
-    never. Without a call nothing is compared. All of it may be called from any thread, and does nothing on a device.
+    The engine's side calls `computed`, or lets `follow` read a counter of the engine's, with a figure that does not
+    come from the hooks that guard: a scheduler's output, the length of an answer. A token in one forward counts once,
+    drafts too, padding never. Without a figure nothing is compared. All of it may be called from any thread, and does
+    nothing on a device.
     """
 
     def __init__(self) -> None:
@@ -51,9 +54,13 @@ class Witness:
         self._reads = 0
         self._reported = self._base = (0, 0)
         self._reporter: weakref.ref[object] | None = None
-        self._looks: deque[Look] = deque(maxlen=64)
+        self._settling: Look | None = None
+        self._last: Look | None = None
+        self._passed = 0
+        self._shortfall = 0
         self._told_missing = self._told_computed = 0
-        self._passing = False
+        self._passing = self._passed_before = False
+        self._followed: list[tuple[Callable[[], int], int]] = []
         self.why: Callable[[], str | None] | None = None
         """Gives why forwards pass unguarded now, as for `explain`; None where they do not."""
         self.calls: Callable[[], int] | None = None
@@ -69,6 +76,12 @@ class Witness:
                 self._explained[why] += tokens
                 self._passing = True
 
+    def follow(self, read: Callable[[], int]) -> None:
+        """``read`` gives a number that the engine itself keeps: tokens computed so far, which only grows. What comes
+        from now on counts, as if told by `computed`. It is called every few seconds, from any thread."""
+        with self._lock:
+            self._followed.append((read, read()))
+
     def explain(self, reason: str, tokens: int) -> None:
         """So many of them are not guarded for a reason that is known and was told, or write no KV. ``reason``: a short
         name that stays the same, such as ``paused``."""
@@ -77,14 +90,18 @@ class Witness:
                 self._explained[reason] += tokens
 
     def recorded(self, tokens: int) -> None:
-        """The counters of a device say that ``tokens`` more were recorded."""
+        """A read of the counters has arrived, which says that ``tokens`` more were recorded."""
         with self._lock:
             self._guarded += tokens
             self._reads += 1
+            if self._settling is not None and self._reads >= self._settling.reads + SETTLED_READS:
+                self._shortfall = self._missing(self._settling.computed)
+                self._settling = None
 
     @property
     def computed_tokens(self) -> int:
         """By the engine's books."""
+        self._poll()
         return self._computed
 
     @property
@@ -101,13 +118,15 @@ class Witness:
     @property
     def missing(self) -> int:
         """Tokens that were computed, and of which nothing is known. Above 0 for a moment while forwards run."""
+        self._poll()
         with self._lock:
-            return self._missing(self._computed, self._explained.total())
+            return self._missing(self._computed)
 
     @property
     def ratio(self) -> float | None:
         """Guarded tokens among those computed, 1 at most; None as long as the engine has told of none."""
-        return min(self._guarded / self._computed, 1.0) if self._computed else None
+        computed = self.computed_tokens
+        return min(self._guarded / computed, 1.0) if computed else None
 
     def stats(self) -> dict[str, float]:
         """``computed_tokens``, ``guarded_tokens``, ``guarded_ratio``; empty as long as the engine has told of none."""
@@ -125,6 +144,7 @@ class Witness:
     def share(self, of: object) -> tuple[int, int]:
         """Computed and guarded tokens as ``of`` reports them, one of those that share this: the first one reports those
         of all, until it is gone; the next one those that came since, so that their sum is right."""
+        self._poll()
         with self._lock:
             if self._reporter is None or self._reporter() is None:
                 self._reporter, self._base = weakref.ref(of), self._reported
@@ -140,36 +160,31 @@ class Witness:
                 self._reporter = None
 
     def look(self, now: float | None = None) -> Event | None:
-        """Compares what was computed some time ago with what is recorded now; gives an ``unguarded_tokens`` event where
-        more is missing than the last one said. To be called every few seconds, from one thread."""
+        """Gives an ``unguarded_tokens`` event where more is missing than the last one said. To be called every few
+        seconds, from one thread; ``now``: of `time.monotonic`."""
         now = time.monotonic() if now is None else now
+        self._poll()
         with self._lock:
-            if self._passing:
+            if self._passing or self._passed_before:
                 # Whether the forwards around a pause were guarded depends on how far ahead the engine tells of them.
-                self._passing = False
-                self._looks.clear()
-                missing = self._missing(self._computed, self._explained.total())
+                self._passing, self._passed_before = False, self._passing
+                missing = self._missing(self._computed)
                 if missing:
                     self._explained["around_a_pause"] += missing
+                self._settling = self._last = None
                 return None
-            calls = self.calls() if self.calls is not None else -1
-            newest = Look(now, self._computed, self._explained.total(), self._reads, calls)
-            settled = [look for look in self._looks if now - look.when >= SETTLED_S]
-            if not self._looks or now - self._looks[-1].when >= LOOK_S:
-                self._looks.append(newest)
-            if not settled:
-                return None
-            old = settled[-1]
-            missing = self._missing(old.computed, old.explained)
-            if not (self._reads >= old.reads + 2 or _passed_by(self._looks, old, newest)):
-                # What an engine computed last before it idles is read with its next forward.
-                return None
-            return self._told(missing, LEAST_TOKENS, LEAST_SHARE)
-
-    def settle(self) -> Event | None:
-        """As `look`, when all that was computed is counted: after a drain, at the end."""
-        with self._lock:
-            return self._told(self._missing(self._computed, self._explained.total()), 1, 0.0)
+            last = self._last
+            if last is None or now - last.when >= LOOK_S:
+                calls = self.calls() if self.calls is not None else -1
+                self._last = newest = Look(now, self._computed, self._reads, calls)
+                self._settling = self._settling or newest
+                if last is None or (newest.reads, newest.calls) != (last.reads, last.calls):
+                    self._passed = 0
+                elif newest.computed > last.computed:
+                    self._passed += 1
+                    if self._passed >= PASSED_LOOKS:
+                        self._shortfall = self._missing(self._computed)
+            return self._told(self._shortfall)
 
     def sentence(self, missing: int) -> str:
         """Says that ``missing`` tokens are not guarded."""
@@ -181,12 +196,23 @@ class Witness:
             "function that is hooked"
         )
 
-    def _missing(self, computed: int, explained: int) -> int:
-        return max(computed - explained - self._guarded, 0)
+    def _poll(self) -> None:
+        """What followed counters have grown by."""
+        for number, (read, before) in enumerate(self._followed):
+            now = read()
+            with self._lock:
+                if self._followed[number][1] != before:
+                    continue  # Another thread was faster.
+                self._followed[number] = (read, max(now, before))
+            if now > before:
+                self.computed(now - before)
 
-    def _told(self, missing: int, least: int, share: float) -> Event | None:
+    def _missing(self, computed: int) -> int:
+        return max(computed - self._explained.total() - self._guarded, 0)
+
+    def _told(self, missing: int) -> Event | None:
         more, computed = missing - self._told_missing, self._computed - self._told_computed
-        if more < max(least, share * computed):
+        if more < max(LEAST_TOKENS, LEAST_SHARE * computed):
             return None
         self._told_missing, self._told_computed = missing, self._computed
         fields: dict[str, object] = {
@@ -197,10 +223,3 @@ class Witness:
             "explained": dict(self._explained),
         }
         return Event("unguarded_tokens", "warning", fields)
-
-
-def _passed_by(looks: "deque[Look]", old: Look, newest: Look) -> bool:
-    """Whether forwards run, seen in two looks at least, and Canary is not called for any."""
-    since = [look for look in looks if look.when > old.when]
-    moved = sum(one.computed < two.computed for one, two in zip([old, *since], [*since, newest], strict=True))
-    return moved >= 2 and newest.calls == old.calls and newest.reads == old.reads

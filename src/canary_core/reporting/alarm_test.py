@@ -45,8 +45,8 @@ class AlarmTest:
         self._last = 0.0
         self._round = 0
         self._state: RegionState | None = None
-        self._before: Sequence[int] = ()
-        self._began: Sequence[int] = ()
+        self._counters: Sequence[int] = ()
+        self._still_since: Sequence[int] = ()
         self._lists = self._tries = 0
         self._where = ""
         self.passed = 0
@@ -61,18 +61,18 @@ class AlarmTest:
         """Whether there is anything to test."""
         return bool(self._states)
 
-    def step(self, now: float, counters: Sequence[int], scrubs: bool) -> None:
-        """At a read of the ``counters``, on the stream of the scrub: asks for a probe if one is due. ``now``:
+    def step(self, now: float, scrubs: bool) -> None:
+        """At a read of the counters, on the stream of the scrub: asks for a probe if one is due. ``now``:
         `time.monotonic`; ``scrubs``: whether there is a scrub now. Never captured."""
-        if not self._states or not scrubs:
+        counters = self._counters
+        if not self._states or not scrubs or not counters:
             self._due = None
             return
-        self._see(counters)
         rounds = counters[Counter.SCRUBBED_SLOTS] // sum(state.region.slots for state in self._states)
         if self._due is None:
             if self.passed and now - self._last < (MOST_S if rounds == self._round else LEAST_S):
                 return
-            self._due, self._round, self._began, self._tries = now, rounds, counters, 0
+            self._due, self._round, self._still_since, self._tries = now, rounds, counters, 0
             self._where = "no kernel has reported it"
         elif now - self._asked < AGAIN_S:
             return
@@ -114,20 +114,21 @@ class AlarmTest:
         """For `Canary.stats`."""
         return {"alarm_tests": self.passed, "alarm_dead": int(self.dead)} if self._states else {}
 
-    def _see(self, counters: Sequence[int]) -> None:
-        before, self._before = self._before, counters
+    def see(self, counters: Sequence[int]) -> None:
+        """The counters that a read has brought, before its rows."""
+        before, self._counters = self._counters, counters
         if not before or self._due is None or self._state is None:
             return
         self._lists += _listed(counters, self._state) > _listed(before, self._state)
+        moved = any(_listed(counters, state) > _listed(before, state) for state in self._states)
+        if moved or counters[Counter.SCRUBBED_SLOTS] > before[Counter.SCRUBBED_SLOTS]:
+            self._still_since = counters
         if counters[PROBE] > before[PROBE]:
             self._where = "a kernel has reported it, and its row was not read"
 
     def _scrub_stands_still(self) -> bool:
-        now, began = self._before, self._began
-        forwards = now[Counter.CHECKED_FORWARDS] - began[Counter.CHECKED_FORWARDS]
-        if forwards < LEAST_FORWARDS or now[Counter.SCRUBBED_SLOTS] > began[Counter.SCRUBBED_SLOTS]:
-            return False
-        return not any(_listed(now, state) > _listed(began, state) for state in self._states)
+        forwards = [counters[Counter.CHECKED_FORWARDS] for counters in (self._still_since, self._counters)]
+        return forwards[1] - forwards[0] >= LEAST_FORWARDS
 
     def _arrived(self) -> None:
         self.passed += 1

@@ -105,6 +105,7 @@ class Findings:
             self._notice(snapshot.counters)
         self._witness.recorded(self._recorded(snapshot.counters) - self._recorded(self.counters))
         self.counters = snapshot.counters
+        self.alarm.see(snapshot.counters)
         if snapshot.tallies is not None:
             self.memory.read(snapshot.tallies)
             # From then on a read costs what it did before there were tallies.

@@ -21,6 +21,8 @@ class ToyGuard:
         self._device = engine.device
         self.canary = Canary(pool.regions(), config, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors)
         self._batch = ToyBatch(engine.runner, self.canary.writers)
+        # By the engine's own books, not by a hook: so it shows where a forward runs past the hooks.
+        self.canary.witness.follow(lambda: engine.computed_tokens)
         # With the guard, an exception of what follows a function of the engine never reaches the engine in log mode.
         self._patches = Patches(self.canary.guard)
         self._patches.wrap(engine.runner, "forward", self._guarded)

@@ -1,0 +1,209 @@
+"""Guards of a running engine that go blind: each break is made from outside, in the engine or in the machinery of the
+alarm, and is told. The engine serves on, and its answers are the same."""
+
+import dataclasses
+import threading
+import time
+
+import pytest
+from canary_toy.hooks import ToyGuard
+from canary_toy.toy_engine import Engine
+
+from canary_core import CanaryConfig, hook_manager
+from canary_core.incidents.investigator import Investigator
+from canary_core.ops.reference import compare
+from canary_core.records import Kind
+from canary_core.reporting import alarm_test
+from canary_core.reporting.readback import ReadBack
+from canary_core.runtime.watch import WATCH
+from canary_core.testing import Findings
+
+PROMPT = list(range(1, 30))
+
+
+class Served:
+    """The toy engine under guard, which serves requests while pretended time goes by."""
+
+    def __init__(self, **settings: object) -> None:
+        self.engine = Engine()
+        self.told = Findings()
+        hook_manager().register(self.told)
+        self.guard = ToyGuard(self.engine, CanaryConfig.load(silence_s=0, **settings))
+        self.canary = self.guard.canary
+        self.ahead = 0.0
+
+    def serve(self, seconds: int = 60, name: str = "a") -> list[int]:
+        """One request, over and over; every forward takes a second for whoever looks."""
+        answer: list[int] = []
+        for number in range(seconds):
+            if not self.engine.step():
+                request = self.engine.submit(f"{name}{number}", PROMPT, 8)
+                answer = answer or request.answer
+                self.engine.step()
+            self.ahead += 1
+            self.canary._lookout.look(time.monotonic() + self.ahead)
+        return self.engine.requests[next(n for n in self.engine.requests if n.startswith(name))].answer
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        """Fields of those that were told."""
+        return [event.fields for event in self.told.events if event.name == name]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """An engine that is guarded, and whose probes are asked for again at once."""
+    monkeypatch.setattr(alarm_test, "AGAIN_S", 0.05)
+    monkeypatch.setattr(alarm_test, "LEAST_S", 0.0)
+    monkeypatch.setattr(alarm_test, "MOST_S", 0.0)
+    monkeypatch.setattr(WATCH, "look", lambda: None)
+    served = Served()
+    yield served
+    served.guard.close()
+    hook_manager().unregister(served.told)
+
+
+def test_a_guard_that_sees_all_is_silent(served):
+    """Every token is guarded, probes come and are swallowed, nothing is told but that."""
+    served.serve()
+    served.canary.drain()
+    stats = served.canary.stats()
+    assert stats["guarded_ratio"] == 1
+    assert stats["computed_tokens"] == stats["guarded_tokens"] == served.engine.computed_tokens > 50
+    assert stats["alarm_tests"] > 2
+    assert stats["violations"] == stats["alarm_dead"] == 0
+    assert served.told.violations == []
+    assert {event.name for event in served.told.events} <= {"attached", "coverage", "control", "stats"}
+    assert served.canary.last_alarm_test is not None
+    served.guard.close()
+    (summary,) = served.events("summary")
+    assert summary["warnings"] == []
+    assert "100 % of" in summary["summary"]
+
+
+def test_a_hook_that_is_bypassed_is_told(served):
+    """Something of the engine's keeps the function as it was before it was hooked, and calls that from now on: no token
+    is checked any more, which the engine's own count of its tokens shows."""
+    right = Engine()
+    right.submit("a0", PROMPT, 8)
+    while right.step():
+        pass
+    served.serve(30, "before")
+    kept = type(served.engine.runner).forward
+    served.engine.runner.forward = lambda batch: kept(served.engine.runner, batch)
+    assert served.serve(60, "a") == right.requests["a0"].answer
+    (told,) = served.events("unguarded_tokens")[:1]
+    assert 0 < told["missing_tokens"] < told["computed_tokens"]
+    assert "never seen" in told["reason"]
+    served.guard.close()
+    assert any("never seen" in warning for warning in served.events("summary")[0]["warnings"])
+
+
+def test_a_scrub_that_compares_nothing_is_told(served, monkeypatch):
+    """It goes on listing slots, and no difference is ever reported."""
+    served.serve(20)
+    passed = served.canary.stats()["alarm_tests"]
+    with monkeypatch.context() as broken:
+        broken.setattr(compare, "report_bytes", lambda *given: None)
+        served.serve(200)
+    (told,) = served.events("alarm_dead")
+    assert "no kernel has reported it" in told["reason"]
+    assert served.canary.stats()["alarm_dead"] == 1
+    served.serve(100)
+    assert served.canary.stats()["alarm_dead"] == 0, "it works again"
+    assert served.canary.stats()["alarm_tests"] > passed
+
+
+def test_a_scrub_that_never_runs_is_told(served, monkeypatch):
+    """No slot is passed, while a thousand forwards are checked."""
+    served.serve(20)
+    monkeypatch.setattr(alarm_test, "LEAST_FORWARDS", 100)
+    backend = served.canary._workspace.backend
+    monkeypatch.setattr(served.canary.step.scrub, "_backend", dataclasses.replace(backend, scrub=lambda state: None))
+    served.serve(200)
+    (told,) = served.events("alarm_dead")
+    assert "no kernel has reported it" in told["reason"]
+
+
+def test_a_ring_that_is_never_read_is_told(served, monkeypatch):
+    """The counters come, and no row."""
+    opened = ReadBack._open
+    monkeypatch.setattr(ReadBack, "_open", lambda own: dataclasses.replace(opened(own), rows=[]))
+    served.serve(200)
+    (told,) = served.events("alarm_dead")
+    assert "its row was not read" in told["reason"]
+
+
+def test_a_thread_of_incidents_that_does_nothing_is_told(served, monkeypatch):
+    """It was started and takes no incident."""
+    monkeypatch.setattr(Investigator, "_run", lambda own: None)
+    served.serve(200)
+    (told,) = served.events("alarm_dead")
+    assert "the thread of incidents has not taken it" in told["reason"]
+
+
+def test_a_copy_that_never_arrives_is_told_once(served, monkeypatch):
+    """Forwards go on, and nothing is read any more. On a CPU there is no copy, so the read pretends to be under way."""
+    served.serve(10)
+    began = time.monotonic()
+    monkeypatch.setattr(ReadBack, "waiting", property(lambda own: (began, 9)))
+    monkeypatch.setattr(ReadBack, "collect", lambda own: None)
+    served.serve(60)
+    (told,) = [fields for fields in served.events("silence") if "has not arrived" in fields["reason"]]
+    assert "stands still" in told["reason"]
+
+
+def test_a_thread_that_died_is_told(served):
+    """One that was expected to run as long as the process."""
+    thread = threading.Thread(target=int, name="canary-something")
+    WATCH.expect(thread)
+    thread.start()
+    thread.join()
+    served.serve(3)
+    (told,) = served.events("silence")
+    assert told["thread"] == "canary-something"
+
+
+def test_a_watch_that_died_is_told_by_the_engines_thread(served, monkeypatch):
+    """Forwards go on, and nobody looks."""
+    monkeypatch.setattr(WATCH, "dead", lambda now: True)
+    served.serve(10)
+    (told,) = served.events("silence")
+    assert told["thread"] == "canary-watch"
+
+
+def test_what_passes_by_a_pause_is_known(served):
+    """Nothing is missing: the tokens are counted as paused."""
+    served.serve(30)
+    served.canary.step.pause()
+    served.serve(30)
+    served.canary.step.resume()
+    served.serve(60)
+    assert served.events("unguarded_tokens") == []
+    stats = served.canary.stats()
+    assert stats["unguarded_paused_tokens"] > 20
+    assert stats["guarded_ratio"] < 1
+
+
+def test_a_probe_hides_no_corruption(served):
+    """Bytes of a slot that a probe may be taken of change: they are told as ever."""
+    request = served.engine.submit("a", PROMPT, 100)
+    for _ in range(20):
+        served.engine.step()
+    served.engine.pool.layers[0][0, request.pages[0]] += 1
+    for _ in range(60):
+        served.engine.step()
+    served.canary.drain()
+    assert {violation.kind for violation in served.told.violations} == {Kind.BYTES}
+    assert {violation.slot for violation in served.told.violations} == {4 * request.pages[0] + i for i in range(4)}
+
+
+@pytest.mark.parametrize("settings", [{"scrub_budget": "0"}, {"bytes": "off"}])
+def test_without_a_scrub_there_is_no_probe(monkeypatch, settings):
+    """Nothing is asked for, and nothing is called dead."""
+    monkeypatch.setattr(WATCH, "look", lambda: None)
+    served = Served(**settings)
+    served.serve(60)
+    assert served.events("alarm_dead") == []
+    assert served.canary.stats().get("alarm_tests", 0) == 0
+    served.guard.close()
+    hook_manager().unregister(served.told)
