@@ -467,7 +467,7 @@ class Step:
         """Host only, never captured: starts a late read of the counters and reports what the last one brought. On the
         stream of the forwards, where these are replayed from a graph that holds `before` and `after`.
 
-        Raises `ViolationError` with the first finding in raise mode.
+        In raise mode it raises `ViolationError` with the first finding, and `CanaryError` where the alarm is dead.
         """
         if not self._switch.enabled or (self._pause.missed and not self._reads_at.due_idle()):
             return
@@ -519,6 +519,7 @@ class Step:
             self._audit.judge()
         if self._switch.raises:
             self._findings.raise_first()
+            self._findings.alarm.require()
 
     def flushed(self) -> None:
         """The engine has emptied its caches: no slot of any region holds anything any more. It may give the memory back

@@ -58,7 +58,9 @@ class Summary:
         ratio = self.witness.ratio
         guarded = "" if ratio is None else f"{_share(ratio)} of {self.witness.computed_tokens} tokens guarded, "
         forwards, checked = _count(self.forwards, "forward"), _count(slots, "slot")
-        return f"{forwards}, {guarded}{checked} and {decimal(size)} checked, {findings}"
+        short = self.config.bytes != "off" and not size and 0 < self.forwards < FEW_FORWARDS
+        few = " (too few forwards for the scrub to compare any)" if short else ""
+        return f"{forwards}, {guarded}{checked} and {decimal(size)}{few} checked, {findings}"
 
     def event(self) -> Event:
         """The ``summary`` event; a warning where there are `warnings`."""

@@ -9,7 +9,7 @@ import pytest
 from canary_toy.hooks import ToyGuard
 from canary_toy.toy_engine import Engine
 
-from canary_core import CanaryConfig, hook_manager
+from canary_core import CanaryConfig, CanaryError, hook_manager
 from canary_core.incidents.investigator import Investigator
 from canary_core.ops.reference import compare
 from canary_core.records import Kind
@@ -195,6 +195,18 @@ def test_a_probe_hides_no_corruption(served):
     served.canary.drain()
     assert {violation.kind for violation in served.told.violations} == {Kind.BYTES}
     assert {violation.slot for violation in served.told.violations} == {4 * request.pages[0] + i for i in range(4)}
+
+
+def test_a_dead_alarm_stops_a_test(monkeypatch):
+    """In raise mode nothing is left to luck: the next forward ends with the sentence."""
+    monkeypatch.setattr(alarm_test, "AGAIN_S", 0.05)
+    monkeypatch.setattr(WATCH, "look", lambda: None)
+    served = Served(mode="raise")
+    monkeypatch.setattr(compare, "report_bytes", lambda *given: None)
+    with pytest.raises(CanaryError, match=r"the alarm is dead: a probe .*no kernel has reported it"):
+        served.serve(300)
+    hook_manager().unregister(served.told)
+    served.guard.close()
 
 
 @pytest.mark.parametrize("settings", [{"scrub_budget": "0"}, {"bytes": "off"}])

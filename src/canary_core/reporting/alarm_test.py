@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
 
+from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.incidents.grouping import Incidents
 from canary_core.ops.state import RegionState
@@ -48,7 +49,7 @@ class AlarmTest:
         self._counters: Sequence[int] = ()
         self._still_since: Sequence[int] = ()
         self._lists = self._tries = 0
-        self._where = ""
+        self._where = self._reason = ""
         self.passed = 0
         """Probes that came out of the alarm."""
         self.last: float | None = None
@@ -103,12 +104,17 @@ class AlarmTest:
         if self._tries < LEAST_TRIES and not self._scrub_stands_still():
             # The engine idles, is paused, or nothing that it wrote is left.
             return None
-        self.dead = True
         reason = (
             f"a probe with a fingerprint that is wrong on purpose was asked for {now - self._due:.0f} s ago and was "
             f"not told ({self._where}): real findings would not be told either; restart the engine, and report it"
         )
+        self._reason, self.dead = reason, True
         return Event("alarm_dead", "error", {"reason": reason, "tests_passed": self.passed})
+
+    def require(self) -> None:
+        """Raises `CanaryError` where a probe did not come: a test that is to stop at findings must not pass."""
+        if self.dead:
+            raise CanaryError(f"the alarm is dead: {self._reason}")
 
     def stats(self) -> dict[str, int]:
         """For `Canary.stats`."""

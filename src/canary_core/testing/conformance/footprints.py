@@ -38,18 +38,18 @@ class Footprints:
         self._forwards = 0
 
     def __enter__(self) -> "Footprints":
-        self._stage.witness.before, self._stage.witness.after = self._before, self._after
-        if self._stage.witness.canaries:
+        self._stage.onlooker.before, self._stage.onlooker.after = self._before, self._after
+        if self._stage.onlooker.canaries:
             self._prepare()
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        self._stage.witness.before = self._stage.witness.after = None
-        if self._stage.witness.error is not None:
-            raise self._stage.witness.error
+        self._stage.onlooker.before = self._stage.onlooker.after = None
+        if self._stage.onlooker.error is not None:
+            raise self._stage.onlooker.error
         if error is None:
             self._end(_LATE)
-        for canary in self._stage.witness.canaries:
+        for canary in self._stage.onlooker.canaries:
             for name in _TOLD:
                 vars(canary.slots).pop(name, None)
 

@@ -11,9 +11,9 @@ from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
 from canary_core.errors import PluginError
 from canary_core.plugins.discovery import entry_points, inspect, new_manager, not_installed
+from canary_core.testing.conformance.onlooker import Onlooker
 from canary_core.testing.conformance.problems import Nonconforming
 from canary_core.testing.conformance.session import EngineSession
-from canary_core.testing.conformance.witness import Witness
 from canary_core.testing.findings import Findings
 from canary_core.violation import Violation
 
@@ -78,18 +78,18 @@ class Drive:
 
 
 class Stage(Drive):
-    """The same under guard: ``witness`` heard of views and Canaries, ``findings`` what was found and told."""
+    """The same under guard: ``onlooker`` heard of views and Canaries, ``findings`` what was found and told."""
 
-    def __init__(self, session: EngineSession, witness: Witness, findings: Findings) -> None:
+    def __init__(self, session: EngineSession, onlooker: Onlooker, findings: Findings) -> None:
         super().__init__(session)
-        self.witness = witness
+        self.onlooker = onlooker
         self.findings = findings
 
     @property
     def canaries(self) -> Sequence[Canary]:
         """Those that guard the engine's pools. Raises `Nonconforming` where there are none."""
-        if self.witness.canaries:
-            return self.witness.canaries
+        if self.onlooker.canaries:
+            return self.onlooker.canaries
         reasons = [str(e.fields["reason"]) for e in self.findings.told("disabled") if "reason" in e.fields]
         if reasons:
             raise Nonconforming("PoolAdapter", f"no Canary could be built: {reasons[0]}")

@@ -91,9 +91,9 @@ class PluginConformance(Trials):
                 f"after canary_uninstall these are not the engine's own: {', '.join(others)}; put back what "
                 "canary_install replaced (canary_core.Patches does)",
             )
-        forwards = stage.witness.forwards
+        forwards = stage.onlooker.forwards
         self._serve_bare()
-        if stage.witness.forwards != forwards or any(canary.enabled for canary in stage.witness.canaries):
+        if stage.onlooker.forwards != forwards or any(canary.enabled for canary in stage.onlooker.canaries):
             raise Nonconforming("hooks", "a Canary goes on after canary_uninstall: call close of each one there")
 
     def test_a_canary_guards_the_pool(self) -> None:
@@ -102,14 +102,14 @@ class PluginConformance(Trials):
         with self._stage() as stage:
             self._serve(stage, self._apart(3))
             forwards = sum(canary.forwards for canary in stage.canaries)
-            if not stage.witness.forwards:
+            if not stage.onlooker.forwards:
                 self._fail_unseen(stage, forwards)
-            if not stage.witness.tables:
+            if not stage.onlooker.tables:
                 raise Nonconforming("BatchAdapter", "BatchView.tables is empty: name a SlotTable for each region")
-            if stage.witness.stored < stage.witness.forwards:
+            if stage.onlooker.stored < stage.onlooker.forwards:
                 raise Nonconforming(
                     "hooks",
-                    f"{stage.witness.forwards} forwards were checked and {stage.witness.stored} recorded: call "
+                    f"{stage.onlooker.forwards} forwards were checked and {stage.onlooker.stored} recorded: call "
                     "canary.step.after (or step.run) after each forward",
                 )
             if not stage.counter("checked_forwards"):
@@ -121,14 +121,14 @@ class PluginConformance(Trials):
         """`canary_install` may be called again: each forward is still checked once."""
         with self._stage() as once:
             self._serve(once, self._apart(3))
-            forwards = once.witness.forwards
+            forwards = once.onlooker.forwards
         with self._stage(installs=2) as twice:
             self._serve(twice, self._apart(3))
-            if len(twice.canaries) != len(once.canaries) or twice.witness.forwards != forwards:
+            if len(twice.canaries) != len(once.canaries) or twice.onlooker.forwards != forwards:
                 raise Nonconforming(
                     "hooks",
                     f"installed twice, the plugin built {len(twice.canaries)} Canaries and checked "
-                    f"{twice.witness.forwards} forwards, installed once {len(once.canaries)} and {forwards}: "
+                    f"{twice.onlooker.forwards} forwards, installed once {len(once.canaries)} and {forwards}: "
                     "canary_install must do nothing where it is installed already",
                 )
 
@@ -136,7 +136,7 @@ class PluginConformance(Trials):
         """Every new token of every request is in a view, at its position, with its request's name and own tokens."""
         with self._stage() as stage:
             self._serve(stage, self._apart(CLEAN_REQUESTS // 2))
-            if not stage.witness.forwards:
+            if not stage.onlooker.forwards:
                 self._fail_unseen(stage, 0)
             # No two of them begin alike, so there is nothing to reuse.
             require_truth(stage, reuses=False)

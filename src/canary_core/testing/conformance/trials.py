@@ -12,11 +12,11 @@ from canary_core.faults.spec import FaultSpec
 from canary_core.records import Kind
 from canary_core.testing.conformance import traffic
 from canary_core.testing.conformance.footprints import Footprints
+from canary_core.testing.conformance.onlooker import Onlooker
 from canary_core.testing.conformance.problems import Nonconforming, Part, require_silence
 from canary_core.testing.conformance.session import ABILITIES, Ability, EngineSession
 from canary_core.testing.conformance.stage import MOST_STEPS, Ask, Drive, Stage, installed, target_of
 from canary_core.testing.conformance.truth import require_truth
-from canary_core.testing.conformance.witness import Witness
 from canary_core.testing.findings import Findings
 from canary_core.testing.quiet import one_thread, unheard
 from canary_core.testing.settings import strict_config
@@ -50,12 +50,12 @@ class Trials:
     def _stage(self, *plugins: object, installs: int = 1, **settings: Any) -> Iterator[Stage]:
         """An engine under the plugin with strict settings. The plugin is uninstalled after it, and the session
         closed."""
-        witness, findings = Witness(), Findings()
+        onlooker, findings = Onlooker(), Findings()
         config = strict_config(**settings)
         target = target_of(self.plugin)
         self._load()
         with unheard(), one_thread(), contextlib.ExitStack() as stack:
-            for listeners in [(witness, findings, *plugins), *[()] * (installs - 1)]:
+            for listeners in [(onlooker, findings, *plugins), *[()] * (installs - 1)]:
                 stack.enter_context(installed(target, config, *listeners))
             try:
                 session = self.session()
@@ -63,7 +63,7 @@ class Trials:
                 what = f"in {config.mode} mode the engine did not start, {type(error).__name__}: {error}"
                 raise Nonconforming("PoolAdapter", what) from error
             stack.callback(session.close)
-            yield Stage(session, witness, findings)
+            yield Stage(session, onlooker, findings)
 
     def _serve(self, drive: Drive, asks: Sequence[Ask]) -> None:
         drive.submit(*asks)
@@ -152,7 +152,7 @@ class Trials:
                 reasons = [str(event.fields["reason"]) for event in stage.findings.told("fault_not_injected")]
                 raise Nonconforming(
                     "BatchAdapter",
-                    f"{what} found nothing to break in {stage.witness.forwards} "
+                    f"{what} found nothing to break in {stage.onlooker.forwards} "
                     f"forwards: {'; '.join(reasons) or 'views name no slots'}{_NO_TRUTH[spec.fault]}",
                 )
             (injection,) = injector.injections

@@ -1,8 +1,8 @@
 """What views say of requests, against the requests themselves."""
 
+from canary_core.testing.conformance.onlooker import Row
 from canary_core.testing.conformance.problems import Nonconforming
 from canary_core.testing.conformance.stage import Stage
-from canary_core.testing.conformance.witness import Row
 
 
 def require_truth(stage: Stage, reuses: bool) -> None:
@@ -12,7 +12,7 @@ def require_truth(stage: Stage, reuses: bool) -> None:
     own = {n: (*ask.tokens, *stage.session.answer(n)) for n, ask in stage.asks.items()}
     computed: dict[str, set[int]] = {name: set() for name in own}
     known = 0
-    for row in stage.witness.rows:
+    for row in stage.onlooker.rows:
         name = _name(row, own)
         tokens = own[name]
         end = row.prefix + len(row.tokens)

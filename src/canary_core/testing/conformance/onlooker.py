@@ -1,4 +1,4 @@
-"""`Witness`: a plugin that keeps what the views of an adapter say."""
+"""`Onlooker`: a plugin that keeps what the views of an adapter say."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class Row:
 
 
 @dataclass(slots=True, eq=False)
-class Witness:
+class Onlooker:
     """Hears of each Canary that is built, and of each view. ``before`` and ``after``: called with both, right before
     the check and before the record."""
 
