@@ -18,7 +18,6 @@ class ToyGuard:
 
     def __init__(self, engine: Engine, config: CanaryConfig) -> None:
         pool = ToyPool(engine.pool)
-        self._device = engine.device
         self.canary = Canary(pool.regions(), config, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors)
         self._batch = ToyBatch(engine.runner, self.canary.writers)
         # By the engine's own books, not by a hook: so it shows where a forward runs past the hooks.
@@ -51,7 +50,7 @@ class ToyGuard:
         return guarded
 
     def _tell(self, event: Callable[..., None], pages: Sequence[int]) -> None:
-        event(REGION, torch.tensor(pages, dtype=torch.int64, device=self._device), page_slots=PAGE)
+        event(REGION, torch.tensor(pages, dtype=torch.int64, device=self.canary.device), page_slots=PAGE)
 
     def _copied(self, _: None, source: int, destination: int) -> None:
         self.canary.slots.copy(REGION, self._slots(source), self._slots(destination))
@@ -67,7 +66,7 @@ class ToyGuard:
         self.canary.writers.forget(request.name)
 
     def _slots(self, page: int) -> Tensor:
-        return torch.arange(page * PAGE, (page + 1) * PAGE, device=self._device)
+        return torch.arange(page * PAGE, (page + 1) * PAGE, device=self.canary.device)
 
 
 class ToyHooks:
