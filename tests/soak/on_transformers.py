@@ -163,7 +163,7 @@ class Generate(Served):
                 generation.flip(cache, 2, draw.choice(("keys", "values")), 0, -2)
 
         hook = embed.register_forward_pre_hook(before)
-        return {"past_key_values": cache}
+        return {"cache": cache}
 
     def flush(self) -> bool:
         """Each call has a cache of its own."""

@@ -52,7 +52,7 @@ def test_an_older_release_is_refused(found, monkeypatch):
     before = functions()
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: found if name == "transformers" else real(name))
-    with pytest.raises(PluginError, match=rf">=5.17,<5.24, got transformers {found}; install transformers>=5.17"):
+    with pytest.raises(PluginError, match=rf">=5.17,<5.25, got transformers {found}; install transformers>=5.17"):
         canary_transformers.guard(batching("llama"))
     assert functions() == before
 

@@ -33,7 +33,7 @@ def traffic(stage: Any) -> None:
 
     cache = new_cache(stage.model, "static")
     stage.victims = [cache.layers[2]]
-    generate(stage.model, prompts(1), past_key_values=cache)
+    generate(stage.model, prompts(1), cache=cache)
 
 
 BUG = Bug(

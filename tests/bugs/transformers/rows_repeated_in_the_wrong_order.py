@@ -32,7 +32,7 @@ def traffic(stage: Any) -> None:
     forwards(stage.model, cache, asked)
     cache.batch_repeat_interleave(2)
     more = asked.repeat_interleave(2, dim=0)
-    generate(stage.model, torch.cat([more, more[:, :3]], dim=1), past_key_values=cache)
+    generate(stage.model, torch.cat([more, more[:, :3]], dim=1), cache=cache)
 
 
 BUG = Bug(

@@ -5,7 +5,7 @@ from canary_transformers import targets
 
 __version__ = "0.1.0"
 
-SUPPORTED = ">=5.17,<5.24"
+SUPPORTED = ">=5.17,<5.25"
 """Releases whose continuous batching and caches were read and run; `continuous.compat` says how they differ."""
 
 

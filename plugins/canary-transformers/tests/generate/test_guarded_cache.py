@@ -36,9 +36,9 @@ def test_a_cache_goes_on_over_two_generations(name: str, kind: str) -> None:
 
     def both() -> torch.Tensor:
         cache = new_cache(model, kind)
-        first = generate(model, prompts(1), past_key_values=cache, max_new_tokens=5)
+        first = generate(model, prompts(1), cache=cache, max_new_tokens=5)
         longer = torch.cat([first, prompts(1, 4)], dim=1)
-        return generate(model, longer, past_key_values=cache, max_new_tokens=5)
+        return generate(model, longer, cache=cache, max_new_tokens=5)
 
     expected = both()
     with listening(model)[0] as watch:
@@ -119,7 +119,7 @@ def test_a_copied_or_filled_cache_is_adopted_and_guarded_from_then_on() -> None:
         for seed in range(2):
             cache = copy.deepcopy(prompt)
             ids = torch.cat([prompts(1, 9), prompts(1, 3) + seed], dim=1)
-            generate(model, ids, past_key_values=cache, max_new_tokens=4)
+            generate(model, ids, cache=cache, max_new_tokens=4)
             expect_clean(watch)
         flip(cache, 1, "values", row=0, index=2)
         forwards(model, cache, prompts(1, 1))
@@ -224,7 +224,7 @@ def test_a_call_that_leaves_the_cache_alone_is_abandoned(monkeypatch: pytest.Mon
     with watch:
         cache = new_cache(model, "dynamic")
         forwards(model, cache, prompts(2, 9))
-        monkeypatch.setattr(model, "forward", lambda input_ids, past_key_values: forward(input_ids, use_cache=False))
+        monkeypatch.setattr(model, "forward", lambda input_ids, **_: forward(input_ids, use_cache=False))
         forwards(model, cache, prompts(2, 3))
         monkeypatch.undo()
         forwards(model, cache, prompts(2, 3))

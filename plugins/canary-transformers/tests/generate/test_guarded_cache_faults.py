@@ -198,8 +198,8 @@ def test_raise_mode_stops_the_generation_that_reads_a_wrong_byte() -> None:
     model = generating("llama")
     with guard(model, mode="raise", read_check=-1, log_level="error"):
         cache = new_cache(model, "dynamic")
-        first = generate(model, prompts(1), past_key_values=cache, max_new_tokens=3)
+        first = generate(model, prompts(1), cache=cache, max_new_tokens=3)
         flip(cache, 1, "keys", row=0, index=2)
         with pytest.raises(ViolationError) as raised:
-            generate(model, torch.cat([first, prompts(1, 4)], dim=1), past_key_values=cache)
+            generate(model, torch.cat([first, prompts(1, 4)], dim=1), cache=cache)
         assert raised.value.violation.source == "k.1"  # type: ignore[attr-defined]

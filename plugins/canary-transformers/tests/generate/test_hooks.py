@@ -8,6 +8,7 @@ import pytest
 import torch
 from canary_transformers import Guard
 from tiny.generation import (
+    CACHE,
     LOOP,
     expect_clean,
     flip,
@@ -82,8 +83,8 @@ def test_embeddings_have_unknown_tokens() -> None:
         assert torch.equal(generate(model, empty, inputs_embeds=embeds), expected)
         cache = new_cache(model, "dynamic")
         with torch.no_grad():
-            model(inputs_embeds=embeds, past_key_values=cache)
-            model(inputs_embeds=embeds[:, :2], past_key_values=cache)
+            model(inputs_embeds=embeds, **{CACHE: cache})
+            model(inputs_embeds=embeds[:, :2], **{CACHE: cache})
         expect_clean(watch)
         flip(cache, 0, "keys", row=1, index=12)
         forwards(model, cache, prompts(2, 1))
@@ -161,7 +162,7 @@ def test_every_model_of_the_process_is_guarded_for_the_plugin() -> None:
         generate(generating("llama"), prompts(), max_new_tokens=3)
         cache = new_cache(generating("mistral"), "dynamic")
         with torch.no_grad():
-            generating("mistral").model(input_ids=prompts(), past_key_values=cache)
+            generating("mistral").model(input_ids=prompts(), **{CACHE: cache})
         assert expect_clean(watch)["forwards"] == 4
         flip(cache, 1, "values", row=0, index=3)
         forwards(generating("mistral"), cache, prompts(2, 1))
@@ -174,8 +175,8 @@ def test_inference_mode_and_gradients_do_not_matter() -> None:
     with listening(model)[0] as watch:
         with torch.inference_mode():
             cache = new_cache(model, "dynamic")
-            model(prompts(), past_key_values=cache)
-            model(prompts(2, 1), past_key_values=cache)
+            model(prompts(), **{CACHE: cache})
+            model(prompts(2, 1), **{CACHE: cache})
         forwards(model, cache, prompts(2, 2))
         model(prompts(), use_cache=True).logits.sum().backward()
         assert model.lm_head.weight.grad is not None

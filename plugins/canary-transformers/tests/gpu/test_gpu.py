@@ -11,7 +11,7 @@ import pytest
 import torch
 from canary_transformers.generate.records import CacheRecords
 from tiny.batching import Traffic, serve, served
-from tiny.generation import expect_clean, flip, forwards, generate, listening, new_cache, prompts
+from tiny.generation import CACHE, expect_clean, flip, forwards, generate, listening, new_cache, prompts
 from tiny.models import WINDOW, generating
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cache_utils import StaticCache
@@ -59,7 +59,7 @@ def awaited_resets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LateReset:
-    """A bug of Transformers 5.17 to 5.23: before the first asynchronous batch the lists on the device are reset on the
+    """A bug of Transformers 5.17 to 5.24: before the first asynchronous batch the lists on the device are reset on the
     caller's stream, and neither the copy of that batch's lists nor its forward waits for this stream. Here the stream
     is busy, and the forward begins when it no longer is: both may be so on any GPU that others use, too.
 
@@ -266,7 +266,7 @@ def test_a_flipped_bit_in_a_compiled_generate_is_found(kind, half):
     config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     with listening(model)[0] as watch:
         model.generate(
-            ids, past_key_values=cache, generation_config=config, stopping_criteria=StoppingCriteriaList([injure])
+            ids, **{CACHE: cache}, generation_config=config, stopping_criteria=StoppingCriteriaList([injure])
         )
         (found,) = watch.violations
     assert hasattr(model, "_compiled_call")
@@ -301,7 +301,7 @@ def test_static_decodes_are_issued_before_the_host_works_for_canary(name, monkey
     cache = StaticCache(config=model.config, max_cache_len=100)
     with listening(model, read_check=0)[0] as watch:
         for _ in range(4):
-            generate(model, ids, past_key_values=cache, disable_compile=name == "static")
+            generate(model, ids, cache=cache, disable_compile=name == "static")
             cache.reset()
     expect_clean(watch)
 

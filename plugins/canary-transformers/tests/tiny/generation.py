@@ -1,13 +1,17 @@
 """What models are asked to generate under guard, and what is done to their caches."""
 
+from inspect import signature
 from typing import Any
 
 import torch
 from canary_transformers import guard
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from canary_core.testing import Findings
+
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""The name of a model's argument for its cache in the installed release."""
 
 LOOP = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]])
 """A prompt that repeats itself, so that prompt lookup has something to propose."""
@@ -25,7 +29,9 @@ def generate(model: Any, ids: torch.Tensor, **settings: Any) -> Any:
     """What the model makes of `ids`, seeded."""
     torch.manual_seed(1)
     config = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **settings}
-    inputs = {k: config.pop(k) for k in ("attention_mask", "past_key_values", "inputs_embeds") if k in config}
+    inputs = {k: config.pop(k) for k in ("attention_mask", "inputs_embeds") if k in config}
+    if "cache" in config:
+        inputs[CACHE] = config.pop("cache")
     return model.generate(ids, generation_config=GenerationConfig(**config), **inputs)
 
 
@@ -37,7 +43,7 @@ def prompts(rows: int = 2, tokens: int = 11) -> torch.Tensor:
 def forwards(model: Any, cache: Any, *chunks: torch.Tensor) -> list[torch.Tensor]:
     """Feeds chunk after chunk by hand; gives the logits."""
     with torch.no_grad():
-        return [model(input_ids=chunk, past_key_values=cache).logits for chunk in chunks]
+        return [model(input_ids=chunk, **{CACHE: cache}).logits for chunk in chunks]
 
 
 def new_cache(model: Any, kind: str) -> Any:

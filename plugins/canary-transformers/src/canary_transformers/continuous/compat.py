@@ -3,7 +3,7 @@
 | Transformers | cache                                                                                              |
 |--------------|----------------------------------------------------------------------------------------------------|
 | 5.17         | groups of equally many layers; per layer of a group one K and one V tensor, which all groups share |
-| 5.18 - 5.23  | one allocator per attention type; the pages of all layers interleave in one flat tensor            |
+| 5.18 - 5.24  | one allocator per attention type; the pages of all layers interleave in one flat tensor            |
 
 In both a block belongs to one index space at a time, so index spaces share memory and take turns on it.
 """

@@ -1,6 +1,6 @@
 """Caches of `generate()` in supported releases: which tensors hold which positions, and how that changes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache as once
 from typing import Any
@@ -68,6 +68,12 @@ def guarded(cache: Any) -> Any | None:
     if isinstance(cache, encoder_decoder):
         return guarded(cache.self_attention_cache)
     return cache if isinstance(cache, plain) and type(cache).update is plain.update else None
+
+
+def among(values: Iterable[Any]) -> Any | None:
+    """The cache among a forward's arguments, or what it gives: whatever name it has there, which releases and models
+    give it by turns. None if there is none that is `guarded`."""
+    return next((value for value in values if guarded(value) is not None), None)
 
 
 @once

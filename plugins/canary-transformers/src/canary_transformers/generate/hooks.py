@@ -3,7 +3,7 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import local
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
@@ -97,7 +97,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         self._calls.inside = True
         try:
             given = _arguments(model, args, kwargs)
-            cache = given.get("past_key_values")
+            cache = caches.among(given.values())
             forward = _forward(given, self._history(cache))
             if forward is None:
                 output = call(*args, **kwargs)
@@ -112,7 +112,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
                         guarded.failed()
                     raise
                 if guarded is None:
-                    cache = _cache_of(output)
+                    cache = caches.among(_parts(output))
                     guarded = self._guard(owner, model, cache)
                 if guarded is not None:
                     guarded.after(cache, forward)
@@ -135,7 +135,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             inputs = original(model, input_ids, *args, **kwargs)
             # A model with a function of its own may feed other tokens than these.
             if type(model).prepare_inputs_for_generation is prepare_inputs_for_generation and self._owner(model):
-                cache = caches.guarded(inputs.get("past_key_values"))
+                cache = caches.guarded(caches.among(inputs.values()))
                 if cache is not None and isinstance(input_ids, Tensor):
                     self._histories[cache] = input_ids
             return inputs
@@ -209,11 +209,11 @@ def _forward(given: Mapping[str, Any], history: Tensor | None) -> ModelCall | No
     return None
 
 
-def _cache_of(output: Any) -> Any:
-    """The cache that a model made by itself."""
-    if isinstance(output, tuple):
-        return next((part for part in output if caches.guarded(part) is not None), None)
-    return getattr(output, "past_key_values", None)
+def _parts(output: Any) -> Iterable[Any]:
+    """What a model gives, among it the cache that it made by itself."""
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, tuple) else ()
 
 
 GENERATE = GenerateHooks()
