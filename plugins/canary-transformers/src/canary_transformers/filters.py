@@ -1,5 +1,7 @@
 """Findings that the model, or the cache's own past, explains."""
 
+import re
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -7,6 +9,9 @@ from torch import Tensor
 
 from canary_adapters import EmbeddingFilter, EmbeddingPart, EmbeddingShards
 from canary_core import Kind, Violation, hookimpl
+
+PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*_token_(id|index)")
+"""Names of settings of models that say which token stands for something else than text."""
 
 REMEMBERED = 65536
 """Findings that `MovedBytesFilter` remembers."""
@@ -55,6 +60,34 @@ class EarlierBytesFilter:
         """The reason, where there is one."""
         if violation.kind is Kind.LOST_WRITE and not violation.step_written:
             return "the bytes were there before Canary, and may be this very token's"
+        return None
+
+
+def placeholder_tokens(model: Any) -> frozenset[int]:
+    """Tokens that stand for an image, a video or sound in prompts of ``model``, by its configuration: their embeddings
+    are put in the place of those of the table."""
+    config = getattr(model, "config", None)
+    named = {} if config is None else vars(config)
+    return frozenset(value for name, value in named.items() if PLACEHOLDER.fullmatch(name) and isinstance(value, int))
+
+
+class GivenEmbeddingFilter:
+    """Dismisses a `LOST_WRITE` into memory that held zeros, of a token whose embedding is not known: given in the place
+    of tokens, or standing for an image. That embedding may be all zero, as for padding and for what an untrained
+    projector makes of an image, and so may its K and V be."""
+
+    def __init__(self, placeholders: Collection[int]) -> None:
+        self._placeholders = frozenset(placeholders)
+
+    @hookimpl
+    def canary_dismiss(self, violation: Violation) -> str | None:
+        """The reason, where there is one."""
+        if violation.kind is not Kind.LOST_WRITE or violation.step_written:
+            return None
+        if violation.token is None:
+            return "its embedding was given, not its token, and may be all zero"
+        if violation.token in self._placeholders:
+            return f"token {violation.token} stands for other embeddings, which may be all zero"
         return None
 
 

@@ -14,7 +14,7 @@ from canary_core import CanaryConfig, Violation, attach, hookimpl, private_hooks
 from canary_transformers import version
 from canary_transformers.continuous.hooks import HOOKS
 from canary_transformers.continuous.session import Session
-from canary_transformers.filters import embedding_filter
+from canary_transformers.filters import GivenEmbeddingFilter, embedding_filter, placeholder_tokens
 from canary_transformers.generate.guarded_cache import GuardedCache
 from canary_transformers.generate.hooks import GENERATE
 
@@ -113,7 +113,9 @@ class Guard:
     def open_cache(self, model: Any) -> GuardedCache:
         """Begins to guard a cache of `generate()` or of a direct call of ``model``."""
         pad = getattr(model.get_input_embeddings(), "padding_idx", None)
-        cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, self._hooks(model), pad)
+        hooks = self._hooks(model)
+        hooks.register(GivenEmbeddingFilter(placeholder_tokens(model)))
+        cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, hooks, pad)
         self._caches.append(cache)
         return cache
 

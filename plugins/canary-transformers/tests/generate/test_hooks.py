@@ -21,6 +21,9 @@ from tiny.generation import (
 from tiny.models import WINDOW, generating
 from transformers import (
     CompileConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache
@@ -91,6 +94,42 @@ def test_embeddings_have_unknown_tokens() -> None:
         (found,) = watch.violations
     assert found.source == "k.0"
     assert found.stored_token in (None, -1)
+
+
+def test_embeddings_of_zeros_are_no_lost_write() -> None:
+    """As of padding in `inputs_embeds`: their K and V are zero, as is a fresh static cache. A write that is lost where
+    something was written before is told all the same."""
+    model = generating("llama")
+    embeds = model.get_input_embeddings()(prompts(2, 9)).detach()
+    embeds[0, :3] = 0
+    with listening(model)[0] as watch, torch.no_grad():
+        cache = new_cache(model, "static")
+        model(inputs_embeds=embeds, **{CACHE: cache})
+        assert watch.violations == []
+        assert watch.stats()["dismissed"] > 0
+
+
+@pytest.mark.parametrize("kind", ["static", None])
+def test_an_image_that_comes_to_nothing_is_no_lost_write(kind: str | None) -> None:
+    """The projector of an untrained Gemma 3 makes zeros of every image: so do K and V of the image's token."""
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**size, "vocab_size": 120, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8}
+    text |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma3Config(
+        text_config=text, vision_config={**size, "image_size": 28, "patch_size": 14, "num_channels": 3},
+        mm_tokens_per_image=1, image_token_index=4, boi_token_index=5, eoi_token_index=6,
+    )  # fmt: skip
+    model = Gemma3ForConditionalGeneration(config).eval()
+    ids = prompts(2, 12) % 90 + 10
+    ids[:, 0] = 4
+    inputs = {"pixel_values": torch.rand(2, 3, 28, 28), "token_type_ids": (ids == 4).long()}
+    settings = GenerationConfig(
+        max_new_tokens=5, do_sample=False, cache_implementation=kind, eos_token_id=None, disable_compile=True
+    )
+    with listening(model)[0] as watch:
+        model.generate(input_ids=ids, generation_config=settings, **inputs)
+        assert [str(v) for v in watch.violations] == []
+        assert watch.stats()["dismissed"] > 0
 
 
 def test_without_a_cache_there_is_nothing_to_do() -> None:
