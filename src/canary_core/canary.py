@@ -472,7 +472,9 @@ def _unguarded(canary: Canary | None) -> str | None:
     """Why forwards pass by ``canary``, which was told; None where they do not, or it is gone."""
     if canary is None:
         return None
-    return "paused" if canary.step.paused else None if canary.enabled else "off"
+    if canary.step.paused:
+        return "paused"
+    return None if canary.enabled or canary not in _open else "off"
 
 
 @atexit.register

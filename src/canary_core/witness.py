@@ -89,6 +89,10 @@ class Witness:
             with self._lock:
                 self._explained[reason] += tokens
 
+    def dropped(self, tokens: int) -> None:
+        """So many of them have left no KV: a forward without a cache, or what a window has passed at once."""
+        self.computed(-tokens)
+
     def recorded(self, tokens: int) -> None:
         """A read of the counters has arrived, which says that ``tokens`` more were recorded."""
         with self._lock:
@@ -186,6 +190,14 @@ class Witness:
                         self._shortfall = self._missing(self._computed)
             return self._told(self._shortfall)
 
+    def settle(self) -> Event | None:
+        """As `look`, where all that was computed is counted by now, as after a drain: any token that is missing is
+        told."""
+        self._poll()
+        with self._lock:
+            self._shortfall = self._missing(self._computed)
+            return self._told(self._shortfall, at_least=1)
+
     def sentence(self, missing: int) -> str:
         """Says that ``missing`` tokens are not guarded."""
         known = ", ".join(f"{number} more {reason}" for reason, number in self._explained.items())
@@ -210,9 +222,9 @@ class Witness:
     def _missing(self, computed: int) -> int:
         return max(computed - self._explained.total() - self._guarded, 0)
 
-    def _told(self, missing: int) -> Event | None:
+    def _told(self, missing: int, at_least: int | None = None) -> Event | None:
         more, computed = missing - self._told_missing, self._computed - self._told_computed
-        if more < max(LEAST_TOKENS, LEAST_SHARE * computed):
+        if more < (at_least or max(LEAST_TOKENS, LEAST_SHARE * computed)):
             return None
         self._told_missing, self._told_computed = missing, self._computed
         fields: dict[str, object] = {

@@ -10,7 +10,7 @@ from weakref import ref
 
 import pluggy
 
-from canary_core import CanaryConfig, Violation, attach, hookimpl, private_hooks
+from canary_core import CanaryConfig, Event, Violation, Witness, attach, emit, hookimpl, private_hooks
 from canary_transformers import version
 from canary_transformers.continuous.hooks import HOOKS
 from canary_transformers.continuous.session import Session
@@ -40,6 +40,9 @@ class Guard:
         self._caches: list[GuardedCache] = []
         self._cache_numbers = count(1)
         self._ended: Tally[str] = Tally()
+        self._unguarded: set[tuple[str, str]] = set()
+        self.witness = Witness()
+        """Of all caches of `generate()` and of direct calls, which come and go."""
         if config.mode != "off":
             HOOKS.add(self)
             GENERATE.add(self)
@@ -115,7 +118,7 @@ class Guard:
         pad = getattr(model.get_input_embeddings(), "padding_idx", None)
         hooks = self._hooks(model)
         hooks.register(GivenEmbeddingFilter(placeholder_tokens(model)))
-        cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, hooks, pad)
+        cache = GuardedCache(f"generate {next(self._cache_numbers)}", self.config, hooks, self.witness, pad)
         self._caches.append(cache)
         return cache
 
@@ -129,6 +132,19 @@ class Guard:
             cache.close()
         finally:
             self._ended.update(cache.stats())
+
+    def settle(self, model: Any) -> None:
+        """An answer of ``model`` is complete and everything was read: tells what passed the hooks by."""
+        event = self.witness.settle() if self.config.mode != "off" else None
+        if event is not None:
+            emit(event, self._hooks(model))
+
+    def tell_unguarded(self, model: Any, reason: str) -> None:
+        """A forward of ``model`` can't be guarded; told once for each class and reason."""
+        sort = (type(model).__name__, reason)
+        if sort not in self._unguarded:
+            self._unguarded.add(sort)
+            emit(Event("unguarded_forward", "warning", {"forward": sort[0], "reason": reason}), self._hooks(model))
 
     @hookimpl
     def canary_violation(self, violation: Violation) -> None:

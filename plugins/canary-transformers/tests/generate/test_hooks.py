@@ -129,7 +129,7 @@ def test_an_image_that_comes_to_nothing_is_no_lost_write(kind: str | None) -> No
     with listening(model)[0] as watch:
         model.generate(input_ids=ids, generation_config=settings, **inputs)
         assert [str(v) for v in watch.violations] == []
-        assert watch.stats()["dismissed"] > 0
+        assert watch.stats()["dismissed"] > 0 or kind is None
 
 
 def test_without_a_cache_there_is_nothing_to_do() -> None:

@@ -76,6 +76,11 @@ def among(values: Iterable[Any]) -> Any | None:
     return next((value for value in values if guarded(value) is not None), None)
 
 
+def is_cache(value: Any) -> bool:
+    """Whether ``value`` is a cache of Transformers, of whatever kind, or one of one's own that is made like them."""
+    return isinstance(value, _classes()) or callable(getattr(value, "get_seq_length", None))
+
+
 @once
 def _classes() -> tuple[Any, Any]:
     """Asked several times a forward; importing Transformers is for when a model is there."""

@@ -9,7 +9,7 @@ import pluggy
 import torch
 from torch import Tensor
 
-from canary_core import Canary, CanaryConfig, Event, Level, ViolationError, Writers, emit
+from canary_core import Canary, CanaryConfig, Event, Level, ViolationError, Witness, Writers, emit
 from canary_transformers.filters import MovedBytesFilter
 from canary_transformers.generate import caches
 from canary_transformers.generate.caches import LayerView
@@ -28,16 +28,24 @@ class GuardedCache:
     methods have left them with, slots that attention reads all the same are findings (UNWRITTEN), and an event names
     the layers.
 
-    ``pad``: the token whose embedding is zero, if there is one.
+    ``witness``: tokens of the model that the cache is of. ``pad``: the token whose embedding is zero, if there is one.
     """
 
-    def __init__(self, name: str, config: CanaryConfig, hooks: pluggy.PluginManager, pad: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: CanaryConfig,
+        hooks: pluggy.PluginManager,
+        witness: Witness | None = None,
+        pad: int | None = None,
+    ) -> None:
         self.name = name
         self.hooks = hooks
         hooks.register(MovedBytesFilter())
         # A cache has its slots for itself: there is no allocator to follow.
         self._config = config.model_copy(update={"lifetime": False})
         self._pad = pad
+        self._witness = Witness() if witness is None else witness
         self._writers = Writers()
         # None until the first forward has ended; others take their place whenever the cache outgrows them.
         self._records: CacheRecords | None = None
@@ -83,6 +91,7 @@ class GuardedCache:
         """The forward was issued: records what it wrote, then reports."""
         with self._ours("after the forward"):
             if self._over:
+                self._witness.explain("released_cache", forward.rows * forward.new)
                 return
             records, held, self._held = self._records, self._held, None
             if records is not None and held is not None:
@@ -204,6 +213,7 @@ class GuardedCache:
         left_out = caches.uncovered(cache, views)
         if not views or end is None:
             self._over = bool(left_out)
+            self._witness.explain("uncovered_cache", forward.rows * forward.new)
             if left_out:
                 listed = [{"name": u.name, "bytes": u.size_bytes, "reason": u.reason} for u in left_out]
                 self._tell("coverage", "warning", {"cache": self.name, "coverage_ratio": 0.0, "uncovered": listed})
@@ -214,10 +224,13 @@ class GuardedCache:
             self._release(f"{rows} rows of {end} tokens do not fit the forward's {forward.rows} rows of {forward.new}")
             return
         regions = [group.region(views) for group in groups]
-        canary = Canary(regions, self._config, hooks=self.hooks, writers=self._writers, uncovered=left_out)
+        canary = Canary(
+            regions, self._config, hooks=self.hooks, writers=self._writers, uncovered=left_out, witness=self._witness
+        )
         self._records = CacheRecords(self.name, canary, groups, end, self._pad)
         if end > forward.new:
             self._tell("adopted", "info", {"cache": self.name, "tokens": rows * (end - forward.new)})
+            self._witness.computed(rows * (end - forward.new))
         self._records.adopt(forward, self._was_empty)
         self._settle(cache, views, self._records)
 
@@ -225,6 +238,7 @@ class GuardedCache:
         views = caches.look(cache)
         if forward.new and {view.end for view in views} == {records.end}:
             records.abandon(views)  # a model that was told not to use its cache
+            self._witness.explain("unused_cache", forward.rows * forward.new)
         elif {view.layer for view in views} != records.layers:
             # Layers that other forwards of this model leave alone.
             self._retire()

@@ -11,9 +11,10 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from canary_core import ViolationError
+from canary_core import ViolationError, Witness
 from canary_transformers.engine_hooks import EngineHooks, ModelOwner
 from canary_transformers.generate import caches
+from canary_transformers.generate.answer import Answer
 from canary_transformers.generate.forward import ModelCall
 from canary_transformers.generate.guarded_cache import GuardedCache
 
@@ -27,6 +28,16 @@ class CacheOwner(ModelOwner, Protocol):
     def retire_cache(self, guarded: GuardedCache) -> None:
         """The cache is gone, or the owner: keeps its numbers, closes it."""
 
+    @property
+    def witness(self) -> Witness:
+        """Tokens that its models have computed."""
+
+    def settle(self, model: Any) -> None:
+        """An answer of ``model`` is complete: what passed the hooks by is told."""
+
+    def tell_unguarded(self, model: Any, reason: str) -> None:
+        """A forward of ``model`` can't be guarded; told once for each class and reason."""
+
 
 class GenerateHooks(EngineHooks[CacheOwner]):
     """Brackets the outermost call of a model. Calls of `Cache`'s methods say how each cache was to change, which its
@@ -39,6 +50,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         self._histories: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
         self._late: list[ViolationError] = []
         self._calls = local()
+        self._answering = 0
 
     def _install(self) -> None:
         model = importlib.import_module("transformers.modeling_utils").PreTrainedModel
@@ -46,7 +58,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         mixin = importlib.import_module("transformers.generation.utils").GenerationMixin
         self._patches.wrap(model, "__call__", self._wrap_call)
         self._patches.wrap(model, "get_compiled_call", self._wrap_compiled)
-        self._patches.follow(mixin, "generate", self._generated)
+        self._patches.wrap(mixin, "generate", self._wrap_generate)
         self._patches.wrap(mixin, "prepare_inputs_for_generation", self._wrap_prepare)
         follow: dict[str, Callable[[GuardedCache, Any, Any], None]] = {
             "reorder_cache": lambda guarded, cache, rows: guarded.reordered(cache, rows),
@@ -114,20 +126,67 @@ class GenerateHooks(EngineHooks[CacheOwner]):
                 if guarded is None:
                     cache = caches.among(_parts(output))
                     guarded = self._guard(owner, model, cache)
+                self._count(owner, forward.rows * forward.new)
                 if guarded is not None:
                     guarded.after(cache, forward)
+                else:
+                    self._not_guarded(owner, model, given, forward.rows * forward.new)
         finally:
             self._calls.inside = False
         self._raise_late()
         return output
 
-    def _generated(self, output: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        owner = self._owner(model)
-        if owner is not None:
-            for owned_by, guarded in list(self._followed.values()):
-                if owned_by is owner:
-                    guarded.drain()
-            self._raise_late()
+    def _count(self, owner: CacheOwner, tokens: int) -> None:
+        """A forward of so many tokens was seen. Within `generate()` its answer says how many there must have been."""
+        answer = getattr(self._calls, "answer", None)
+        if answer is None:
+            owner.witness.computed(tokens)
+        else:
+            answer.seen += tokens
+
+    def _not_guarded(self, owner: CacheOwner, model: Any, given: Mapping[str, Any], tokens: int) -> None:
+        """A forward had no cache that can be followed. Told once for each sort of model, if it should have had one."""
+        other = next((type(value).__name__ for value in given.values() if caches.is_cache(value)), None)
+        answering = getattr(self._calls, "answer", None) is not None
+        if other is None and not (answering and given.get("use_cache") is not False):
+            owner.witness.dropped(tokens)
+            return
+        owner.witness.explain("no_cache", tokens)
+        reason = (
+            f"no cache was found among its arguments ({', '.join(sorted(given))}) nor in what it gives"
+            if other is None
+            else f"its cache is a {other}, which keeps tokens in a way of its own"
+        )
+        owner.tell_unguarded(model, f"{reason}; what it keeps is not guarded")
+
+    def _wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            owner = self._owner(model)
+            outer = getattr(self._calls, "answer", None)
+            if owner is None or outer is not None:
+                return original(model, *args, **kwargs)
+            self._calls.answer = answer = Answer.begin(args, kwargs)
+            self._answering += 1
+            output = None
+            try:
+                output = original(model, *args, **kwargs)
+            finally:
+                self._calls.answer = None
+                self._answering -= 1
+                owner.witness.computed(answer.tokens(output))
+            self._generated(owner, model)
+            return output
+
+        return generate
+
+    def _generated(self, owner: CacheOwner, model: Any) -> None:
+        for owned_by, guarded in list(self._followed.values()):
+            if owned_by is owner:
+                guarded.drain()
+        if not self._answering:
+            owner.settle(model)
+        self._raise_late()
 
     def _wrap_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

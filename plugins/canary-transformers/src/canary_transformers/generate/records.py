@@ -77,7 +77,9 @@ class CacheRecords:
         every = self._every if rows is None else rows
         groups = [group.resized(len(every), (held or {}).get(group.name, 0)) for group in self.groups]
         regions = [group.region(views) for group in groups]
-        canary = Canary(regions, old.config, hooks=hooks, writers=old.writers, uncovered=old.uncovered)
+        canary = Canary(
+            regions, old.config, hooks=hooks, writers=old.writers, uncovered=old.uncovered, witness=old.witness
+        )
         new = CacheRecords(self._name, canary, groups, self.end, self._pad)
         new._unknown_end = self._unknown_end
         new._writers = self._writers
@@ -130,6 +132,7 @@ class CacheRecords:
         self._excuse_pads(tokens)
         self.canary.step.before(batch)
         self.canary.step.after(batch)
+        self._drop_passed(end, {group.name: group.held for group in self.groups})
 
     def issues_first(self) -> bool:
         """Before a forward whose layers write in place: whether it may be issued before `check`, which then runs beside
@@ -175,6 +178,7 @@ class CacheRecords:
             tables = {group.name: group.table(self.end, self.canary.device) for group in self.groups}
             view = replace(view, tables=tables)
         self.canary.step.after(view)
+        self._drop_passed(forward.new, held)
         if forward.tokens is None:
             self._unknown_end = self.end
 
@@ -281,6 +285,12 @@ class CacheRecords:
                 slots = group.slots(range(group.held - stored, group.held), self._every)
                 own = pads[:, pads.shape[1] - stored :].flatten()
                 self.canary.slots.forget_bytes(group.name, slots.masked_fill(~own, -1))
+
+    def _drop_passed(self, new: int, held: Mapping[str, int]) -> None:
+        """Of ``new`` tokens of a row, a window that all layers have keeps no more than it holds then."""
+        if all(group.keeping.window_tokens is not None for group in self.groups):
+            most = max(held[group.name] for group in self.groups)
+            self.canary.witness.dropped(self.rows * max(new - most, 0))
 
     def _batch(self, prefix: int, forward: ModelCall, tables: Mapping[str, SlotTable]) -> BatchView:
         device = self.canary.device

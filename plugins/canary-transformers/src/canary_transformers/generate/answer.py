@@ -1,0 +1,37 @@
+"""`Answer`: one call of `generate()`, and how many tokens its answer says were computed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from canary_transformers.generate import caches
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """``prompt``: tokens of a row that were given. ``continues``: a cache was given, too, so that some of them may have
+    been computed before. ``seen``: tokens of forwards that the hook has seen so far."""
+
+    prompt: int
+    continues: bool
+    seen: int = 0
+
+    @classmethod
+    def begin(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Answer":
+        """Of a call with these arguments."""
+        given = [kwargs.get(name) for name in ("inputs", "input_ids")]
+        tokens = next((g for g in [*given, *args[:1]] if isinstance(g, Tensor) and g.dim() == 2), None)
+        return cls(0 if tokens is None else tokens.shape[1], caches.among(kwargs.values()) is not None)
+
+    def tokens(self, output: Any) -> int:
+        """Tokens that were computed for ``output``: of each row all but the last one, at least. What the hook has seen
+        where that is more, since beams, drafts and chunks are computed that no answer holds; and where the call failed.
+        """
+        sequences = getattr(output, "sequences", output)
+        if not isinstance(sequences, Tensor) or sequences.dim() != 2:
+            return self.seen
+        rows, length = sequences.shape
+        known = self.prompt if self.continues else 0
+        return max(self.seen, rows * max(length - known - 1, 0))
