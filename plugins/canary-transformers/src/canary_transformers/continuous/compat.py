@@ -146,6 +146,7 @@ def require_methods(processor: Any) -> None:
     cache = processor.cache
     hooked = [
         (processor.model_runner, "compute_batch", ("model", "batch_data")),
+        (processor, "prepare_next_batch", ()),
         (processor.offloading_manager, "restore_scheduled_requests", ("requests_in_batch",)),
     ]
     if hasattr(cache, "cache_allocators"):

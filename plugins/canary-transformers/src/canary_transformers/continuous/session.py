@@ -55,6 +55,9 @@ class Session:
         self._io = processor.inputs_and_outputs
         self._device = torch.device(cache.device)
         self._groups = compat.kv_groups(cache)
+        windows = [group.window_tokens for group in self._groups]
+        # A ring keeps the last tokens of a longer query.
+        self._kept_of_a_query = None if None in windows else max(w for w in windows if w is not None)
         self._changes: list[_Change] = []
         # Records of blocks that are in host memory, by request and group.
         self._away: dict[tuple[str, int], Tensor] = {}
@@ -95,6 +98,7 @@ class Session:
                     self.canary.slots.forget(group.name, None)
         self._patches = Patches()
         self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
+        self._patches.follow(processor, "prepare_next_batch", self._scheduled)
         if self.canary.step.stores.on:
             self._patches.follow(cache, "update", self._updated)
         compat.watch_blocks(processor, self, self._patches)
@@ -120,6 +124,9 @@ class Session:
         mode."""
         with self._on_stream:
             self.canary.drain()
+        missing = self.canary.witness.settle()
+        if missing is not None:
+            self.canary.tell(missing)
 
     def close(self) -> None:
         """Drains and lets go of the engine, whose methods are its own again. Never raises `ViolationError`."""
@@ -221,6 +228,13 @@ class Session:
                 self._after(followed)
 
         return compute_batch
+
+    def _scheduled(self, ready: bool) -> None:
+        """The engine has scheduled a batch, which it computes next, whether or not it calls what we have hooked."""
+        if ready:
+            most = self._kept_of_a_query
+            queries = (state.query_length for state in compat.requests(self._io))
+            self.canary.witness.computed(sum(queries if most is None else (min(query, most) for query in queries)))
 
     def _check(self, arguments: dict[str, Any], overlap: Overlap) -> bool:
         """Checks what the forward reads, beside it if ``overlap`` says so; gives whether it is followed at all."""
