@@ -159,6 +159,28 @@ def test_two_distributions_with_one_plugin_name(toy, distribution):
     assert "canary-toy, canary-toy-fork" in plugin.error
 
 
+def test_case_of_a_name_matters_only_where_nothing_else_differs(toy, distribution):
+    """``TOY`` is ``toy``, once; of two plugins ``eye`` and ``Eye`` only the very name is one."""
+    distribution("canary-eye", {"canary_eye": OBSERVER}, {"eye": "canary_eye", "Eye": "canary_eye"})
+    assert [p.name for p in Plugins().load(config("TOY", "toy", "Eye"))] == ["toy", "Eye"]
+    with pytest.raises(PluginError, match="names 'EYE', which is not installed"):
+        Plugins().load(config("EYE"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("tyo", "toy"), ("TOY2", "toy"), ("canary-toy", "toy"), ("Canary_Toy", "toy"), ("sglag", "sglang"), ("x", None)],
+)
+def test_the_plugin_that_was_meant(name, meant):
+    """A name that is nearly one, in whatever case, or the name of its distribution."""
+    (missing,) = plugins.not_installed([name], ["toy", "sglang"])
+    advice = f"Did you mean {meant!r}? If not, install it" if meant else "Correct the name, or install it"
+    assert f"CANARY_PLUGINS names {name!r}, which is not installed; installed plugins: sglang, toy. {advice}" in str(
+        missing.error
+    )
+    assert "pip install canary-canary" not in str(missing.error)
+
+
 def test_loading_twice_is_harmless(toy, logs):
     """A second load of the same names does nothing and reports nothing."""
     found = Plugins()
@@ -532,9 +554,10 @@ def test_a_failed_start_is_never_silent(variable, value, error, monkeypatch, log
 
 
 @pytest.mark.usefixtures("fresh_process")
-def test_start_for_a_plugin_that_is_not_named_does_nothing(toy, monkeypatch):
+def test_start_for_a_plugin_that_is_not_named_does_nothing(toy, distribution, monkeypatch):
     """An engine's plugin loader calls it in every process; only what CANARY_PLUGINS names is started."""
-    monkeypatch.setenv("CANARY_PLUGINS", "other")
+    distribution("canary-eye", {"canary_eye": OBSERVER}, {"eye": "canary_eye"})
+    monkeypatch.setenv("CANARY_PLUGINS", "eye")
     plugins.start_for("toy")
     assert plugins.load(CanaryConfig(plugins=())) == ()
     monkeypatch.setenv("CANARY_PLUGINS", "toy")

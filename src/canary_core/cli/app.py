@@ -73,23 +73,24 @@ def show_plugins(as_json: AsJson = False) -> None:
     """List every installed plugin: where it is from, its hooks, the engine it found, and why it can't load. Exit code
     2 if CANARY_PLUGINS names one that is not installed."""
     config = load_config()
-    allowed = config.plugins
     found = plugins.installed()
-    missing = plugins.not_installed(allowed, (p.name for p in found if not p.built_in))
+    names = [p.name for p in found if not p.built_in]
+    allowed = plugins.as_installed(config.plugins, names)
+    missing = plugins.not_installed(allowed, names)
     if as_json:
         print_json([_plugin_fields(p, allowed) for p in (*found, *missing)])
     else:
-        _print_plugins(found, config)
+        _print_plugins(found, allowed, config)
     for p in missing:
         typer.echo(f"canary: {p.error}", err=True)
     if missing:
         raise typer.Exit(2)
 
 
-def _print_plugins(found: Iterable[plugins.Plugin], config: CanaryConfig) -> None:
+def _print_plugins(found: Iterable[plugins.Plugin], allowed: tuple[str, ...], config: CanaryConfig) -> None:
     table = _details_table("name", "version", "allowed")
     for p in found:
-        on = "yes" if _is_allowed(p, config.plugins) else "no"
+        on = "yes" if _is_allowed(p, allowed) else "no"
         table.add_row(escape(p.name), escape(p.version or ""), on, _details(p, config))
     Console().print(table)
 

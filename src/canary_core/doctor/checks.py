@@ -78,8 +78,9 @@ def engines(config: CanaryConfig) -> Iterator[Check]:
         version = _version(name)
         if version and name not in covered:
             yield Check("engines", name, "note", f"{version}, and no plugin for it is installed")
+    named = plugins.as_installed(config.plugins, [p.name for p in found])
     for plugin in found:
-        allowed = plugin.name in config.plugins
+        allowed = plugin.name in named
         reason = _why_not(plugin, config)
         name = plugin.engine.describe(config.untested) if plugin.engine else "no engine"
         if reason is not None:

@@ -4,7 +4,7 @@ A plugin is an object (usually a module) with hook implementations, declared as 
 where that names a class, each manager makes its own object of it. Canary's own reporting and faults are such plugins.
 """
 
-from canary_core.plugins.discovery import installed, not_installed
+from canary_core.plugins.discovery import as_installed, installed, not_installed
 from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin, refusal
 from canary_core.plugins.process import (
@@ -27,6 +27,7 @@ __all__ = [
     "HookTarget",
     "Plugin",
     "Plugins",
+    "as_installed",
     "emit",
     "hook_manager",
     "install",

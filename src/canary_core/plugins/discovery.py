@@ -59,20 +59,31 @@ def entry_points() -> dict[str, list[metadata.EntryPoint]]:
     return found
 
 
+def as_installed(names: Iterable[str], found: Iterable[str]) -> tuple[str, ...]:
+    """``names`` as the installed plugins ``found`` have them, each once: case does not matter, unless two plugins
+    differ in nothing else. Names that no plugin has stay as they are."""
+    names, known = list(names), list(found)
+    alike = {name: [k for k in known if k.casefold() == name.casefold()] for name in names if name not in known}
+    return tuple(dict.fromkeys(alike[n][0] if len(alike.get(n, ())) == 1 else n for n in names))
+
+
 def not_installed(names: Iterable[str], found: Iterable[str]) -> tuple[Plugin, ...]:
     """Those of ``names`` that are not among ``found``, the names of the installed plugins; each with its error."""
     known = sorted(found)
-    return tuple(Plugin(n, error=_not_installed(n, known)) for n in dict.fromkeys(names) if n not in known)
+    return tuple(Plugin(n, error=_not_installed(n, known)) for n in as_installed(names, known) if n not in known)
 
 
 def _not_installed(name: str, known: Sequence[str]) -> str:
     if name in (point.name for point in BUILT_IN):
         return f"CANARY_PLUGINS names {name!r}, which is part of Canary and always on; take it out"
-    close = difflib.get_close_matches(name, known, n=1)
-    advice = f"Did you mean {close[0]!r}? If not, install it" if close else "Correct the name, or install it"
+    # The name of the distribution, canary-vllm, is a plugin's name but for its head.
+    short = name.casefold().replace("_", "-").removeprefix("canary-")
+    by_fold = {k.casefold(): k for k in known}
+    close = difflib.get_close_matches(short, list(by_fold), n=1)
+    advice = f"Did you mean {by_fold[close[0]]!r}? If not, install it" if close else "Correct the name, or install it"
     return (
         f"CANARY_PLUGINS names {name!r}, which is not installed; installed plugins: {', '.join(known) or 'none'}. "
-        f"{advice} (pip install canary-{name})"
+        f"{advice} (pip install canary-{short})"
     )
 
 

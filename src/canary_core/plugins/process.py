@@ -5,9 +5,10 @@ from threading import RLock
 
 import pluggy
 
-from canary_core.config import CanaryConfig
+from canary_core.config import CanaryConfig, unknown_variables
 from canary_core.errors import CanaryError, PluginError
 from canary_core.events import Event
+from canary_core.plugins.discovery import as_installed, entry_points, not_installed
 from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin
 from canary_core.plugins.registry import Plugins, hand_on
@@ -77,13 +78,17 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
             raise PluginError("; ".join(errors))
         return started
     except CanaryError as error:
-        emit(Event("start_failed", "error", {"error": str(error)}))
+        _plugins().tell_failed_start(str(error))
         raise
 
 
 def start_for(plugin: str) -> None:
     """For the function of ``plugin`` that an engine's own plugin loader calls, in each of its processes: `start`, if
-    ``CANARY_PLUGINS`` names the plugin. A second call changes nothing.
+    ``CANARY_PLUGINS`` names the plugin, in whatever case. A second call changes nothing, and tells nothing again.
+
+    Where it does not, another engine's plugin is meant. But a name that no installed plugin has would leave this engine
+    unguarded in silence, so it is the same error as in `start`; and a misspelt variable, such as ``CANARY_PLUGIN``, is
+    an ``unknown_setting`` event.
 
     Raises `CanaryError` after a ``start_failed`` event. In raise mode the process must not run unguarded, though
     engines log and swallow what their plugins raise, so it raises `SystemExit` instead.
@@ -91,12 +96,14 @@ def start_for(plugin: str) -> None:
     config: CanaryConfig | None = None
     try:
         config = CanaryConfig.load()
-        if plugin in config.plugins:
+        if not config.plugins:
+            if any(unknown_variables().values()):
+                tell_unknown_settings(config, only_near=True)
+        elif plugin in as_installed(config.plugins, [plugin]) or not_installed(config.plugins, entry_points()):
             start(config)
     except CanaryError as error:
-        if config is None:
-            emit(Event("start_failed", "error", {"error": str(error)}))
-        elif config.mode == "raise":
+        _plugins().tell_failed_start(str(error))
+        if config is not None and config.mode == "raise":
             raise SystemExit(f"canary: {error}") from error
         raise
 
@@ -114,10 +121,10 @@ def require_engine(
     return _plugins().require_engine(Plugin(plugin, plugin, engine=engine), targets, config)
 
 
-def tell_unknown_settings(config: CanaryConfig) -> None:
+def tell_unknown_settings(config: CanaryConfig, only_near: bool = False) -> None:
     """`Plugins.tell_unknown_settings` for this process, in the format and from the level that ``config`` asks for."""
     _plugins().load(config.model_copy(update={"plugins": ()}))
-    _plugins().tell_unknown_settings()
+    _plugins().tell_unknown_settings(only_near)
 
 
 def emit(event: Event, hooks: pluggy.PluginManager | None = None) -> None:

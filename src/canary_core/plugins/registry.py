@@ -9,7 +9,15 @@ import pluggy
 from canary_core.config import CanaryConfig, unknown_variables
 from canary_core.errors import PluginError, ViolationError
 from canary_core.events import Event
-from canary_core.plugins.discovery import REPORTING, built_in, entry_points, inspect, new_manager, not_installed
+from canary_core.plugins.discovery import (
+    REPORTING,
+    as_installed,
+    built_in,
+    entry_points,
+    inspect,
+    new_manager,
+    not_installed,
+)
 from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin, error_text, refusal
 from canary_core.plugins.targets import HookTarget, problems
@@ -29,6 +37,7 @@ class Plugins:
         self._loaded: dict[str, Plugin] = {}
         self._hooked: list[str] = []
         self._unknown: set[str] = set()
+        self._failures: set[str] = set()
         self._untested: set[tuple[str, str | None]] = set()
         self._built_in = built_in()
         for plugin in self._built_in:
@@ -55,19 +64,21 @@ class Plugins:
         ``plugin_incomplete`` event for each of `Plugin.warnings` and a ``plugins_loaded`` event if there was anything
         to try.
 
-        Raises `PluginError`, before anything is loaded, if a name isn't installed. A plugin that is installed but
-        broken does not raise: its `Plugin.error` says why, and the others are loaded.
+        Raises `PluginError`, before anything is loaded, if a name isn't installed; case does not matter. A plugin that
+        is installed but broken does not raise: its `Plugin.error` says why, and the others are loaded.
         """
         with self._lock:
             for plugin in (*self._built_in, *(p for p in self.loaded if p.error is None)):
                 self._configure(plugin, config)
-            names = [n for n in dict.fromkeys(config.plugins) if n not in self._loaded]
-            if not names:
+            if not set(config.plugins) - self._loaded.keys():
                 return self.loaded
             found = entry_points()
-            missing = not_installed(names, found)
+            missing = not_installed(config.plugins, found)
             if missing:
                 raise PluginError("; ".join(str(p.error) for p in missing))
+            names = [n for n in as_installed(config.plugins, found) if n not in self._loaded]
+            if not names:
+                return self.loaded
             for name in names:
                 plugin = self._loaded[name] = inspect(name, found[name])
                 if plugin.error is None:
@@ -139,11 +150,21 @@ class Plugins:
         self._tell_untested(plugin.name, plugin.engine, config.audit)
         return config
 
-    def tell_unknown_settings(self) -> None:
+    def tell_failed_start(self, error: str) -> None:
+        """A ``start_failed`` event, once for each ``error``: several entry points of one process may find the same."""
+        with self._lock:
+            known = error in self._failures
+            self._failures.add(error)
+        if not known:
+            self.emit(Event("start_failed", "error", {"error": error}))
+
+    def tell_unknown_settings(self, only_near: bool = False) -> None:
         """An ``unknown_setting`` event for each variable ``CANARY_*`` that is no setting; a second call tells only new
-        ones. A warning where a setting has a similar name; else it may be somebody else's variable."""
+        ones. A warning where a setting has a similar name; else it may be somebody else's variable, which is not told
+        with ``only_near``."""
         with self._lock:
             unknown = {name: near for name, near in unknown_variables().items() if name not in self._unknown}
+            unknown = {name: near for name, near in unknown.items() if near or not only_near}
             self._unknown |= unknown.keys()
         for name, near in unknown.items():
             hint = f"did you mean {near}?" if near else "not a setting of Canary; canary config lists them"
