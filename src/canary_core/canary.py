@@ -26,6 +26,7 @@ from canary_core.incidents.incident import Incident
 from canary_core.ledger import Ledger
 from canary_core.ops.state import RegionState
 from canary_core.ops.warm_up import row_counts
+from canary_core.place import Place
 from canary_core.records import Counter, Kind
 from canary_core.region import Region, Uncovered
 from canary_core.reporting.findings import Findings
@@ -132,6 +133,11 @@ class Canary:
     def enabled(self) -> bool:
         """Whether anything is checked: not in off mode, nor once an exception of ours has switched it off."""
         return self._switch.enabled
+
+    @property
+    def place(self) -> Place:
+        """Where it is: machine, GPU, replica, rank."""
+        return self._switch.place
 
     @property
     def device(self) -> torch.device:
@@ -349,8 +355,7 @@ class Canary:
         return scrub.get("live_period_s", scrub.get("scrub_period_s"))
 
     def tell(self, event: Event) -> None:
-        """Hands ``event`` to every plugin; a broken one never stops the engine. Where the settings name the model, so
-        does the event; so it does a rank other than 0."""
+        """Hands ``event`` to every plugin, with the fields of `place`; a broken one never stops the engine."""
         self._switch.tell(event)
 
     def tell_stats(self) -> None:
@@ -420,9 +425,14 @@ class Canary:
             "stats": {**self.stats(), **self.scrub_stats()},
             "backend": self._workspace.backend.name,
             "device": self.device.type,
+            "host": self.place.host,
+            "pid": self.place.pid,
+            "gpu": self.place.gpu,
+            "pci": self.place.pci,
+            "replica": self.place.replica,
             "rank": self.config.rank,
             "ranks": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-            "model": self.config.model,
+            "model": self.place.model,
         }
         events = tuple(self._switch.recent)
         return Circumstances(about, events, self.config.incident_tokens, self.config.incident_bytes)

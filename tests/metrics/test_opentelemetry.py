@@ -29,7 +29,7 @@ def test_instruments_have_what_a_scrape_has():
     assert metrics.keys() <= {PREFIX + family.name for family in FAMILIES}
     (point,) = metrics["kv_canary_violations"].data.data_points
     assert (point.value, dict(point.attributes)) == (
-        1, {"kind": "bytes", "region": "full", "rank": "0", "model": ""},
+        1, {"kind": "bytes", "region": "full", "replica": "0", "rank": "0", "model": ""},
     )  # fmt: skip
     (point,) = metrics["kv_canary_forwards"].data.data_points
     assert point.value == 2

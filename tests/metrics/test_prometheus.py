@@ -44,7 +44,7 @@ def scraped(registry: prometheus_client.CollectorRegistry) -> dict[tuple[str, tu
 
 def labels(**extra: str) -> tuple[tuple[str, str], ...]:
     """As `scraped` has them."""
-    return tuple(sorted({"rank": "0", "model": "", **extra}.items()))
+    return tuple(sorted({"replica": "0", "rank": "0", "model": "", **extra}.items()))
 
 
 def broken_engine(**settings: object) -> Guarded:
@@ -142,11 +142,27 @@ def test_a_port_of_its_own(readings):
     place = f"http://127.0.0.1:{port}/metrics"
     assert place in [event.fields["place"] for event in told]
     text = urllib.request.urlopen(place, timeout=10).read().decode()
-    assert 'kv_canary_violations_total{kind="bytes",model="",rank="0",region="full"} 1.0' in text
+    assert 'kv_canary_violations_total{kind="bytes",model="",rank="0",region="full",replica="0"} 1.0' in text
 
 
-def test_a_port_in_use_is_one_sentence(readings):
+def test_a_port_in_use_is_passed_over(readings):
+    """As by the same rank of another replica on this machine: the next free one is taken, and told."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, told = taken.getsockname()[1], []
+        Offers(readings).begin(CanaryConfig.load(metrics_listen=str(port), replica=1), told.append)
+    (event,) = (e for e in told if e.fields["place"].startswith("http"))
+    assert event.name == "metrics"
+    near = int(event.fields["place"].removeprefix("http://127.0.0.1:").removesuffix("/metrics"))
+    assert port < near < port + prometheus.PORTS
+    assert f"127.0.0.1:{port}/metrics was taken" in event.fields["reason"]
+    assert "kv_canary_info" in urllib.request.urlopen(event.fields["place"], timeout=10).read().decode()
+
+
+def test_where_no_port_is_free_it_is_one_sentence(readings, monkeypatch):
     """The engine goes on; nothing is tried a second time."""
+    monkeypatch.setattr(prometheus, "PORTS", 1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -213,9 +229,11 @@ def test_processes_share_one_endpoint(tmp_path):
         [sys.executable, "-c", ENDPOINT], env=environment, capture_output=True, text=True, check=True
     ).stdout
     for rank in "01":
-        assert f'kv_canary_violations_total{{kind="bytes",model="",rank="{rank}",region="full"}} 1.0' in text
-        assert f'kv_canary_checked_forwards_total{{model="",rank="{rank}"}} 2.0' in text
-        assert f'kv_canary_coverage_ratio{{model="",rank="{rank}"}} 1.0' in text
+        assert (
+            f'kv_canary_violations_total{{kind="bytes",model="",rank="{rank}",region="full",replica="0"}} 1.0' in text
+        )
+        assert f'kv_canary_checked_forwards_total{{model="",rank="{rank}",replica="0"}} 2.0' in text
+        assert f'kv_canary_coverage_ratio{{model="",rank="{rank}",replica="0"}} 1.0' in text
 
 
 def test_a_folder_that_can_not_be_written_is_one_sentence(tmp_path):

@@ -38,7 +38,7 @@ class CoverageLog:
 
     def _add(self, event: Fields) -> None:
         model, name = event.get("model"), event.get("event")
-        part = (model, event.get("rank"))
+        part = (model, event.get("replica"), event.get("rank"), event.get("host"))
         if name == "coverage" and event.keys() >= COVERAGE_FIELDS:
             self.coverage[model] = event
             self.disabled.pop(part, None)
@@ -95,6 +95,6 @@ def _event(line: str) -> Fields:
 
 
 def _disabled(event: Fields) -> str:
-    about = "".join(f" of {name} {event[name]}" for name in ("model", "rank") if name in event)
+    about = "".join(f" of {name} {event[name]}" for name in ("model", "replica", "rank") if event.get(name))
     where, error = event.get("where"), event.get("error")
     return f"Canary{about} was disabled, so nothing is guarded since then: {error} (in {where})"

@@ -37,12 +37,15 @@ def of_ranks(bundle: Bundle) -> str:
 
 
 def _beside(bundle: Bundle) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Rank and first finding of other ranks' bundles of about the same time. What can't be read is passed over."""
+    """Rank and first finding of bundles of other ranks of the same replica, of about the same time. What can't be read
+    is passed over."""
     written = _seconds(bundle.manifest)
     for path in sorted(bundle.path.resolve().parent.glob(f"{PREFIX}*"))[:MOST_BUNDLES]:
         try:
             manifest, about, incident = (_json(path / f"{name}.json") for name in ("manifest", "about", "incident"))
-            if int(about["rank"]) != int(bundle.about["rank"]) and abs(_seconds(manifest) - written) <= NEAR_S:
+            same = about.get("replica", 0) == bundle.about.get("replica", 0)
+            other = same and int(about["rank"]) != int(bundle.about["rank"])
+            if other and abs(_seconds(manifest) - written) <= NEAR_S:
                 yield int(about["rank"]), incident["root"]
         except (OSError, ValueError, KeyError, TypeError):
             continue

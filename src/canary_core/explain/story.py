@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -76,7 +77,8 @@ class SlotRow:
 class Story:
     """``headline``: what was found; ``facts``: what the root says; ``kinds``: findings by kind, ``grew``: those of a
     moment later, empty if there were no more; ``shapes``: what the damaged bytes look like; ``command``: repeats the
-    check on the bundle alone; ``ranks``: whether one rank alone told it, empty where there is one; ``report``: text for
+    check on the bundle alone; ``where``: machine, GPU and rank;
+    ``ranks``: whether one rank alone told it, empty where there is one; ``report``: text for
     the tracker, without names, tokens and paths."""
 
     name: str
@@ -90,6 +92,7 @@ class Story:
     heat: Heat | None
     numbers: list[Number]
     shapes: list[str]
+    where: str
     ranks: str
     slots: list[SlotRow]
     table: list[tuple[str, str]]
@@ -101,6 +104,20 @@ class Story:
     after: list[tuple[str, str, str]]
     command: str
     report: str
+
+
+def _where(about: Mapping[str, Any]) -> str:
+    """The machine, the GPU, and which process of the engine it was; as far as the bundle says so."""
+    ranks = int(about.get("ranks", 1))
+    parts = [
+        f"machine {about['host']}" if about.get("host") else "",
+        f"GPU {about['gpu']} ({about.get('pci')})" if about.get("gpu") else "",
+        f"replica {about.get('replica', 0)}",
+        f"rank {about.get('rank', 0)}" + (f" of {ranks}" if ranks > 1 else ""),
+        f"process {about['pid']}" if about.get("pid") else "",
+        f"model {about['model']}" if about.get("model") else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def tell(bundle: Bundle) -> Story:
@@ -115,6 +132,7 @@ def tell(bundle: Bundle) -> Story:
     return Story(
         name=bundle.path.name,
         written=str(bundle.manifest.get("written", "")),
+        where=_where(bundle.about),
         headline=_capital(str(bundle.incident["root"].get("explanation", root.explanation))),
         facts=facts,
         diagnoses=bundle.diagnoses,
@@ -315,6 +333,7 @@ def _report(bundle: Bundle, versions: Mapping[str, str], ranks: str) -> str:
         f"Versions: {', '.join(f'{k} {v}' for k, v in own.items())}",
         f"Settings: {', '.join(f'{k}={v}' for k, v in changed.items()) or 'defaults'}",
     ]
+    lines.append(f"Where: {_where(bundle.about)}")
     if ranks:
         lines.append(f"Ranks: {ranks}")
     if found[0].bugs:

@@ -31,6 +31,7 @@ def show(story: Story, console: Console) -> None:
     followed = ", ".join(f"{kind} {number}" for kind, number in story.kinds.items())
     grew = ", ".join(f"{kind} {number}" for kind, number in story.grew.items())
     _say(console, "Findings", followed + (f"; a moment later: {grew}" if grew else ""))
+    _say(console, "Where", story.where)
     if story.ranks:
         _say(console, "Ranks", story.ranks)
     if diagnosis.bugs:

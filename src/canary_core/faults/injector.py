@@ -102,7 +102,12 @@ class FaultInjector:
 
     def _of(self, canary: "Canary") -> list[Armed]:
         """Those that are meant for this process."""
-        return [armed for armed in self._armed if armed.spec.rank in (None, canary.config.rank)]
+        config = canary.config
+        return [
+            armed
+            for armed in self._armed
+            if armed.spec.rank in (None, config.rank) and armed.spec.replica in (None, config.replica)
+        ]
 
     def _inject(self, moment: Moment, canary: "Canary", batch: BatchView) -> None:
         for armed in self._of(canary):
@@ -121,8 +126,7 @@ class FaultInjector:
                 self.injections.append(injection)
                 if moment == "recorded":
                     self._unseen.append(_Unseen(canary, armed, injection))
-                rank = {} if armed.spec.rank is None else {"rank": armed.spec.rank}
-                told = {**injection.fields(), **rank, "what": FAULTS[injection.fault].what}
+                told = {**injection.fields(), "what": FAULTS[injection.fault].what}
                 canary.tell(Event("fault_injected", "warning", told))
                 break
             else:

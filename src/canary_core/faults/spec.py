@@ -24,8 +24,8 @@ class FaultSpec(BaseModel, frozen=True, extra="forbid"):
     """One fault to inject.
 
     ``probability`` per forward, after ``warmup`` forwards; ``count`` injections in all, 0 for no limit. ``region`` and
-    ``source`` (``half.layer``, e.g. ``v.3``) aim it, ``rank`` at one of several processes that serve a model; None for
-    any.
+    ``source`` (``half.layer``, e.g. ``v.3``) aim it, ``rank`` at one of several processes that serve a model,
+    ``replica`` at one of several data-parallel engines; None for any.
     """
 
     fault: FaultName
@@ -35,6 +35,7 @@ class FaultSpec(BaseModel, frozen=True, extra="forbid"):
     region: str | None = None
     source: str | None = None
     rank: NonNegativeInt | None = None
+    replica: NonNegativeInt | None = None
 
     @classmethod
     def parse(cls, text: str) -> "FaultSpec":

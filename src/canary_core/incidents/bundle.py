@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import platform
+import secrets
 import shutil
 import socket
 import sys
@@ -105,7 +106,8 @@ def write_bundle(directory: Path, dossier: Dossier, most: int) -> Path:
         )
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     # One process may have several Canaries, each with an incident 1.
-    name = f"{PREFIX}{stamp}-{os.getpid()}-{next(_count)}"
+    # Pods that share a folder may have the same number of process, and a host's name for all of them.
+    name = f"{PREFIX}{stamp}-{_host()}-{os.getpid()}-{next(_count)}-{secrets.token_hex(3)}"
     partial = directory / f"{_own()}{os.getpid()}-{name}"
     partial.mkdir()
     try:
@@ -144,9 +146,16 @@ def _sweep(directory: Path) -> None:
 
 
 def _own() -> str:
-    """How names of what this machine is about to write begin."""
-    host = "".join(c if c.isalnum() else "_" for c in socket.gethostname())
-    return f"{PARTIAL}{host}-"
+    """How names of what this machine is about to write begin; of a container, which numbers its processes anew."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return f"{PARTIAL}{_host()}-{space}-"
+
+
+def _host() -> str:
+    return "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64]
 
 
 def _runs(process: int) -> bool:

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canary_core.metrics.readings import Labels, Reading, Totals
+from canary_core.metrics.readings import Owner, Reading, Totals
 
 PREFIX = "kv_canary_"
-OWNER = ("rank", "model")
-"""Labels of every metric: the process that serves, and the model, empty for the served one."""
+OWNER = ("replica", "rank", "model")
+"""Labels of every metric: the replica of the engine, the process within it, and the model: a draft model's own name, or
+the one that the engine serves under, empty where that is not known."""
 
 Together = Literal["sum", "min", "max"]
 
@@ -25,7 +26,7 @@ class Sample:
 class Family:
     """One metric. ``name`` without `PREFIX`, and without the ``_total`` that a counter's name ends with. ``extra``:
     labels beside `OWNER`. ``read``: the values of one Canary, or of those that have ended, by the values of ``extra``.
-    ``together``: what several Canaries of one rank and model come to."""
+    ``together``: what several Canaries of one replica, rank and model come to."""
 
     name: str
     help: str
@@ -44,10 +45,10 @@ class Family:
         """As Prometheus shows it."""
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
-    def samples(self, live: Sequence[Reading], ended: Mapping[Labels, Totals]) -> Iterator[Sample]:
+    def samples(self, live: Sequence[Reading], ended: Mapping[Owner, Totals]) -> Iterator[Sample]:
         """The values now: of the Canaries that run, and for counters also of those that have ended."""
         values: dict[tuple[str, ...], float] = {}
-        parts: list[tuple[Labels, Reading | Totals]] = [((r.rank, r.model), r) for r in live]
+        parts: list[tuple[Owner, Reading | Totals]] = [(r.owner, r) for r in live]
         if self.kind == "counter":
             parts += list(ended.items())
         for owner, part in parts:
@@ -79,6 +80,10 @@ def _by_name(name: str) -> Callable[[Reading | Totals], Mapping[tuple[str, ...],
 def _by_pair(name: str) -> Callable[[Reading | Totals], Mapping[tuple[str, ...], float]]:
     """Reads numbers by kind and region."""
     return lambda part: {key: float(value) for key, value in dict(getattr(part, name)).items()}
+
+
+def _info(part: Reading | Totals) -> Mapping[tuple[str, ...], float]:
+    return {part.info: 1.0} if isinstance(part, Reading) else {}
 
 
 def _enabled(part: Reading | Totals) -> Mapping[tuple[str, ...], float]:
@@ -157,6 +162,14 @@ FAMILIES = (
         _enabled,
         extra=("mode",),
         together="min",
+    ),
+    Family(
+        "info",
+        "1 for each guarded process: its machine, its GPU by UUID and by address on the bus, and the version, profile "
+        "and mode of its Canary.",
+        _info,
+        extra=("host", "gpu", "pci", "version", "profile", "mode"),
+        together="max",
     ),
     Family("paused", "1 while somebody has paused Canary.", _one("paused"), together="max"),
     Family("computed_tokens", "Tokens that the engine itself says it computed.", _one("computed_tokens"), "counter"),

@@ -41,12 +41,15 @@ class Offers:
                     continue
                 self._tried.add(place)
                 try:
-                    open_it()
+                    found = open_it()
                 except Exception as error:  # the engine goes on, whatever a library thinks of this
                     reason = str(error) if isinstance(error, MetricsError) else error_text(error)
                     tell(Event("metrics_unavailable", "warning", {"place": place, "reason": reason}))
                 else:
-                    tell(Event("metrics", "info", {"place": place}))
+                    fields: dict[str, object] = {"place": found if isinstance(found, str) else place}
+                    if fields["place"] != place:
+                        fields["reason"] = f"{place} was taken, by another replica or another program"
+                    tell(Event("metrics", "info", fields))
 
     def _places(self, config: CanaryConfig) -> dict[str, Callable[[], object]]:
         places: dict[str, Callable[[], object]] = {}
@@ -61,7 +64,7 @@ class Offers:
         if config.metrics_listen is not None and config.metrics != "off":
             self._imported = self._imported or "prometheus_client" not in sys.modules
             address, port = config.metrics_listen.address, config.metrics_listen.port + config.rank
-            places[f"http://{address}:{port}/metrics"] = lambda: prometheus.listen(self.readings, address, port)
+            places[f"http://{address}:{port}/metrics"] = lambda: prometheus.listen_near(self.readings, address, port)
         return places
 
 

@@ -6,6 +6,7 @@ is imported here inside functions only, once a pool is guarded.
 """
 
 import atexit
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 PUBLISH_S = 2.0
 """Seconds between two writes into the files that processes share."""
+
+PORTS = 64
+"""Ports that are tried, one after the other."""
 
 MODES = {"sum": "livesum", "min": "livemin", "max": "livemax"}
 """How prometheus_client puts gauges of several processes together."""
@@ -89,6 +93,21 @@ def listen(readings: Readings, address: str, port: int) -> Any:
             f"metrics can't be served at {address}:{port} ({error}); choose another port in CANARY_METRICS_LISTEN"
         ) from error
     return server
+
+
+def listen_near(readings: Readings, address: str, port: int) -> str:
+    """As `listen`, at the first port from ``port`` on that is free: replicas of an engine on one machine have ranks of
+    the same numbers. Gives the address. Raises `MetricsError` where none of `PORTS` is."""
+    for near in range(port, min(port + PORTS, 65536)):
+        try:
+            listen(readings, address, near)
+        except MetricsError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                raise
+            last = error
+        else:
+            return f"http://{address}:{near}/metrics"
+    raise MetricsError(f"none of {PORTS} ports from {port} on is free ({last})") from last
 
 
 class SharedFiles:

@@ -4,6 +4,8 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata
 from threading import RLock
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -14,20 +16,24 @@ if TYPE_CHECKING:
     from canary_core.canary import Canary
 
 Labels = tuple[str, str]
-"""Rank and model, or kind and region."""
+"""Kind and region."""
+
+Owner = tuple[str, str, str]
+"""Replica, rank and model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One `Canary`, as of the last time that the host read its counters. ``skipped``: what was not checked, by reason.
+    ``owner``: of `Place.labels`; ``info``: machine, GPU, its address, version, profile, mode.
     ``violations``, ``incidents``: how many were found, by kind and region, whether or not each was told by itself.
     None: not known, or there is none.
 
     Taken from any thread, without a look at the device.
     """
 
-    rank: str
-    model: str
+    owner: Owner
+    info: tuple[str, ...]
     mode: str
     enabled: bool
     paused: bool
@@ -66,8 +72,15 @@ class Reading:
             "withheld": stats.get("withheld", 0),
         }
         return cls(
-            rank=str(canary.config.rank),
-            model=canary.config.model,
+            owner=canary.place.labels,
+            info=(
+                canary.place.host,
+                canary.place.gpu,
+                canary.place.pci,
+                own_version(),
+                canary.config.profile,
+                canary.mode,
+            ),
             mode=canary.mode,
             enabled=canary.enabled and not canary.step.paused,
             paused=canary.step.paused,
@@ -97,7 +110,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Totals:
-    """What the Canaries of one rank and model that have ended came to, so that no count goes down."""
+    """What the Canaries of one replica, rank and model that have ended came to, so that no count goes down."""
 
     forwards: int = 0
     checked_forwards: int = 0
@@ -130,7 +143,7 @@ class Readings:
     def __init__(self) -> None:
         self._lock = RLock()
         self._last: dict[ref[Canary], Reading] = {}
-        self._ended: dict[Labels, Totals] = {}
+        self._ended: dict[Owner, Totals] = {}
 
     def add(self, canary: "Canary") -> None:
         """``canary`` guards a pool from now on."""
@@ -150,8 +163,8 @@ class Readings:
         with self._lock:
             return [canary for canary in (known() for known in self._last) if canary is not None]
 
-    def take(self) -> tuple[list[Reading], dict[Labels, Totals]]:
-        """The readings of those that run, and the totals of the others by rank and model."""
+    def take(self) -> tuple[list[Reading], dict[Owner, Totals]]:
+        """The readings of those that run, and the totals of the others by replica, rank and model."""
         with self._lock:
             for known in list(self._last):
                 canary = known()
@@ -163,7 +176,16 @@ class Readings:
             return list(self._last.values()), dict(self._ended)
 
     def _fold(self, reading: Reading) -> None:
-        self._ended.setdefault((reading.rank, reading.model), Totals()).add(reading)
+        self._ended.setdefault(reading.owner, Totals()).add(reading)
+
+
+@lru_cache
+def own_version() -> str:
+    """Of the installed canary-core; empty where it is not installed as a package."""
+    try:
+        return metadata.version("canary-core")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _named(counts: Mapping[tuple[Kind, str], int]) -> dict[Labels, int]:

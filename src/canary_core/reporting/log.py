@@ -61,7 +61,12 @@ class Reporting:
         if event.name == "summary" and self._format == "console" and not hosted:
             getattr(self._logger(hosted), event.level)(_page(event))
             return
-        bound = self._logger(hosted).bind(**{**event.fields, "logger": "canary"})
+        fields = event.fields
+        if self._format == "console" and not hosted:
+            fields = {
+                name: value for name, value in fields.items() if not _goes_without_saying(event.name, name, value)
+            }
+        bound = self._logger(hosted).bind(**{**fields, "logger": "canary"})
         getattr(bound, event.level)(event.name)
 
     def _logger(self, hosted: bool) -> structlog.typing.BindableLogger:
@@ -80,6 +85,14 @@ class Reporting:
         )
 
 
+def _goes_without_saying(event: str, name: str, value: object) -> bool:
+    """Whether a field is left out of a line for people: the machine, but where a pool is attached and where something
+    was found; the only replica's and the first rank's number."""
+    if name in ("replica", "rank"):
+        return not value
+    return name in ("host", "gpu") and event not in ("attached", "incident")
+
+
 def _number(level: LogLevel) -> int:
     return int(getattr(logging, level.upper()))
 
@@ -87,7 +100,7 @@ def _number(level: LogLevel) -> int:
 def _page(event: Event) -> str:
     """A ``summary`` event for people: a line for each region and for each warning."""
     fields = cast(Mapping[str, Any], event.fields)
-    about = "".join(f", {name} {fields[name]}" for name in ("model", "rank") if name in fields)
+    about = "".join(f", {name} {fields[name]}" for name in ("model", "replica", "rank") if fields.get(name))
     lines = [f"canary summary{about}: {fields['summary']}"]
     for region, kinds in fields["events"].items():
         told = ", ".join(f"{kind} {number}" for kind, number in kinds.items())

@@ -19,6 +19,7 @@ from canary_core.events import Event
 from canary_core.ops import backends
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState, Shared
+from canary_core.place import Place
 from canary_core.region import Region
 from canary_core.runtime.event_queue import EventQueue
 from canary_core.runtime.journal import Journal
@@ -91,7 +92,8 @@ class Switch:
         self.raises = config.mode == "raise"
         """Whether exceptions and findings reach the engine."""
         self._on_probation = config.untested_engine
-        self._about = {n: v for n, v in (("model", config.model), ("rank", config.rank)) if v}
+        self.place = Place.of(config, workspace.device)
+        self._about = self.place.fields()
         self.hooks = hooks
         self._workspace = workspace
         self._misused: set[object] = set()
@@ -105,10 +107,8 @@ class Switch:
         """How often Canary was called in a way that can't be right."""
 
     def tell(self, event: Event) -> None:
-        """Hands ``event`` to every plugin, with the model and the rank where the settings name them."""
-        if self._about:
-            event = replace(event, fields={**self._about, **event.fields})
-        self.emit(event)
+        """Hands ``event`` to every plugin, with the `Place` that it is about."""
+        self.emit(replace(event, fields={**self._about, **event.fields}))
 
     def emit(self, event: Event) -> None:
         """As `tell`, with nothing added."""

@@ -1,0 +1,63 @@
+"""`Place`: where a Canary is, and what it serves: whose silence an operator hears."""
+
+import os
+import socket
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from canary_core.config import CanaryConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The machine ``host`` (in a container its own name), the process ``pid``; ``gpu``: the UUID as the driver gives
+    it, ``pci``: its address on the bus, both empty on a CPU. ``replica``: index of the data-parallel engine, ``rank``:
+    of the process within it. ``model``: of a draft model its own name, else the one that the engine serves under, empty
+    where that is not known."""
+
+    host: str
+    pid: int
+    gpu: str
+    pci: str
+    replica: int
+    rank: int
+    model: str
+
+    @classmethod
+    def of(cls, config: CanaryConfig, device: torch.device) -> "Place":
+        """Of a pool on ``device``, whose context exists."""
+        gpu, pci = _gpu(device)
+        return cls(
+            socket.gethostname(),
+            os.getpid(),
+            gpu,
+            pci,
+            config.replica,
+            config.rank,
+            config.model or config.served_model,
+        )
+
+    def fields(self) -> dict[str, object]:
+        """For each event: what is known of it."""
+        named = {"host": self.host, "gpu": self.gpu, "model": self.model}
+        return {**{k: v for k, v in named.items() if v}, "replica": self.replica, "rank": self.rank}
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Replica, rank and model, as metrics have them."""
+        return str(self.replica), str(self.rank), self.model
+
+
+@lru_cache
+def _gpu(device: torch.device) -> tuple[str, str]:
+    """UUID and bus address of a GPU, each empty where this torch does not tell."""
+    if device.type != "cuda":
+        return "", ""
+    found = torch.cuda.get_device_properties(device)
+    uuid = str(getattr(found, "uuid", "") or "")
+    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    numbers = [part for part in parts if isinstance(part, int)]
+    pci = "{:08x}:{:02x}:{:02x}.0".format(*numbers) if len(numbers) == len(parts) else ""
+    return (uuid if not uuid or uuid.startswith("GPU-") else f"GPU-{uuid}"), pci
