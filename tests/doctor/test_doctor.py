@@ -1,11 +1,17 @@
 """``canary doctor``, as a user runs it."""
 
 import json
+import socket
+from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from typer.testing import CliRunner
 
+from canary_core import plugins
 from canary_core.cli.app import app
+from canary_core.config import CanaryConfig
+from canary_core.doctor import checks, places
 
 TOY = """
 from canary_core import EngineInfo, HookTarget, hookimpl
@@ -64,6 +70,86 @@ def test_names_that_are_not_installed_and_settings_that_are_none():
     assert "Did you mean 'transformers'" in found["transfromers"][1]
     assert found["CANARY_MOED"] == ("bad", "no setting; did you mean CANARY_MODE?")
     assert found["CANARY_SERVICE_HOST"][0] == "note"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "verdict"),
+    [
+        ("sglang", None, "ok"), ("sglang", "", "ok"), ("sglang", "mine, canary", "ok"), ("sglang", "mine", "bad"),
+        ("vllm", None, "ok"), ("vllm", "", "bad"), ("vllm", "mine,canary", "ok"), ("vllm", "mine, canary", "bad"),
+    ],
+)  # fmt: skip
+def test_an_engines_own_plugin_filter(name, value, verdict, monkeypatch):
+    """Where it leaves Canary out, the engine would start unguarded, so the variable is named, and what to set. Each
+    engine reads it in its own way."""
+    variable = f"{name.upper()}_PLUGINS"
+    monkeypatch.delenv(variable, raising=False)
+    if value is not None:
+        monkeypatch.setenv(variable, value)
+    found = places.filtered_out(name, f"canary-{name}")
+    assert found == (None if verdict == "ok" else ANY)
+    if found:
+        right = "mine,canary" if value else "canary"
+        assert found == f"{variable}={value!r} leaves it out; set {variable}={right}"
+
+
+def test_a_filter_that_leaves_canary_out_is_bad(monkeypatch):
+    """For the plugin that CANARY_PLUGINS names."""
+    plugin = plugins.Plugin("vllm", "canary-vllm", hooks=("canary_install",), target=object())
+    monkeypatch.setattr(plugins, "installed", lambda: [plugin])
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    found = {c.what: c for c in checks.engines(CanaryConfig.load(plugins="vllm"))}
+    assert found["vllm"].verdict == "bad"
+    assert "VLLM_PLUGINS='mine' leaves it out" in found["vllm"].text
+
+
+def settings(**changed: object) -> dict[str, tuple[str, str]]:
+    """Verdict and text of each line about settings."""
+    return {check.what: (check.verdict, check.text) for check in checks.settings(CanaryConfig.load(**changed))}
+
+
+def test_a_place_for_bundles(tmp_path):
+    """It can be written, or would be made; else it is bad, as is one that takes no more. Nothing is left there."""
+    assert "incidents" not in settings()
+    there = tmp_path / "there"
+    there.mkdir()
+    for folder in (there, tmp_path / "not" / "yet"):
+        assert settings(incident_dir=str(folder))["incidents"] == ("ok", f"{folder} can be written, 0 bundles")
+    assert list(there.iterdir()) == []
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", Path("/proc/canary")):
+        verdict, text = settings(incident_dir=str(folder))["incidents"]
+        assert (verdict, text.startswith(f"no bundle can be written into {folder}: ")) == ("bad", True)
+    (there / "incident-1").mkdir()
+    full = settings(incident_dir=str(there), incident_most=1)["incidents"]
+    assert full == ("bad", f"{there} has 1 bundles, and CANARY_INCIDENT_MOST is 1")
+
+
+def test_a_place_for_metrics(tmp_path, monkeypatch):
+    """A port that somebody else has, an address of another machine and a folder that is not there are bad."""
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    assert "metrics" not in settings()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        verdict, text = settings(metrics_listen=str(port))["metrics"]
+        assert (verdict, f"port {port} of 127.0.0.1 can't be had now" in text) == ("bad", True)
+    assert settings(metrics_listen=str(port))["metrics"][0] == "ok"
+    assert settings(metrics_listen="192.0.2.1:9464")["metrics"][0] == "bad"
+    assert settings(metrics_listen=str(port), metrics="off")["metrics"][0] == "bad"
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    assert settings()["metrics"] == ("ok", f"in the files of {tmp_path}")
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "gone"))
+    gone = settings()["metrics"]
+    assert gone == ("bad", f"PROMETHEUS_MULTIPROC_DIR is {tmp_path / 'gone'}, and can't be written: it is not there")
+
+
+def test_the_self_test_is_nobodys(tmp_path):
+    """It writes no bundle where the engine's are, and injects none of the engine's faults."""
+    found = lines(CANARY_INCIDENT_DIR=str(tmp_path), CANARY_FAULTS="real_kv_used:warmup=1")
+    assert found["no fault"] == ("ok", "nothing found")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_report_fits_80_columns_and_ends_with_a_verdict():

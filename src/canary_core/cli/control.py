@@ -1,5 +1,7 @@
 """``canary ctl`` and ``canary top``: what to ask of running engines, and to tell them."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +14,13 @@ from canary_core.control import client
 from canary_core.control.messages import Command, Request
 from canary_core.errors import CanaryError, ControlError
 
+Answers = dict[Path, client.Answer | ControlError]
+
 Pid = Annotated[int | None, typer.Option("--pid", metavar="PID", help="Only this process; else all of this user's.")]
 
 app = typer.Typer(
     help="Ask a running engine's Canary, or tell it something, over its control socket. Exit code 2 if no engine "
-    "answers, or one refuses.",
+    "answers, or one does not or refuses; the others' answers are printed all the same.",
     no_args_is_help=True,
 )
 
@@ -24,17 +28,18 @@ app = typer.Typer(
 @app.command("status")
 def status(pid: Pid = None, as_json: AsJson = False) -> None:
     """What is guarded, what was checked and found, how far the scrub is, and what Canary costs."""
-    answers = _ask("status", None, pid)
-    if as_json:
-        print_json(answers)
-    else:
-        control_screen.show(Console(), answers)
+    with _asked("status", None, pid) as answers:
+        if as_json:
+            print_json(_listed(answers))
+        else:
+            control_screen.show(Console(), _given(answers))
 
 
 @app.command("dump")
 def dump(pid: Pid = None) -> None:
     """All that the host knows, as JSON: status, settings, versions, coverage and the last events. No tokens."""
-    print_json(_ask("dump", None, pid))
+    with _asked("dump", None, pid) as answers:
+        print_json(_listed(answers))
 
 
 @app.command("mode")
@@ -91,37 +96,45 @@ def top(
 
 
 def _change(command: Command, value: str | None, pid: int | None, as_json: bool) -> None:
-    answers = _ask(command, value, pid)
-    if as_json:
-        print_json(answers)
-        return
-    for answer in answers:
-        typer.echo(f"process {Path(answer['socket']).stem}: {command} {value or ''}".rstrip() + f", {_pools(answer)}")
+    with _asked(command, value, pid) as answers:
+        if as_json:
+            print_json(_listed(answers))
+            return
+        for path, answer in answers.items():
+            if not isinstance(answer, ControlError):
+                said = f"process {path.stem}: {command} {value or ''}".rstrip()
+                typer.echo(f"{said}, {answer['changed']} pool{'' if answer['changed'] == 1 else 's'}")
 
 
-def _pools(answer: dict[str, Any]) -> str:
-    return f"{answer['changed']} pool{'' if answer['changed'] == 1 else 's'}"
-
-
-def _ask(command: Command, value: str | None, pid: int | None) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def _asked(command: Command, value: str | None, pid: int | None) -> Iterator[Answers]:
+    """What each engine answers, or why it does not. After the block each such reason is told on stderr, and the command
+    ends with exit code 2."""
     try:
-        return _ask_all(_sockets(pid), Request(command=command, value=value))
+        answers = client.ask_all(_sockets(pid), Request(command=command, value=value))
     except CanaryError as error:
         raise refusal(error) from error
+    yield answers
+    # Several engines may refuse in the same words.
+    ends = [refusal(ControlError(reason)) for reason in dict.fromkeys(map(str, _errors(answers)))]
+    if ends:
+        raise ends[-1]
 
 
-def _ask_all(sockets: list[Path], request: Request) -> list[dict[str, Any]]:
-    """The answer of each engine. Raises `ControlError` with the first refusal, once all were asked."""
-    answers: list[dict[str, Any]] = []
-    refused: ControlError | None = None
-    for path in sockets:
-        try:
-            answers.append({"socket": str(path), **client.ask(path, request)})
-        except ControlError as error:
-            refused = refused or error
-    if refused is not None:
-        raise refused
-    return answers
+def _given(answers: Answers) -> list[client.Answer]:
+    return [answer for answer in answers.values() if not isinstance(answer, ControlError)]
+
+
+def _errors(answers: Answers) -> list[ControlError]:
+    return [answer for answer in answers.values() if isinstance(answer, ControlError)]
+
+
+def _listed(answers: Answers) -> list[dict[str, Any]]:
+    """For programs: an object for each engine, with ``error`` where it gave no answer."""
+    return [
+        {"socket": str(path), **({"error": str(answer)} if isinstance(answer, ControlError) else answer)}
+        for path, answer in answers.items()
+    ]
 
 
 def _sockets(pid: int | None) -> list[Path]:

@@ -14,10 +14,12 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from canary_core.control import client
+from canary_core.control.client import Answer
 from canary_core.control.messages import Request
 from canary_core.errors import ControlError
 
-Answer = dict[str, Any]
+LEAST_RATIO = 0.99
+"""Of tokens that are guarded, below which that is shown in red."""
 
 STATES = {"on": "[green]on[/green]", "paused": "[yellow]paused[/yellow]", "off": "[bold red]OFF[/bold red]"}
 
@@ -30,7 +32,10 @@ def show(console: Console, answers: Sequence[Mapping[str, Any]]) -> None:
 
 def process(answer: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Group:
     """One process, a table for each pool that it guards. ``before``: its answer some time ago, for rates."""
-    head = f"[bold]process {answer['pid']}[/bold] {escape(str(answer['program']))}, up {_time(answer['uptime_s'])}"
+    head = f"[bold]process {answer['pid']}[/bold] {escape(str(answer['program']))}"
+    # A process that runs for long may have another release, without what is new.
+    head += f" on {escape(answer['host'])}" if "host" in answer else ""
+    head += f", up {_time(answer['uptime_s'])}"
     head += ", read and write" if answer["writable"] else ", read only"
     known = {_key(c): c for c in (before or {}).get("canaries", ())}
     elapsed = answer["uptime_s"] - before["uptime_s"] if before else 0.0
@@ -40,15 +45,19 @@ def process(answer: Mapping[str, Any], before: Mapping[str, Any] | None = None) 
 
 def _pool(canary: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s: float) -> Table:
     table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False, expand=False)
-    name = f"{canary['model'] or 'served model'}, rank {canary['rank']}"
+    state = STATES.get(canary["state"], canary["state"])
+    who = f"replica {canary.get('replica', 0)}, rank {canary['rank']}"
     lines = {
-        name: f"{STATES.get(canary['state'], canary['state'])}, mode {canary['mode']}, {canary['device']}",
+        who: f"{state}, mode {canary['mode']}, {canary['device']}",
+        "model": escape(canary["model"] or canary.get("served_model", "")),
         "guarded": ", ".join(f"{n}: {r['slots']} slots, {decimal(r['bytes'])}" for n, r in canary["regions"].items()),
         "coverage": f"{canary['coverage_ratio']:.2%}, for {decimal(canary['memory_bytes'])} of Canary's",
         "forwards": f"{canary['forwards']}{_rate(canary, before, 'forwards', elapsed_s)}",
         "checked": f"{canary.get('checked_slots', 0)} slots{_rate(canary, before, 'checked_slots', elapsed_s)}, "
         f"{decimal(canary.get('checked_bytes', 0))}",
+        "tokens": _tokens(canary, before, elapsed_s),
         "last check": _ago(canary["last_check_age_s"]),
+        "alarm": _alarm(canary),
         "findings": _findings(canary),
         "scrub": _scrub(canary),
         "overhead": ", ".join(
@@ -59,6 +68,24 @@ def _pool(canary: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s
         if text:
             table.add_row(escape(label), text)
     return table
+
+
+def _tokens(canary: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s: float) -> str:
+    """Of those that the engine itself says it computed; nothing where it has no such figure."""
+    if "guarded_ratio" not in canary:
+        return ""
+    ratio = canary["guarded_ratio"]
+    share = f"{ratio:.2%} guarded" if ratio >= LEAST_RATIO else f"[bold red]{ratio:.2%} guarded[/bold red]"
+    return f"{canary['computed_tokens']} computed{_rate(canary, before, 'computed_tokens', elapsed_s)}, {share}"
+
+
+def _alarm(canary: Mapping[str, Any]) -> str:
+    """Whether what is found would be told; nothing where there is no scrub, and so no test."""
+    if "alarm_tests" not in canary:
+        return ""
+    if canary.get("alarm_dead"):
+        return "[bold red]DEAD[/bold red]: a finding made on purpose did not come out, so no other would"
+    return f"tested {_ago(canary['last_alarm_test_age_s'])}" if canary["alarm_tests"] else "not tested yet"
 
 
 def _findings(canary: Mapping[str, Any]) -> str:
@@ -105,19 +132,14 @@ def _looks(sockets: Sequence[Path], every_s: float, times: int | None) -> Iterat
         if number:
             time.sleep(every_s)
         number += 1
-        answers: dict[Path, Answer | ControlError] = {}
-        for path in sockets:
-            try:
-                answers[path] = client.ask(path, Request(command="status"))
-            except ControlError as error:
-                answers[path] = error
+        answers = client.ask_all(sockets, Request(command="status"))
         yield answers
         if all(isinstance(answer, ControlError) for answer in answers.values()):
             raise ControlError("no engine answers any more")
 
 
 def _key(canary: Mapping[str, Any]) -> tuple[object, ...]:
-    return canary["model"], canary["rank"], tuple(canary["regions"])
+    return canary["model"], canary.get("replica"), canary["rank"], tuple(canary["regions"])
 
 
 def _rate(canary: Mapping[str, Any], before: Mapping[str, Any] | None, name: str, elapsed_s: float) -> str:

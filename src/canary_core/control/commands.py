@@ -55,6 +55,7 @@ class Commands:
     def _status(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
+            "host": platform.node(),
             "program": " ".join(sys.argv[:1]),
             "uptime_s": round(time.time() - self._started, 1),
             "writable": self.writable,
@@ -121,6 +122,8 @@ def status(canary: "Canary") -> dict[str, Any]:
     state = "paused" if canary.step.paused else "on" if canary.enabled else "off"
     return {
         "model": canary.config.model,
+        "served_model": canary.config.served_model,
+        "replica": canary.config.replica,
         "rank": canary.config.rank,
         "device": str(canary.device),
         "state": state,
@@ -133,6 +136,7 @@ def status(canary: "Canary") -> dict[str, Any]:
         "coverage_ratio": round(canary.coverage.ratio, 6),
         "memory_bytes": sum(s.memory_bytes for s in canary.states.values()),
         "last_check_age_s": age_s(canary.last_check),
+        "last_alarm_test_age_s": age_s(canary.last_alarm_test),
         "detection_s": canary.detection_s,
         "unknown_slots": canary.unknown_slots,
         "findings": {f"{kind.name.lower()} in {region}": n for (kind, region), n in dict(canary.found).items()},
@@ -145,7 +149,10 @@ def status(canary: "Canary") -> dict[str, Any]:
 
 _MODES: dict[str, Literal["log", "raise"]] = {"log": "log", "raise": "raise"}
 
-_SHOWN = ("violations", "forwards", "checked_forwards", "checked_slots", "checked_bytes", "recorded_slots", "unsure")
+_SHOWN = (
+    "violations", "forwards", "checked_forwards", "checked_slots", "checked_bytes", "recorded_slots", "unsure",
+    "computed_tokens", "guarded_tokens", "guarded_ratio", "alarm_tests", "alarm_dead", "ledger_doubt_ratio",
+)  # fmt: skip
 
 
 def _settings(config: CanaryConfig) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """What can be known before an engine is started: each `Check` is one line of the report."""
 
+import os
 import platform
 import re
 import sys
@@ -14,7 +15,7 @@ import torch
 from canary_core import plugins
 from canary_core.config import CanaryConfig, unknown_variables
 from canary_core.control import client
-from canary_core.doctor import self_test
+from canary_core.doctor import places, self_test
 from canary_core.errors import CanaryError
 from canary_core.ops import backends
 from canary_core.plugins import targets
@@ -62,11 +63,15 @@ def machine(device: torch.device) -> Iterator[Check]:
 
 
 def settings(config: CanaryConfig) -> Iterator[Check]:
-    """What the environment asks for, and variables that are no settings."""
+    """What the environment asks for, variables that are no settings, and whether bundles and metrics have a place."""
     yield Check("settings", "profile", "ok", f"{config.profile}, mode {config.mode}")
     for name, near in unknown_variables().items():
         hint = f"no setting; did you mean {near}?" if near else "no setting of Canary"
         yield Check("settings", name, "bad" if near else "note", hint)
+    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    for what, found in (("incidents", places.incident_dir(config)), ("metrics", places.metrics(config, shared))):
+        if found is not None:
+            yield Check("settings", what, "ok" if found[0] else "bad", found[1])
 
 
 def engines(config: CanaryConfig) -> Iterator[Check]:
@@ -81,7 +86,7 @@ def engines(config: CanaryConfig) -> Iterator[Check]:
     named = plugins.as_installed(config.plugins, [p.name for p in found])
     for plugin in found:
         allowed = plugin.name in named
-        reason = _why_not(plugin, config)
+        reason = _why_not(plugin, config) or places.filtered_out(plugin.name, plugin.distribution)
         name = plugin.engine.describe(config.untested) if plugin.engine else "no engine"
         if reason is not None:
             yield Check("plugins", plugin.name, "bad" if allowed else "note", f"would not guard: {reason}")

@@ -57,7 +57,15 @@ class ToyPool:
         manager.register(self.heard)
         # Nobody's environment: the test is the same everywhere.
         config = CanaryConfig.load(
-            mode="log", profile="watch", silence_s=0, stats_interval=0, metrics="off", control="off", **settings
+            mode="log",
+            profile="watch",
+            silence_s=0,
+            stats_interval=0,
+            metrics="off",
+            control="off",
+            incident_dir="",
+            faults="",
+            **settings,
         )
         self.writers = Writers()
         region = Region("toy", SLOTS, sources, null_slot=0)

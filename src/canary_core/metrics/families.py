@@ -181,6 +181,12 @@ FAMILIES = (
         together="min",
     ),
     Family(
+        "missing_tokens",
+        "Tokens that the engine itself says it computed, that were not recorded, and for no reason that was told.",
+        _one("missing_tokens"),
+        together="max",
+    ),
+    Family(
         "alarm_tests",
         "Probes with a fingerprint that is wrong on purpose that came out of the alarm, as findings do.",
         _one("alarm_tests"),

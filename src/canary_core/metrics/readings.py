@@ -55,6 +55,7 @@ class Reading:
     computed_tokens: int = 0
     guarded_tokens: int = 0
     guarded_ratio: float | None = None
+    missing_tokens: int = 0
     alarm_tests: int = 0
     alarm_dead: int | None = None
     last_alarm_test: float | None = None
@@ -102,6 +103,7 @@ class Reading:
             computed_tokens=computed,
             guarded_tokens=guarded,
             guarded_ratio=canary.witness.ratio,
+            missing_tokens=canary.witness.missing,
             alarm_tests=stats.get("alarm_tests", 0),
             alarm_dead=stats.get("alarm_dead"),
             last_alarm_test=canary.last_alarm_test,
