@@ -155,6 +155,33 @@ def test_an_audit_that_can_not_be_made_is_told():
     assert "implement PoolAdapter.pool_tensors()" in event.fields["reason"]
 
 
+def test_a_promised_audit_that_can_not_be_made_is_an_error(monkeypatch):
+    """An engine newer than tested: what was not proven, and what to do; guarding goes on. Raise mode stops at attach,
+    or at the end of the first step."""
+    a = Guarded(untested=True)
+    serve(a, 2)
+    (event,) = a.findings.told("audit_skipped")
+    assert event.level == "error"
+    assert "CANARY_UNTESTED=refuse" in event.fields["not_proven"]
+    assert a.canary.stats()["forwards"] == 2
+    assert not a.findings.told("disabled")
+    with pytest.raises(AttachError, match=r"could not be made: nobody says which tensors hold the engine's KV"):
+        Guarded(untested=True, mode="raise")
+    monkeypatch.setattr(snapshot, "_free_bytes", lambda device: 1000)
+    with pytest.raises(AttachError, match=r"could not be made: a snapshot .* only a fourth of free memory"):
+        serve(guarded(untested=True, mode="raise"), 1)
+
+
+def test_a_promised_audit_that_was_made_in_part_is_a_warning(monkeypatch):
+    """Forwards that passed before a graph is captured have proven the adapter."""
+    a = guarded(untested=True, mode="raise")
+    serve(a, 2)
+    monkeypatch.setattr(running, "capturing", lambda device: True)
+    a.decode()
+    (event,) = a.findings.told("audit_skipped")
+    assert (event.level, event.fields["forwards"]) == ("warning", 2)
+
+
 def test_no_room_for_a_copy_is_told(monkeypatch):
     """With how much it takes; the engine is guarded all the same."""
     monkeypatch.setattr(snapshot, "_free_bytes", lambda device: 1000)

@@ -12,7 +12,8 @@ from canary_core.testing import Findings
 
 class Guarded:
     """``engine`` under guard: a fresh one by default. ``plugins`` hear of this Canary alone; ``settings`` are those of
-    `CanaryConfig`, in log mode unless they say otherwise. ``pool_tensors``, ``warms_up``: see `Canary`."""
+    `CanaryConfig`, in log mode unless they say otherwise. ``pool_tensors``, ``warms_up``: see `Canary`. ``untested``:
+    the engine counts as newer than tested."""
 
     def __init__(
         self,
@@ -20,11 +21,13 @@ class Guarded:
         *plugins: object,
         pool_tensors: Callable[[], Mapping[str, Tensor]] | None = None,
         warms_up: bool = False,
+        untested: bool = False,
         **settings: object,
     ) -> None:
         self.engine = engine or ToyEngine()
         self.findings = Findings()
         config = CanaryConfig.load(**{"mode": "log", "silence_s": 0, **settings})
+        config = config.for_untested_engine() if untested else config
         # Registered last, so that it hears of everything even where one of the plugins raises.
         hooks = private_hooks(*plugins, self.findings)
         regions, writers = self.engine.regions(), self.engine.writers

@@ -20,6 +20,10 @@ SURE_SLOTS = 16
 """Slots in which a lower layer must have changed, before a source that never did is told of (see `FootprintAudit`)."""
 
 
+CARRIED_SLOTS = 64
+"""Of how many slots what they held is laid elsewhere at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """What one audited forward came to.
@@ -61,6 +65,9 @@ class FootprintAudit:
     constant scale. Then a source is told of if, over all forwards so far, it has never changed in any written slot in
     which a source of a lower layer of its region did, and these were at least `SURE_SLOTS`; scales are not judged.
 
+    A forward that makes other tensors, as it does of a cache that grows, is audited where the region is rebound before
+    `end`: what each slot held is compared with what it holds in the new tensors.
+
     Not for a hot path: it waits for the device, and takes a copy of all of the engine's KV (`Snapshot`). The same
     forward gives the same sentences. Raises `AttachError` where ``pool_tensors`` names nothing, or what is no tensor.
     """
@@ -79,6 +86,7 @@ class FootprintAudit:
         self._strict = strict
         self._snapshot: Snapshot | None = None
         self._claims: Claims | None = None
+        self._before = self._regions
         self._early = Claims(regions)
         self._seen: dict[str, tuple[int, int]] = {}
         self._memory = self._look()
@@ -111,6 +119,7 @@ class FootprintAudit:
         self._wait()
         self._snapshot.take()
         self._claims, self._early = self._early, Claims(self._regions)
+        self._before = self._regions
 
     def claim(self, view: BatchView | None) -> None:
         """Between `begin` and `end`: the forward writes what ``view`` says; None claims nothing. Raises `AttachError`
@@ -140,10 +149,10 @@ class FootprintAudit:
         """After the forward: compares, and says what is wrong. Waits for the device. Raises `MisuseError` without
         `begin`."""
         claims, self._claims = self._open("end"), None
-        snapshot = self._snapshot
-        if snapshot is None:
+        if self._snapshot is None:
             raise MisuseError("end was called without begin; call begin before the forward")
         self._wait()
+        snapshot = self._follow(self._snapshot)
         writes = [self._writes(region, claims) for region in self._regions]
         claimed = sum(self._accept(part, slots) for part, slots in self._claimed(claims))
         self._accept_uncovered()
@@ -164,6 +173,36 @@ class FootprintAudit:
             problems=tuple(problem.text for problem in found),
             suspects=tuple(problem.suspect for problem in found),
         )
+
+    def _follow(self, old: Snapshot) -> Snapshot:
+        """The copy to compare with. A forward may make other tensors, as it does of a cache that grows: then what each
+        slot held is laid where its bytes are now, and what had no bytes before is the opposite of what it is now."""
+        memory, before = self._look(), self._memory
+        if memory.places == before.places:
+            return old
+        held = {(r.name, s.name): (before.holding(s, r.slots), s) for r in self._before for s in r.sources}
+        new = Snapshot(memory)
+        new.take()
+        for storage, copy in zip(memory.storages, new.copies, strict=True):
+            for _, tensor in storage.tensors:
+                inside = _within(tensor, storage, copy)
+                inside.copy_(inside.bitwise_not())
+        self._memory, self._snapshot = memory, new
+        for region in self._regions:
+            slots = torch.arange(region.slots, device=region.device)
+            for source in region.sources:
+                part = self._part(region, source)
+                index, was = held.get((region.name, source.name), (None, source))
+                if part is None or index is None:
+                    continue
+                origin = SlotBytes(was, before.storages[index])
+                both = slots[source.has_bytes(slots) & was.has_bytes(slots)]
+                for piece in both.split(CARRIED_SLOTS):
+                    (_, source_places), (_, places) = next(origin.pieces(piece)), next(part.pieces(piece))
+                    bytes_before = origin.units(old.copies[index])[source_places.to(old.device)].view(torch.uint8)
+                    copy = self._copy(part)
+                    part.units(copy)[places.to(copy.device)] = bytes_before.to(copy.device).view(part.unit)
+        return new
 
     def _problems(self, claims: Claims, writes: Sequence[Writes], strays: Sequence[Stray]) -> Iterator[Problem]:
         for region in self._regions:
@@ -238,10 +277,7 @@ class FootprintAudit:
                 first = 0 if tensor is None else tensor.data_ptr() - storage.start
                 if tensor is None or tensor.device != storage.data.device or not 0 <= first < storage.data.numel():
                     continue
-                size = tensor.element_size()
-                shape = (*tensor.shape, size)
-                strides = (*(stride * size for stride in tensor.stride()), 1)
-                copy.as_strided(shape, strides, first).copy_(storage.data.as_strided(shape, strides, first))
+                _within(tensor, storage, copy).copy_(_within(tensor, storage, storage.data))
 
     def _described(self, index: int, places: Tensor) -> dict[str, list[tuple[KVSource, Tensor]]]:
         """By region, its sources in storage ``index`` and which of their slots ``places`` (offsets) belong to."""
@@ -288,6 +324,13 @@ class FootprintAudit:
     def _wait(self) -> None:
         for device in {s.data.device for s in self._memory.storages if s.data.device.type == "cuda"}:
             torch.cuda.synchronize(device)
+
+
+def _within(tensor: Tensor, storage: Storage, data: Tensor) -> Tensor:
+    """The bytes of ``tensor``, which lies in ``storage``, in ``data``: the storage's bytes or a copy of them."""
+    size = tensor.element_size()
+    strides = (*(stride * size for stride in tensor.stride()), 1)
+    return data.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - storage.start)
 
 
 def _lost(memory: EngineMemory, region: Region) -> list[KVSource]:

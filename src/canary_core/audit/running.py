@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from canary_core.audit.footprint import Footprint, FootprintAudit
+from canary_core.audit.memory import PoolTensors
 from canary_core.batch import BatchView
 from canary_core.errors import CanaryError
 from canary_core.events import Event
-from canary_core.region import KVSource
+from canary_core.region import KVSource, Region, Uncovered
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch
 
@@ -18,11 +19,21 @@ LOOK_S = 10.0
 """Least time between two looks at where the engine's tensors are, where nothing asks for one."""
 
 
+NOT_PROVEN = (
+    "that the regions describe all of the engine's KV, and that views name the slots that forwards write: the engine "
+    "is newer than its plugin was tested with, and is guarded without that proof, so that findings may be false and "
+    "damage may be missed; install a tested release of the engine or a release of the plugin that supports this one, "
+    "do what reason says, or set CANARY_UNTESTED=refuse"
+)
+"""Of an engine on probation whose audit could not be made."""
+
+
 class RunningAudit:
     """The audit of one Canary (``CANARY_AUDIT``): of its first ``forwards`` forwards. ``footprint``: None
     if nobody said which tensors are the engine's; then nothing is audited, and a pool that moves is not noticed.
 
-    Nothing of it raises into the engine but `judge`, in raise mode.
+    Nothing of it raises into the engine but `judge`, in raise mode; where nothing can be audited of an engine that is
+    newer than tested, that is at once.
     """
 
     def __init__(self, switch: Switch, footprint: FootprintAudit | None, forwards: int) -> None:
@@ -36,11 +47,13 @@ class RunningAudit:
         self._began = 0.0
         self._told = False
         self.problems: tuple[str, ...] = ()
-        """What failed, until `judge` is called."""
+        """What failed, or why nothing could be audited of an engine that is newer than tested, until `judge` is
+        called."""
         self._looked = 0.0
         self._arriving: dict[str, list[Tensor | None]] = {}
         self.results: list[Footprint] = []
         """What each audited forward came to."""
+        self._skipped = False
         self.seconds = 0.0
         """How long the audit took, without the forwards."""
         self.snapshot_bytes = 0
@@ -52,6 +65,7 @@ class RunningAudit:
         """Called with the name of a region that moved."""
         if self._left and footprint is None:
             self._skip("nobody says which tensors hold the engine's KV; implement PoolAdapter.pool_tensors()")
+            self.judge()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -60,6 +74,24 @@ class RunningAudit:
             return {}
         unclaimed = sum(r.unclaimed_bytes for r in self.results)
         return {"audited_forwards": len(self.results), "audit_unclaimed_bytes": unclaimed}
+
+    @property
+    def left(self) -> int:
+        """Forwards that are still to be audited."""
+        return self._left
+
+    def start(
+        self, pool_tensors: PoolTensors, regions: Sequence[Region], uncovered: Sequence[Uncovered], forwards: int
+    ) -> None:
+        """Audits the next ``forwards`` forwards, of an engine whose tensors were not there, or not known, when Canary
+        attached; see `FootprintAudit`. `let_go` ends it."""
+        if not self._switch.enabled:
+            return
+        self._left, self.due = forwards, forwards > 0
+        try:
+            self._footprint = FootprintAudit(pool_tensors, regions, uncovered=uncovered)
+        except Exception as error:
+            self._fall_over(error)
 
     def begin(self, view: BatchView | None) -> None:
         """Right before the forward of ``view``. Never in a graph: then the audit ends, with a word why."""
@@ -153,6 +185,12 @@ class RunningAudit:
                 self.moved.add(region)
                 self._tell_moved(region, sources)
 
+    def let_go(self) -> None:
+        """Where the engine's tensors are is not looked at any more: of a cache that each forward makes anew, which is
+        audited no more."""
+        if not self._left:
+            self._footprint = None
+
     def tell(self) -> None:
         """Tells what the audit came to, once, where all forwards so far passed."""
         if self._told or not self.results:
@@ -163,10 +201,14 @@ class RunningAudit:
         self._stop()
 
     def judge(self) -> None:
-        """Between forwards: what follows from a failed audit, once. Raises `AttachError` in raise mode; in log mode it
-        switches Canary off where the engine is newer than its plugin was tested with."""
+        """Between forwards: what follows from an audit that failed, or that was promised of an engine newer than tested
+        and could not be made, once. Raises `AttachError` in raise mode; in log mode a failed one switches Canary off
+        where the engine is newer than its plugin was tested with."""
         problems, self.problems = self.problems, ()
-        self._switch.audit_failed(problems)
+        if self._skipped:
+            self._switch.audit_skipped(problems)
+        else:
+            self._switch.audit_failed(problems)
 
     def _fail(self, result: Footprint) -> None:
         fields = {"problems": list(result.problems), **self._totals(), "unchanged": result.unchanged}
@@ -204,7 +246,10 @@ class RunningAudit:
     def _skip(self, reason: str) -> None:
         if self._left:
             fields: dict[str, object] = {"reason": reason, "forwards": len(self.results)}
-            self._switch.tell(Event("audit_skipped", "warning", fields))
+            if self._switch.on_probation and not any(result.changed_bytes for result in self.results):
+                self._skipped, self.problems = True, (reason,)
+                fields["not_proven"] = NOT_PROVEN
+            self._switch.tell(Event("audit_skipped", "error" if self._skipped else "warning", fields))
         self.abandon()
         self._stop()
 

@@ -118,8 +118,9 @@ class CanaryConfig(BaseSettings):
     untested: Untested = Field(
         default="guard",
         description="What to do with an engine that is newer than its plugin was tested with. guard: it is guarded if "
-        "every function to hook is found and the audit of the first forwards passes, with an untested_engine event. "
-        "refuse: it is not guarded.",
+        "every function to hook is found and the audit of the first forwards passes, with an untested_engine event; "
+        "where no audit can be made an audit_skipped error says what is not proven, and raise mode stops. refuse: it "
+        "is not guarded.",
     )
     bytes: Bytes = Field(
         default="all",

@@ -91,7 +91,8 @@ class Switch:
         self.enabled = config.mode != "off"
         self.raises = config.mode == "raise"
         """Whether exceptions and findings reach the engine."""
-        self._on_probation = config.untested_engine
+        self.on_probation = config.untested_engine
+        """Whether the engine is newer than its plugin was tested with."""
         self.place = Place.of(config, workspace.device)
         self._about = self.place.fields()
         self.hooks = hooks
@@ -135,12 +136,21 @@ class Switch:
         found = "; ".join(problems)
         if self.raises:
             raise AttachError(f"the audit of the first forwards failed: {found}")
-        if self._on_probation:
+        if self.on_probation:
             error = (
                 f"the engine is newer than its plugin was tested with, and the audit of the first forwards failed: "
                 f"{found}; install a tested release of the engine, or a release of the plugin that supports this one"
             )
             self._disable({"where": "audit", "error": error})
+
+    def audit_skipped(self, reasons: Sequence[str]) -> None:
+        """The audit that an engine on probation needs could not be made, because of ``reasons``, and has told so.
+        Raises `AttachError` in raise mode; in log mode Canary goes on. Called between forwards, not in a capture."""
+        if reasons and self.enabled and self.raises:
+            raise AttachError(
+                "the engine is newer than its plugin was tested with, and the audit of its first forwards could not be "
+                f"made: {'; '.join(reasons)}; install a tested release of the engine, or use CANARY_MODE=log"
+            )
 
     def _disable(self, fields: dict[str, object]) -> None:
         """Off for good, with a ``disabled`` event."""

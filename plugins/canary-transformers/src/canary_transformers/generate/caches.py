@@ -1,5 +1,6 @@
 """Caches of `generate()` in supported releases: which tensors hold which positions, and how that changes."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache as once
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core import Uncovered
+from canary_core import Uncovered, tensors_of
 
 _FULL = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", "DynamicIndexedLayer", "Fp8QuantizedLayer")
 _WINDOW = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
@@ -19,6 +20,10 @@ _KNOWN = {name: name in _STATIC_FULL + _STATIC_WINDOW for name in _FULL + _WINDO
 
 _ALL_TOKENS = tuple(name for name in _FULL + _STATIC_FULL if name != "Fp8QuantizedLayer")
 """Those that keep every token, and nothing that says how many but the tensors or a count on the device."""
+
+
+_STATES = re.compile("conv|recurrent|indexer")
+"""In the names of tensors that are rewritten without slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,18 @@ def uncovered(cache: Any, looked: Sequence[LayerView]) -> list[Uncovered]:
     if inner is not cache:
         size = sum(_bytes(layer, all_tensors=True) for layer in cache.cross_attention_cache.layers)
         found.append(Uncovered("cross_attention", size, "written once from the encoder's states, not from tokens"))
+    return found
+
+
+def pool_tensors(cache: Any) -> dict[str, Tensor]:
+    """The tensors in which layers of ``cache`` that can be guarded keep K and V, by the engine's own names, now: every
+    one of four dimensions that a layer holds but those that are known to be states, whatever the sources say."""
+    inner = guarded(cache)
+    found: dict[str, Tensor] = {}
+    for index, layer in enumerate(() if inner is None else inner.layers):
+        if _reason(inner, layer) is None:
+            held = tensors_of(layer, lambda name, value: isinstance(value, Tensor) and value.dim() != 4)
+            found |= {f"layers[{index}].{name}": t for name, t in held.items() if not _STATES.search(name)}
     return found
 
 

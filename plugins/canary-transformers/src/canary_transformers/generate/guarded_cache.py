@@ -2,8 +2,9 @@
 
 import contextlib
 from collections import Counter as Tally
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import pluggy
 import torch
@@ -43,7 +44,9 @@ class GuardedCache:
         self.hooks = hooks
         hooks.register(MovedBytesFilter())
         # A cache has its slots for itself: there is no allocator to follow.
-        self._config = config.model_copy(update={"lifetime": False})
+        self._config = config.model_copy(update={"lifetime": False, "audit": 0})
+        # Not from a Canary's beginning: until its first forward ends a cache has no tensors.
+        self._audited_forwards = config.audit
         self._pad = pad
         self._witness = Witness() if witness is None else witness
         self._writers = Writers()
@@ -52,6 +55,7 @@ class GuardedCache:
         # None where the cache must be looked at as a whole.
         self._steady: Steady | None = None
         self._ended: Tally[str] = Tally()
+        self._cache: Callable[[], Any] = _nothing
         self._over = config.mode == "off"
         self._was_empty = True
         # Of a forward that is issued before it is checked: how many tokens each group will hold after it.
@@ -130,6 +134,8 @@ class GuardedCache:
             rows = rows.to(records.canary.device, torch.int64).flatten()
             if len(rows) == records.rows:
                 records.reorder(rows)
+                if records.audited:
+                    records.rebind(caches.look(cache))
             else:
                 self._replace(records.rebuilt(caches.look(cache), self.hooks, rows))
 
@@ -224,14 +230,21 @@ class GuardedCache:
             self._release(f"{rows} rows of {end} tokens do not fit the forward's {forward.rows} rows of {forward.new}")
             return
         regions = [group.region(views) for group in groups]
+        self._cache = ref(caches.guarded(cache))
         canary = Canary(
-            regions, self._config, hooks=self.hooks, writers=self._writers, uncovered=left_out, witness=self._witness
+            regions,
+            self._config,
+            hooks=self.hooks,
+            writers=self._writers,
+            uncovered=left_out,
+            witness=self._witness,
         )
         self._records = CacheRecords(self.name, canary, groups, end, self._pad)
         if end > forward.new:
             self._tell("adopted", "info", {"cache": self.name, "tokens": rows * (end - forward.new)})
             self._witness.computed(rows * (end - forward.new))
         self._records.adopt(forward, self._was_empty)
+        self._audit(self._records, self._audited_forwards)
         self._settle(cache, views, self._records)
 
     def _record(self, cache: Any, records: CacheRecords, forward: ModelCall) -> None:
@@ -272,9 +285,17 @@ class GuardedCache:
         self._over = not together
 
     def _replace(self, records: CacheRecords) -> CacheRecords:
+        left, cache = self._records.canary.audit.left if self._records is not None else 0, self._cache
         self._retire()
-        self._records = records
+        self._records, self._cache = records, cache
+        self._audit(records, left)
         return records
+
+    def _audit(self, records: CacheRecords, forwards: int) -> None:
+        """The next ``forwards`` forwards are audited."""
+        if forwards:
+            canary = records.canary
+            canary.audit.start(self._pool_tensors, tuple(canary.regions.values()), canary.uncovered, forwards)
 
     def _release(self, reason: str) -> None:
         """A cache that can't be followed any more."""
@@ -282,7 +303,15 @@ class GuardedCache:
         self._tell("cache_released", "error", {"cache": self.name, "reason": reason})
         self._retire()
 
+    def _pool_tensors(self) -> Mapping[str, Tensor]:
+        """The engine's own tensors, for the audit; once the cache is gone, those that were known last."""
+        cache = self._cache()
+        if cache is None and self._records is not None:
+            return {source.name: source.tensor for group in self._records.groups for source in group.bound}
+        return caches.pool_tensors(cache)
+
     def _retire(self) -> None:
+        self._cache = _nothing
         records, self._records, self._steady = self._records, None, None
         if records is not None:
             try:
@@ -321,3 +350,7 @@ class GuardedCache:
             raise error
         else:
             self._tell("disabled", "error", {"where": where, "error": repr(error)})
+
+
+def _nothing() -> None:
+    """A cache that is not known, or gone."""

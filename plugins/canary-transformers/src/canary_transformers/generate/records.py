@@ -51,6 +51,11 @@ class CacheRecords:
         return any(self.canary.compares_reads(group.name) for group in self.groups)
 
     @property
+    def audited(self) -> bool:
+        """Whether the audit has to know where the tensors are."""
+        return self.canary.audit.follows_sources
+
+    @property
     def layers(self) -> set[int]:
         """All that are guarded."""
         return {layer for group in self.groups for layer in group.layers}
@@ -249,6 +254,8 @@ class CacheRecords:
         self._let_go(self.groups)
 
     def _let_go(self, groups: Sequence[Group]) -> None:
+        if self.audited and self.canary.enabled:
+            return
         for group in groups:
             self.canary.slots.let_go(group.name)
             group.let_go()
