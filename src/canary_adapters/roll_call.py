@@ -24,7 +24,7 @@ PATIENCE = 3
 
 Mark = tuple[int, bool, int]
 """A worker's word that goes with an output: its rank, whether its Canary is on, and how many tokens it was given to
-compute since the scheduler began."""
+compute so far."""
 
 
 def answer(config: CanaryConfig, version: str, canary: Canary | None, reason: str = "") -> dict[str, object]:
@@ -69,13 +69,13 @@ class RollCall:
         self._advice = advice
         self._tell = tell
         self._unmarked = 0
-        self._given = 0
+        self._computed: int | None = None
         self._told: set[str] = set()
 
     def take(self, answers: Sequence[Answer | None], workers: int) -> None:
         """``answers``: one of each worker, by rank. ``workers``: how many the engine has."""
         problems = {rank: self._problem(given or {}) for rank, given in enumerate(answers)}
-        problems |= {rank: "did not answer" for rank in range(len(answers), workers)}
+        problems |= dict.fromkeys(range(len(answers), workers), "did not answer")
         self._say({rank: problem for rank, problem in problems.items() if problem}, workers)
 
     def output(self, mark: Mark | None, tokens: int) -> None:
@@ -83,22 +83,20 @@ class RollCall:
         in the order in which they were scheduled."""
         if not tokens:
             return
-        self._given += tokens
         if mark is None:
             self._unmarked += 1
+            self._computed = None
             if self._unmarked == PATIENCE:
                 self._say_once("no mark", None, f"{PATIENCE} outputs came without the mark of a guard")
             return
-        rank, enabled, computed = mark
-        if self._unmarked:
-            # What those outputs computed was counted by nobody, or will be.
-            self._unmarked, self._given = 0, computed
+        (rank, enabled, computed), before = mark, self._computed
+        self._unmarked, self._computed = 0, computed
         if not enabled:
             self._say_once("off", rank, "its Canary was switched off: see the disabled event of that process")
-        if computed != self._given:
-            what = f"was given {computed} tokens to compute where {self._given} were scheduled"
-            self._given = computed
-            self._say_once("tokens", rank, f"{what}: outputs of the scheduler pass its guard by")
+        # A cache that is made anew has a new guard, which counts from 0.
+        if before is not None and computed > before and computed - before != tokens:
+            what = f"was given {computed - before} tokens to compute where {tokens} were scheduled"
+            self._say_once("tokens", rank, f"{what}: some of the scheduler's outputs do not reach its guard")
 
     def _problem(self, given: Answer) -> str:
         """What is wrong with a worker, empty for nothing."""

@@ -1,6 +1,5 @@
 """Whether all workers of an engine are guarded: what they say, and how it comes to the scheduler's process."""
 
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,8 @@ from canary_vllm.version import __version__
 
 VERSION = f"{canary_core.__version__} with canary-vllm {__version__}"
 ADVICE = (
-    "vLLM's older Ray executor gives settings to workers only with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=CANARY_, and "
-    "a CANARY_* that Ray was started with wins over that of vllm serve"
+    "vLLM's older Ray executor gives settings to workers only with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=CANARY_, "
+    "and a CANARY_* that Ray was started with wins over that of vllm serve"
 )
 ATTRIBUTE = "canary_mark"
 """Under this name a mark is an attribute of vLLM's `ModelRunnerOutput`, which is pickled with its attributes."""
@@ -44,7 +43,7 @@ def answered(config: CanaryConfig | None, session: Session | None, refused: str)
     if config is None:
         found = CanaryConfig.load().plugins
         return answer(CanaryConfig.load(), VERSION, None, f"CANARY_PLUGINS={','.join(found)!r} does not name vllm")
-    return answer(config, VERSION, session and session.canary, "" if session is not None else refused)
+    return answer(config, VERSION, None if session is None else session.canary, "" if session is not None else refused)
 
 
 def call(core: Any, config: CanaryConfig) -> RollCall:

@@ -20,11 +20,13 @@ RUNNERS: Mapping[str, Sequence[HookTarget]] = {
     V1: (
         HookTarget(f"{V1}.initialize_kv_cache", ("kv_cache_config",)),
         HookTarget(f"{V1}.execute_model", ("scheduler_output",)),
+        HookTarget(f"{V1}.sample_tokens"),
         HookTarget(f"{V1}._model_forward"),
     ),
     V2: (
         HookTarget(f"{V2}.initialize_kv_cache", ("kv_cache_config",)),
         HookTarget(f"{V2}.execute_model", ("scheduler_output", None, "dummy_run")),
+        HookTarget(f"{V2}.sample_tokens"),
         HookTarget(f"{V2}.prepare_attn", ("input_batch",)),
         HookTarget(f"{CONNECTORS}.KVConnector.pre_forward", ("scheduler_output",)),
         HookTarget(f"{CONNECTORS}.ActiveKVConnector.pre_forward", ("scheduler_output",)),
