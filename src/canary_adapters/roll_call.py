@@ -22,9 +22,9 @@ OF_A_PROCESS = frozenset(
 PATIENCE = 3
 """So many outputs in a row without a mark show that their worker gives none."""
 
-Mark = tuple[int, bool, int]
-"""A worker's word that goes with an output: its rank, whether its Canary is on, and how many tokens it was given to
-compute so far."""
+Mark = tuple[int, bool, int, int]
+"""A worker's word that goes with an output: its rank, whether its Canary is on, a number of that Canary's own, and how
+many tokens the worker was given to compute since it has it."""
 
 
 def answer(config: CanaryConfig, version: str, canary: Canary | None, reason: str = "") -> dict[str, object]:
@@ -69,13 +69,13 @@ class RollCall:
         self._advice = advice
         self._tell = tell
         self._unmarked = 0
-        self._computed: int | None = None
+        self._before: tuple[int, int] | None = None
         self._told: set[str] = set()
 
     def take(self, answers: Sequence[Answer | None], workers: int) -> None:
         """``answers``: one of each worker, by rank. ``workers``: how many the engine has."""
         problems = {rank: self._problem(given or {}) for rank, given in enumerate(answers)}
-        problems |= dict.fromkeys(range(len(answers), workers), "did not answer")
+        problems |= dict.fromkeys(range(len(answers), workers), "gave no answer")
         self._say({rank: problem for rank, problem in problems.items() if problem}, workers)
 
     def output(self, mark: Mark | None, tokens: int) -> None:
@@ -85,21 +85,22 @@ class RollCall:
             return
         if mark is None:
             self._unmarked += 1
-            self._computed = None
+            self._before = None
             if self._unmarked == PATIENCE:
                 self._say_once("no mark", None, f"{PATIENCE} outputs came without the mark of a guard")
             return
-        (rank, enabled, computed), before = mark, self._computed
-        self._unmarked, self._computed = 0, computed
+        rank, enabled, guard, computed = mark
+        before, self._before, self._unmarked = self._before, (guard, computed), 0
         if not enabled:
             self._say_once("off", rank, "its Canary was switched off: see the disabled event of that process")
-        # A cache that is made anew has a new guard, which counts from 0.
-        if before is not None and computed > before and computed - before != tokens:
-            what = f"was given {computed - before} tokens to compute where {tokens} were scheduled"
+        if before is not None and before[0] == guard and computed - before[1] != tokens:
+            what = f"was given {computed - before[1]} tokens to compute where {tokens} were scheduled"
             self._say_once("tokens", rank, f"{what}: some of the scheduler's outputs do not reach its guard")
 
     def _problem(self, given: Answer) -> str:
         """What is wrong with a worker, empty for nothing."""
+        if not given:
+            return "gave no answer"
         where = f"process {given['process']} on {given['host']}: " if "process" in given and "host" in given else ""
         if given.get("missing"):
             return f"{where}{given['missing']}"

@@ -144,8 +144,11 @@ class Hooks:
     def _returned(self, _: Any, scheduler: Any, output: Any, made: Any, *args: Any, **kwargs: Any) -> None:
         roll_call = self._roll_calls.get(id(scheduler.vllm_config))
         if roll_call is not None:
+            # After an exception of ours no more are looked at.
+            del self._roll_calls[id(scheduler.vllm_config)]
             with self._sheltered("outputs are not looked at"):
                 roll_call.output(getattr(made, workers.ATTRIBUTE, None), output.total_num_scheduled_tokens)
+                self._roll_calls[id(scheduler.vllm_config)] = roll_call
 
     def _given(self, original: Callable[[], Any], wrapper: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))

@@ -1,6 +1,7 @@
 """`Session`: guards one model runner, from the moment its KV cache is there."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,6 +41,8 @@ MOST_WARM_ROWS = 256
 WHOSE = ("rank", "replica", "served_model")
 """Settings that vLLM's own say, where the user has set none."""
 
+_NUMBERS = itertools.count()
+
 UNSEEN = 3
 """So many batches without a forward in them show that the runner computes in a way of its own."""
 
@@ -73,7 +76,7 @@ class Session:
         self._unseen = 0
         self._output: Any = None
         self._given: Any = None
-        self._computed = 0
+        self._number, self._computed = next(_NUMBERS), 0
         self._attention: Any = None
         self._pending: Any = None
         origin = connectors.origin(runner, config.ledger_private)
@@ -105,12 +108,14 @@ class Session:
         if output is not self._given:
             self._given = output
             self._computed += output.total_num_scheduled_tokens
-            self.canary.witness.computed(output.total_num_scheduled_tokens)
+            # States are rewritten by each forward, and say nothing of how many tokens it had.
+            if self._tokens:
+                self.canary.witness.computed(output.total_num_scheduled_tokens)
 
     @property
     def word(self) -> Mark:
         """What is told with each output of the runner."""
-        return self.canary.config.rank, self.canary.enabled, self._computed
+        return self.canary.config.rank, self.canary.enabled, self._number, self._computed
 
     def execute(self, original: Callable[[], Any], output: Any) -> Any:
         """Runs ``original``, what the runner does for ``output`` of the scheduler. Raises what it raises, and
