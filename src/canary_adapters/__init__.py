@@ -28,6 +28,7 @@ from canary_adapters.pools import (
     stacked_layers,
 )
 from canary_adapters.probe import ProbedPiece, probe_layout
+from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sources import (
     CHECKED_DTYPES,
     PackedPage,
@@ -45,6 +46,7 @@ from canary_adapters.upload import upload
 __all__ = [
     "CHECKED_DTYPES",
     "TABLE_STEP",
+    "Answer",
     "BlockBreach",
     "BlockEvent",
     "BlockEvents",
@@ -60,6 +62,7 @@ __all__ = [
     "GrowingPool",
     "JoinedPools",
     "LayerTensors",
+    "Mark",
     "OnStream",
     "PackedPage",
     "PackedPool",
@@ -69,9 +72,11 @@ __all__ = [
     "ProbedPiece",
     "RegionPool",
     "RequestBlocks",
+    "RollCall",
     "RowPool",
     "UniformLens",
     "WindowPool",
+    "answer",
     "block_table",
     "growing_source",
     "kv_layers",

@@ -30,6 +30,7 @@ class Event:
     | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
     | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |
     | unguarded_tokens    | the engine says that it computed tokens which no hook of ours has seen: how many       |
+    | workers_unguarded   | workers of an engine are not guarded, or otherwise than its scheduler: which, and why   |
     | alarm_dead          | a probe of the alarm did not come out of it: real findings would not be told either    |
     | disabled            | an exception of ours, or a failed audit, switched this canary off; the engine goes on  |
     | misuse              | Canary was called out of order or with arguments that can't be right, and what to do   |

@@ -11,6 +11,7 @@ from vllm_on_cpu.setups import SETUPS, Setup
 MARKERS = (
     "without_engine: runs where vLLM is not installed, too",
     "older_release: CI runs it on an older vLLM, too",
+    "beyond_ci(covered_by): CI has no time for it",
 )
 
 

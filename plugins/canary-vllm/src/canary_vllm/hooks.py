@@ -1,13 +1,16 @@
 """`Hooks`: what runs around vLLM's own functions, those of its runners, its scheduler and its connectors."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from canary_adapters import RollCall
 from canary_core import CanaryConfig, Event, Patches, PluginError, emit, hook_manager
+from canary_vllm import workers
 from canary_vllm.actions.quarantine import Quarantine
 from canary_vllm.allocator.recorder import BlockRecorder
-from canary_vllm.compat import targets
+from canary_vllm.compat import runners, targets
 from canary_vllm.session import Session, attach_runner
 
 
@@ -19,7 +22,9 @@ class Hooks:
         self._config: CanaryConfig | None = None
         self._patches = Patches()
         self._sessions: dict[int, Session] = {}
+        self._without = False
         self._recorders: dict[int, BlockRecorder] = {}
+        self._roll_calls: dict[int, RollCall] = {}
         self._running: Session | None = None
         self._quarantine: Quarantine | None = None
 
@@ -49,6 +54,13 @@ class Hooks:
                 self._follow(f"{targets.CONNECTORS}.{kind}.pre_forward", self._connected)
         if targets.WORKER_END.problem() is None:
             self._wrap(targets.WORKER_END.name, self._worker_ends)
+        missing = targets.problems(targets.ROLL_CALL)
+        if missing:
+            self._left_out("nobody looks whether all workers are guarded", missing)
+        else:
+            self._follow(f"{targets.ENGINE}._initialize_kv_caches", self._started)
+            self._follow(f"{targets.SCHEDULER}.update_from_output", self._returned)
+            self._wrap(f"{targets.WORKER}.execute_model", self._given)
         missing = targets.problems(targets.LIFETIME)
         if missing:
             self._left_out("blocks of the scheduler are not followed", missing)
@@ -69,6 +81,7 @@ class Hooks:
         if self._quarantine is not None:
             hook_manager().unregister(self._quarantine)
             self._quarantine = None
+        self._roll_calls.clear()
         while self._recorders:
             self._recorders.popitem()[1].close()
         while self._sessions:
@@ -77,6 +90,7 @@ class Hooks:
     def _hook_runner(self, name: str) -> None:
         self._wrap(f"{name}.initialize_kv_cache", self._initialize)
         self._wrap(f"{name}.execute_model", self._execute)
+        self._follow(f"{name}.sample_tokens", self._made)
         missing = targets.problems([targets.SAMPLERS[name]])
         if missing:
             self._left_out("what is sampled is not compared with the next forward", missing)
@@ -110,7 +124,52 @@ class Hooks:
             session = attach_runner(runner, self._config)
             if session is not None:
                 self._sessions[id(runner)] = session
+            self._without = bool(session is None and runners.groups(runner))
         return result
+
+    def answer(self, worker: Any) -> dict[str, object]:
+        """The word of this worker on its guard."""
+        session = self._sessions.get(id(getattr(worker, "model_runner", None)))
+        refused = "its runner is not guarded: see the coverage or disabled event of that process"
+        return workers.answered(self._config, session, refused if self._without else "")
+
+    def _started(self, _: Any, core: Any, *args: Any, **kwargs: Any) -> None:
+        """All workers of an engine have their KV cache, and there is no scheduler yet."""
+        if self._config is None or self._config.mode == "off":
+            return
+        with self._sheltered("workers are not asked whether they are guarded"):
+            self._roll_calls.pop(id(core.vllm_config), None)
+            self._roll_calls[id(core.vllm_config)] = workers.call(core, self._config)
+
+    def _returned(self, _: Any, scheduler: Any, output: Any, made: Any, *args: Any, **kwargs: Any) -> None:
+        roll_call = self._roll_calls.get(id(scheduler.vllm_config))
+        if roll_call is not None:
+            # After an exception of ours no more are looked at.
+            del self._roll_calls[id(scheduler.vllm_config)]
+            with self._sheltered("outputs are not looked at"):
+                roll_call.output(getattr(made, workers.ATTRIBUTE, None), output.total_num_scheduled_tokens)
+                self._roll_calls[id(scheduler.vllm_config)] = roll_call
+
+    def _given(self, original: Callable[[], Any], wrapper: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))
+        if session is not None:
+            session.give(output)
+        return original()
+
+    def _made(self, output: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        session = self._sessions.get(id(runner))
+        if session is not None:
+            workers.mark(output, session.word)
+
+    @contextmanager
+    def _sheltered(self, what: str) -> Iterator[None]:
+        """An exception of ours reaches vLLM in raise mode only."""
+        try:
+            yield
+        except Exception as error:
+            if self._config is not None and self._config.mode == "raise":
+                raise
+            self._left_out(what, [f"{type(error).__name__}: {error}"])
 
     def _execute(self, original: Callable[[], Any], runner: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(runner))
@@ -119,7 +178,9 @@ class Hooks:
             return original()
         self._running = session
         try:
-            return session.execute(original, output)
+            made = session.execute(original, output)
+            workers.mark(made, session.word)
+            return made
         finally:
             self._running = None
 
@@ -160,6 +221,7 @@ class Hooks:
         return original()
 
     def _scheduler_ends(self, original: Callable[[], Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._roll_calls.pop(id(scheduler.vllm_config), None)
         recorder = self._recorders.pop(id(scheduler), None)
         if recorder is not None:
             recorder.close()

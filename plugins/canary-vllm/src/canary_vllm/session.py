@@ -1,6 +1,7 @@
 """`Session`: guards one model runner, from the moment its KV cache is there."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter, EmbeddingShards, moved_states, upload
+from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter, EmbeddingShards, Mark, moved_states, upload
 from canary_core import (
     BatchAdapter,
     BatchView,
@@ -37,6 +38,11 @@ from canary_vllm.pools.stores import follow_stores
 MOST_WARM_ROWS = 256
 """Kernels for forwards of up to so many requests are compiled before the first forward."""
 
+WHOSE = ("rank", "replica", "served_model")
+"""Settings that vLLM's own say, where the user has set none."""
+
+_NUMBERS = itertools.count()
+
 UNSEEN = 3
 """So many batches without a forward in them show that the runner computes in a way of its own."""
 
@@ -54,7 +60,8 @@ class Session:
         self.runner = runner
         regions = pool.regions()
         self.requests = Requests(Writers(), regions[0].device)
-        config = config.model_copy(update={"silence_s": 0.0, "rank": config.rank or runners.rank()})
+        whose = {name: getattr(config, name) or getattr(runners, name)(runner.vllm_config) for name in WHOSE}
+        config = config.model_copy(update={"silence_s": 0.0, **whose})
         self.canary = Canary(
             regions, config, writers=self.requests.writers, uncovered=pool.uncovered(), pool_tensors=pool.pool_tensors,
             warms_up=True,
@@ -68,6 +75,8 @@ class Session:
         self._issued_first = self._begun = False
         self._unseen = 0
         self._output: Any = None
+        self._given: Any = None
+        self._number, self._computed = next(_NUMBERS), 0
         self._attention: Any = None
         self._pending: Any = None
         origin = connectors.origin(runner, config.ledger_private)
@@ -94,9 +103,26 @@ class Session:
         graphs = not runner.vllm_config.model_config.enforce_eager
         self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows, beside=graphs)
 
+    def give(self, output: Any) -> None:
+        """``output`` of the scheduler has come to this worker, which computes its tokens next."""
+        if output is not self._given:
+            self._given = output
+            self._computed += output.total_num_scheduled_tokens
+            # States are rewritten by each forward, and say nothing of how many tokens it had.
+            if self._tokens:
+                self.canary.witness.computed(output.total_num_scheduled_tokens)
+
+    @property
+    def word(self) -> Mark:
+        """What is told with each output of the runner."""
+        return self.canary.config.rank, self.canary.enabled, self._number, self._computed
+
     def execute(self, original: Callable[[], Any], output: Any) -> Any:
         """Runs ``original``, what the runner does for ``output`` of the scheduler. Raises what it raises, and
         `ViolationError` in raise mode."""
+        # Some of vLLM's executors, and its warm-up, call the runner and pass its worker by.
+        self.give(output)
+        self._given = None
         if not self.canary.enabled:
             return original()
         step = self.canary.step

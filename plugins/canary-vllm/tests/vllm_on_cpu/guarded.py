@@ -26,11 +26,16 @@ class Guarded:
         return session.canary
 
     def trouble(self) -> list[str]:
-        """All that is no good news, after a drain."""
+        """All that is no good news, after a drain; also a token that vLLM's scheduler has given to its worker and
+        Canary has not recorded, or one too many."""
+        uncounted = []
         for session in HOOKS.sessions:
             session.canary.drain()
+            witness = session.canary.witness
+            if witness.computed_tokens and witness.computed_tokens != witness.guarded_tokens:
+                uncounted.append(f"{witness.guarded_tokens} tokens of {witness.computed_tokens} guarded")
         told = [f"{e.name} {e.fields}" for e in self.findings.events if e.level in ("warning", "error")]
-        return [*map(str, self.findings.violations), *told]
+        return [*map(str, self.findings.violations), *told, *uncounted]
 
 
 @contextmanager

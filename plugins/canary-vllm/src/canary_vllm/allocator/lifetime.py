@@ -9,6 +9,10 @@ from canary_vllm.batches.requests import Requests
 from canary_vllm.pools.pool import Group
 from canary_vllm.prefix_cache.structure import Swept
 
+LOST, NEVER = 3, 64
+"""So many outputs in a row without a message show that the scheduler is not followed any more, or never was: outputs of
+vLLM's warm-up have none."""
+
 
 class Lifetime:
     """Replays messages of the scheduler before the forward with whose batch they came.
@@ -23,6 +27,7 @@ class Lifetime:
         self.blocks = BlockEvents(canary, groups, requests.writers.id, judged)
         self._next: int | None = None
         self._over = False
+        self._missing = 0
 
     def replay(self, message: Message | None, given: Callable[[], Sequence[Sequence[Sequence[int]]]]) -> None:
         """``message``: None where the scheduler is not followed. ``given``: see `messages.given`. A prefix
@@ -32,6 +37,12 @@ class Lifetime:
                 self._end(message.broken)
             elif self._next is not None and message.number != self._next:
                 self._end(f"message {message.number} of the scheduler came where {self._next} was due")
+        if message is None and not self._over:
+            self._missing += 1
+            if self._missing == (NEVER if self._next is None else LOST):
+                self._end(
+                    f"{self._missing} outputs of the scheduler came without word of its blocks; see hooks_left_out"
+                )
         if message is None or self._over:
             lists = given()
             hits = [(g.number, [b for blocks in lists for b in blocks[g.number] if b]) for g in self._groups]
@@ -41,7 +52,7 @@ class Lifetime:
             # What vLLM wrote before the scheduler gave any block away, to warm up, is nobody's.
             for group in self._groups:
                 self._canary.slots.clear(group.region, None)
-        self._next = message.number + 1
+        self._next, self._missing = message.number + 1, 0
         self.blocks.tell(message.events)
         if message.swept is not None:
             self._swept(message.swept)

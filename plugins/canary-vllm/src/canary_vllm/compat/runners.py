@@ -64,11 +64,21 @@ def drafted(runner: Any) -> int:
     return int(getattr(config, "num_speculative_tokens", 0) or 0)
 
 
-def rank() -> int:
-    """This process's rank within its engine."""
-    import torch.distributed as dist
+def rank(vllm_config: Any) -> int:
+    """This process's rank among those that serve one replica."""
+    return int(getattr(vllm_config.parallel_config, "rank", 0))
 
-    return dist.get_rank() if dist.is_initialized() else 0
+
+def replica(vllm_config: Any) -> int:
+    """The index of this engine among its data-parallel replicas."""
+    parallel = vllm_config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def served_model(vllm_config: Any) -> str:
+    """The first name under which the engine serves its model."""
+    name = vllm_config.model_config.served_model_name
+    return str(name[0] if isinstance(name, (list, tuple)) and name else name or "")
 
 
 def refusal(runner: Any) -> str | None:

@@ -12,18 +12,21 @@ CONNECTORS = "vllm.v1.worker.gpu.kv_connector"
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 POOL = "vllm.v1.core.block_pool.BlockPool"
-WORKER_END = HookTarget("vllm.v1.worker.worker_base.WorkerWrapperBase.shutdown")
+WORKER = "vllm.v1.worker.worker_base.WorkerWrapperBase"
+WORKER_END = HookTarget(f"{WORKER}.shutdown")
 """Where it does not fit, what is guarded is not given back when its engine ends."""
 
 RUNNERS: Mapping[str, Sequence[HookTarget]] = {
     V1: (
         HookTarget(f"{V1}.initialize_kv_cache", ("kv_cache_config",)),
         HookTarget(f"{V1}.execute_model", ("scheduler_output",)),
+        HookTarget(f"{V1}.sample_tokens"),
         HookTarget(f"{V1}._model_forward"),
     ),
     V2: (
         HookTarget(f"{V2}.initialize_kv_cache", ("kv_cache_config",)),
         HookTarget(f"{V2}.execute_model", ("scheduler_output", None, "dummy_run")),
+        HookTarget(f"{V2}.sample_tokens"),
         HookTarget(f"{V2}.prepare_attn", ("input_batch",)),
         HookTarget(f"{CONNECTORS}.KVConnector.pre_forward", ("scheduler_output",)),
         HookTarget(f"{CONNECTORS}.ActiveKVConnector.pre_forward", ("scheduler_output",)),
@@ -52,6 +55,14 @@ LIFETIME: Sequence[HookTarget] = (
 )
 """The scheduler and its block pool. Where one does not fit, no block counts as freed, and the forwards are guarded all
 the same."""
+
+ENGINE = "vllm.v1.engine.core.EngineCore"
+ROLL_CALL: Sequence[HookTarget] = (
+    HookTarget(f"{ENGINE}._initialize_kv_caches"),
+    HookTarget(f"{SCHEDULER}.update_from_output", ("scheduler_output", "model_runner_output")),
+    HookTarget(f"{WORKER}.execute_model", ("scheduler_output",)),
+)
+"""Where one does not fit, nobody looks whether all workers are guarded, and what vLLM computes is not counted."""
 
 
 def problems(group: Sequence[HookTarget]) -> list[str]:

@@ -1,0 +1,69 @@
+"""Whether all workers of an engine are guarded: what they say, and how it comes to the scheduler's process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import canary_core
+from canary_adapters import Mark, RollCall, answer
+from canary_core import CanaryConfig
+from canary_vllm.compat import runners
+from canary_vllm.session import Session
+from canary_vllm.version import __version__
+
+VERSION = f"{canary_core.__version__} with canary-vllm {__version__}"
+ADVICE = (
+    "vLLM's older Ray executor gives settings to workers only with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=CANARY_, "
+    "and a CANARY_* that Ray was started with wins over that of vllm serve"
+)
+ATTRIBUTE = "canary_mark"
+"""Under this name a mark is an attribute of vLLM's `ModelRunnerOutput`, which is pickled with its attributes."""
+
+
+def question() -> Callable[[Any], dict[str, Any]]:
+    """A function that each worker is sent, and gives its answer. It is pickled by value, and never raises: vLLM would
+    take the answers of the other workers for those to its next question."""
+
+    def ask(worker: Any) -> dict[str, Any]:
+        import os
+        import socket
+
+        try:
+            from canary_vllm.hooks import HOOKS
+
+            return HOOKS.answer(worker)
+        except Exception as error:
+            missing = f"canary-vllm does not answer there: {type(error).__name__}: {error}"
+            return {"host": socket.gethostname(), "process": os.getpid(), "missing": missing}
+
+    return ask
+
+
+def answered(config: CanaryConfig | None, session: Session | None, refused: str) -> dict[str, object]:
+    """The word of this worker. ``config``: None where the plugin is not on. ``refused``: why it has no session."""
+    if config is None:
+        found = CanaryConfig.load().plugins
+        return answer(CanaryConfig.load(), VERSION, None, f"CANARY_PLUGINS={','.join(found)!r} does not name vllm")
+    return answer(config, VERSION, None if session is None else session.canary, "" if session is not None else refused)
+
+
+def call(core: Any, config: CanaryConfig) -> RollCall:
+    """Asks all workers of the engine ``core``, which have their KV cache and are warm."""
+    executor = core.model_executor
+    roll_call = RollCall(config, VERSION, runners.replica(core.vllm_config), ADVICE)
+    roll_call.take(executor.collective_rpc(question()), int(core.vllm_config.parallel_config.world_size))
+    return roll_call
+
+
+def mark(output: Any, word: Mark) -> None:
+    """``word`` goes where ``output`` of a runner goes, which may be made later. One without requests is shared."""
+    if hasattr(output, "get_output"):
+        made = output.get_output
+
+        def get_output() -> Any:
+            result = made()
+            mark(result, word)
+            return result
+
+        output.get_output = get_output
+    elif getattr(output, "req_ids", None):
+        setattr(output, ATTRIBUTE, word)

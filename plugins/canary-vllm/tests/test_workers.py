@@ -1,0 +1,55 @@
+"""Workers that are not guarded while the scheduler's process is: told, and vLLM serves on. Real engines of two workers;
+what is broken in one of them is broken by a worker class of the test's own."""
+
+import pytest
+from vllm_on_cpu.scripts import said_by
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
+COVERED_BY = "tests/adapters/test_roll_call.py, and one of these"
+BROKEN = {
+    "plugins": "does not name vllm",
+    "settings": "CANARY_READ_CHECK is '64', here '0'",
+    "package": "canary-vllm does not answer there: ",
+    "version": "runs canary 0.0.9 with canary-vllm 0.0.9",
+}
+
+
+def run(broken, mode="log"):
+    """Answered tokens and failure of an engine, and what Canary told in all of its processes."""
+    settings = {"CANARY_MODE": mode, "CANARY_LOG_FORMAT": "json", "CANARY_STATS_INTERVAL": "0"}
+    return said_by("workers_script", broken, plugins="vllm", **settings)
+
+
+@pytest.mark.parametrize(
+    "broken", [n if n == "plugins" else pytest.param(n, marks=pytest.mark.beyond_ci(COVERED_BY)) for n in BROKEN]
+)
+def test_a_worker_that_is_not_guarded_alike_is_told(broken):
+    """``CANARY_PLUGINS`` not set in one worker's process, another setting there, no package, another release: one
+    event says which rank and what it lacks, and both workers serve."""
+    told, events = run(broken)
+    assert told == {"answers": 4 * 12}
+    (event,) = [e for e in events if e["event"] == "workers_unguarded"]
+    assert event["level"] == "error"
+    assert event["ranks"] == [1]
+    assert event["workers"] == 2
+    assert BROKEN[broken] in event["reason"]
+
+
+@pytest.mark.beyond_ci("test_processes: tp2")
+def test_two_guarded_workers_are_silent():
+    """Both are asked and give their word with each output: no warning, and each worker's summary says that all tokens
+    that the scheduler gave out were guarded."""
+    told, events = run("nothing")
+    assert told == {"answers": 4 * 12}
+    assert [e for e in events if e["level"] in ("warning", "error")] == []
+    summaries = [e for e in events if e["event"] == "summary"]
+    assert [e["computed_tokens"] == e["guarded_tokens"] > 200 for e in summaries] == [True, True]
+
+
+@pytest.mark.beyond_ci(COVERED_BY)
+def test_raise_mode_does_not_start_with_an_unguarded_worker():
+    """vLLM's start fails, with the reason."""
+    told, _ = run("raise", mode="raise")
+    assert told["answers"] == 0
+    assert "AttachError" in told["failed"]
+    assert "rank 1" in told["failed"]
