@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from canary_core.config import CanaryConfig, shares_metrics
 from canary_core.errors import MetricsError
 from canary_core.events import Event
 from canary_core.hookspecs import hookimpl
 from canary_core.metrics import opentelemetry, prometheus
 from canary_core.metrics.readings import READINGS, Readings
+from canary_core.place import Place
 from canary_core.plugins.plugin import error_text
 
 if TYPE_CHECKING:
@@ -74,6 +77,31 @@ OFFERS = Offers(READINGS)
 
 class Metrics:
     """The plugin. Each manager has its own; what it opens is the process's."""
+
+    def __init__(self) -> None:
+        self._config: CanaryConfig | None = None
+
+    @hookimpl
+    def canary_configure(self, config: CanaryConfig) -> None:
+        """Takes the settings over for an engine that can't be guarded."""
+        self._config = config
+
+    @hookimpl
+    def canary_event(self, event: Event) -> None:
+        """Where Canary can't start, or can't attach to a pool, the metrics say that nothing is checked."""
+        refused = event.name == "plugins_installed" and event.fields.get("failed")
+        # One that was attached says where it is, and has a reading of its own.
+        unattached = event.name == "disabled" and "replica" not in event.fields
+        if not (event.name == "start_failed" or unattached or refused):
+            return
+        from canary_core.plugins import emit
+
+        # Bad settings may be why; then where the metrics go by default is all that is known.
+        config = self._config or CanaryConfig.model_construct()
+        model = event.fields.get("model")
+        place = Place.of(config.model_copy(update={"model": model} if model else {}), torch.device("cpu"))
+        READINGS.refuse(place, config)
+        OFFERS.begin(config, emit)
 
     @hookimpl
     def canary_attached(self, canary: "Canary") -> None:

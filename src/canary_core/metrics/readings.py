@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from canary_core.config import CanaryConfig
+from canary_core.place import Place
 from canary_core.records import Counter, Kind
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Reading:
     violations: dict[Labels, int]
     incidents: dict[Labels, int]
     unknown_slots: float
-    coverage: float
+    coverage: float | None
     guarded_bytes: int
     memory_bytes: int
     detection_s: float | None
@@ -59,6 +61,19 @@ class Reading:
     alarm_tests: int = 0
     alarm_dead: int | None = None
     last_alarm_test: float | None = None
+
+    @classmethod
+    def of_nobody(cls, place: Place, config: CanaryConfig) -> "Reading":
+        """Of an engine at ``place`` that should be guarded and is not, since Canary could not start or attach."""
+        info = (place.host, place.gpu, place.pci, own_version(), config.profile, config.mode)
+        counts: dict[str, Any] = dict.fromkeys(("forwards", "checked_forwards", "slots_checked", "bytes_checked"), 0)
+        named: dict[str, Any] = {name: {} for name in ("skipped", "violations", "incidents", "overhead")}
+        sizes: dict[str, Any] = {"unknown_slots": 0.0, "guarded_bytes": 0, "memory_bytes": 0}
+        never: dict[str, Any] = dict.fromkeys(("coverage", "detection_s", "scrub_period_s", "last_check"))
+        return cls(
+            owner=place.labels, info=info, mode=config.mode, enabled=False, paused=False,
+            **counts, **named, **sizes, **never,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, canary: "Canary") -> "Reading":
@@ -90,8 +105,8 @@ class Reading:
             slots_checked=stats.get(Counter.CHECKED_SLOTS.name.lower(), 0),
             bytes_checked=stats.get(Counter.CHECKED_BYTES.name.lower(), 0),
             skipped=skipped,
-            violations=_named(canary.found),
-            incidents=_named(canary.incident_counts),
+            violations=_named(canary.found, canary.regions),
+            incidents=_named(canary.incident_counts, canary.regions),
             unknown_slots=canary.unknown_slots,
             coverage=canary.coverage.ratio,
             guarded_bytes=canary.coverage.guarded_bytes,
@@ -146,11 +161,18 @@ class Readings:
         self._lock = RLock()
         self._last: dict[ref[Canary], Reading] = {}
         self._ended: dict[Owner, Totals] = {}
+        self._refused: dict[Owner, Reading] = {}
+
+    def refuse(self, place: Place, config: CanaryConfig) -> None:
+        """An engine is not guarded that should be; until a Canary of the same replica, rank and model is added."""
+        with self._lock:
+            self._refused[place.labels] = Reading.of_nobody(place, config)
 
     def add(self, canary: "Canary") -> None:
         """``canary`` guards a pool from now on."""
         with self._lock:
             self._last[ref(canary)] = Reading.of(canary)
+            self._refused.pop(canary.place.labels, None)
 
     def end(self, canary: "Canary") -> None:
         """``canary`` was closed; what it came to stays in the totals. Again, or of one that is not known: nothing."""
@@ -175,7 +197,7 @@ class Readings:
                     self._fold(self._last.pop(known))
                 else:
                     self._last[known] = Reading.of(canary)
-            return list(self._last.values()), dict(self._ended)
+            return [*self._last.values(), *self._refused.values()], dict(self._ended)
 
     def _fold(self, reading: Reading) -> None:
         self._ended.setdefault(reading.owner, Totals()).add(reading)
@@ -190,9 +212,11 @@ def own_version() -> str:
         return ""
 
 
-def _named(counts: Mapping[tuple[Kind, str], int]) -> dict[Labels, int]:
-    """``counts`` by kind, in lower case, and region."""
-    return {(kind.name.lower(), region): number for (kind, region), number in dict(counts).items()}
+def _named(counts: Mapping[tuple[Kind, str], int], regions: Iterable[str]) -> dict[Labels, int]:
+    """``counts`` by kind, in lower case, and region; 0 for each kind of each of ``regions``, so that the first finding
+    of a process that began anew is seen to be one more."""
+    named = {(kind.name.lower(), region): 0 for region in regions for kind in Kind}
+    return named | {(kind.name.lower(), region): number for (kind, region), number in dict(counts).items()}
 
 
 READINGS = Readings()
