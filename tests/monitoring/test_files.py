@@ -112,6 +112,7 @@ def mutants() -> dict[str, tuple[str, str]]:
         "a draft model may idle": ("max by (guard_group, instance, replica, rank) (\n", "(\n"),
         "groups": ('"guard_group", ";", "guard_group", "instance"', '"guard_group", ";", "no_label", "instance"'),
         "what is not expected": ('{canary!="off"}', ""),
+        "underlines for colons": ("vllm_generation_tokens_total", "no_such_metric"),
         "one engine of a host": ("unless on (instance) kv_canary:engine_tokens:group", ""),
         "Canary on a port of its own": ("unless on (host)", "unless on (instance)"),
         "vLLM's replicas": ('"engine", "(.+)"', '"no_label", "(.+)"'),

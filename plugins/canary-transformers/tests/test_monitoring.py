@@ -150,7 +150,12 @@ def test_every_query_of_the_dashboard_answers(scraped):
     assert len(queries) > 15
     silent = []
     for title, expression in queries:
-        real = expression.replace("$instance", ".*").replace("$rank", ".*").replace("$__rate_interval", "20s")
+        real = (
+            expression.replace("$instance", ".*")
+            .replace("$rank", ".*")
+            .replace("$replica", ".*")
+            .replace("$__rate_interval", "20s")
+        )
         deadline = time.monotonic() + 60
         while not scraped.query(real) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -164,7 +169,13 @@ def test_the_first_incident_is_seen_on_the_dashboard(panel, scraped):
     """Its counter begins at 1, which Prometheus' `increase` takes for no increase at all."""
     panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
     ((target,),) = [p["targets"] for p in panels if p["title"] == panel]
-    real = target["expr"].replace("$instance", ".*").replace("$rank", ".*").replace("$__rate_interval", "20s")
+    real = (
+        target["expr"]
+        .replace("$instance", ".*")
+        .replace("$rank", ".*")
+        .replace("$replica", ".*")
+        .replace("$__rate_interval", "20s")
+    )
     (highest,) = scraped.until(f"max_over_time(({real})[10m:1s]) > 0")
     assert highest["metric"]["kind"] == "bytes"
 
