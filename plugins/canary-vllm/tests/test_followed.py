@@ -149,3 +149,19 @@ def test_a_runner_that_computes_in_its_own_way_is_told(engine, monkeypatch):
     monkeypatch.undo()
     small.renew()
     assert small.serve(asked, 8) == answers
+
+
+@LLAMA
+def test_the_guard_knows_whose_it_is(engine, monkeypatch):
+    """Rank, replica and the name under which vLLM serves are those of vLLM's configuration; here
+    of an engine that is made like the second data-parallel one. Settings of the user's own win."""
+    small = engine.small
+    config = small.runner.vllm_config
+    monkeypatch.setattr(config.parallel_config, "data_parallel_index", 1)
+    monkeypatch.setattr(config.model_config, "served_model_name", ["tiny", "other name"])
+    with guarded.guard(small) as guard:
+        whose = guard.canary.config
+        assert (whose.rank, whose.replica, whose.served_model) == (0, 1, "tiny")
+    with guarded.guard(small, rank=3, replica=2, served_model="mine") as guard:
+        whose = guard.canary.config
+        assert (whose.rank, whose.replica, whose.served_model) == (3, 2, "mine")
