@@ -114,6 +114,7 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
         sweep = SimpleNamespace(before_batch=lambda scheduler: None)
         lifetime = None
         sampled = SimpleNamespace(answers=SimpleNamespace(begin=lambda: None, issued=lambda result: None))
+        unguarded = SimpleNamespace(computed=lambda tokens: None)
 
         def __init__(self, runner, config, requests):
             super().__init__(runners.draft_name(runner))
