@@ -50,7 +50,8 @@ class RanksRollCall:
 
     def say(self, canary: Canary | None, reason: str = "") -> None:
         """This rank is guarded by ``canary``, or it is not, for ``reason``; empty where there is nothing to guard."""
-        self._say(answer(self._config, VERSION, canary, reason))
+        if self._store is not None:
+            self._say(answer(self._config, VERSION, canary, reason))
 
     def begin(self) -> None:
         """The engine has started. Again: does nothing."""
