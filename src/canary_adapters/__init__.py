@@ -12,7 +12,7 @@ from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, Bl
 from canary_adapters.block_lists import BlockLists, GivenBlocks, RequestBlocks, metadata_blocks, moved_states
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
-from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards
+from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
 from canary_adapters.lengths import PrefixLens, UniformLens
 from canary_adapters.on_stream import OnStream
 from canary_adapters.pools import (
@@ -78,6 +78,7 @@ __all__ = [
     "WindowPool",
     "answer",
     "block_table",
+    "default_store",
     "growing_source",
     "kv_layers",
     "metadata_blocks",

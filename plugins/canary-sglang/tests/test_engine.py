@@ -19,7 +19,7 @@ PAGE_SLOTS = {"pages": {"full": 4}, "deepseek_v4": {"swa": 256, "c4": 64, "c128"
 
 def test_clean_traffic_raises_nothing(engine):
     """Mixed traffic with shared prefixes and chunked prefills, twice over, then other traffic: every forward is
-    checked, nothing is found, nothing is left unjudged."""
+    checked, nothing is found, nothing is left unjudged; what the scheduler says it computed is what was recorded."""
     setup = engine.setup
     steps = 0
     for seed in (0, 0, 1):
@@ -32,6 +32,7 @@ def test_clean_traffic_raises_nothing(engine):
     assert stats["checked_slots"] > 0
     assert stats["recorded_slots"] > 0
     assert stats["unknown_slots"] == 0
+    assert stats["computed_tokens"] == stats["guarded_tokens"] > 0
     assert tuple(engine.regions()) == setup.regions
 
 

@@ -114,6 +114,7 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
         sweep = SimpleNamespace(before_batch=lambda scheduler: None)
         lifetime = None
         sampled = SimpleNamespace(answers=SimpleNamespace(begin=lambda: None, issued=lambda result: None))
+        unguarded = SimpleNamespace(computed=lambda tokens: None)
 
         def __init__(self, runner, config, requests):
             super().__init__(runners.draft_name(runner))
@@ -132,7 +133,8 @@ def test_each_model_of_a_process_has_a_session_of_its_own(monkeypatch):
     assert [session.model for session in hooks.sessions] == [None, "draft", "draft2"]
     assert hooks.session.runner is target
     assert len({session.requests for session in hooks.sessions}) == 1
-    batch = SimpleNamespace(reqs=[])
+    idle = SimpleNamespace(is_idle=lambda: True)
+    batch = SimpleNamespace(reqs=[], forward_mode=idle)
     assert hooks._batch(lambda scheduler, batch: batch, "scheduler", batch) is batch
     hooks._flushed(True, "scheduler")
     hooks._idle(None, "scheduler")

@@ -56,6 +56,26 @@ def test_overlap_in_several_processes(tmp_path):
     assert [(v["kind"], v["layer"], v["half"], v["slot"]) for v in found] == [("bytes", 1, "v", injected[0]["slot"])]
 
 
+@pytest.mark.beyond_ci("where a process stands, without an engine; replicas of data-parallel attention")
+def test_replicas_of_an_engine_name_themselves(tmp_path):
+    """``--dp-size 2``: two schedulers, each with a group of processes of its own, so both are rank 0. Every event says
+    of which replica it is, and of the model by the name that is served; the witness of each knows its own tokens."""
+    cores = sorted(os.sched_getaffinity(0))
+    guard = {
+        "CANARY_PLUGINS": "sglang",
+        "CANARY_STATS_INTERVAL": "10",
+        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+    }
+    outputs, events = serve(tmp_path, json.dumps({"dp_size": 2, "served_model_name": "tiny"}), **guard)
+    assert len(outputs) == 30
+    for name in ("attached", "coverage", "stats"):
+        told = [e for e in events if e["event"] == name]
+        assert {(e["replica"], e["rank"], e["model"]) for e in told} == {(0, 0, "tiny"), (1, 0, "tiny")}
+    names = {event["event"] for event in events}
+    assert names.isdisjoint({"disabled", "silence", "incident", "unguarded_tokens", "workers_unguarded"})
+    assert all(e["computed_tokens"] > 0 for e in events if e["event"] == "stats")
+
+
 @pytest.mark.gpu
 def test_overlap_with_cuda_graphs(tmp_path):
     """The same on a GPU, where the host runs ahead of replayed graphs: the first thirty forwards are clean and compute

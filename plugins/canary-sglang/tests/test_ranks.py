@@ -45,6 +45,8 @@ def serve(folder: Path, options: dict[str, Any], phases: list[dict[str, Any]], *
     if options.get("enable_dp_attention") and "device" not in options:
         points += "[sglang.srt.plugins]\ndata_parallel = data_parallel:install\n"
         path.append(TESTS / "cpu")
+    elif "RANKS_UNGUARDED" in settings:
+        points += "[sglang.srt.plugins]\nunguard = tools.ranks_witness:unguard\n"
     info = folder / "ranks_witness-1.0.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ranks-witness\nVersion: 1.0\n")
@@ -161,6 +163,46 @@ def test_a_lost_write_is_told_by_both_ranks(tmp_path, device):
         assert all(v["token"] >= half > v["stored_token"] for v in found)
 
 
+@pytest.mark.where(pytest.mark.beyond_ci("a rank without Canary"), other='{"CANARY_READ_CHECK": "0"}')
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ('{"CANARY_PLUGINS": ""}', "rank 1 has not said that it is guarded"),
+        ('{"CANARY_READ_CHECK": "0"}', "CANARY_READ_CHECK is '0', here '-1'"),
+    ],
+)
+def test_a_rank_that_is_not_guarded_is_told(tmp_path, other, said):
+    """Rank 1 runs without Canary, or with other settings than rank 0, as on a machine with another environment. Rank 0
+    says so; nobody waits for a rank that is not there, also where findings are to be acted on, and both serve on."""
+    guard = dict(CANARY_PLUGINS="sglang,ranks_witness", CANARY_ON_VIOLATION="quarantine", CANARY_READ_CHECK="-1")
+    folder = tmp_path / "guarded"
+    options = two_ranks("cpu", model="llama")
+    (done,) = serve(folder, options, [phase("nothing", TRAFFIC[:3], 4)], **guard, RANKS_UNGUARDED=other)
+    assert [request["status"] for request in done] == [200] * 3
+    events = told(folder, 0, "event")
+    (event,) = [e for e in events if e["event"] == "workers_unguarded"]
+    assert (event["ranks"], event["workers"]) == ([1], 2)
+    assert said in event["reason"]
+    failed = [e["reason"] for e in events if e["event"] == "quarantine_failed"]
+    assert [reason[:38] for reason in failed] == (
+        ["not all ranks act on findings (CANARY_"] if "PLUGINS" in other else []
+    )
+    assert folder.joinpath("rank1.jsonl").exists() == ("PLUGINS" not in other)
+
+
+@pytest.mark.beyond_ci("the same in log mode")
+def test_in_raise_mode_an_engine_with_an_unguarded_rank_does_not_serve(tmp_path):
+    """The first batch waits until it is known, and the engine ends."""
+    guard = dict(CANARY_PLUGINS="sglang,ranks_witness", CANARY_MODE="raise", RANKS_UNGUARDED='{"CANARY_PLUGINS": ""}')
+    folder = tmp_path / "guarded"
+    with pytest.raises(AssertionError):
+        serve(folder, two_ranks("cpu", model="llama"), [phase("nothing", TRAFFIC[:1], 4)], **guard)
+    log = folder.joinpath("log").read_text()
+    assert "AttachError: workers are not guarded: rank 1 has not said that it is guarded" in log
+    assert "PHASE" not in log
+    assert [e["ranks"] for e in told(folder, 0, "event") if e["event"] == "workers_unguarded"] == [[1]]
+
+
 BY_TURNS = dict(dp_size=2, enable_dp_attention=True, attention_backend="triton", load_balance_method="round_robin")
 
 
@@ -188,7 +230,9 @@ def test_with_data_parallel_attention_each_rank_acts_for_itself(tmp_path, device
     cached, running = told(folder, 1, "broken")
     assert told(folder, 0, "violation") == []
     found = [(v["kind"], v["layer"], v["half"], v["slot"], v["rank"]) for v in told(folder, 1, "violation")]
-    assert found == [("bytes", last_layer, "kv", broken["slot"], 1) for broken in (cached, running)]
+    assert found == [("bytes", last_layer, "kv", broken["slot"], 0) for broken in (cached, running)]
+    about = [[(e["replica"], e["rank"]) for e in told(folder, n, "event") if e["event"] == "attached"] for n in (0, 1)]
+    assert about == [[(0, 0)], [(1, 0)]]
     assert sorted(request["status"] for request in guarded[4]) == [200, 200, 200, 503]
     kept = [n for n, request in enumerate(guarded[4]) if request["status"] == 200]
     assert [tokens[4][n] for n in kept] == [expected[4][n] for n in kept]

@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.beyond_ci(SPECULATION_COVER
 def test_clean_speculation_raises_nothing(start, name):
     """Prefix hits, accepted tokens, trees whose accepted path is moved, retraction: no finding, and no slot that is
     read is unknown, in the target's pool and in the draft's. Canary and the allocator agree on which slots are free,
-    those that are handed out ahead of their use too, and after a flush."""
+    those that are handed out ahead of their use too, and after a flush. What the scheduler says was computed, with
+    either model, is what was recorded."""
     engine = start(name)
     traffic, served = engine.setup, []
     for seed in (0, 0):
@@ -24,6 +25,7 @@ def test_clean_speculation_raises_nothing(start, name):
         assert stats["checked_slots"] > 0
         assert stats["recorded_slots"] > 0
         assert stats["unknown_slots"] == 0
+        assert stats["computed_tokens"] == stats["guarded_tokens"] > 0
     assert engine.flush()
     assert engine.ownership()["full"]["differences"] == []
     assert {"disabled", "unguarded_forward", "lifetime_off"}.isdisjoint(event["name"] for event in engine.events())

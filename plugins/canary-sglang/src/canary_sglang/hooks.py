@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
-from canary_core import CanaryConfig, Event, ViolationError, Watchdog, emit, hook_manager
+from canary_core import CanaryConfig, Event, Level, PluginError, ViolationError, Watchdog, emit, hook_manager
 from canary_sglang.actions.quarantine import Quarantine
+from canary_sglang.actions.roll_call import RanksRollCall
 from canary_sglang.allocator.lifetime import allocator_hooks
 from canary_sglang.batches.draft_hooks import DraftHooks
-from canary_sglang.compat import runners, targets
-from canary_sglang.compat.registrar import REGISTRAR, Hook
+from canary_sglang.compat import ranks, runners, schedulers, targets
+from canary_sglang.compat.registrar import REGISTRAR, Hook, is_applying
 from canary_sglang.pools import mamba
+from canary_sglang.pools.parts import tensor_bytes
 from canary_sglang.session import Session, attach_runner
+
+NOT_ATTACHED = "its pool is not guarded; the coverage or disabled event of that process says why"
 
 LAST_WORDS_S = 5.0
 """Most time for reading the last findings when the engine has failed: its device may hang."""
@@ -30,11 +34,13 @@ class Hooks:
     def __init__(self) -> None:
         self._config: CanaryConfig | None = None
         self._watchdog: Watchdog | None = None
+        self._applied: Watchdog | None = None
         self._by_runner: dict[int, Session] = {}
         self.session: Session | None = None
         """That of the served model, None while there is none."""
         self._drafts = DraftHooks(lambda runner: self._by_runner.get(id(runner)))
         self._quarantine: Quarantine | None = None
+        self._roll_call: RanksRollCall | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -59,11 +65,18 @@ class Hooks:
             targets.SAMPLE: (self._sampled, "AFTER"),
             targets.PROCESS: (self._processed, "AROUND"),
         }
-        REGISTRAR.register({name: hooks[name] for name in targets.targets()})
+        hooked = targets.targets()
+        REGISTRAR.register({name: hooks[name] for name in hooked})
         REGISTRAR.register(allocator_hooks(lambda: self.session))
         self._config = config
+        missing = [name for name in targets.EXPECTED if name not in hooked]
+        if missing:
+            _tell_left_out(missing, "warning", "this release does not have them")
+        self._applied = Watchdog(config.silence_s, self._no_pool)
         if config.on_violation != "report":
-            self._quarantine = Quarantine(config, lambda: [session.canary for session in self.sessions])
+            self._quarantine = Quarantine(
+                config, lambda: [session.canary for session in self.sessions], lambda: _together(self._roll_call)
+            )
             hook_manager().register(self._quarantine)
 
     def stop(self) -> None:
@@ -73,6 +86,9 @@ class Hooks:
             self._watchdog.feed()
             self._watchdog = None
         self._close(self.sessions)
+        if self._roll_call is not None:
+            self._roll_call.close()
+            self._roll_call = None
         if self._quarantine is not None:
             hook_manager().unregister(self._quarantine)
             self._quarantine = None
@@ -87,12 +103,24 @@ class Hooks:
     def _attach(self, runner: Any) -> None:
         if self._config is None:
             return
+        if self._applied is not None:
+            # At once, where an engine begins.
+            self._applied.feed()
+            self._applied = None
+            self._look_at_hooks()
         model = runners.draft_name(runner)
         # A new engine in this process replaces the old one: a served model replaces all models, a draft model the one
         # with its name.
         self._close([s for s in self.sessions if model is None or s.model == model])
         others = self.sessions
+        if model is None:
+            self._roll_call = _called(runner, self._config)
         session = attach_runner(runner, self._config, others[0].requests if others else None)
+        if model is None and self._roll_call is not None:
+            if session is not None:
+                self._roll_call.say(session.canary)
+            else:
+                self._roll_call.say(None, NOT_ATTACHED if tensor_bytes(runner.token_to_kv_pool) else "")
         if session is not None:
             self._by_runner[id(runner)] = session
             if session.model is None:
@@ -130,15 +158,20 @@ class Hooks:
         return self.session.sampled.answers.processed(process, batch, result)
 
     def _batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens: dict[Session, int] = {}
         if self._config is not None:
             guard = contextlib.nullcontext() if self.session is None else self.session.canary.guard("batch")
             with guard:
-                self._begin_batch(self._config, scheduler, args[0] if args else kwargs["batch"])
+                batch = args[0] if args else kwargs["batch"]
+                self._begin_batch(self._config, scheduler, batch)
+                for session in self.sessions:
+                    tokens[session] = schedulers.computed_tokens(scheduler, batch, session.model is not None)
         result = original(scheduler, *args, **kwargs)
         for session in self.sessions:
             # Here the current stream is the scheduler's. With the overlap scheduler it is not that of the forwards, and
             # the scheduler writes to the tables of the next batch on it while this batch runs.
             session.canary.step.follow_check()
+            session.unguarded.computed(tokens.get(session, 0))
         if self.session is not None:
             self.session.sampled.answers.issued(result)
         return result
@@ -149,6 +182,9 @@ class Hooks:
         if self._quarantine is not None:
             # Some of SGLang's loops never call `_turn`; in those only `begin` tells that nothing can be done.
             self._quarantine.begin(scheduler)
+        if self._roll_call is not None:
+            self._roll_call.begin()
+            self._roll_call.require(wait=True)
         for session in self.sessions:
             session.notice(batch.reqs)
         if self.session is not None:
@@ -163,6 +199,8 @@ class Hooks:
                 session.canary.step.flushed()
 
     def _turn(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if self._roll_call is not None:
+            self._roll_call.require()
         if self._quarantine is not None:
             self._quarantine.turn(scheduler)
 
@@ -174,6 +212,8 @@ class Hooks:
         # The engine has started: no request has come yet.
         for session in self.sessions:
             session.canary.finish_warm_up()
+        if self._roll_call is not None:
+            self._roll_call.begin()
         try:
             return original(scheduler, *args, **kwargs)
         except Exception:
@@ -189,10 +229,47 @@ class Hooks:
             with contextlib.suppress(ViolationError), torch.inference_mode():
                 session.last_words()
 
+    def _look_at_hooks(self) -> None:
+        """SGLang only logs a hook that it can't apply."""
+        left_out = REGISTRAR.left_out() if self._config is not None else []
+        if left_out:
+            _tell_left_out(left_out, "error", "SGLang could not apply these hooks; its log says why")
+            if self._config is not None and self._config.mode == "raise":
+                raise PluginError(f"SGLang could not hook {', '.join(left_out)}; see its log")
+
+    def _no_pool(self) -> None:
+        """No pool was allocated so far, as in a process that has no engine, or where that is not hooked."""
+        if self._config is None:
+            return
+        if is_applying():
+            self._applied = Watchdog(self._config.silence_s, self._no_pool)
+            return
+        with contextlib.suppress(PluginError):
+            self._look_at_hooks()
+
     def _silent(self) -> None:
         what = "no pool was attached" if not self._by_runner else "no forward was seen"
         reason = f"the scheduler runs batches, but {what}; were the hooks applied? See SGLang's log"
         emit(Event("silence", "error", {"reason": reason}))
+
+
+def _tell_left_out(names: Iterable[str], level: Level, why: str) -> None:
+    reason = f"{why}: {', '.join(names)}. What they would follow is not guarded"
+    emit(Event("hooks_left_out", level, {"reason": reason}))
+
+
+def _called(runner: Any, config: CanaryConfig) -> RanksRollCall | None:
+    """The roll call to which this rank has come; None where ranks may come and go."""
+    if runners.is_elastic(runner):
+        return None
+    call = RanksRollCall(config, ranks.places(runner), ranks.world_rank())
+    call.arrive()
+    return call
+
+
+def _together(roll_call: RanksRollCall | None) -> bool:
+    """Whether all ranks act on findings."""
+    return roll_call is None or roll_call.together()
 
 
 HOOKS = Hooks()

@@ -35,7 +35,7 @@ from canary_sglang.batches.given_tables import GivenTables
 from canary_sglang.batches.sampled import SampledRows
 from canary_sglang.batches.unguarded import UnguardedForwards
 from canary_sglang.batches.writers import RequestWriters
-from canary_sglang.compat import batches, embeddings, runners
+from canary_sglang.compat import batches, embeddings, ranks, runners
 from canary_sglang.compat.state_checkpoints import Checkpoints
 from canary_sglang.pools.compressor_state import C128, RequestCompressorStates
 from canary_sglang.pools.mamba import MambaStates
@@ -73,10 +73,15 @@ class Session:
         adapters = runners.disaggregation(runner) == "null"
         self.requests = requests or RequestWriters(Writers(), regions[0].device, adapters)
         # The first batch may come minutes after this, so the watchdog of `Hooks` starts with it instead.
-        rank = config.rank or runners.rank()
+        place = ranks.place(runner)
         # A draft model has the slots of the served one, so only the served one's session follows the allocator.
         lifetime = config.lifetime and not self.model
-        about = {"rank": rank, "model": self.model or config.model}
+        about: dict[str, object] = {
+            "rank": config.rank or place.rank,
+            "replica": config.replica or place.replica,
+            "model": self.model or config.model,
+            "served_model": config.served_model or runners.served_model(runner),
+        }
         config = config.model_copy(update={"silence_s": 0.0, "lifetime": lifetime, **about})
         names = [region.name for region in regions]
         part = partial(embeddings.part, runner.model)
@@ -227,7 +232,8 @@ class Session:
         self.sweep = PrefixSweep(self.canary, int(runner.model_config.vocab_size), self._parked)
         step.add(self.sweep)
         step.add(WindowDivergence(self.canary, runner.req_to_token_pool.req_to_token))
-        step.add(UnguardedForwards(self.canary, self.forget_slots))
+        self.unguarded = UnguardedForwards(self.canary, self.forget_slots)
+        step.add(self.unguarded)
 
     def _parked(self) -> hicache.ParkedRecords | None:
         """Records of the full pool's copy in host memory, None if there are none."""

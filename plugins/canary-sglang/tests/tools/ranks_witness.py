@@ -1,13 +1,16 @@
 """A Canary plugin for `engines.ranks_script`: breaks one rank's memory on demand, and writes down what each rank does.
 
 ``RANKS_FOLDER`` has ``control``, what to break in rank 1, or ``lost`` for a lost write in each rank, and gets
-``rank<N>.jsonl``: a line for each forward, finding and event of rank N.
+``rank<N>.jsonl``: a line for each forward, finding and event of rank N. `unguard` is a plugin of SGLang's own:
+``RANKS_UNGUARDED`` has what the process of rank 1 is to find in its environment, as a JSON object.
 """
 
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ _done: set[str] = set()
 @hookimpl
 def canary_attached(canary: Any) -> None:
     """From here on it is known which rank this is."""
-    _ranks.append(canary.config.rank)
+    _ranks.append(number(canary))
 
 
 @hookimpl
@@ -38,7 +41,7 @@ def canary_recorded(canary: Any, batch: Any) -> None:
     if wanted == "lost" and wanted not in _done:
         _done.add(wanted)
         hook_manager().register(testing.FaultInjector.parse("lost_write", seed=3))
-    if canary.config.rank != BROKEN_RANK or wanted in _done:
+    if number(canary) != BROKEN_RANK or wanted in _done:
         return
     rows = canary.writers.name(int(batch.writers[-1])), int(batch.prefix_lens.shape[0])
     slots = victims(canary, batch, wanted.split()[-1])
@@ -46,6 +49,21 @@ def canary_recorded(canary: Any, batch: Any) -> None:
         _done.add(wanted)
         spoil(canary.states["full"].sources[-1], slots[0])
         tell({"broken": wanted, "slot": slots[0], "request": rows[0]})
+
+
+def unguard() -> None:
+    """As if rank 1 were on another machine, where the environment is another one. SGLang's processes know their rank
+    by an argument of the function that they begin with."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "tp_rank" not in frame.f_locals:
+        frame = frame.f_back
+    if frame is not None and frame.f_locals["tp_rank"] == BROKEN_RANK:
+        os.environ.update(json.loads(os.environ["RANKS_UNGUARDED"]))
+
+
+def number(canary: Any) -> int:
+    """Of this process: there are two, ranks of one replica or replicas of one rank."""
+    return int(canary.config.rank + canary.config.replica)
 
 
 def victims(canary: Any, batch: Any, wanted: str) -> list[int]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from canary_core import Canary, CanaryConfig, Event, Region, Violation, emit, hookimpl
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.suspect import Suspect
-from canary_sglang.compat import allocators, caches, runners, schedulers
+from canary_sglang.compat import allocators, caches, schedulers
 from canary_sglang.pools import compressor_state, mamba
 
 AGREE_EVERY = 8
@@ -37,12 +37,19 @@ SELDOM = 64
 
 
 class Quarantine:
-    """A plugin of the core that acts on the findings of this process's Canaries. ``canaries``: gives those of now."""
+    """A plugin of the core that acts on the findings of this process's Canaries. ``canaries``: gives those of now.
+    ``together``: says whether all ranks do so; asked once, before the first collective, where there are several."""
 
-    def __init__(self, config: CanaryConfig, canaries: Callable[[], Iterable[Canary]]) -> None:
+    def __init__(
+        self,
+        config: CanaryConfig,
+        canaries: Callable[[], Iterable[Canary]],
+        together: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._evicts = config.on_violation == "quarantine"
         self._rank = config.rank
         self._canaries = canaries
+        self._together = together
         self._found: list[Suspect] = []
         self._open: dict[Suspect, int] = {}
         self._ours: set[Suspect] = set()
@@ -101,10 +108,12 @@ class Quarantine:
                 self._tell("quarantine_failed", {**_about(suspect), "reason": repr(error)}, "error")
 
     def _meet(self, scheduler: Any) -> Ranks:
-        self._rank = self._rank or runners.rank()
+        self._rank = self._rank or next((canary.config.rank for canary in self._canaries()), 0)
         group, reason = schedulers.deciding_group(scheduler)
         ranks = Ranks(group)
-        if reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.regions)):
+        if reason is None and ranks.size > 1 and not self._together():
+            reason = "not all ranks act on findings (CANARY_ON_VIOLATION is another one there, or they are unguarded)"
+        elif reason is None and not ranks.alike(sorted(name for canary in self._canaries() for name in canary.regions)):
             reason = "not all ranks are guarded alike, so they can't decide alike"
         if reason is not None:
             self._off = True

@@ -126,7 +126,10 @@ def _accept(tree: _Tree, batch: Any, drafted: Any, result: Any) -> None:
 
     def accepted() -> BatchView:
         roots = drafted.draft_token.view(-1, drafted.draft_token_num)[:, 0]
-        return session.drafts.accepted(batch, roots, result, carried=tree.moved)
+        view = session.drafts.accepted(batch, roots, result, carried=tree.moved)
+        # They are recorded twice, by the verification and now.
+        session.canary.witness.computed(view.tokens)
+        return view
 
     session.canary.step.run(lambda: None, accepted)
     if session.canary.enabled:

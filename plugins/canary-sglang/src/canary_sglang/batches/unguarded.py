@@ -17,14 +17,23 @@ class UnguardedForwards(StepListener):
         self._canary = canary
         self._forget_slots = forget
         self._told: set[str] = set()
+        self._passed: str | None = None
 
     def forget(self, batch: Any) -> None:
         """Forgets the slots of ``batch``. Each mode is told once."""
         if not batches.writes_kv(batch):
             return
         mode = batch.forward_mode.name
+        self._passed = f"{mode.lower()}_forward"
         if mode not in self._told:
             self._told.add(mode)
             reason = "not checked yet; slots that such forwards write are not judged"
             self._canary.tell(Event("unguarded_forward", "warning", {"mode": mode, "reason": reason}))
         self._forget_slots(batch.out_cache_loc)
+
+    def computed(self, tokens: int) -> None:
+        """The scheduler says that the batch which has run last computed ``tokens``: what its witness is told."""
+        passed, self._passed = self._passed, None
+        self._canary.witness.computed(tokens)
+        if passed is not None:
+            self._canary.witness.explain(passed, tokens)

@@ -2,7 +2,9 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Container, Mapping
+from types import FrameType
 from typing import Any, Literal
 
 from canary_core import PluginError
@@ -41,6 +43,31 @@ class Registrar:
             if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
                 self._registered.discard(target)
                 raise PluginError(f"{target} could not be hooked; see SGLang's log")
+
+    def left_out(self) -> list[str]:
+        """Functions that were registered and are not hooked, once SGLang's loader has applied all: it logs and swallows
+        what it can't apply."""
+        registry = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry
+        applied = getattr(registry, "_patched", None)
+        return sorted(target for target in self._registered if not _is_hooked(target, applied))
+
+
+def _is_hooked(target: str, applied: Container[str] | None) -> bool:
+    if applied is not None:
+        return target in applied
+    owner, _, name = target.rpartition(".")
+    return hasattr(getattr(pkgutil.resolve_name(owner), name, None), "__wrapped__")
+
+
+def is_applying() -> bool:
+    """Whether a thread of this process is within SGLang's plugin loader, which imports much while it applies hooks."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code.co_name in ("apply_hooks", "load_plugins") and "sglang" in at.f_code.co_filename:
+                return True
+            at = at.f_back
+    return False
 
 
 def _loader_is_done(registry: Any) -> bool:

@@ -113,10 +113,14 @@ def most_rows(runner: Any) -> int:
     return int(runner.req_to_token_pool.req_to_token.shape[0]) - 1
 
 
-def rank() -> int:
-    """Rank of this process among those that serve one model."""
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+def is_elastic(runner: Any) -> bool:
+    """Whether ranks may join and leave while the engine runs."""
+    return bool(_option(runner, "elastic_ep_backend", None))
+
+
+def served_model(runner: Any) -> str:
+    """The name under which the engine serves its model (``--served-model-name``), empty where it has none."""
+    return str(_option(runner, "served_model_name", None) or "")
 
 
 def _option(runner: Any, name: str, default: Any) -> Any:

@@ -15,6 +15,27 @@ def running_requests(scheduler: Any) -> list[Any]:
     return sorted((r for r in found.values() if not r.finished()), key=lambda request: str(request.rid))
 
 
+def computed_tokens(scheduler: Any, batch: Any, draft: bool = False) -> int:
+    """How many tokens SGLang's own books say that a `ScheduleBatch` computes with the served model, or with its
+    ``draft`` model; of a tree of drafts what is verified. To be asked before it runs: speculation changes the batch."""
+    mode = batch.forward_mode
+    if mode.is_idle() or mode.is_prebuilt():
+        return 0
+    if not mode.is_decode():
+        # Of a prefill that is split by layers, the later layers compute the same tokens.
+        later = mode.is_split_prefill() and batch.split_index
+        return 0 if later else int(batch.extend_num_tokens or 0)
+    algorithm = getattr(batch, "spec_algorithm", None)
+    if algorithm is None or algorithm.is_none():
+        return len(batch.reqs)
+    args = scheduler.server_args
+    drafted = int(args.speculative_num_draft_tokens or 1)
+    # A draft model is given all that was verified, after its own guesses. Those of a tree lie in slots that nobody goes
+    # on from, and are not recorded.
+    guessed = int(args.speculative_num_steps) - 1 if draft and args.speculative_eagle_topk == 1 else 0
+    return len(batch.reqs) * (drafted + guessed)
+
+
 def table_row(scheduler: Any, request: Any) -> tuple[torch.Tensor | None, int]:
     """A request's row of the slot table, and how many of its entries are valid; None and 0 before it has a row."""
     index = _row_number(request)

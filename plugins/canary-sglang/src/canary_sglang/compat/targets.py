@@ -26,6 +26,9 @@ PROCESS = f"{SCHEDULER}.process_batch_result"
 REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, TURN)
 OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE, PROCESS)
 
+EXPECTED = (LOOP, SAMPLE, PROCESS)
+"""Those of `OPTIONAL` that every supported release has."""
+
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     FORWARD: ("forward_batch",),
     RUN_BATCH: ("batch",),

@@ -1,0 +1,64 @@
+"""Where a process stands among those that serve one model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``replica``: index of the data-parallel replica (``--dp-size``, with or without data-parallel attention).
+    ``rank``: among the processes that serve that replica: tensor-parallel ranks of the first pipeline stage first.
+    """
+
+    replica: int = 0
+    rank: int = 0
+
+
+def place(runner: Any) -> Place:
+    """That of the process of a `ModelRunner`. With data-parallel attention the replicas are parts of one group of
+    processes, of which each pipeline stage has some of every replica; else each replica is a group of its own."""
+    return places(runner)[world_rank()]
+
+
+def places(runner: Any) -> list[Place]:
+    """Those of all processes of this group, by their world rank."""
+    size = _world_size()
+    replicas = int(_parallel("attn_dp_size") or 1)
+    if replicas == 1:
+        return [Place(_replica(runner), rank) for rank in range(size)]
+    stage = int(_parallel("tp_size") or size)
+    share = stage // replicas
+    return [Place(rank % stage // share, rank // stage * share + rank % share) for rank in range(size)]
+
+
+def world_rank() -> int:
+    """Rank of this process in torch.distributed's first group."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _replica(runner: Any) -> int:
+    """The index that SGLang's data-parallel controller gave the process; 0 without one."""
+    for holder in (runner, getattr(runner, "ps", None)):
+        index = getattr(holder, "dp_rank", None)
+        if index is not None:
+            return int(index)
+    return int(_parallel("dp_rank") or 0)
+
+
+def _parallel(name: str) -> Any:
+    """What SGLang knows of its groups; None for what this release does not have, or does not know yet."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        return getattr(get_parallel(), name)
+    except Exception:
+        # Groups that are not there yet are told in different ways: by assertions, `RuntimeError`, `ValueError`.
+        return None
