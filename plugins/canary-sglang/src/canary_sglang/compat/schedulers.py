@@ -28,12 +28,20 @@ def computed_tokens(scheduler: Any, batch: Any, draft: bool = False) -> int:
     algorithm = getattr(batch, "spec_algorithm", None)
     if algorithm is None or algorithm.is_none():
         return len(batch.reqs)
-    args = scheduler.server_args
-    drafted = int(args.speculative_num_draft_tokens or 1)
+    if getattr(scheduler.server_args, "speculative_adaptive", False):
+        # How many are drafted is decided later: at least one is computed.
+        return len(batch.reqs)
+
+    def option(name: str) -> int:
+        # Where none is given, the worker knows what was chosen.
+        chosen = getattr(scheduler.draft_worker, name, None)
+        return int(chosen or getattr(scheduler.server_args, name, None) or 1)
+
     # A draft model is given all that was verified, after its own guesses. Those of a tree lie in slots that nobody goes
     # on from, and are not recorded.
-    guessed = int(args.speculative_num_steps) - 1 if draft and args.speculative_eagle_topk == 1 else 0
-    return len(batch.reqs) * (drafted + guessed)
+    chain = draft and option("speculative_eagle_topk") == 1
+    guessed = option("speculative_num_steps") - 1 if chain else 0
+    return len(batch.reqs) * (option("speculative_num_draft_tokens") + guessed)
 
 
 def table_row(scheduler: Any, request: Any) -> tuple[torch.Tensor | None, int]:
