@@ -311,7 +311,7 @@ class CanaryConfig(BaseSettings):
     ] = Field(
         default=None,
         description="Where the metrics are served over HTTP beside that: a port of this machine, or an address and a "
-        "port. Rank r takes the r-th port after it. Empty: nowhere.",
+        "port. Rank r takes the r-th port after it, or the next free one. Empty: nowhere.",
         json_schema_extra=_unit("port, or address:port"),
     )
     control: Literal["off", "read", "write"] = Field(
