@@ -372,6 +372,20 @@ class CanaryConfig(BaseSettings):
         return tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else value
 
     @classmethod
+    def readable(cls) -> "CanaryConfig":
+        """Settings from the environment, with its default in the place of each that is bad: where nothing can start,
+        the others still say where that is to be told."""
+        defaults: dict[str, Any] = {}
+        while True:
+            try:
+                return cls(**defaults)
+            except ValidationError as error:
+                bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]} & cls.model_fields.keys()
+                if bad <= defaults.keys():
+                    return cls.model_construct()
+                defaults |= {name: cls.model_fields[name].default for name in bad}
+
+    @classmethod
     def load(cls, **overrides: object) -> "CanaryConfig":
         """Settings from ``overrides`` and the environment. Raises `ConfigError` naming each bad setting."""
         try:
