@@ -1,11 +1,16 @@
 """How a plugin begins to guard a pool, and what is told where it can't."""
 
+import socket
+
 import pytest
 
 from canary_core import CanaryConfig, Uncovered
 from canary_core.attach import attach, report_unguarded
 from canary_core.plugins import private_hooks
 from canary_core.testing import Findings
+
+HERE = {"host": socket.gethostname(), "replica": 0, "rank": 0}
+"""Whose pool it is, without settings."""
 
 
 def broken() -> object:
@@ -26,7 +31,21 @@ def test_in_log_mode_the_engine_goes_on_unguarded(findings):
     assert attach("attach to toy", CanaryConfig.load(mode="log"), broken) is None
     (event,) = findings.told("disabled")
     assert event.level == "error"
-    assert event.fields == {"where": "attach to toy", "error": "'kv_buffer'"}
+    assert event.fields == {**HERE, "where": "attach to toy", "error": "'kv_buffer'"}
+
+
+def test_whose_pool_it_is_is_told_where_it_can_not_be_guarded(findings):
+    """What the plugin has found out of its process, not what the environment said: of exceptions and of reasons. After
+    that nobody is just attached any more."""
+    config = CanaryConfig.load(replica=2, rank=1, served_model="llama")
+    attach("attach to toy", config, broken)
+    attach("attach to toy", config, lambda: report_unguarded([Uncovered("pool", 5, "FP4 pages")]))
+    report_unguarded([Uncovered("pool", 5, "FP4 pages")])
+    disabled, coverage, alone = findings.events
+    place = {**HERE, "replica": 2, "rank": 1, "model": "llama"}
+    for event in (disabled, coverage):
+        assert place.items() <= event.fields.items()
+    assert place.keys().isdisjoint(alone.fields)
 
 
 def test_in_raise_mode_it_is_raised(findings):
@@ -44,7 +63,7 @@ def test_a_pool_that_is_not_guarded_is_a_warning_with_the_reason(findings):
     assert (first.level, first.fields["coverage_ratio"]) == ("warning", 0.0)
     assert first.fields["uncovered"] == [{"name": "pool", "bytes": 5, "reason": "FP4 pages"}]
     assert "model" not in first.fields
-    assert second.fields == {"model": "draft", **first.fields}
+    assert second.fields == {"model": "draft", "draft": True, **first.fields}
 
 
 def test_private_hooks_hear_of_their_own_and_the_process_of_all(findings):

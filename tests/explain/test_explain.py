@@ -206,6 +206,23 @@ def test_what_all_ranks_told_is_no_matter_of_one_device(of_two_ranks):
     assert tell(read_bundle(path)).ranks.startswith("of 2 ranks only rank 0 told it")
 
 
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ({"replica": 1}, None),
+        ({"model": "draft"}, None),
+        ({"host": "node-2"}, "rank 1 on node-2 told the same beside rank 0 of 2"),
+        ({}, "rank 1 told the same beside rank 0 of 2"),
+    ],
+)
+def test_ranks_of_other_replicas_are_none_of_this_engines(about, told, of_two_ranks):
+    """Nor are those that serve another model; a rank on another machine is named with it."""
+    path, other = of_two_ranks(0, 5), of_two_ranks(1, 5)
+    file = other / "about.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **about}))
+    assert tell(read_bundle(path)).ranks.startswith(told or "of 2 ranks only rank 0 told it here: look at")
+
+
 def test_an_engine_of_one_rank_says_nothing_of_ranks(tmp_path):
     """Nor does a bundle of before there was a number of ranks."""
     assert tell(read_bundle(flipped(tmp_path))).ranks == ""

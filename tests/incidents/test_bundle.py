@@ -2,11 +2,14 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,8 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.incidents.bundle import PARTIAL, BundleError, read_bundle
+from canary_core.incidents import bundle as bundles
+from canary_core.incidents.bundle import GIVEN_UP_S, PARTIAL, BundleError, read_bundle
 from canary_core.incidents.diagnosis import diagnose
 from canary_core.incidents.patterns import patterns
 from canary_core.ops.histories import Happening
@@ -174,7 +178,8 @@ def run(directory: Path, how: str, end: str = "") -> "subprocess.Popen[str]":
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_no_half_bundle(tmp_path):
-    """What it leaves is not named as a bundle, can't be read as one, and is removed by the next that writes."""
+    """What it leaves is not named as a bundle, can't be read as one, and is removed by the next that writes, once it is
+    old: until then it may be another machine's that looks like this one from within."""
     with run(tmp_path, "slow") as process:
         assert process.stdout.readline() == "writing\n"
         process.send_signal(signal.SIGKILL)
@@ -183,7 +188,24 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_half_bundle(tmp_path
     with pytest.raises(BundleError, match="still being written"):
         read_bundle(left)
     broken(tmp_path)
+    assert left.exists()
+    for path in tmp_path.glob("incident-*"):
+        shutil.rmtree(path)
+    long_ago = time.time() - GIVEN_UP_S - 1
+    os.utime(left, (long_ago, long_ago))
+    broken(tmp_path)
     assert read_bundle(only(tmp_path)).diagnoses[0].name == "flipped_bit"
+
+
+def test_bundles_of_processes_that_look_alike_have_names_of_their_own(tmp_path, monkeypatch):
+    """Pods that share a directory: the same host, process and number, maybe within a second."""
+    for _ in range(2):
+        monkeypatch.setattr(bundles, "_count", itertools.count(1))
+        broken(tmp_path)
+    # But for the time, which comes first, and what is random.
+    alike = [path.name.split("-")[2:-1] for path in tmp_path.glob("incident-*")]
+    assert len(alike) == 2
+    assert alike[0] == alike[1]
 
 
 def test_what_another_machine_is_writing_is_left_alone(tmp_path):

@@ -311,7 +311,7 @@ class CanaryConfig(BaseSettings):
     ] = Field(
         default=None,
         description="Where the metrics are served over HTTP beside that: a port of this machine, or an address and a "
-        "port. Rank r takes the r-th port after it. Empty: nowhere.",
+        "port. Rank r takes the r-th port after it, or the next free one. Empty: nowhere.",
         json_schema_extra=_unit("port, or address:port"),
     )
     control: Literal["off", "read", "write"] = Field(
@@ -370,6 +370,20 @@ class CanaryConfig(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(p.strip() for p in value.split(",") if p.strip()) if isinstance(value, str) else value
+
+    @classmethod
+    def readable(cls) -> "CanaryConfig":
+        """Settings from the environment, with its default in the place of each that is bad: where nothing can start,
+        the others still say where that is to be told."""
+        defaults: dict[str, Any] = {}
+        while True:
+            try:
+                return cls(**defaults)
+            except ValidationError as error:
+                bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]} & cls.model_fields.keys()
+                if bad <= defaults.keys():
+                    return cls.model_construct()
+                defaults |= {name: cls.model_fields[name].default for name in bad}
 
     @classmethod
     def load(cls, **overrides: object) -> "CanaryConfig":

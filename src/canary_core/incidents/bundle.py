@@ -62,6 +62,9 @@ PARTIAL = ".partial-"
 PREFIX = "incident-"
 """How a bundle's name begins."""
 
+GIVEN_UP_S = 600.0
+"""Age of a half-written bundle from which on nobody is writing it, whatever machine or container it is of."""
+
 _count = itertools.count(1)
 
 
@@ -105,8 +108,8 @@ def write_bundle(directory: Path, dossier: Dossier, most: int) -> Path:
             f"{directory} has {len(there)} bundles and CANARY_INCIDENT_MOST is {most}; move some elsewhere"
         )
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    # One process may have several Canaries, each with an incident 1.
-    # Pods that share a folder may have the same number of process, and a host's name for all of them.
+    # One process may have several Canaries, each with an incident 1. Pods that share a folder may have processes of the
+    # same number, and the name of one host.
     name = f"{PREFIX}{stamp}-{_host()}-{os.getpid()}-{next(_count)}-{secrets.token_hex(3)}"
     partial = directory / f"{_own()}{os.getpid()}-{name}"
     partial.mkdir()
@@ -138,11 +141,19 @@ def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what processes of this machine that were killed have left half-written; others may write here, too."""
+    """Removes what processes of this machine that were killed have left half-written, once it is `GIVEN_UP_S` old:
+    others may write here, too, and two machines may look alike from within."""
     for left in directory.glob(f"{_own()}*"):
         process = left.name.removeprefix(_own()).partition("-")[0]
-        if process.isdigit() and int(process) != os.getpid() and not _runs(int(process)):
+        if process.isdigit() and int(process) != os.getpid() and not _runs(int(process)) and _is_old(left):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > GIVEN_UP_S
+    except OSError:
+        return False
 
 
 def _own() -> str:

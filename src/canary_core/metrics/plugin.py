@@ -3,8 +3,9 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +20,13 @@ from canary_core.plugins.plugin import error_text
 
 if TYPE_CHECKING:
     from canary_core.canary import Canary
+
+
+PATIENCE_S, LOOK_S = 30.0, 0.25
+"""How long an engine that starts may take to import prometheus_client, and how often that is looked at, in seconds."""
+
+LOADING = ("plugins_loaded", "plugins_installed")
+"""Events that tell which plugins ``failed``."""
 
 
 class Offers:
@@ -54,6 +62,25 @@ class Offers:
                         fields["reason"] = f"{place} was taken, by another replica or another program"
                     tell(Event("metrics", "info", fields))
 
+    def begin_in_time(self, config: CanaryConfig, tell: Callable[[Event], None]) -> None:
+        """As `begin`, for a process whose engine is only about to start. prometheus_client decides when it is imported
+        whether processes share their metrics, which the engine may be still to say: so a thread waits until the engine
+        has imported it or has said so, for `PATIENCE_S` at most."""
+
+        def settled() -> bool:
+            return config.metrics == "opentelemetry" or shares_metrics() or "prometheus_client" in sys.modules
+
+        def wait() -> None:
+            until = time.monotonic() + PATIENCE_S
+            while not settled() and time.monotonic() < until:
+                time.sleep(LOOK_S)
+            self.begin(config, tell)
+
+        if settled():
+            self.begin(config, tell)
+        elif config.metrics != "off":
+            threading.Thread(target=wait, name="canary-metrics-begin", daemon=True).start()
+
     def _places(self, config: CanaryConfig) -> dict[str, Callable[[], object]]:
         places: dict[str, Callable[[], object]] = {}
         if config.metrics == "opentelemetry":
@@ -75,6 +102,15 @@ OFFERS = Offers(READINGS)
 """Those of this process."""
 
 
+def _unattached(event: Event) -> bool:
+    """Whether it tells that a pool is not guarded. A Canary that was switched off is one, too: it has a reading of its
+    own, see `Readings.refuse`. Draft models whose pool is left out are told as coverage, and the served one is
+    guarded."""
+    if event.name == "coverage":
+        return not event.fields["regions"] and bool(event.fields["uncovered"]) and not event.fields.get("draft")
+    return event.name == "disabled"
+
+
 class Metrics:
     """The plugin. Each manager has its own; what it opens is the process's."""
 
@@ -89,19 +125,22 @@ class Metrics:
     @hookimpl
     def canary_event(self, event: Event) -> None:
         """Where Canary can't start, or can't attach to a pool, the metrics say that nothing is checked."""
-        refused = event.name == "plugins_installed" and event.fields.get("failed")
-        # One that was attached says where it is, and has a reading of its own.
-        unattached = event.name == "disabled" and "replica" not in event.fields
-        if not (event.name == "start_failed" or unattached or refused):
+        unstarted = event.name == "start_failed" or (event.name in LOADING and bool(event.fields.get("failed")))
+        if not unstarted and not _unattached(event):
             return
         from canary_core.plugins import emit
 
-        # Bad settings may be why; then where the metrics go by default is all that is known.
-        config = self._config or CanaryConfig.model_construct()
-        model = event.fields.get("model")
-        place = Place.of(config.model_copy(update={"model": model} if model else {}), torch.device("cpu"))
-        READINGS.refuse(place, config)
-        OFFERS.begin(config, emit)
+        # Bad settings may be why.
+        config = self._config or CanaryConfig.readable()
+        if config.mode == "off":
+            return
+        told: dict[str, Any] = event.fields
+        config = config.model_copy(update={name: told[name] for name in ("replica", "rank", "model") if name in told})
+        READINGS.refuse(Place.of(config, torch.device("cpu")), config)
+        if unstarted:
+            OFFERS.begin_in_time(config, emit)
+        else:
+            OFFERS.begin(config, emit)
 
     @hookimpl
     def canary_attached(self, canary: "Canary") -> None:

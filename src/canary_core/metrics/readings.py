@@ -164,9 +164,11 @@ class Readings:
         self._refused: dict[Owner, Reading] = {}
 
     def refuse(self, place: Place, config: CanaryConfig) -> None:
-        """An engine is not guarded that should be; until a Canary of the same replica, rank and model is added."""
+        """An engine is not guarded that should be; until a Canary of the same replica, rank and model is added. Where
+        one runs, its own reading says how it is: nothing."""
         with self._lock:
-            self._refused[place.labels] = Reading.of_nobody(place, config)
+            if all(reading.owner != place.labels for reading in self._last.values()):
+                self._refused[place.labels] = Reading.of_nobody(place, config)
 
     def add(self, canary: "Canary") -> None:
         """``canary`` guards a pool from now on."""
