@@ -1,6 +1,5 @@
 """What can be known before an engine is started: each `Check` is one line of the report."""
 
-import os
 import platform
 import re
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from canary_core import plugins
-from canary_core.config import CanaryConfig, unknown_variables
+from canary_core.config import CanaryConfig, unknown_variables, variable_of_others
 from canary_core.control import client
 from canary_core.doctor import places, self_test
 from canary_core.doctor.places import Verdict
@@ -66,7 +65,7 @@ def settings(config: CanaryConfig) -> Iterator[Check]:
     for name, near in unknown_variables().items():
         hint = f"no setting; did you mean {near}?" if near else "no setting of Canary"
         yield Check("settings", name, "bad" if near else "note", hint)
-    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    shared = variable_of_others("PROMETHEUS_MULTIPROC_DIR")
     for what, found in (("incidents", places.incident_dir(config)), ("metrics", places.metrics(config, shared))):
         if found is not None:
             yield Check("settings", what, *found)

@@ -2,7 +2,6 @@
 
 import errno
 import importlib.util
-import os
 import shutil
 import socket
 import tempfile
@@ -10,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from canary_core.config import CanaryConfig
+from canary_core.config import CanaryConfig, variable_of_others
 from canary_core.incidents.bundle import PREFIX
 
 Verdict = Literal["ok", "note", "bad"]
@@ -73,7 +72,7 @@ def metrics(config: CanaryConfig, shared: str | None) -> tuple[Verdict, str] | N
 def filtered_out(plugin: str, distribution: str | None) -> str | None:
     """Why the engine of ``plugin`` would not load it, as its own variable stands; None if it would."""
     variable, group = FILTERS.get(plugin, ("", ""))
-    value = os.environ.get(variable)
+    value = variable_of_others(variable)
     # SGLang takes an empty list for none, vLLM for one that allows nothing, and takes names with their blanks.
     if value is None or (plugin == "sglang" and not value):
         return None
