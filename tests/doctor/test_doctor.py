@@ -126,7 +126,7 @@ def test_a_place_for_bundles(tmp_path):
 
 
 def test_a_place_for_metrics(tmp_path, monkeypatch):
-    """A port that somebody else has, an address of another machine and a folder that is not there are bad."""
+    """An address of another machine and a folder that is not there are bad; a port that somebody has is passed over."""
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     assert "metrics" not in settings()
     with socket.socket() as other:
@@ -134,7 +134,7 @@ def test_a_place_for_metrics(tmp_path, monkeypatch):
         other.listen()
         port = other.getsockname()[1]
         verdict, text = settings(metrics_listen=str(port))["metrics"]
-        assert (verdict, f"port {port} of 127.0.0.1 can't be had now" in text) == ("bad", True)
+        assert (verdict, f"port {port} of 127.0.0.1 is taken, so the next free one" in text) == ("note", True)
     assert settings(metrics_listen=str(port))["metrics"][0] == "ok"
     assert settings(metrics_listen="192.0.2.1:9464")["metrics"][0] == "bad"
     assert settings(metrics_listen=str(port), metrics="off")["metrics"][0] == "bad"

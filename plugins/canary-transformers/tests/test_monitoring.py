@@ -48,11 +48,11 @@ engine.stop(block=True)
 
 
 class Prometheus:
-    """A server on a port of its own, with Canary's alert rules at a faster beat."""
+    """A server on a port of its own, with Canary's alert rules, a minute of which is two seconds."""
 
     def __init__(self, folder: Path, target: int) -> None:
         rules = (MONITORING / "alerts.yml").read_text()
-        folder.joinpath("alerts.yml").write_text(re.sub(r"for: \d+m", "for: 2s", rules))
+        folder.joinpath("alerts.yml").write_text(re.sub(r"\b(\d+)m\b", lambda m: f"{2 * int(m[1])}s", rules))
         folder.joinpath("prometheus.yml").write_text(
             "global: {scrape_interval: 1s, evaluation_interval: 1s}\nrule_files: [alerts.yml]\n"
             f"scrape_configs: [{{job_name: engine, static_configs: [{{targets: ['127.0.0.1:{target}']}}]}}]\n"
@@ -123,7 +123,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     try:
         assert engine.stdout is not None
         assert engine.stdout.readline() == "ready\n", folder.joinpath("engine.log").read_text()
-        server.until("kv_canary_incidents_total")
+        server.until("kv_canary_incidents_total > 0")
         yield server
     finally:
         server.process.terminate()
@@ -134,7 +134,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 def test_an_incident_of_a_real_engine_fires_its_alert(scraped):
     """The fault that was injected, by kind and region; no other alert but that."""
-    (sample,) = scraped.query("kv_canary_incidents_total")
+    (sample,) = scraped.query("kv_canary_incidents_total > 0")
     assert (sample["metric"]["kind"], sample["metric"]["rank"]) == ("bytes", "0")
     (alert,) = scraped.until('ALERTS{alertname="KVCacheIncident", alertstate="firing"}')
     assert (alert["metric"]["kind"], alert["metric"]["severity"]) == ("bytes", "critical")
@@ -147,7 +147,9 @@ def test_every_query_of_the_dashboard_answers(scraped):
     """With the variables that Grafana puts in; annotations may have nothing to say."""
     dashboard = json.loads((MONITORING / "grafana.json").read_text())
     queries = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(queries) > 15
+    assert len(queries) > 20
+    # Nothing leaves this engine's cache and comes back.
+    queries = [(title, expression) for title, expression in queries if "ledger" not in expression]
     silent = []
     for title, expression in queries:
         real = (
@@ -186,6 +188,7 @@ def test_no_label_names_a_request_or_a_slot(scraped):
         if name.startswith("kv_canary_"):
             for series in scraped.ask("series", **{"match[]": name}):
                 assert series.keys() <= {
-                    "__name__", "instance", "job", "rank", "model", "kind", "region", "reason", "part", "mode",
+                    "__name__", "instance", "job", "replica", "rank", "model", "kind", "region", "reason", "part",
+                    "mode", "host", "gpu", "pci", "version", "profile",
                 }  # fmt: skip
-    assert len(scraped.query('{__name__=~"kv_canary_.*"}')) < 60
+    assert len(scraped.query('{__name__=~"kv_canary_.*"}')) < 150

@@ -24,7 +24,12 @@ def unknown_variables() -> dict[str, str | None]:
 
 def shares_metrics() -> bool:
     """Whether the engine has told prometheus_client that its processes share their metrics: no setting of ours."""
-    return bool(EnvSettingsSource(CanaryConfig).env_vars.get("prometheus_multiproc_dir"))
+    return bool(variable_of_others("PROMETHEUS_MULTIPROC_DIR"))
+
+
+def variable_of_others(name: str) -> str | None:
+    """A variable of the environment that an engine or a library reads; None where it is not set."""
+    return EnvSettingsSource(CanaryConfig, env_ignore_empty=False).env_vars.get(name.lower())
 
 
 @dataclass(frozen=True, slots=True)

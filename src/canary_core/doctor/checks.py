@@ -1,6 +1,5 @@
 """What can be known before an engine is started: each `Check` is one line of the report."""
 
-import os
 import platform
 import re
 import sys
@@ -8,20 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from canary_core import plugins
-from canary_core.config import CanaryConfig, unknown_variables
+from canary_core.config import CanaryConfig, unknown_variables, variable_of_others
 from canary_core.control import client
 from canary_core.doctor import places, self_test
+from canary_core.doctor.places import Verdict
 from canary_core.errors import CanaryError
 from canary_core.ops import backends
 from canary_core.plugins import targets
 from canary_core.plugins.discovery import new_manager
-
-Verdict = Literal["ok", "note", "bad"]
 
 ENGINES = ("sglang", "vllm", "transformers", "lmdeploy", "tensorrt_llm")
 """Engines that are looked for, whether or not there is a plugin for them."""
@@ -68,10 +65,10 @@ def settings(config: CanaryConfig) -> Iterator[Check]:
     for name, near in unknown_variables().items():
         hint = f"no setting; did you mean {near}?" if near else "no setting of Canary"
         yield Check("settings", name, "bad" if near else "note", hint)
-    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    shared = variable_of_others("PROMETHEUS_MULTIPROC_DIR")
     for what, found in (("incidents", places.incident_dir(config)), ("metrics", places.metrics(config, shared))):
         if found is not None:
-            yield Check("settings", what, "ok" if found[0] else "bad", found[1])
+            yield Check("settings", what, *found)
 
 
 def engines(config: CanaryConfig) -> Iterator[Check]:

@@ -1,15 +1,18 @@
 """Whether an engine may write and listen where its settings say, and whether its own plugin filter lets Canary in."""
 
+import errno
 import importlib.util
-import os
 import shutil
 import socket
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
-from canary_core.config import CanaryConfig
+from canary_core.config import CanaryConfig, variable_of_others
 from canary_core.incidents.bundle import PREFIX
+
+Verdict = Literal["ok", "note", "bad"]
 
 LEAST_FREE_BYTES = 100 << 20
 """Below which a disk may be full before the first incident's bundle is written."""
@@ -18,53 +21,58 @@ FILTERS = {"sglang": ("SGLANG_PLUGINS", "sglang.srt.plugins"), "vllm": ("VLLM_PL
 """By plugin: the variable that says which plugins its engine loads, and the entry points among which it chooses."""
 
 
-def incident_dir(config: CanaryConfig) -> tuple[bool, str] | None:
+def incident_dir(config: CanaryConfig) -> tuple[Verdict, str] | None:
     """Whether bundles can be written, and a sentence; None where none are asked for. Leaves nothing behind."""
     if not config.incident_dir:
         return None
     folder = Path(config.incident_dir)
     wrong = _not_writable(folder)
     if wrong is not None:
-        return False, f"no bundle can be written into {folder}: {wrong}"
+        return "bad", f"no bundle can be written into {folder}: {wrong}"
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < LEAST_FREE_BYTES:
-        return False, f"{folder} has {free >> 20} MiB left; a bundle may take some"
+        return "bad", f"{folder} has {free >> 20} MiB left; a bundle may take some"
     bundles = sum(path.name.startswith(PREFIX) for path in folder.iterdir()) if folder.is_dir() else 0
     if bundles >= config.incident_most:
-        return False, f"{folder} has {bundles} bundles, and CANARY_INCIDENT_MOST is {config.incident_most}"
-    return True, f"{folder} can be written, {bundles} bundles"
+        return "bad", f"{folder} has {bundles} bundles, and CANARY_INCIDENT_MOST is {config.incident_most}"
+    return "ok", f"{folder} can be written, {bundles} bundles"
 
 
-def metrics(config: CanaryConfig, shared: str | None) -> tuple[bool, str] | None:
+def metrics(config: CanaryConfig, shared: str | None) -> tuple[Verdict, str] | None:
     """Whether the metrics can be had where the settings say, and a sentence; None where that is the engine's affair.
     ``shared``: the folder of ``PROMETHEUS_MULTIPROC_DIR``."""
     if config.metrics == "off":
-        return None if config.metrics_listen is None else (False, "off by CANARY_METRICS, so nothing listens")
+        return None if config.metrics_listen is None else ("bad", "off by CANARY_METRICS, so nothing listens")
     if config.metrics_listen is None:
         if shared is None:
             return None
         wrong = _not_writable(Path(shared)) if Path(shared).is_dir() else "it is not there"
         if wrong is not None:
-            return False, f"PROMETHEUS_MULTIPROC_DIR is {shared}, and can't be written: {wrong}"
-        return True, f"in the files of {shared}"
+            return "bad", f"PROMETHEUS_MULTIPROC_DIR is {shared}, and can't be written: {wrong}"
+        return "ok", f"in the files of {shared}"
     if importlib.util.find_spec("prometheus_client") is None:
-        return False, "CANARY_METRICS_LISTEN needs prometheus_client; pip install prometheus_client"
+        return "bad", "CANARY_METRICS_LISTEN needs prometheus_client; pip install prometheus_client"
     address, port = config.metrics_listen.address, config.metrics_listen.port
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
             # As the server does it: a port that was left a moment ago is free.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((address, port))
-    except (OSError, OverflowError) as error:
-        return False, f"port {port} of {address} can't be had now ({error}); does an engine that runs have it?"
-    return True, f"port {port} of {address} is free; each further rank takes one after it"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return (
+                "note",
+                f"port {port} of {address} is taken, so the next free one will be; a metrics event tells which",
+            )
+        return "bad", f"port {port} of {address} can't be had ({error})"
+    return "ok", f"port {port} of {address} is free; further ranks and replicas take those after it"
 
 
 def filtered_out(plugin: str, distribution: str | None) -> str | None:
     """Why the engine of ``plugin`` would not load it, as its own variable stands; None if it would."""
     variable, group = FILTERS.get(plugin, ("", ""))
-    value = os.environ.get(variable)
+    value = variable_of_others(variable)
     # SGLang takes an empty list for none, vLLM for one that allows nothing, and takes names with their blanks.
     if value is None or (plugin == "sglang" and not value):
         return None

@@ -154,7 +154,8 @@ def record_written(
         hash = head + tl.sum(b_before, 0) + tl.cumsum(b_mix, 0)
         hash = tl.where(head == 0, 0, hash)
 
-        last = m & (o_new == new - 1) & (writer >= 0)
+        # Not a block's mask & a scalar's: Triton 3.9's interpreter makes no mask of that.
+        last = m & (o_new == tl.where(writer >= 0, new - 1, -1))
         p_entry = p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2 + tl.zeros_like(position)
         tl.store(p_entry, (writer << 32) | (position + 1), mask=last)
         tl.store(p_entry + 1, hash, mask=last)

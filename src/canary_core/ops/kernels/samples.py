@@ -92,7 +92,8 @@ def note_tail(
 def sampled(p_samples, writer, position, m):
     """`reference.samples.sampled`: the token that the sampler gave the writer for each position, -1 where that is not
     known."""
-    m = m & (writer >= 0) & (position > 0) & (position < POSITION_VALUES)
+    # The writer may be a scalar, whose comparison Triton 3.9's interpreter does not take beside a block's.
+    m = m & (tl.where(writer >= 0, position, 0) > 0) & (position < POSITION_VALUES)
     kept = tl.maximum(writer, 0) % KEPT_WRITERS * KEPT + tl.where(m, position, 0) % KEPT
     sample = tl.load(p_samples + kept, mask=m, other=0)
     own = ((tl.maximum(writer, 0) % WRITER_VALUES) << POSITION_BITS) | position
