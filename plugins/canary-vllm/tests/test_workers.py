@@ -53,3 +53,22 @@ def test_raise_mode_does_not_start_with_an_unguarded_worker():
     assert told["answers"] == 0
     assert "AttachError" in told["failed"]
     assert "rank 1" in told["failed"]
+
+
+@pytest.mark.beyond_ci("test_followed: whose guard it is; the core's own tests of replicas")
+def test_replicas_are_told_apart():
+    """Two data-parallel replicas: both are rank 0, of replica 0 and 1, each has its own address for metrics, counts its
+    own tokens, and a fault aims at one."""
+    settings = {"CANARY_METRICS_LISTEN": "127.0.0.1:19471", "CANARY_FAULTS": "real_kv_used:replica=1,warmup=2"}
+    told, events = said_by("replicas_script", plugins="vllm", CANARY_LOG_FORMAT="json", **settings)
+    assert told == {"answers": 8 * 16}
+    attached = [(e["rank"], e["replica"], e["model"]) for e in events if e["event"] == "attached"]
+    assert sorted(attached) == [(0, 0, "tiny"), (0, 1, "tiny")]
+    places = {(e["replica"], e["place"]) for e in events if e["event"] == "metrics" and "http" in e["place"]}
+    assert {replica for replica, _ in places} == {0, 1}
+    assert len({place for _, place in places}) == 2
+    assert {e["replica"] for e in events if e["event"] in ("fault_injected", "incident")} == {1}
+    summaries = [e for e in events if e["event"] == "summary"]
+    assert sorted(e["replica"] for e in summaries) == [0, 1]
+    assert all(e["computed_tokens"] == e["guarded_tokens"] == 4 * (55 + 15) for e in summaries)
+    assert [e for e in events if e["event"] == "workers_unguarded"] == []

@@ -141,25 +141,28 @@ class Hooks:
             self._roll_calls.pop(id(core.vllm_config), None)
             self._roll_calls[id(core.vllm_config)] = workers.call(core, self._config)
 
-    def _returned(self, _: Any, scheduler: Any, output: Any, made: Any, *args: Any, **kwargs: Any) -> None:
-        roll_call = self._roll_calls.get(id(scheduler.vllm_config))
+    def _returned(self, _: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        # After an exception of ours no more are looked at.
+        roll_call = self._roll_calls.pop(id(scheduler.vllm_config), None)
         if roll_call is not None:
-            # After an exception of ours no more are looked at.
-            del self._roll_calls[id(scheduler.vllm_config)]
             with self._sheltered("outputs are not looked at"):
-                roll_call.output(getattr(made, workers.ATTRIBUTE, None), output.total_num_scheduled_tokens)
+                given: Any = kwargs.get("scheduler_output", args[0] if args else None)
+                made = kwargs.get("model_runner_output", args[-1] if args else None)
+                roll_call.output(getattr(made, workers.ATTRIBUTE, None), int(given.total_num_scheduled_tokens))
                 self._roll_calls[id(scheduler.vllm_config)] = roll_call
 
-    def _given(self, original: Callable[[], Any], wrapper: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _given(self, original: Callable[[], Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._sessions.get(id(getattr(wrapper.worker, "model_runner", None)))
         if session is not None:
-            session.give(output)
+            with session.canary.guard("give"):
+                session.give(kwargs.get("scheduler_output", args[0] if args else None))
         return original()
 
     def _made(self, output: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         session = self._sessions.get(id(runner))
         if session is not None:
-            workers.mark(output, session.word)
+            with session.canary.guard("mark"):
+                workers.mark(output, session.word)
 
     @contextmanager
     def _sheltered(self, what: str) -> Iterator[None]:
@@ -179,7 +182,8 @@ class Hooks:
         self._running = session
         try:
             made = session.execute(original, output)
-            workers.mark(made, session.word)
+            with session.canary.guard("mark"):
+                workers.mark(made, session.word)
             return made
         finally:
             self._running = None

@@ -121,7 +121,8 @@ class Session:
         """Runs ``original``, what the runner does for ``output`` of the scheduler. Raises what it raises, and
         `ViolationError` in raise mode."""
         # Some of vLLM's executors, and its warm-up, call the runner and pass its worker by.
-        self.give(output)
+        with self.canary.guard("give"):
+            self.give(output)
         self._given = None
         if not self.canary.enabled:
             return original()
