@@ -43,7 +43,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests examples/*/tests)
 
-# What depends on the release of Transformers, on an older one: make test-transformers TRANSFORMERS=5.17.0
+# What depends on the release of Transformers, on an older one. 5.17 wants an older huggingface-hub: it needs a VENV of its own.
 test-transformers: $(STAMP) .venv-transformers-$(TRANSFORMERS)/transformers
 	PYTHONPATH=.venv-transformers-$(TRANSFORMERS):$$PYTHONPATH OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile \
 		--timeout 300 $(PYTEST_FLAGS) $(addprefix plugins/canary-transformers/tests/,generate continuous test_conformance.py test_version.py)
