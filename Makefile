@@ -18,6 +18,9 @@ VENV_VLLM ?= .venv-vllm
 SOAK_MINUTES ?= 10
 SOAK_SEED ?=
 SOAK_FLAGS ?=
+# An older Transformers for test-transformers: it lies over the one of VENV, with whose other packages it works.
+TRANSFORMERS ?= 5.23.0
+SUITES_FLAGS ?=
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # Engines small enough to run in the tests and the demo.
 # The last Transformers for Python 3.10 measures a CPU's memory with psutil, and has none without it.
@@ -31,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 empty :=
 space := $(empty) $(empty)
 
-.PHONY: demo test test-sglang test-vllm bugs soak check test-gpu bench clean
+.PHONY: demo test test-transformers suites test-sglang test-vllm bugs soak check test-gpu bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/canary demo
@@ -39,6 +42,20 @@ demo: $(STAMP)
 # One torch thread a worker: two workers fill two cores, and more threads than cores only wait for each other.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests examples/*/tests)
+
+# What depends on the release of Transformers, on an older one. 5.17 wants an older huggingface-hub: it needs a VENV of its own.
+test-transformers: $(STAMP) .venv-transformers-$(TRANSFORMERS)/transformers
+	PYTHONPATH=.venv-transformers-$(TRANSFORMERS):$$PYTHONPATH OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile \
+		--timeout 300 $(PYTEST_FLAGS) $(addprefix plugins/canary-transformers/tests/,generate continuous test_conformance.py test_version.py)
+
+.venv-transformers-$(TRANSFORMERS)/transformers:
+	$(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps --target $(@D) \
+		transformers==$(TRANSFORMERS)
+
+# The engines' own tests, guarded and not; see tests/suites. SUITES_FLAGS="--only models/llama --tree ../transformers"
+suites: $(STAMP) $(STAMP_VLLM)
+	$(VENV)/bin/python tests/suites transformers --python $(VENV)/bin/python $(SUITES_FLAGS)
+	$(VENV)/bin/python tests/suites vllm --python $(VENV_VLLM)/bin/python $(SUITES_FLAGS)
 
 # Each engine that the tests share is a group, so that it starts once; they are in an order that ends with small ones.
 # PYTEST_FLAGS="-m 'not gpu and not beyond_ci'" is what CI runs of it.
@@ -81,7 +98,7 @@ bench: $(filter $(STAMP),$(patsubst $(VENV)/bin/python,$(STAMP),$(GPU_PYTHON)))
 	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks $(BENCH_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(VENV_SGLANG) $(VENV_VLLM)
+	rm -rf $(VENV) $(VENV_SGLANG) $(VENV_VLLM) .venv-transformers-* .suites
 
 $(STAMP): pyproject.toml constraints-dev.txt $(addsuffix /pyproject.toml,$(PLUGINS))
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

@@ -133,6 +133,32 @@ def test_an_argument_of_another_name_is_found() -> None:
     assert told(findings, "unguarded_forward") == []
 
 
+class RenamedTokens(LlamaForCausalLM):
+    """A model of one's own, whose forward has another name for its tokens."""
+
+    def forward(self, words: Any = None, **kwargs: Any) -> Any:
+        """Hands them on under the usual name."""
+        return super().forward(words, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Renames them."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return {"words" if name == "input_ids" else name: value for name, value in inputs.items()}
+
+
+def test_tokens_of_another_name_are_told() -> None:
+    """The answer is what it was; one sentence says which model is not guarded, and the witness how much."""
+    model = RenamedTokens(generating("llama").config).eval()
+    expected = generate(model, prompts())
+    watch, findings = listening(model)
+    with watch:
+        assert torch.equal(generate(model, prompts()), expected)
+    (event,) = told(findings, "unguarded_forward")
+    assert event["forward"] == "RenamedTokens"
+    assert "words) is named input_ids" in event["reason"]
+    assert [e["missing_tokens"] for e in told(findings, "unguarded_tokens")] == [44]
+
+
 class OwnCache(DynamicCache):
     """A cache with an update of its own, whose layout nobody else can know."""
 

@@ -113,6 +113,12 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             forward = _forward(given, self._history(cache))
             if forward is None:
                 output = call(*args, **kwargs)
+                if cache is not None:
+                    owner.tell_unguarded(
+                        model,
+                        f"it has a cache, and none of its arguments ({', '.join(sorted(given))}) is named input_ids or "
+                        "inputs_embeds; what it computes is not guarded until it takes its tokens under such a name",
+                    )
             else:
                 guarded = self._guard(owner, model, cache)
                 if guarded is not None:
@@ -261,8 +267,9 @@ def _forward(given: Mapping[str, Any], history: Tensor | None) -> ModelCall | No
     """What a call gives its model, None if neither tokens nor embeddings."""
     for half in ("decoder_", ""):
         tokens, embeds = given.get(f"{half}input_ids"), given.get(f"{half}inputs_embeds")
-        if isinstance(tokens, Tensor) and tokens.dim() == 2:
-            return ModelCall(tokens.shape[0], tokens.shape[1], tokens, history)
+        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+            # Of several codebooks a position has a token each, which no record can hold.
+            return ModelCall(tokens.shape[0], tokens.shape[1], tokens if tokens.dim() == 2 else None, history)
         if isinstance(embeds, Tensor) and embeds.dim() == 3:
             return ModelCall(embeds.shape[0], embeds.shape[1], None, history)
     return None

@@ -1,0 +1,1 @@
+"""Engines' own tests under guard: `python3 tests/suites`."""
