@@ -8,15 +8,15 @@ from torch import Tensor
 
 from canary_core.ledger.doubt import Doubt
 
-ENTRY_BYTES = 160
-"""Host memory of an entry beside its values: what a Python dict takes for it, and its share of `Doubt`."""
+ENTRY_BYTES = 230
+"""Host memory of an entry beside its hash, sum and values: what a Python dict takes for it."""
 
 MOST_VARIANTS = 8
 """Different bytes that are kept of one prefix; more leave it in doubt."""
 
 DOUBT_SHARE = 8
-"""`Doubt` takes one part in so many of the table's memory. With 64 sources the table is overwritten ten times before
-one hash in forty is in doubt by mistake."""
+"""`Doubt` takes one part in so many of the table's memory, 8 bits an entry after the table was overwritten a hundred
+times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Table:
 
     def __init__(self, sources: int, size_bytes: int) -> None:
         self.entry_bytes = 8 * (sources + 2) + ENTRY_BYTES
-        self.capacity = max(size_bytes // self.entry_bytes, 1)
+        doubt_bytes = size_bytes // DOUBT_SHARE
+        self.capacity = max((size_bytes - doubt_bytes) // self.entry_bytes, 1)
         # Engines run us in inference mode, and what is made there can be written to only there.
         with torch.inference_mode(False):
             # Memory of which nothing was written yet is not taken.
@@ -52,15 +53,15 @@ class Table:
             self._condemned = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
         self._rows: dict[int, tuple[int, ...]] = {}
         self._next = 0
-        self.doubt = Doubt(size_bytes // DOUBT_SHARE)
+        self.doubt = Doubt(doubt_bytes)
         self.entries = 0
         self.evicted = 0
         """How many entries were given up for others."""
 
     @property
     def size_bytes(self) -> int:
-        """Host memory of the entries."""
-        return self.entries * self.entry_bytes
+        """Host memory of the entries and of what is in doubt."""
+        return self.entries * self.entry_bytes + self.doubt.size_bytes
 
     def add(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool = False) -> None:
         """int64 ``[n]``, ``[n]`` and ``[n, sources]``. What is there already counts as used."""

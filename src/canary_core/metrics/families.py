@@ -131,6 +131,13 @@ FAMILIES = (
     Family("guarded_bytes", "KV bytes that are guarded.", _one("guarded_bytes")),
     Family("memory_bytes", "Device memory that Canary takes.", _one("memory_bytes")),
     Family(
+        "ledger_doubt_ratio",
+        "Share of the KV that comes back which the ledger can't judge, since it has evicted or was not told of what may "
+        "be stored, 0 to 1.",
+        _one("ledger_doubt"),
+        together="max",
+    ),
+    Family(
         "live_bytes_detection_seconds",
         "At most so long after a flip in KV that requests use is it told, at the pace of now.",
         _one("detection_s"),

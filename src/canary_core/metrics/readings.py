@@ -50,6 +50,7 @@ class Reading:
     coverage: float | None
     guarded_bytes: int
     memory_bytes: int
+    ledger_doubt: float | None
     detection_s: float | None
     scrub_period_s: float | None
     last_check: float | None
@@ -111,6 +112,7 @@ class Reading:
             coverage=canary.coverage.ratio,
             guarded_bytes=canary.coverage.guarded_bytes,
             memory_bytes=sum(state.memory_bytes for state in canary.states.values()),
+            ledger_doubt=canary.ledger.doubt_ratio,
             detection_s=canary.detection_s,
             scrub_period_s=scrub.get("scrub_period_s"),
             last_check=canary.last_check,
