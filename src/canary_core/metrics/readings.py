@@ -87,6 +87,7 @@ class Reading:
             "forward_without_view": canary.step.unchecked,
             "paused": canary.step.passed_by,
             "withheld": stats.get("withheld", 0),
+            **canary.left_out,
         }
         return cls(
             owner=canary.place.labels,
