@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from canary_core.ledger.table import Table
 
@@ -41,21 +42,20 @@ def main() -> None:
     parser.add_argument("--sources", type=int, default=64)
     parser.add_argument("--most", type=float, default=AGES[-1], help="millions of evicted blocks")
     given = parser.parse_args()
+    say = Console(width=120, highlight=False).print
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with torch.inference_mode():
         fresh = torch.randint(-(1 << 63), (1 << 63) - 1, (FRESH,))
         before = resident_bytes()
         table = Table(given.sources, given.mib << 20)
-        print(f"{given.mib} MiB, {given.sources} sources: room for {table.capacity} blocks")
-        print(
-            "| evicted, M | can't be judged | ledger_doubt_ratio | resident MiB | µs a block |\n|---|---|---|---|---|"
-        )
+        say(f"{given.mib} MiB, {given.sources} sources: room for {table.capacity} blocks")
+        say("| evicted, M | can't be judged | ledger_doubt_ratio | resident MiB | µs a block |\n|---|---|---|---|---|")
         for millions in (0.0, *(one for one in AGES if one <= given.most)):
             cost = age(table, given.sources, int(millions * 1e6) or 1)
             wrong = float(table.doubt.has(fresh).float().mean())
             taken = (resident_bytes() - before) >> 20
-            print(f"| {millions} | {wrong:.2%} | {table.doubt.ratio():.2%} | {taken} | {cost * 1e6:.2f} |", flush=True)
+            say(f"| {millions} | {wrong:.2%} | {table.doubt.ratio():.2%} | {taken} | {cost * 1e6:.2f} |")
 
 
 if __name__ == "__main__":

@@ -232,9 +232,9 @@ class Ledger:
             return
         self._told_doubt = passed
         reason = (
-            f"{ratio:.0%} of the KV that comes back can't be judged: the ledger has evicted {ledger.table.evicted} blocks "
-            "and can't tell any more which prefixes these were of, so a difference counts as ledger_unknown; set "
-            f"CANARY_LEDGER to more than {int(self._config.ledger)} bytes, and restart the engine to begin anew"
+            f"{ratio:.0%} of the KV that comes back can't be judged: the ledger has evicted {ledger.table.evicted} "
+            "blocks and can't tell any more which prefixes these were of, so a difference counts as ledger_unknown; "
+            f"set CANARY_LEDGER to more than {int(self._config.ledger)} bytes, and restart the engine to begin anew"
         )
         fields = {"region": region, "ratio": round(ratio, 4), "evicted": ledger.table.evicted, "reason": reason}
         self._switch.tell(Event("ledger_doubt", "warning", fields))
