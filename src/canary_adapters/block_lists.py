@@ -121,6 +121,7 @@ class BlockLists:
         if not chosen:
             return None
         self._row = chosen[-1] + 1
+        self._canary.step.tables.rows_left += sum(map(bool, lists)) - len(chosen)
         device = self._canary.device
         # Row by row in a list of Python's: as many small operations of torch take some 10 us each.
         numbers = array("i", [NOT_NOW]) * rows

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from canary_core.batch import EXPECTED_STEP, MOST_EXPECTED
+
 UNKNOWN = -1
-TABLE_STEP = 16
-"""The width of a table of tokens is a multiple of this, so that fewer kernels are compiled."""
-MOST_TOKENS = 1 << 22
-"""Most entries of one table; positions that do not fit are not checked."""
+TABLE_STEP = EXPECTED_STEP
+"""The width of a table of tokens is a multiple of this."""
+MOST_TOKENS = MOST_EXPECTED
+"""Most entries of one table; positions that do not fit are not compared, and the forward counts as
+``tokens_beyond_bound``."""
 
 
 def token_table(requests: Sequence[Tensor | None], longest: int, device: torch.device) -> Tensor:

@@ -9,6 +9,13 @@ from torch import Tensor
 from canary_core.errors import AttachError
 from canary_core.region import Region, are_lists, require_index_tensor, require_tensor
 
+MOST_EXPECTED = 1 << 22
+"""Entries of `BatchView.expected_tokens` that adapters give at most; positions that do not fit are not compared."""
+
+EXPECTED_STEP = 16
+"""The width of `BatchView.expected_tokens` as adapters give it is a multiple of this, so that fewer kernels are
+compiled."""
+
 MOST_ROWS = 65536
 """Requests of one forward; kernels work out each program's share from all their lengths at once."""
 
@@ -292,3 +299,10 @@ def require_place(view: BatchView, device: torch.device, regions: Set[str]) -> N
     if not view.tables.keys() <= regions:
         unknown = sorted(view.tables.keys() - regions)
         raise AttachError(f"the batch has tables of unknown regions {unknown}; there are {sorted(regions)}")
+
+
+def tokens_cut(view: BatchView) -> bool:
+    """Whether the requests' own tokens are given for the first positions only, since all would be more than
+    `MOST_EXPECTED`. Looks at shapes only."""
+    table = view.expected_tokens
+    return table is not None and table.shape[0] * (table.shape[1] + EXPECTED_STEP) > MOST_EXPECTED

@@ -65,6 +65,7 @@ class Event:
     | records_travelled   | at the end: how many slots went and came that way                                      |
     | ledger_shared       | an origin brings prefixes that this engine never kept: a difference proves nothing now |
     | ledger_blind        | blocks were kept of which nothing is known: a difference proves nothing in that region |
+    | ledger_doubt        | 10 %, and again 50 %, of what comes back can't be judged: the ledger forgot too much    |
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
     | quarantined         | what a finding concerns was evicted from the prefix cache: kind, region, slot, tokens  |
     | quarantine_failed   | nothing could be done about a finding, or can't be in this engine, and why             |

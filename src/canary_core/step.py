@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import pluggy
 
-from canary_core.batch import BatchView, require_place, view_or_none
+from canary_core.batch import BatchView, require_place, tokens_cut, view_or_none
 from canary_core.errors import ViolationError
 from canary_core.ledger import Ledger
 from canary_core.listener import Listeners, StepListener
@@ -106,6 +106,8 @@ class Step:
         self.forwards = 0
         """How many began."""
         self.unchecked = 0
+        self.tokens_cut = 0
+        """Forwards whose requests' own tokens were compared for the first positions only, see `tokens_cut`."""
         """How many could not be checked: they had no view."""
         self.ends = 0
         """How often `end` was called."""
@@ -322,6 +324,7 @@ class Step:
             workspace.journal.step = self.forwards
             require_place(view, workspace.device, self._states.keys())
             self._view = self.last_view = view
+            self.tokens_cut += tokens_cut(view)
             self._canary.sampled.begin()
             self._overlap = overlap
             compared = recorder.begin(view) if recorder.decides else ()

@@ -22,8 +22,12 @@ class Writers:
         self._names: dict[int, str] = {}
         self._forgotten: deque[int] = deque()
         self._next = 0
+        self.forgotten = 0
+        """Names beyond ``capacity``: findings have a number in their place."""
         self.identities = Identities(capacity)
         self._anchors: OrderedDict[str, int] = OrderedDict()
+        self.anchors_forgotten = 0
+        """Requests beyond ``capacity`` whose identity is not known any more: their next rows have the common anchor."""
         self._last: tuple[list[str], Tensor | None] | None = None
 
     def id(self, request: str) -> int:
@@ -35,6 +39,7 @@ class Writers:
         if len(self._ids) >= self._capacity:
             _, oldest = self._ids.popitem(last=False)
             del self._names[oldest]
+            self.forgotten += 1
         new = self._next
         self._next += 1
         self._ids[request] = new
@@ -60,6 +65,7 @@ class Writers:
         self._forgotten.append(old)
         if len(self._forgotten) > self._capacity:
             del self._names[self._forgotten.popleft()]
+            self.forgotten += 1
 
     def identify(
         self, request: str, *, lora: str | None = None, cache_salt: str | None = None, extra_key: str | None = None
@@ -76,6 +82,7 @@ class Writers:
         self._anchors[request] = found
         if len(self._anchors) > self._capacity:
             self._anchors.popitem(last=False)
+            self.anchors_forgotten += 1
 
     def anchor(self, request: str) -> int:
         """The start of the request's prefix hash."""

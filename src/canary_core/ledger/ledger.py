@@ -25,6 +25,9 @@ from canary_core.writers import Writers
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
 """Regions whose slots hold one token each and are written once: what a prefix hash says all about."""
 
+DOUBT_TOLD = (0.1, 0.5)
+"""Shares of comparisons left open by doubt, at each of which a ``ledger_doubt`` event is told once."""
+
 
 class Facade(Protocol):
     """What the ledger needs of its `Canary`."""
@@ -78,6 +81,7 @@ class Ledger:
         self._able = {name for name, state in states.items() if state.region.kind in KINDS}
         self._expected: dict[Arrival, Tensor] = {}
         self._told_blind: set[str] = set()
+        self._told_doubt = 0.0
 
     def keep(self, region: str, slots: Tensor, page_slots: int) -> None:
         """``slots`` (integer ``[n]``, on the pool's device) list complete blocks of ``page_slots`` slots, one after the
@@ -192,15 +196,22 @@ class Ledger:
                 )
                 self._switch.tell(Event("ledger_blind", "warning", {"region": name, "reason": reason}))
             self._facade.report([replace(violation, rank=self._config.rank) for violation in found])
+            self._tell_doubt(name, ledger)
 
-    def stats(self) -> dict[str, int]:
+    @property
+    def doubt_ratio(self) -> float | None:
+        """The largest share of comparisons that doubt leaves open in a region, see `RegionLedger.doubt_ratio`; None
+        where nothing was kept or came back."""
+        return max((ledger.doubt_ratio for ledger in self._regions.values()), default=None)
+
+    def stats(self) -> dict[str, float]:
         """Of all regions: ``ledger_entries``, their ``ledger_bytes`` of host memory, and how many were ``evicted``; of
         the blocks that left, how many were ``kept`` or ``imported``, and of how many not all was known (``unclear``);
         of those that came back, how many were ``compared`` with an entry, ``matched``, ``differing``, ``lossy``,
         ``unknown`` (nothing to compare with, or more may have been stored), ``rewritten`` (a forward wrote there before
         they could be read) and ``unjudged`` (their prefix can't be known); and ``partial`` ones. All begin with
-        ``ledger_``. What is zero is left out."""
-        found: dict[str, int] = {}
+        ``ledger_``. What is zero is left out. ``ledger_doubt_ratio`` is `doubt_ratio`."""
+        found: dict[str, float] = {}
         for ledger in self._regions.values():
             table = ledger.table
             numbers = {"entries": table.entries, "bytes": table.size_bytes, "evicted": table.evicted, **ledger.counts}
@@ -208,7 +219,25 @@ class Ledger:
             for name, number in numbers.items():
                 if number:
                     found[f"ledger_{name}"] = found.get(f"ledger_{name}", 0) + number
+        ratio = self.doubt_ratio
+        if ratio:
+            found["ledger_doubt_ratio"] = round(ratio, 4)
         return found
+
+    def _tell_doubt(self, region: str, ledger: RegionLedger) -> None:
+        """Tells once for each of `DOUBT_TOLD` that so much can't be judged any more."""
+        ratio = ledger.doubt_ratio
+        passed = max((share for share in DOUBT_TOLD if ratio >= share), default=0.0)
+        if passed <= self._told_doubt or ledger.table.doubt.everything:
+            return
+        self._told_doubt = passed
+        reason = (
+            f"{ratio:.0%} of the KV that comes back can't be judged: the ledger has evicted {ledger.table.evicted} "
+            "blocks and can't tell any more which prefixes these were of, so a difference counts as ledger_unknown; "
+            f"set CANARY_LEDGER to more than {int(self._config.ledger)} bytes, and restart the engine to begin anew"
+        )
+        fields = {"region": region, "ratio": round(ratio, 4), "evicted": ledger.table.evicted, "reason": reason}
+        self._switch.tell(Event("ledger_doubt", "warning", fields))
 
     def _keep(self, region: str, slots: Tensor, page_slots: int, paged: bool) -> None:
         ledger = self._ledger(region, page_slots)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from canary_core.ledger.arrival import Arrival, Origin
+from canary_core.ledger.doubt import Doubt
 from canary_core.ledger.exchange import COMPLETE, HASH, SUM, VALUES, Format
 from canary_core.ledger.outbox import Outbox
 from canary_core.ledger.table import Match, Table
@@ -33,8 +34,15 @@ from canary_core.violation import Violation
 MOST_FINDINGS = 64
 """Findings of one read that are told; `differing` in the counts says how many there were."""
 
-SUM_SALT = 0x3F84D5B5B5470917
-"""Sets the hashes of sums in `Doubt` apart from prefix hashes."""
+SUMS_SHARE = 64
+"""The `Doubt` of sums takes one part in so many of the ledger's memory, once there is any. It has none of what was
+evicted, so that to look up both errs hardly more often than to look up one."""
+
+RECENT = 4096
+"""Blocks that came back of which `RegionLedger.doubt_ratio` speaks: twice so many at most, half of it after that."""
+
+FEW = 64
+"""Blocks that came back, of fewer of which a share says nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +71,10 @@ class RegionLedger:
         self.state = state
         self.page_slots = page_slots
         self._backend = backend
-        self.table = Table(len(state.sources), size_bytes)
+        sums_bytes = size_bytes // SUMS_SHARE
+        self.table = Table(len(state.sources), size_bytes - sums_bytes)
+        self._sums = Doubt(sums_bytes)
+        self._looked_up = self._in_doubt = 0
         self._outbox: Outbox[Landed | None] = Outbox(BLOCK_VALUES + len(state.sources), state.records.device)
         self._awaited: Counter[int] = Counter()
         self._shared: set[str] = set()
@@ -116,13 +127,18 @@ class RegionLedger:
                 found += self._judge(rows, landed, shared, MOST_FINDINGS - len(found))
         return found, shared
 
+    @property
+    def doubt_ratio(self) -> float:
+        """The share of comparisons that doubt leaves open: of prefixes of which nothing was ever lost, or of the blocks
+        that came back last, whichever is more."""
+        returned = self._in_doubt / self._looked_up if self._looked_up >= FEW else 0.0
+        prefix, sum_ = self.table.doubt.ratio(), self._sums.ratio()
+        return max(1 - (1 - prefix) * (1 - sum_), returned)
+
     def export(self, hashes: Iterable[int] | None, rank: int) -> bytes:
         """See `Ledger.export`."""
         keys, sums, values = self.table.rows(hashes)
-        pairs = zip(keys.tolist(), sums.tolist(), strict=True)
-        complete = torch.tensor(
-            [int(not self._doubted(hash, sum)) for hash, sum in pairs], dtype=torch.int64, device="cpu"
-        )
+        complete = (~self._doubted(keys, sums)).long()
         return self._format(rank).pack(torch.cat((keys[:, None], sums[:, None], complete[:, None], values), dim=1))
 
     def import_entries(self, data: bytes | bytearray | memoryview, rank: int) -> int:
@@ -158,7 +174,8 @@ class RegionLedger:
         kept = rows[whole]
         self.table.add(kept[:, BLOCK_HASH], kept[:, BLOCK_SUM], kept[:, BLOCK_VALUES:])
         self.counts["kept"] += len(kept)
-        doubted = []
+        doubted: list[int] = []
+        grown: list[int] = []
         for hash, sum, flag in rows[~whole, : BLOCK_FLAGS + 1].tolist():
             if flag & Block.OUTSIDE:
                 # Evicted from a window, or padding: no bytes that anybody could have stored.
@@ -171,14 +188,15 @@ class RegionLedger:
                 if flag & Block.PREFIX:
                     doubted.append(hash)
                 elif flag & Block.TOKENS:
-                    doubted.append(sum ^ SUM_SALT)
+                    grown.append(sum)
                 else:
                     self.table.doubt.everything = True
         self.table.doubt.add(doubted)
+        self._sums.add(grown)
 
-    def _doubted(self, hash: int, sum: int) -> bool:
-        """Whether something may have been stored under ``hash`` that the table does not have."""
-        return hash in self.table.doubt or sum ^ SUM_SALT in self.table.doubt
+    def _doubted(self, hashes: Tensor, sums: Tensor) -> Tensor:
+        """Under which of ``hashes`` something may have been stored that the table does not have: bool ``[n]``."""
+        return self.table.doubt.has(hashes) | self._sums.has(sums)
 
     def _judge(self, rows: Tensor, landed: Landed, shared: list[Origin], most: int) -> list[Violation]:
         arrival, counts = landed.arrival, self.counts
@@ -195,8 +213,10 @@ class RegionLedger:
         listed = hashes[index].tolist()
         wrong: list[int] = []
         findings: list[Violation] = []
+        doubts: list[bool] = self._doubted(hashes[index], sums[index]).tolist()
         for i, match in enumerate(self.table.match(listed, values)):
-            verdict = self._verdict(match, arrival.origin, self._doubted(listed[i], int(sums[index[i]])))
+            verdict = self._verdict(match, arrival.origin, doubts[i])
+            self._in_doubt += verdict == "unknown" and doubts[i]
             counts["compared"] += match.entries > 0
             counts[verdict] += 1
             if verdict == "stranger":
@@ -209,6 +229,9 @@ class RegionLedger:
                 if len(findings) < most:
                     block = int(index[i])
                     findings.append(self._finding(landed, rows[block], landed.begin + block, match))
+        self._looked_up += len(index)
+        if self._looked_up > 2 * RECENT:
+            self._looked_up, self._in_doubt = self._looked_up // 2, self._in_doubt // 2
         bad = torch.zeros(len(index), dtype=torch.bool, device="cpu")
         bad[wrong] = True
         # What came may leave again, and then this is what is stored. What was found to be wrong is remembered as such.

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from canary_core.ledger.doubt import Doubt
 
-ENTRY_BYTES = 160
-"""Host memory of an entry beside its values: what a Python dict takes for it, and its share of `Doubt`."""
+ENTRY_BYTES = 230
+"""Host memory of an entry beside its hash, sum and values: what a Python dict takes for it."""
 
 MOST_VARIANTS = 8
 """Different bytes that are kept of one prefix; more leave it in doubt."""
 
 DOUBT_SHARE = 8
-"""`Doubt` takes one part in so many of the table's memory. With 64 sources the table is overwritten ten times before
-one hash in forty is in doubt by mistake."""
+"""`Doubt` takes one part in so many of the table's memory, 8 bits an entry after the table was overwritten a hundred
+times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Table:
 
     def __init__(self, sources: int, size_bytes: int) -> None:
         self.entry_bytes = 8 * (sources + 2) + ENTRY_BYTES
-        self.capacity = max(size_bytes // self.entry_bytes, 1)
+        doubt_bytes = size_bytes // DOUBT_SHARE
+        self.capacity = max((size_bytes - doubt_bytes) // self.entry_bytes, 1)
         # Engines run us in inference mode, and what is made there can be written to only there.
         with torch.inference_mode(False):
             # Memory of which nothing was written yet is not taken.
@@ -50,17 +51,18 @@ class Table:
             self._hashes = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
             self._sums = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
             self._condemned = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
-        self._rows: dict[int, tuple[int, ...]] = {}
+        self._rows: dict[int, int | tuple[int, ...]] = {}
+        """Numbers of a hash's entries. Nearly all have one, and a number takes less than a tuple."""
         self._next = 0
-        self.doubt = Doubt(size_bytes // DOUBT_SHARE)
+        self.doubt = Doubt(doubt_bytes)
         self.entries = 0
         self.evicted = 0
         """How many entries were given up for others."""
 
     @property
     def size_bytes(self) -> int:
-        """Host memory of the entries."""
-        return self.entries * self.entry_bytes
+        """Host memory of the entries and of what is in doubt."""
+        return self.entries * self.entry_bytes + self.doubt.size_bytes
 
     def add(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool = False) -> None:
         """int64 ``[n]``, ``[n]`` and ``[n, sources]``. What is there already counts as used."""
@@ -73,7 +75,7 @@ class Table:
 
     def match(self, hashes: Sequence[int], values: Tensor) -> list[Match]:
         """Compares blocks, by hash and values int64 ``[n, sources]``, with what is stored."""
-        pairs = [(i, number) for i, hash in enumerate(hashes) for number in self._rows.get(hash, ())]
+        pairs = [(i, number) for i, hash in enumerate(hashes) for number in self._numbers(hash)]
         found = [Match(0)] * len(hashes)
         if not pairs:
             return found
@@ -100,10 +102,14 @@ class Table:
     def rows(self, hashes: Iterable[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Hash, sum and values of all entries with these hashes (None: of all) that were not found to be wrong."""
         wanted = self._rows if hashes is None else hashes
-        numbers = [number for hash in wanted for number in self._rows.get(hash, ())]
+        numbers = [number for hash in wanted for number in self._numbers(hash)]
         rows = torch.tensor(numbers, dtype=torch.int64, device="cpu") % self.capacity
         rows = rows[~self._condemned[rows]]
         return self._hashes[rows], self._sums[rows], self._values[rows]
+
+    def _numbers(self, hash: int) -> tuple[int, ...]:
+        rows = self._rows.get(hash, ())
+        return rows if type(rows) is tuple else (rows,)  # type: ignore[return-value]
 
     def _distance(self, number: int, values: Tensor) -> int:
         return int((values != self.values(number)).sum())
@@ -133,7 +139,7 @@ class Table:
         old: list[int] = []
         overfull: list[int] = []
         for hash, i, match in zip(hashes, indices, self.match(hashes, values[indices]), strict=True):
-            rows = self._rows[hash]
+            rows = self._numbers(hash)
             if not match.equal:
                 if len(rows) < MOST_VARIANTS:
                     variants.append(i)
@@ -142,7 +148,9 @@ class Table:
             elif self._next - rows[0] > self.capacity // 2:
                 old.append(hash)
         self.doubt.add(overfull)
-        numbers = [(hash, number) for hash in old for number in self._rows.pop(hash)]
+        numbers = [(hash, number) for hash in old for number in self._numbers(hash)]
+        for hash in old:
+            del self._rows[hash]
         if numbers:
             rows_ = torch.tensor([number for _, number in numbers], device="cpu") % self.capacity
             kept = self._sums[rows_], self._values[rows_], self._condemned[rows_]
@@ -160,10 +168,11 @@ class Table:
         self._hashes[rows] = torch.tensor(hashes, dtype=torch.int64, device="cpu")
         self._sums[rows], self._values[rows], self._condemned[rows] = sums, values, condemned
         if len(set(hashes)) == len(hashes) and self._rows.keys().isdisjoint(hashes):
-            self._rows.update(zip(hashes, zip(range(begin, self._next), strict=False), strict=True))
+            self._rows.update(zip(hashes, range(begin, self._next), strict=True))
             return
         for hash, number in zip(hashes, range(begin, self._next), strict=True):
-            self._rows[hash] = (*self._rows.get(hash, ()), number)
+            others = self._numbers(hash)
+            self._rows[hash] = (*others, number) if others else number
 
     def _evict(self, begin: int, end: int) -> None:
         """Entries of these numbers are about to be overwritten."""
@@ -173,11 +182,12 @@ class Table:
         hashes = self._hashes[torch.arange(begin, end, device="cpu") % self.capacity].tolist()
         gone = []
         for number, hash in zip(numbers, hashes, strict=True):
-            rows = self._rows.get(hash, ())
+            rows = self._rows.get(hash)
             # Else it has moved to the front, or went with another one of its hash.
-            if number in rows:
+            if rows == number or (type(rows) is tuple and number in rows):
                 del self._rows[hash]
                 gone.append(hash)
-                self.entries -= len(rows)
-                self.evicted += len(rows)
+                count = len(rows) if type(rows) is tuple else 1
+                self.entries -= count
+                self.evicted += count
         self.doubt.add(gone)

@@ -111,7 +111,7 @@ FAMILIES = (
     Family(
         "checks_skipped",
         "What was not checked or not told, and why: unknown_slot (slots), unsure (suspicions), forward_without_view "
-        "and paused (forwards), withheld (findings).",
+        "and paused (forwards), withheld (findings), and what bounds of Canary's own leave out.",
         _by_name("skipped"),
         "counter",
         ("reason",),
@@ -130,6 +130,13 @@ FAMILIES = (
     ),
     Family("guarded_bytes", "KV bytes that are guarded.", _one("guarded_bytes")),
     Family("memory_bytes", "Device memory that Canary takes.", _one("memory_bytes")),
+    Family(
+        "ledger_doubt_ratio",
+        "Share of the KV that comes back which the ledger can't judge, since it has evicted, or was not told of, what "
+        "may be stored, 0 to 1.",
+        _one("ledger_doubt"),
+        together="max",
+    ),
     Family(
         "live_bytes_detection_seconds",
         "At most so long after a flip in KV that requests use is it told, at the pace of now.",

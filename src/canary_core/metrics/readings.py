@@ -50,6 +50,7 @@ class Reading:
     coverage: float | None
     guarded_bytes: int
     memory_bytes: int
+    ledger_doubt: float | None
     detection_s: float | None
     scrub_period_s: float | None
     last_check: float | None
@@ -86,6 +87,7 @@ class Reading:
             "forward_without_view": canary.step.unchecked,
             "paused": canary.step.passed_by,
             "withheld": stats.get("withheld", 0),
+            **canary.left_out,
         }
         return cls(
             owner=canary.place.labels,
@@ -111,6 +113,7 @@ class Reading:
             coverage=canary.coverage.ratio,
             guarded_bytes=canary.coverage.guarded_bytes,
             memory_bytes=sum(state.memory_bytes for state in canary.states.values()),
+            ledger_doubt=canary.ledger.doubt_ratio,
             detection_s=canary.detection_s,
             scrub_period_s=scrub.get("scrub_period_s"),
             last_check=canary.last_check,

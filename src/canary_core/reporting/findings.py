@@ -48,6 +48,10 @@ class Findings:
         self.read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self.forgotten = 0
+        """Findings beyond `REMEMBERED`: what repeats them is told again."""
+        self.dropped = 0
+        """Rows for which the ring had no room."""
         self.investigator = Investigator(workspace, switch, writers)
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self.investigator.prove)
@@ -113,6 +117,7 @@ class Findings:
         self.take([self.decode(row) for row in snapshot.rows if row[Row.KIND] != PROBE or self._swallow(row)])
         self.settle()
         if snapshot.dropped:
+            self.dropped += snapshot.dropped
             fields: dict[str, object] = {"rows": snapshot.dropped, "ring_rows": self._config.ring_rows}
             self._switch.tell(Event("rows_dropped", "warning", fields))
 
@@ -294,6 +299,7 @@ class Findings:
         self._known[key] = None
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
+            self.forgotten += 1
         return False
 
 

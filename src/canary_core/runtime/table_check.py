@@ -40,6 +40,10 @@ class TableCheck:
         """How many tables."""
         self.skipped = 0
         """How often a table was due and could not be judged."""
+        self.rows_left = 0
+        """Rows of compared tables that did not fit in one comparison and wait for a later one."""
+        self.tables_left = 0
+        """Tables that lay ready beside one that was compared, and wait for a later turn."""
 
     @property
     def due(self) -> bool:
@@ -58,6 +62,7 @@ class TableCheck:
                 return
             table = tables[self._turn % len(tables)]
             self._turn += 1
+            self.tables_left += len(tables) - 1
             self._forwards = self._skips = 0
             self._launch(table)
 
@@ -77,7 +82,12 @@ class TableCheck:
 
     def stats(self) -> dict[str, int]:
         """What was compared so far; nothing where nothing was."""
-        counts = {"tables_compared": self.compared, "tables_skipped": self.skipped}
+        counts = {
+            "tables_compared": self.compared,
+            "tables_skipped": self.skipped,
+            "tables_left": self.tables_left,
+            "table_rows_left": self.rows_left,
+        }
         return {name: count for name, count in counts.items() if count}
 
     def took_turn(self) -> bool:

@@ -106,6 +106,8 @@ class Switch:
         first. None: nothing is put off."""
         self.misuses = 0
         """How often Canary was called in a way that can't be right."""
+        self.misuses_untold = 0
+        """Of these, how many were of a new sort beyond `MOST_SORTS`."""
 
     def tell(self, event: Event) -> None:
         """Hands ``event`` to every plugin, with the `Place` that it is about."""
@@ -167,7 +169,9 @@ class Switch:
         if self.raises:
             raise MisuseError(what)
         sort = sort or what
-        if sort not in self._misused and len(self._misused) < MOST_SORTS:
+        if sort not in self._misused and len(self._misused) >= MOST_SORTS:
+            self.misuses_untold += 1
+        elif sort not in self._misused:
             self._misused.add(sort)
             self.tell(Event("misuse", "error", {"reason": what}))
 
