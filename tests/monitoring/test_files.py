@@ -12,7 +12,7 @@ from canary_core.metrics.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "monitoring"
-NAMES = {family.full_name for family in FAMILIES} | {"kv_canary_ledger_doubt_ratio"}
+NAMES = {family.full_name for family in FAMILIES}
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus"
