@@ -159,7 +159,9 @@ def record_tile(
         recorded += tl.sum(there.to(tl.int64), 0) * (STRIPS[s * STRIP + 1] * STRIPS[s * STRIP + 2])
         stored_token, _ = split_head(stored_first)
         other = ((stored_third & 0xFFFFFFFF) == 0) | (stored_token != token)
-        same = there & (value == old) & (tl.load(p_descriptors + source[0] * FIELDS + SURE) != 0)
+        sure = tl.load(p_descriptors + source[0] * FIELDS + SURE)
+        # Its comparison may be a scalar's, which Triton 3.9's interpreter does not take beside a block's.
+        same = tl.where(sure != 0, there, False) & (value == old)
         lost = same & other
         not_finite = there & (lost == 0) & (odd != 0)
         if tl.sum((same | not_finite).to(tl.int32), 0) > 0:
