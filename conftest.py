@@ -1,6 +1,7 @@
 """For all tests of the project, the plugins' included: where there is no GPU, Triton runs in its interpreter."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -23,3 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, torch.cuda.is_available() is False"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """A run of GPU tests (``-m gpu``) says at its end what was skipped, grouped by reason."""
+    if config.option.markexpr != "gpu":
+        return
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(r.longrepr[2] if isinstance(r.longrepr, tuple) else str(r.longrepr) for r in skipped)
+    terminalreporter.section(f"{len(skipped)} skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} {reason.removeprefix('Skipped: ')}")

@@ -700,9 +700,9 @@ def test_on_a_gpu_the_next_forward_waits_for_some_records(overlap, event, waits,
         served.step._recorder._backend = backend
         torch.cuda._sleep(SLEEP)
         slept.record()
-        backend.fingerprint(*batch)
+        backend.fingerprint_record(*batch)
 
-    served.step._recorder._backend = replace(backend, fingerprint=slowly)
+    served.step._recorder._backend = replace(backend, fingerprint_record=slowly)
     if event == "much":
         monkeypatch.setattr("canary_core.runtime.recorder.MOST_LATE_BYTES", 1)
     served.run(overlap=overlap)
@@ -717,6 +717,7 @@ def test_on_a_gpu_the_next_forward_waits_for_some_records(overlap, event, waits,
     served.step.run(forward, lambda: batch, batch=BATCH, overlap=overlap)
     served.canary.drain()
     torch.cuda.synchronize()
+    assert served.step._recorder._backend is backend, "no record slept: the recorder does not call what is replaced"
     assert (slept.elapsed_time(wrote) > 0) == waits
     assert served.guarded.violations == []
     assert served.counter(Counter.RECORDED_SLOTS) == 14

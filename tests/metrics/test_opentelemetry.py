@@ -3,6 +3,9 @@
 import sys
 
 import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
+
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from support.guarded import Guarded
