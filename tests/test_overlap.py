@@ -10,7 +10,7 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core import Overlap
-from canary_core.records import Counter
+from canary_core.records import COUNTERS, RECORDED
 
 
 class Side:
@@ -92,7 +92,7 @@ class Served:
 
     @property
     def recorded(self) -> int:
-        return int(self.canary.states["full"].shared.counters[Counter.RECORDED_SLOTS])
+        return int(self.canary.states["full"].shared.counters[COUNTERS + RECORDED])
 
 
 @pytest.fixture

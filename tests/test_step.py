@@ -20,7 +20,7 @@ from canary_core import (
     ViolationError,
     hookimpl,
 )
-from canary_core.records import POSITION, STATES, TOKEN, Counter
+from canary_core.records import COUNTERS, POSITION, RECORDED, STATES, TOKEN, Counter
 from canary_core.reporting.read_times import IDLE_READ_S
 
 BATCH = object()
@@ -124,7 +124,7 @@ class Served:
         self.engine.table[0, 0] = 40
         return view
 
-    def counter(self, counter: Counter) -> int:
+    def counter(self, counter: int) -> int:
         """As the device has it now."""
         return int(self.canary.states["full"].shared.counters[counter])
 
@@ -178,7 +178,7 @@ def test_the_check_is_done_before_the_forward_and_the_record_after_the_settlemen
     seen: dict[str, tuple[int, int]] = {}
 
     def look(when: str) -> None:
-        seen[when] = (served.counter(Counter.CHECKED_FORWARDS), served.counter(Counter.RECORDED_SLOTS))
+        seen[when] = (served.counter(Counter.CHECKED_FORWARDS), served.counter(COUNTERS + RECORDED))
 
     class Looks(StepListener):
         def before(self, batch: object, view: BatchView | None) -> BatchView | None:
@@ -364,9 +364,9 @@ def test_misuse_is_told_once_and_what_to_do(misuse, served):
     assert event.fields["reason"].startswith(MISUSE[misuse])
     assert "call " in event.fields["reason"]
     assert served.canary.enabled
-    before = served.counter(Counter.RECORDED_SLOTS)
+    before = served.counter(COUNTERS + RECORDED)
     served.run()
-    assert served.counter(Counter.RECORDED_SLOTS) - before == 2
+    assert served.counter(COUNTERS + RECORDED) - before == 2
 
 
 @pytest.mark.usefixtures("few_forwards")
@@ -668,7 +668,7 @@ def test_on_a_gpu_the_forward_may_come_before_its_view(overlap, hooked, first):
     served.canary.drain()
     assert served.guarded.violations == []
     assert served.counter(Counter.CHECKED_FORWARDS) == 3
-    assert served.counter(Counter.RECORDED_SLOTS) == 6
+    assert served.counter(COUNTERS + RECORDED) == 6
 
 
 SLEEP = 400_000_000
@@ -720,7 +720,7 @@ def test_on_a_gpu_the_next_forward_waits_for_some_records(overlap, event, waits,
     assert served.step._recorder._backend is backend, "no record slept: the recorder does not call what is replaced"
     assert (slept.elapsed_time(wrote) > 0) == waits
     assert served.guarded.violations == []
-    assert served.counter(Counter.RECORDED_SLOTS) == 14
+    assert served.counter(COUNTERS + RECORDED) == 14
 
 
 def test_what_was_carried_keeps_the_fingerprints_that_came_with_it(guarded):

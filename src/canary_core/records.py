@@ -228,7 +228,8 @@ class Counter(IntEnum):
     CHECKED_BYTES = 27
     """Bytes whose fingerprint was compared, by read checks, scrub and on demand (`SlotEvents.check`)."""
     RECORDED_SLOTS = 28
-    """Slots recorded after a forward."""
+    """Slots recorded after a forward. On the device each region counts its own, see `RECORDED`; the host adds them up.
+    """
     RECORDED_BYTES = 29
     """Bytes fingerprinted after a forward."""
     UNKNOWN_SLOTS = 30

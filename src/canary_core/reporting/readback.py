@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from canary_core.ops.state import Shared
-from canary_core.records import Counter, Row
+from canary_core.records import COUNTERS, GAUGES, RECORDED, Counter, Row
 from canary_core.runtime.host_copy import HostCopy
 
 
@@ -90,6 +90,7 @@ class ReadBack:
         self._in_flight = False
         (host_counters,), (host_ring,) = self._counters.tensors, self._ring.tensors
         counters: list[int] = host_counters.tolist()
+        counters[Counter.RECORDED_SLOTS] = sum(counters[COUNTERS + RECORDED :: GAUGES])
         tallies: list[list[int]] | None = None
         if self._with_tallies and self._proof is not None:
             tallies = self._proof.tensors[0].tolist()

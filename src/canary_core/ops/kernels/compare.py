@@ -246,7 +246,7 @@ def scrub_kernel(
             checked += compare(
                 p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
                 ring_rows, region, slot, m, tl.full(o_slot.shape, -1, tl.int64), None, 0, PHASE_SCRUB,
-                STRIPS, True, tl.where(o_slot == 0, probe, 0),
+                STRIPS, True, tl.where(i == 0, probe, 0),
             )  # fmt: skip
         tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -261,6 +261,8 @@ def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
     share = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_RUNNING), most).to(tl.int32)
     passes = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_PASS), slots).to(tl.int32)
     running, parked = tl.load(p_now + PLACE_RUNNING), tl.load(p_now + PLACE_PARKED)
+    # Asked for before the walk, so that nobody waits for it at its end.
+    probe = tl.load(p_cursors + CURSOR_PROBE)
     listed = tl.zeros((), tl.int32)
     n_running = tl.zeros((), tl.int32)
     passed_running = tl.zeros((), tl.int32)
@@ -301,7 +303,6 @@ def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
     tl.store(p_next + PLACE_RUNNING_LISTED, running_listed)
     tl.store(p_next + PLACE_PARKED, parked)
     tl.store(p_next + PLACE_PARKED_LISTED, parked_listed)
-    probe = tl.load(p_cursors + CURSOR_PROBE)
     tl.store(p_next + PLACE_PROBE, tl.where(listed > 0, probe, 0))
     tl.store(p_cursors + CURSOR_PROBE, tl.where(listed > 0, 0, probe))
     p_gauges = p_counters + COUNTERS_END + region * REGION_GAUGES - PLACE_RUNNING
@@ -342,12 +343,13 @@ def verify_kernel(
 def compare(
     p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring, ring_rows,
     region, slot, m, position, p_writers, i_row, phase,
-    STRIPS: tl.constexpr, EAGER: tl.constexpr, b_probe=None,
+    STRIPS: tl.constexpr, EAGER: tl.constexpr, probe=None,
 ):  # fmt: skip
     """Compares the bytes of written slots, each a row of the tile, with their fingerprints and reports BYTES; gives how
     many bytes were compared. ``source``: see `fold.describe`; ``strip``: the narrow source that goes with it, if
-    `STRIPS` has one. A fingerprint of 0 is not known and is not compared. ``b_probe``: of each slot the source, plus
-    one, whose fingerprint is taken with all bits turned round and which reports PROBE; 0 for none.
+    `STRIPS` has one. A fingerprint of 0 is not known and is not compared. ``probe``: the source, plus one, of which the
+    tile's first slot reports PROBE; 0 for none. Then the whole tile's fingerprints are taken with all bits turned
+    round, so that it is looked at closely: a tile without a probe pays one operation.
 
     Only where bytes differ, which is rare, it is looked at whether the slot was written and its fingerprint known:
     these checks cost the other slots no register. Two exceptions: without `EAGER` (for tiles of which many slots hold
@@ -358,16 +360,17 @@ def compare(
         m = m & is_written(tl.load(p_records + slot * 4, mask=m, other=0))
     present = m & (slot.to(tl.int32) % STRIPS[0] < source[6])
     old = tl.load(p_fingerprints + slot * sources + source[0], mask=present, other=0)
-    if b_probe is not None:
-        old = tl.where(b_probe == source[0] + 1, ~old, old)
+    if probe is not None:
+        flip = tl.where(probe != 0, -1, 0).to(tl.int64)
+        old = old ^ flip
     if ABREAST:
         present = present & (old != 0)
     if len(STRIPS) > STRIP:
         # Asked for before the wide source's bytes and looked at after them, so that there is one wait, not two.
         strip_present = m & (slot.to(tl.int32) % STRIPS[STRIP] < strip[6])
         strip_old = tl.load(p_fingerprints + slot * sources + strip[0], mask=strip_present, other=0)
-        if b_probe is not None:
-            strip_old = tl.where(b_probe == strip[0] + 1, ~strip_old, strip_old)
+        if probe is not None:
+            strip_old = strip_old ^ flip
         strip_words, strip_keys = load_strip(strip, p_keys, slot, strip_present, STRIPS)
     if ABREAST:
         value, _odd = fold_abreast(p_descriptors, source, p_keys, slot, present, STRIPS, 0, False)
@@ -388,13 +391,20 @@ def compare(
         first = tl.load(p_records + slot * 4, mask=m, other=0, volatile=True)
         token, _word = split_head(first)
         written = m & is_written(first)
-        known = written & (old != 0)
         kind = tl.full(slot.shape, KIND_BYTES, tl.int64)
-        if b_probe is not None:
-            probed = b_probe == source[0] + 1
-            known = known | probed
-            kind = tl.where(probed, KIND_PROBE, KIND_BYTES).to(tl.int64)
-        differs = differs & known
+        stored, strip_kind = old, kind
+        if probe is not None:
+            # As blocks: beside one, Triton 3.9's interpreter does not take a scalar's comparison.
+            b_probe = tl.zeros_like(slot) + probe
+            if not ABREAST:
+                b_probe = tl.where(tl.arange(0, slot.shape[0]) == 0, b_probe, 0)
+            asked = b_probe == source[0] + 1
+            stored = tl.where(asked, old, old ^ flip)
+            compared += tl.sum((differs & (value == stored)).to(tl.int64), 0) * (STRIPS[1] * STRIPS[2])
+            differs = differs & (value != stored) & (asked | (written & (stored != 0)))
+            kind = tl.where(asked, KIND_PROBE, KIND_BYTES).to(tl.int64)
+        else:
+            differs = differs & written & (old != 0)
         writer = tl.full((), -1, tl.int64)
         if p_writers is not None:
             writer = tl.load(p_writers + i_row).to(tl.int64)
@@ -405,19 +415,24 @@ def compare(
         compared += tl.sum(differs.to(tl.int64), 0) * (STRIPS[1] * STRIPS[2])
         report_record(
             p_counters, p_ring, ring_rows, kind, differs, region, source[0], slot, o_position, token,
-            p_records + slot * 4, m, old, value, writer, step,
+            p_records + slot * 4, m, stored, value, writer, step,
         )  # fmt: skip
         if len(STRIPS) > STRIP:
-            strip_known = written & (strip_old != 0)
-            if b_probe is not None:
-                probed = b_probe == strip[0] + 1
-                strip_known = strip_known | probed
-                kind = tl.where(probed, KIND_PROBE, KIND_BYTES).to(tl.int64)
-            strip_differs = strip_differs & strip_known
+            strip_stored = strip_old
+            if probe is not None:
+                strip_asked = b_probe == strip[0] + 1
+                strip_stored = tl.where(strip_asked, strip_old, strip_old ^ flip)
+                same = strip_differs & (strip_value == strip_stored)
+                compared += tl.sum(same.to(tl.int64), 0) * (STRIPS[STRIP + 1] * STRIPS[STRIP + 2])
+                strip_differs = strip_differs & (strip_value != strip_stored)
+                strip_differs = strip_differs & (strip_asked | (written & (strip_stored != 0)))
+                strip_kind = tl.where(strip_asked, KIND_PROBE, KIND_BYTES).to(tl.int64)
+            else:
+                strip_differs = strip_differs & written & (strip_old != 0)
             compared += tl.sum(strip_differs.to(tl.int64), 0) * (STRIPS[STRIP + 1] * STRIPS[STRIP + 2])
             report_record(
-                p_counters, p_ring, ring_rows, kind, strip_differs, region, strip[0], slot, o_position, token,
-                p_records + slot * 4, m, strip_old, strip_value, writer, step,
+                p_counters, p_ring, ring_rows, strip_kind, strip_differs, region, strip[0], slot, o_position, token,
+                p_records + slot * 4, m, strip_stored, strip_value, writer, step,
             )  # fmt: skip
     return compared
 

@@ -50,7 +50,6 @@ CURSOR_CHECK = tl.constexpr(int(Cursor.CHECK))
 CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
 CLOCK_STEP = tl.constexpr(int(Clock.STEP))
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
-COUNT_RECORDED_SLOTS = tl.constexpr(int(Counter.RECORDED_SLOTS))
 COUNTERS_END = tl.constexpr(COUNTERS)
 REGION_GAUGES = tl.constexpr(GAUGES)
 GAUGE_RECORDED = tl.constexpr(RECORDED)
@@ -179,9 +178,8 @@ def record_written(
         if p_histories is not None:
             new_entry = entry(WRITE, tl.zeros_like(slot) + writer, step)
             push(p_histories, slot, new_entry, first, second, third, won)
-        n_recorded = tl.sum(won.to(tl.int64), 0)
-        tl.atomic_add(p_counters + COUNT_RECORDED_SLOTS, n_recorded)
-        tl.atomic_add(p_counters + COUNTERS_END + region * REGION_GAUGES + GAUGE_RECORDED, n_recorded)
+        p_recorded = p_counters + COUNTERS_END + region * REGION_GAUGES + GAUGE_RECORDED
+        tl.atomic_add(p_recorded, tl.sum(won.to(tl.int64), 0))
 
         expected = tl.full((TILE,), -1, tl.int64)
         if p_expected is not None:

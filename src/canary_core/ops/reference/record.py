@@ -124,7 +124,6 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     if state.histories is not None:
         written = histories.entry(state, Happened.WRITE, fields[Row.WRITER][winner])
         histories.push(state.histories, writes.slot[winner], written)
-    shared.counters[Counter.RECORDED_SLOTS] += new.shape[0]
     shared.counters[COUNTERS + state.index * GAUGES + RECORDED] += new.shape[0]
     shared.clock[Clock.STEP] = step
     state.cursors[Cursor.CHECK] = state.cursors[Cursor.CHECK_NEXT]
