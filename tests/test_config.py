@@ -175,14 +175,13 @@ def test_every_setting_is_documented(setting):
 
 def test_only_config_reads_the_environment():
     """No other file of the packages looks at environment variables, but for the one that hands all of them to a process
-    of its own, with Triton's cache among them, and the doctor, which looks at engines' own."""
+    of its own, with Triton's cache among them."""
     readers = [
         str(file.relative_to(ROOT))
         for file in ROOT.glob("src/**/*.py")
         if re.search(r"\bos\.environ|\bgetenv\b", file.read_text())
     ]
-    doctor = ["src/canary_core/doctor/checks.py", "src/canary_core/doctor/places.py"]
-    assert sorted(readers) == [*doctor, "src/canary_core/ops/compile_process.py"]
+    assert readers == ["src/canary_core/ops/compile_process.py"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from support.toy import ToyEngine
 
 from canary_adapters import ragged_table
 from canary_core import AttachError, BatchView, Kind, ReadTable
-from canary_core.events import Event
 from canary_core.ops.state import RegionState
 
 
@@ -163,7 +162,7 @@ def test_a_backend_that_is_left_out_is_told_once():
         g.canary.step.tables.leave_out("torch_native", "it reads req_to_token itself")
     told = [event for event in g.findings.events if event.name == "tables_left_out"]
     fields = {"backend": "torch_native", "reason": "it reads req_to_token itself"}
-    assert told == [Event("tables_left_out", "info", fields)]
+    assert [(event.level, fields.items() <= event.fields.items()) for event in told] == [("info", True)]
 
 
 def test_nothing_is_due_while_canary_is_paused():

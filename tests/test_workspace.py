@@ -1,6 +1,7 @@
 """`Switch` and its `Failsafe`: what is ours never reaches the engine in log mode, what is a finding does. `Workspace`:
 in off mode and on a CPU."""
 
+import socket
 from contextlib import nullcontext
 
 import pytest
@@ -85,9 +86,9 @@ def test_misuse_is_told_once_each_and_goes_on(told):
     """The same sentence a second time is no news; another one is."""
     for what in ("call step.end", "call step.end", "call step.after"):
         told.switch.misuse(what)
-    assert [(e.name, e.level, e.fields) for e in told.events] == [
-        ("misuse", "error", {"reason": "call step.end"}),
-        ("misuse", "error", {"reason": "call step.after"}),
+    assert [(e.name, e.level, e.fields["reason"]) for e in told.events] == [
+        ("misuse", "error", "call step.end"),
+        ("misuse", "error", "call step.after"),
     ]
     assert told.switch.enabled
 
@@ -146,18 +147,19 @@ def test_an_audit_without_problems_changes_nothing(mode):
 @pytest.mark.parametrize(
     ("settings", "about"),
     [
-        ({"model": "draft", "rank": 2}, {"model": "draft", "rank": 2}),
-        ({"model": "", "rank": 1}, {"rank": 1}),
-        ({"model": "", "rank": 0}, {}),
+        ({"model": "draft", "rank": 2}, {"model": "draft", "replica": 0, "rank": 2}),
+        ({"model": "", "replica": 3}, {"replica": 3, "rank": 0}),
     ],
 )
-def test_events_name_the_model_and_the_rank(settings, about):
-    """Where the settings name them; a field of the event's own wins. `Switch.emit` adds nothing."""
+def test_events_name_the_place(settings, about):
+    """Machine, replica and rank, and the model where it is known; a field of the event's own wins. `Switch.emit` adds
+    nothing."""
     told = Told(**settings)
+    about = {"host": socket.gethostname(), **about}
     told.switch.tell(Event("stats", fields={"slots": 3}))
     told.switch.tell(Event("stats", fields={"rank": 9, "model": "own"}))
     told.switch.emit(Event("dismissed"))
-    assert [e.fields for e in told.events] == [{"slots": 3, **about}, {"rank": 9, "model": "own"}, {}]
+    assert [e.fields for e in told.events] == [{"slots": 3, **about}, {**about, "rank": 9, "model": "own"}, {}]
 
 
 def test_off_mode_has_no_memory():

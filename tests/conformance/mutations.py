@@ -242,7 +242,7 @@ def _no_pages(patch: pytest.MonkeyPatch) -> None:
     """Numbers of pages are told as numbers of slots."""
 
     def tell(self: ToyGuard, event: Any, pages: Any) -> None:
-        event(REGION, torch.tensor(pages, dtype=torch.int64, device=self._device))
+        event(REGION, torch.tensor(pages, dtype=torch.int64, device=self.canary.device))
 
     patch.setattr(ToyGuard, "_tell", tell)
 

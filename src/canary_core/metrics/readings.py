@@ -70,7 +70,9 @@ class Reading:
         counts: dict[str, Any] = dict.fromkeys(("forwards", "checked_forwards", "slots_checked", "bytes_checked"), 0)
         named: dict[str, Any] = {name: {} for name in ("skipped", "violations", "incidents", "overhead")}
         sizes: dict[str, Any] = {"unknown_slots": 0.0, "guarded_bytes": 0, "memory_bytes": 0}
-        never: dict[str, Any] = dict.fromkeys(("coverage", "detection_s", "scrub_period_s", "last_check"))
+        never: dict[str, Any] = dict.fromkeys(
+            ("coverage", "detection_s", "scrub_period_s", "last_check", "ledger_doubt")
+        )
         return cls(
             owner=place.labels, info=info, mode=config.mode, enabled=False, paused=False,
             **counts, **named, **sizes, **never,
