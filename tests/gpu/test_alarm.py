@@ -32,6 +32,7 @@ def test_probes_come_out_of_the_alarm(mode, monkeypatch):
 def test_a_device_that_stands_still_is_told(monkeypatch):
     """The side stream is kept busy, so the copy of the counters does not arrive, while forwards go on."""
     monkeypatch.setattr(lookout, "STUCK_S", 0.05)
+    monkeypatch.setattr(lookout, "STUCK_STEPS", 1)
     monkeypatch.setattr(WATCH, "look", lambda: None)
     run = Run(*MODES["gpu_beside"])
     run.clean(12)
@@ -40,9 +41,9 @@ def test_a_device_that_stands_still_is_told(monkeypatch):
     run.stage(run.traffic.next())
     torch.cuda.synchronize()
     with run.canary._workspace.side:
-        # Half a second and more.
-        torch.cuda._sleep(1_500_000_000)
-    deadline = time.monotonic() + 0.4
+        # A second and more.
+        torch.cuda._sleep(3_000_000_000)
+    deadline = time.monotonic() + 0.8
     while time.monotonic() < deadline and not told:
         # The same batch again: to make another one would wait for the device.
         run.issue()

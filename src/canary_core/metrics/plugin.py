@@ -107,7 +107,8 @@ def _unattached(event: Event) -> bool:
     own, see `Readings.refuse`. Draft models whose pool is left out are told as coverage, and the served one is
     guarded."""
     if event.name == "coverage":
-        return not event.fields.get("regions", True) and bool(event.fields["uncovered"]) and not event.fields.get("draft")
+        left_out = not event.fields.get("regions", True) and bool(event.fields.get("uncovered"))
+        return left_out and not event.fields.get("draft")
     return event.name == "disabled"
 
 
