@@ -291,8 +291,8 @@ class Cursor(IntEnum):
     SCRUB_NEXT = 16
     """The same for the next scrub: written by `scrub`, which need not run after each forward."""
     PROBE = 24
-    """Number of a source plus one: the next list that holds a slot asks for a probe of it. Set by the host, 0 once that
-    is listed."""
+    """Number of a source plus one, 0 for none: a probed scrub takes the fingerprint of its list's first slot there with
+    all bits turned round, see `records.PROBE`. Set by the host."""
 
 
 CURSOR_WORDS = 25
@@ -312,9 +312,6 @@ class ScrubWord(IntEnum):
     PARKED = 3
     """Slots passed in search of parked ones."""
     PARKED_LISTED = 4
-    PROBE = 5
-    """Of the list to compare: the source of its first slot, plus one, whose fingerprint is taken with all bits turned
-    round, see `records.PROBE`. 0: none."""
 
 
 SCRUB_WORDS = 8

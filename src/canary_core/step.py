@@ -100,6 +100,7 @@ class Step:
         """What Canary itself costs."""
         self._recorder = Recorder(workspace, switch, self.overhead, self.tables, self.stores)
         self.scrub = self._recorder.scrub
+        findings.probe = self.scrub.probe
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self._pause = Pause(slots, canary.sampled, self.tables, self.watchdog, switch)
         self._passing = False
@@ -495,7 +496,7 @@ class Step:
                 with workspace.beside(workspace.side is not None and workspace.side.open):
                     snapshot = self._findings.collect()
                     self.scrub.adjust(captured)
-                    self._findings.alarm.step(moment, not self.scrub.pace.off)
+                    self._findings.alarm.step(moment, not self.scrub.pace.off, captured)
                     self._canary.ledger.send()
                 if self.lookout is not None:
                     self.lookout.look_back(moment)

@@ -318,7 +318,7 @@ def disturb(s: Scenario, state: RegionState) -> None:
     for _ in range(s.unknown.choice([0, 2, 9])):
         columns = s.unknown.choice([slice(None), s.unknown.randrange(len(s.region.sources))])
         state.fingerprints[s.unknown.randrange(s.region.slots), columns] = 0
-    # The next list asks for a probe, now and then of a source that there is not.
+    # A scrub may be asked for a probe, now and then of a source that there is not.
     state.cursors[Cursor.PROBE] = s.unknown.randrange(len(s.region.sources) + 2)
     for slot in s.region.null_range:
         seen = [s.nulls.choice([*NullBytes, NullBytes.FINITE, 0, 77]) for _ in s.region.sources]

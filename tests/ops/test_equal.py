@@ -74,7 +74,7 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
             other = twin(state)
             arguments = (batch, table)
             if op == "scrub":
-                arguments = ()
+                arguments = (s.unknown.random() < 0.5,)
             elif op in ("note_store", "compare_stores") and not state.stores.numel():
                 continue
             elif op == "note_store":

@@ -9,7 +9,7 @@ from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, S
 from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.ops.kernels import compare, fingerprint, tiles
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import Counter, Cursor, Kind, ScrubWord
+from canary_core.records import Counter, Cursor, Kind
 
 OPS = ("check", "read_check", "fingerprint", "record", "scrub")
 SLOTS = 24
@@ -74,9 +74,9 @@ def compare_ops(width_bytes: int, pad_bytes: int, rows: int, device: str = "cpu"
             if op == "fingerprint":
                 for source in state.sources:
                     source.tensor[1 + (step == 2) :, ::3] += 1
-            state.cursors[Cursor.SCRUB + ScrubWord.PROBE] = step + 1
+            state.cursors[Cursor.PROBE] = step + 1
             other = twin(state)
-            arguments = () if op == "scrub" else (batch, table)
+            arguments = (True,) if op == "scrub" else (batch, table)
             getattr(reference, op)(state, *arguments)
             getattr(kernels, op)(other, *arguments)
             assert differences(state, other, batch.tokens) == [], f"step {step}, op {op}"

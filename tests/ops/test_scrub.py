@@ -153,17 +153,16 @@ def test_a_scrub_without_a_check_before_it_loses_nothing(backend, device):
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("source", [0, 1])
 def test_a_probe_is_told_of_the_first_slot_that_is_listed(backend, device, source):
-    """Once, of the source that was asked for, with a fingerprint that is wrong by all its bits and with what the bytes
-    come to; in a list with others, whose bytes are right and of which nothing is told."""
+    """By a probed scrub, of the source that was asked for: with a fingerprint that is wrong by all its bits, and with
+    what the bytes come to. Of the others in the list, whose bytes are right, nothing is told, nor by a usual scrub."""
     state, scrub = state_of(40, device), backend().scrub
     budget(state, 10, 10, 40)
     state.cursors[Cursor.PROBE] = source + 1
-    scrub(state)
-    advance(state)
-    assert (listed(state), int(state.cursors[Cursor.PROBE])) == ([], source + 1), "it waits for a slot"
+    scrub(state, True)
+    assert ring_rows(state) == [], "there is nothing in the list"
     state.records[7:, POSITION] = int(State.WRITTEN)
-    for _ in range(3):
-        scrub(state)
+    for probed in (False, True, False):
+        scrub(state, probed)
         advance(state)
     (found,) = ring_rows(state)
     row = {word: found[word - 1] for word in Row if word is not Row.SEQUENCE}
@@ -171,7 +170,7 @@ def test_a_probe_is_told_of_the_first_slot_that_is_listed(backend, device, sourc
     known = int(state.fingerprints[7, source])
     assert (row[Row.STORED_VALUE], row[Row.FOUND_VALUE]) == (~known, known)
     assert int(state.shared.counters[PROBE]) == 1
-    assert int(state.cursors[Cursor.PROBE]) == 0
+    assert int(state.shared.counters[Counter.CHECKED_BYTES]) == 3 * 10 * 16 - 10 * 16
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
@@ -182,10 +181,10 @@ def test_a_probe_hides_no_corruption_and_needs_no_record(backend, device, flip, 
     state = state_of(40, device)
     state.records[:, POSITION] = int(now)
     list_slots(state, [5, 6])
-    state.cursors[Cursor.SCRUB + ScrubWord.PROBE] = 1
+    state.cursors[Cursor.PROBE] = 1
     known = int(state.fingerprints[5, 0])
     state.sources[0].tensor[5, 2] ^= flip
-    backend().scrub(state)
+    backend().scrub(state, True)
     (row,) = ring_rows(state)
     assert (row[Row.KIND - 1], row[Row.SLOT - 1], row[Row.STORED_VALUE - 1]) == (PROBE, 5, ~known)
     assert (row[Row.FOUND_VALUE - 1] != known) == bool(flip)

@@ -118,7 +118,9 @@ def test_a_scrub_that_never_runs_is_told(served, monkeypatch):
     served.serve(20)
     monkeypatch.setattr(alarm_test, "LEAST_FORWARDS", 100)
     backend = served.canary._workspace.backend
-    monkeypatch.setattr(served.canary.step.scrub, "_backend", dataclasses.replace(backend, scrub=lambda state: None))
+    monkeypatch.setattr(
+        served.canary.step.scrub, "_backend", dataclasses.replace(backend, scrub=lambda state, probed: None)
+    )
     served.serve(200)
     (told,) = served.events("alarm_dead")
     assert "no kernel has reported it" in told["reason"]

@@ -33,7 +33,7 @@ class Backend:
     fingerprint: BatchOp
     record: BatchOp
     fingerprint_record: BatchOp
-    scrub: Callable[[RegionState], None]
+    scrub: Callable[[RegionState, bool], None]
     alloc: EventOp
     park: EventOp
     share: EventOp

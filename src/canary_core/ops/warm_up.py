@@ -127,7 +127,8 @@ def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, tabl
 def _launch_beside(backend: Backend, state: RegionState) -> None:
     """The ops that are given slots, or look for them; after `_launch_forward`, so that there are none to look for."""
     if state.sources:
-        backend.scrub(state)
+        backend.scrub(state, False)
+        backend.scrub(state, True)
     none = torch.empty(0, dtype=torch.int64, device=state.records.device)
     backend.verify(state, none)
     backend.adopt(state, none)

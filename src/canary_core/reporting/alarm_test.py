@@ -8,7 +8,7 @@ from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.incidents.grouping import Incidents
 from canary_core.ops.state import RegionState
-from canary_core.records import COUNTERS, GAUGES, PROBE, Counter, Cursor, ScrubWord
+from canary_core.records import COUNTERS, GAUGES, PROBE, Counter, ScrubWord
 from canary_core.violation import Violation
 
 LEAST_S, MOST_S = 1.0, 20.0
@@ -34,11 +34,18 @@ class AlarmTest:
     thread of incidents prove that they would tell a finding. A probe is swallowed; what was really wrong with the slot
     is not. Its request is a fill of 8 bytes on the device beside a read of the counters, and no launch of a forward.
 
-    ``states``: regions that the scrub compares, none: there is nothing to test. ``on_thread``: hands a function to the
+    ``states``: regions that the scrub compares, none: there is nothing to test. ``probe``: `Scrub.probe`.
+    ``on_thread``: hands a function to the
     thread of incidents, False where there is none."""
 
-    def __init__(self, states: Sequence[RegionState], on_thread: Callable[[Callable[[], None]], bool]) -> None:
+    def __init__(
+        self,
+        states: Sequence[RegionState],
+        probe: Callable[[RegionState, int], None],
+        on_thread: Callable[[Callable[[], None]], bool],
+    ) -> None:
         self._states = states
+        self._probe = probe
         self._on_thread = on_thread
         self._turns = cycle([(state, source) for state in states for source in range(len(state.sources))])
         self._due: float | None = None
@@ -62,13 +69,17 @@ class AlarmTest:
         """Whether there is anything to test."""
         return bool(self._states)
 
-    def step(self, now: float, scrubs: bool) -> None:
+    def step(self, now: float, scrubs: bool, captured: bool) -> None:
         """At a read of the counters, on the stream of the scrub: asks for a probe if one is due. ``now``:
-        `time.monotonic`; ``scrubs``: whether there is a scrub now. Never captured."""
+        `time.monotonic`; ``scrubs``: whether there is a scrub now; ``captured``: whether it is in a graph, which
+        is probed until it is told not to be. Never captured."""
         counters = self._counters
         if not self._states or not scrubs or not counters:
             self._due = None
             return
+        if captured and self._due is None and self._state is not None:
+            self._probe(self._state, -1)
+            self._state = None
         rounds = counters[Counter.SCRUBBED_SLOTS] // sum(state.region.slots for state in self._states)
         if self._due is None:
             if self.passed and now - self._last < (MOST_S if rounds == self._round else LEAST_S):
@@ -81,7 +92,7 @@ class AlarmTest:
             self._tries += self._lists >= LEAST_LISTS
         self._asked, self._lists = now, 0
         self._state, source = next(self._turns)
-        self._state.cursors[Cursor.PROBE].fill_(source + 1)
+        self._probe(self._state, source)
 
     def came(self, probe: Violation) -> None:
         """The row of a probe was read and decoded: groups it, and sends it to the thread of incidents."""

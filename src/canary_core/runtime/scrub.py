@@ -237,6 +237,7 @@ class Scrub:
         """Is told how forwards follow each other."""
         self._forwards = 1
         self._since = 0
+        self._probed: RegionState | None = None
         self.started = False
         """Whether `start` was called."""
 
@@ -270,7 +271,16 @@ class Scrub:
         self._since = 0
         for stretch in self.stretches:
             if stretch.state.readable:
-                self._backend.scrub(stretch.state)
+                # A graph's launches are always the same, so that one always looks whether a probe is asked for.
+                probed = captured or self._probed is stretch.state
+                self._backend.scrub(stretch.state, probed)
+                if probed:
+                    self._probed = None
+
+    def probe(self, state: RegionState, source: int) -> None:
+        """On the stream of the scrub: the next one of ``state`` is probed in ``source``; -1: none is any more."""
+        state.cursors[Cursor.PROBE].fill_(source + 1)
+        self._probed = None if source < 0 else state
 
     def observe(self, counters: Sequence[int]) -> None:
         """Host only. The counters that a read brought, with the gauges behind them."""
@@ -345,9 +355,11 @@ class Scrub:
         return speed
 
     def launch_all(self) -> None:
-        """What `start` launches, once."""
+        """What `start` and probes launch, once."""
         self._fingerprint_all()
         self._scrub_all()
+        for stretch in self.stretches:
+            self._backend.scrub(stretch.state, True)
 
     def _fingerprint_all(self) -> None:
         for stretch in self.stretches:
@@ -355,7 +367,7 @@ class Scrub:
 
     def _scrub_all(self) -> None:
         for stretch in self.stretches:
-            self._backend.scrub(stretch.state)
+            self._backend.scrub(stretch.state, False)
 
 
 _speeds: dict[tuple[object, ...], float] = {}

@@ -52,7 +52,6 @@ PLACE_RUNNING = tl.constexpr(int(ScrubWord.RUNNING))
 PLACE_RUNNING_LISTED = tl.constexpr(int(ScrubWord.RUNNING_LISTED))
 PLACE_PARKED = tl.constexpr(int(ScrubWord.PARKED))
 PLACE_PARKED_LISTED = tl.constexpr(int(ScrubWord.PARKED_LISTED))
-PLACE_PROBE = tl.constexpr(int(ScrubWord.PROBE))
 CURSOR_PROBE = tl.constexpr(int(Cursor.PROBE))
 COUNTERS_END = tl.constexpr(COUNTERS)
 REGION_GAUGES = tl.constexpr(GAUGES)
@@ -76,12 +75,14 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         launch.launch((launch.blocks, launch.programs), given)
 
 
-def scrub(state: RegionState) -> None:
-    """As `canary_core.ops.reference.compare.scrub`. One launch a source group; may be captured."""
+def scrub(state: RegionState, probed: bool = False) -> None:
+    """As `canary_core.ops.reference.compare.scrub`. One launch a source group; may be captured. ``probed`` is a kernel
+    of its own, so that the usual one pays nothing for it."""
     given = state.launches.listed
     if given is None:
         given = state.launches.listed = arguments(state.listed)
-    for launch in group_launches(state, "scrub", scrub_kernel, SCRUB_TILES):
+    op, kernel = ("scrub_probed", scrub_probed_kernel) if probed else ("scrub", scrub_kernel)
+    for launch in group_launches(state, op, kernel, SCRUB_TILES):
         # One more program lists what the next scrub compares.
         launch.launch((launch.blocks, 1 + launch.programs), given)
 
@@ -221,6 +222,34 @@ def scrub_kernel(
 ):  # fmt: skip
     """Grid: any number of programs but one over tiles of `SLOTS` listed slots, by groups of sources. The first program
     of the first group makes the next list, since it takes the longest."""
+    scrub_tiles(
+        p_words, p_cursors, p_listed, region, slots, p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+        p_records, p_counters, p_clock, p_ring, ring_rows, STRIPS, SLOTS, ABREAST, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def scrub_probed_kernel(
+    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
+    slots, null_first, null_end,
+    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_listed,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """As `scrub_kernel`, with the probe that `Cursor.PROBE` asks for."""
+    scrub_tiles(
+        p_words, p_cursors, p_listed, region, slots, p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+        p_records, p_counters, p_clock, p_ring, ring_rows, STRIPS, SLOTS, ABREAST, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def scrub_tiles(
+    p_words, p_cursors, p_listed, region, slots, p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
+    p_records, p_counters, p_clock, p_ring, ring_rows,
+    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr, PROBED: tl.constexpr,
+):  # fmt: skip
+    """What a program of a scrub does."""
     N: tl.constexpr = len(STRIPS) // STRIP
     source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
     strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
@@ -234,7 +263,9 @@ def scrub_kernel(
     else:
         place = tl.load(p_cursors + CURSOR_SCRUB + PLACE_LIST)
         count = (place & 0xFFFFFFFF).to(tl.int32)
-        probe = tl.load(p_cursors + CURSOR_SCRUB + PLACE_PROBE)
+        probe = None
+        if PROBED:
+            probe = tl.load(p_cursors + CURSOR_PROBE)
         p_slots = p_listed + (place >> 32) * slots
         checked = tl.zeros((), tl.int64)
         for i in range(tl.program_id(1) - 1, (count + SLOTS - 1) // SLOTS, tl.num_programs(1) - 1):
@@ -243,10 +274,13 @@ def scrub_kernel(
                 o_slot = spread(i, ABREAST)
             m = o_slot < count
             slot = tl.load(p_slots + o_slot, mask=m, other=0).to(tl.int64)
+            b_probe = None
+            if PROBED:
+                b_probe = tl.where(i == 0, probe, 0)
             checked += compare(
                 p_descriptors, source, strip, p_keys, p_fingerprints, sources, p_records, p_counters, p_clock, p_ring,
                 ring_rows, region, slot, m, tl.full(o_slot.shape, -1, tl.int64), None, 0, PHASE_SCRUB,
-                STRIPS, True, tl.where(i == 0, probe, 0),
+                STRIPS, True, b_probe,
             )  # fmt: skip
         tl.atomic_add(p_counters + COUNT_CHECKED_BYTES, checked)
 
@@ -261,8 +295,6 @@ def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
     share = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_RUNNING), most).to(tl.int32)
     passes = tl.minimum(tl.load(p_cursors + CURSOR_SCRUB_PASS), slots).to(tl.int32)
     running, parked = tl.load(p_now + PLACE_RUNNING), tl.load(p_now + PLACE_PARKED)
-    # Asked for before the walk, so that nobody waits for it at its end.
-    probe = tl.load(p_cursors + CURSOR_PROBE)
     listed = tl.zeros((), tl.int32)
     n_running = tl.zeros((), tl.int32)
     passed_running = tl.zeros((), tl.int32)
@@ -303,8 +335,6 @@ def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
     tl.store(p_next + PLACE_RUNNING_LISTED, running_listed)
     tl.store(p_next + PLACE_PARKED, parked)
     tl.store(p_next + PLACE_PARKED_LISTED, parked_listed)
-    tl.store(p_next + PLACE_PROBE, tl.where(listed > 0, probe, 0))
-    tl.store(p_cursors + CURSOR_PROBE, tl.where(listed > 0, 0, probe))
     p_gauges = p_counters + COUNTERS_END + region * REGION_GAUGES - PLACE_RUNNING
     tl.store(p_gauges + PLACE_RUNNING, running)
     tl.store(p_gauges + PLACE_RUNNING_LISTED, running_listed)
@@ -349,7 +379,7 @@ def compare(
     many bytes were compared. ``source``: see `fold.describe`; ``strip``: the narrow source that goes with it, if
     `STRIPS` has one. A fingerprint of 0 is not known and is not compared. ``probe``: the source, plus one, of which the
     tile's first slot reports PROBE; 0 for none. Then the whole tile's fingerprints are taken with all bits turned
-    round, so that it is looked at closely: a tile without a probe pays one operation.
+    round, so that it is looked at closely.
 
     Only where bytes differ, which is rare, it is looked at whether the slot was written and its fingerprint known:
     these checks cost the other slots no register. Two exceptions: without `EAGER` (for tiles of which many slots hold

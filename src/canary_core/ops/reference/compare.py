@@ -49,16 +49,18 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     _compare(state, seen, Phase.PRE_FORWARD, about)
 
 
-def scrub(state: RegionState) -> None:
+def scrub(state: RegionState, probed: bool = False) -> None:
     """After `record`: compares the bytes of the slots that are listed (see `ScrubWord.LIST`), and lists those for the
-    next scrub. Reports BYTES. As in `read_check`, the record is asked only where bytes differ."""
+    next scrub. Reports BYTES. As in `read_check`, the record is asked only where bytes differ. ``probed``: the list's
+    first slot also reports PROBE, see `Cursor.PROBE`."""
     device = state.records.device
     place = state.cursors[Cursor.SCRUB :][:SCRUB_WORDS].tolist()
     half, count = place[ScrubWord.LIST] >> 32, place[ScrubWord.LIST] & 0xFFFFFFFF
     slot = state.listed[half, :count].long()
     nobody = torch.full_like(slot, -1)
     seen = see(state, slot, torch.full_like(slot, Status.OK))
-    _compare(state, seen, Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody}, place[ScrubWord.PROBE] - 1)
+    probe = int(state.cursors[Cursor.PROBE]) - 1 if probed else -1
+    _compare(state, seen, Phase.SCRUB, {Row.POSITION: nobody, Row.WRITER: nobody}, probe)
 
     following = _list_next(state, place)
     passed = following[ScrubWord.RUNNING] - place[ScrubWord.RUNNING]
@@ -90,10 +92,6 @@ def _list_next(state: RegionState, place: list[int]) -> list[int]:
         following[word + 1] += len(found)
         listed += len(found)
     following[ScrubWord.LIST] = (half << 32) + listed
-    following[ScrubWord.PROBE] = 0
-    if listed:
-        following[ScrubWord.PROBE] = int(state.cursors[Cursor.PROBE])
-        state.cursors[Cursor.PROBE] = 0
     return following
 
 
