@@ -68,7 +68,8 @@ def compile_all(seed: int) -> None:
     if state.stores.numel():
         backend.note_store(state, batch, range(len(state.sources)))
         backend.compare_stores(state, batch, table)
-    backend.scrub(state)
+    backend.scrub(state, False)
+    backend.scrub(state, True)
     for op in ("verify", "adopt"):
         getattr(backend, op)(state, events(s))
     for op in EVENTS:

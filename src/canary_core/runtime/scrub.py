@@ -346,7 +346,9 @@ class Scrub:
         counters = self.stretches[0].state.shared.counters
         before = counters.clone()
         listed_bytes = sum(_list_some(stretch.state) for stretch in self.stretches)
-        # The first one may still have to be compiled.
+        # The first one may still have to be compiled, or loaded, which waits for the device: a probed one, too.
+        for stretch in self.stretches:
+            self._backend.scrub(stretch.state, True)
         self._scrub_all()
         speed = listed_bytes / _seconds(self._scrub_all, device)
         counters.copy_(before)
