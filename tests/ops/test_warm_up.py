@@ -18,7 +18,8 @@ from canary_core.ops.kernels import blocks, check, compare, fingerprint, fingerp
 KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel,
     fingerprint_record.fingerprint_record_kernel, compare.read_check_kernel,
-    compare.scrub_kernel, compare.scrub_probed_kernel, compare.verify_kernel, lifetime.lifetime_kernel, blocks.adopt_kernel,
+    compare.scrub_kernel, compare.scrub_probed_kernel, compare.verify_kernel, lifetime.lifetime_kernel,
+    blocks.adopt_kernel,
     blocks.gather_blocks_kernel,
 )  # fmt: skip
 
