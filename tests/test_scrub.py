@@ -254,9 +254,9 @@ def test_forwards_take_turns_with_the_scrub(monkeypatch, guarded):
     monkeypatch.setattr(scrub.Pace, "forwards", 4)
     engine, state, backend, begins = guarded.engine, guarded.canary.states["full"], torch_backend(), []
 
-    def noted(state):
+    def noted(state, probed):
         begins.append(int(state.cursors[Cursor.SCRUB + ScrubWord.RUNNING_LISTED]))
-        backend.scrub(state)
+        backend.scrub(state, probed)
 
     # Four forwards' budget is five slots.
     budget = ScrubBudget(step_bytes=5 * state.region.slot_bytes // 4)
