@@ -100,7 +100,7 @@ class Step:
         """What Canary itself costs."""
         self._recorder = Recorder(workspace, switch, self.overhead, self.tables, self.stores)
         self.scrub = self._recorder.scrub
-        findings.probe = self.scrub.probe
+        findings.alarm.probe = self.scrub.probe
         self.watchdog = Watchdog(config.silence_s if switch.enabled else 0.0, findings.never_called)
         self._pause = Pause(slots, canary.sampled, self.tables, self.watchdog, switch)
         self._passing = False

@@ -34,18 +34,13 @@ class AlarmTest:
     thread of incidents prove that they would tell a finding. A probe is swallowed; what was really wrong with the slot
     is not. Its request is a fill of 8 bytes on the device beside a read of the counters, and no launch of a forward.
 
-    ``states``: regions that the scrub compares, none: there is nothing to test. ``probe``: `Scrub.probe`.
-    ``on_thread``: hands a function to the
+    ``states``: regions that the scrub compares, none: there is nothing to test. ``on_thread``: hands a function to the
     thread of incidents, False where there is none."""
 
-    def __init__(
-        self,
-        states: Sequence[RegionState],
-        probe: Callable[[RegionState, int], None],
-        on_thread: Callable[[Callable[[], None]], bool],
-    ) -> None:
+    def __init__(self, states: Sequence[RegionState], on_thread: Callable[[Callable[[], None]], bool]) -> None:
         self._states = states
-        self._probe = probe
+        self.probe: Callable[[RegionState, int], None] = lambda state, source: None
+        """`Scrub.probe`, once there is a scrub."""
         self._on_thread = on_thread
         self._turns = cycle([(state, source) for state in states for source in range(len(state.sources))])
         self._due: float | None = None
@@ -78,7 +73,7 @@ class AlarmTest:
             self._due = None
             return
         if captured and self._due is None and self._state is not None:
-            self._probe(self._state, -1)
+            self.probe(self._state, -1)
             self._state = None
         rounds = counters[Counter.SCRUBBED_SLOTS] // sum(state.region.slots for state in self._states)
         if self._due is None:
@@ -92,7 +87,7 @@ class AlarmTest:
             self._tries += self._lists >= LEAST_LISTS
         self._asked, self._lists = now, 0
         self._state, source = next(self._turns)
-        self._probe(self._state, source)
+        self.probe(self._state, source)
 
     def came(self, probe: Violation) -> None:
         """The row of a probe was read and decoded: groups it, and sends it to the thread of incidents."""

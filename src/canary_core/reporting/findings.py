@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from canary_core.audit.running import RunningAudit
 from canary_core.errors import ViolationError
@@ -10,7 +10,6 @@ from canary_core.events import Event
 from canary_core.incidents.grouping import Incidents
 from canary_core.incidents.incident import Incident
 from canary_core.incidents.investigator import Investigator
-from canary_core.ops.state import RegionState
 from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, Counter, Kind, Phase, Row, State
 from canary_core.region import RegionKind
 from canary_core.reporting.alarm_test import AlarmTest
@@ -55,10 +54,7 @@ class Findings:
         """Rows for which the ring had no room."""
         self.investigator = Investigator(workspace, switch, writers)
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
-        self.probe: Callable[[RegionState, int], None] = lambda state, source: None
-        """Asks the scrub for a probe."""
-        tested = [state for state in self._states if len(state.sources)]
-        self.alarm = AlarmTest(tested, lambda state, source: self.probe(state, source), self.investigator.prove)
+        self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self.investigator.prove)
         """Whether a finding would be told."""
         self._first: Incident | None = None
         self._read_forwards = 0

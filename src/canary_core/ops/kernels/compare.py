@@ -249,7 +249,7 @@ def scrub_tiles(
     p_records, p_counters, p_clock, p_ring, ring_rows,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr, PROBED: tl.constexpr,
 ):  # fmt: skip
-    """What a program of a scrub does."""
+    """One program of a scrub: lists the next slots, or compares tiles of those that are listed."""
     N: tl.constexpr = len(STRIPS) // STRIP
     source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
     strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
