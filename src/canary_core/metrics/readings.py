@@ -66,7 +66,6 @@ class Reading:
     @classmethod
     def of_nobody(cls, place: Place, config: CanaryConfig) -> "Reading":
         """Of an engine at ``place`` that should be guarded and is not, since Canary could not start or attach."""
-        info = (place.host, place.gpu, place.pci, own_version(), config.profile, config.mode)
         counts: dict[str, Any] = dict.fromkeys(("forwards", "checked_forwards", "slots_checked", "bytes_checked"), 0)
         named: dict[str, Any] = {name: {} for name in ("skipped", "violations", "incidents", "overhead")}
         sizes: dict[str, Any] = {"unknown_slots": 0.0, "guarded_bytes": 0, "memory_bytes": 0}
@@ -74,7 +73,8 @@ class Reading:
             ("coverage", "detection_s", "scrub_period_s", "last_check", "ledger_doubt")
         )
         return cls(
-            owner=place.labels, info=info, mode=config.mode, enabled=False, paused=False,
+            owner=place.labels, info=_info(place, config.profile, config.mode), mode=config.mode,
+            enabled=False, paused=False,
             **counts, **named, **sizes, **never,
         )  # fmt: skip
 
@@ -93,14 +93,7 @@ class Reading:
         }
         return cls(
             owner=canary.place.labels,
-            info=(
-                canary.place.host,
-                canary.place.gpu,
-                canary.place.pci,
-                own_version(),
-                canary.config.profile,
-                canary.mode,
-            ),
+            info=_info(canary.place, canary.config.profile, canary.mode),
             mode=canary.mode,
             enabled=canary.enabled and not canary.step.paused,
             paused=canary.step.paused,
@@ -208,6 +201,11 @@ class Readings:
 
     def _fold(self, reading: Reading) -> None:
         self._ended.setdefault(reading.owner, Totals()).add(reading)
+
+
+def _info(place: Place, profile: str, mode: str) -> tuple[str, ...]:
+    """`Reading.info`."""
+    return place.host, place.gpu, place.pci, own_version(), profile, mode
 
 
 @lru_cache
