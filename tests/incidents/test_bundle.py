@@ -94,7 +94,8 @@ def test_no_token_is_in_it_unless_asked_for(tmp_path, asked):
     paths = sorted(tmp_path.iterdir())
     assert len(paths) == 2
     text = "".join(file.read_text() for path in paths for file in path.iterdir() if file.suffix != ".bin")
-    assert (str(SECRET)[:4] in text) == asked
+    # All but the last digit, which differs from token to token; so many that no time of day and no address has them.
+    assert (str(SECRET)[:-1] in text) == asked
     hashes = {int(h) for row in guarded.canary.states["full"].records.tolist() for h in row[2:4] if h}
     assert any(f",{h}," in text for h in hashes) == asked
 
