@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable
-from canary_core.testing.quiet import unheard
+from canary_core.kit.quiet import unheard
 
 SLOTS, LAYERS, ROW, TOKENS = 20_000, 32, 1024, 1000
 

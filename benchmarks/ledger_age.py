@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from canary_core.ledger.table import Table
+from canary_core.watchers.ledger.table import Table
 
 AGES = (3.6, 8.0, 16.0, 32.0, 64.0)
 """Millions of evicted blocks."""

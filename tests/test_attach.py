@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from canary_core import CanaryConfig, Uncovered
-from canary_core.attach import attach, report_unguarded
+from canary_core.guard.attach import attach, report_unguarded
 from canary_core.plugins import private_hooks
 from canary_core.testing import Findings
 

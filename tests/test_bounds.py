@@ -10,7 +10,7 @@ from canary_adapters import unknown_tokens
 from canary_adapters.block_lists import MOST_BLOCKS, BlockLists
 from canary_core import Writers
 from canary_core.batch import tokens_cut
-from canary_core.metrics.readings import Reading
+from canary_core.desk.metrics.readings import Reading
 from canary_core.runtime.workspace import MOST_SORTS
 
 

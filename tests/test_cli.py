@@ -12,8 +12,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import canary_core
-from canary_core.cli.app import app
 from canary_core.config import CanaryConfig
+from canary_core.desk.cli.app import app
 
 
 def run(*arguments: str, **environment: str) -> Result:

@@ -13,8 +13,8 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core import Canary, Kind
-from canary_core.slots import SlotEvents
-from canary_core.step import Step
+from canary_core.guard.slots import SlotEvents
+from canary_core.guard.step import Step
 
 
 def elsewhere(method: Callable[..., Any]) -> Callable[..., Any]:

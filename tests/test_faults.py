@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig, ConfigError, Event, Kind, Violation, ViolationError, hookimpl
-from canary_core.faults.spec import FaultName
+from canary_core.config.faults import FaultName
 from canary_core.plugins import Plugins, hook_manager, private_hooks, start
 from canary_core.region import KVSource
 from canary_core.testing import FAULTS, FaultInjector, FaultSpec, Findings, read_bytes, write_bytes

@@ -97,7 +97,7 @@ def test_a_cache_may_be_broken_in_several_ways(guarded, other):
 
 def test_only_so_many_findings_are_remembered(monkeypatch, guarded):
     """The one that was seen longest ago is forgotten first, and told again."""
-    monkeypatch.setattr("canary_core.reporting.findings.REMEMBERED", 2)
+    monkeypatch.setattr("canary_core.guard.reporting.findings.REMEMBERED", 2)
     first, second, third = (replace(FLIP, slot=slot) for slot in (1, 2, 3))
     assert guarded.canary.report([first, second, first, third]) == 3
     assert guarded.canary.report([first]) == 0
@@ -230,7 +230,7 @@ def test_more_findings_than_the_ring_has_rows_are_told_as_dropped():
 def test_forwards_that_no_check_sees_are_told(monkeypatch, guarded):
     """The host issues forwards and the device's counters stand still, as where a graph was captured without Canary:
     told once, until a check runs again."""
-    monkeypatch.setattr("canary_core.reporting.findings.STALLED_READS", 3)
+    monkeypatch.setattr("canary_core.guard.reporting.findings.STALLED_READS", 3)
     guarded.submit(tokens=40)
     guarded.step(1)
     counters = guarded.canary.states["full"].shared.counters

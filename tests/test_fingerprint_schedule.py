@@ -5,8 +5,8 @@ import torch
 
 from canary_adapters import Part, ring_table, row_source, slot_table
 from canary_core import BatchView, Canary, CanaryConfig, Region, RegionKind
+from canary_core.guard.fingerprint_schedule import FingerprintSchedule
 from canary_core.plugins import private_hooks
-from canary_core.runtime.fingerprint_schedule import FingerprintSchedule
 from canary_core.testing import Findings
 
 ROWS = 3

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.guarded import Guarded
 
-from canary_core.runtime import overhead
-from canary_core.runtime.overhead import EVERY, FIRST, Overhead
+from canary_core.guard import overhead
+from canary_core.guard.overhead import EVERY, FIRST, Overhead
 
 
 class Clock:

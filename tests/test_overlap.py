@@ -142,7 +142,7 @@ def test_it_waits_where_slots_may_be_written_again(event, waits, served):
 
 def test_it_waits_where_much_was_written(served, monkeypatch):
     """And the record is not put off."""
-    monkeypatch.setattr("canary_core.runtime.recorder.MOST_LATE_BYTES", 1)
+    monkeypatch.setattr("canary_core.guard.recorder.MOST_LATE_BYTES", 1)
     assert served.run() == ["mark", "record", "forward", "record"]
     assert served.run() == ["wait", "mark", "forward", "record"]
 

@@ -8,8 +8,8 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core import CanaryConfig
-from canary_core.faults.spec import FaultSpec
-from canary_core.metrics.readings import Reading
+from canary_core.config.faults import FaultSpec
+from canary_core.desk.metrics.readings import Reading
 from canary_core.place import Place
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from canary_core import CanaryConfig
+from canary_core.guard.reporting.readback import ReadBack
 from canary_core.ops.state import Shared
 from canary_core.records import Counter, Row
-from canary_core.reporting.readback import ReadBack
 
 RING_ROWS = 4
 

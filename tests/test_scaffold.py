@@ -19,9 +19,9 @@ from support import pytest_runs
 from support.distributions import installed
 from typer.testing import CliRunner
 
-from canary_core import scaffold
-from canary_core.cli.app import app
+from canary_core.desk.cli.app import app
 from canary_core.errors import PluginError
+from canary_core.kit import scaffold
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "canary-toy"
@@ -45,7 +45,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 def test_the_example_is_what_the_command_writes(tmp_path):
     """examples/canary-toy is the plugin ``toy``, file by file. To change it change the templates in
-    src/canary_core/scaffold, delete the folder, and run ``canary new-plugin toy --into examples``."""
+    src/canary_core/kit/scaffold, delete the folder, and run ``canary new-plugin toy --into examples``."""
     scaffold.write(scaffold.Names("toy"), tmp_path)
     written, example = texts(tmp_path / "canary-toy"), texts(EXAMPLE)
     assert written.keys() == example.keys()
@@ -216,7 +216,9 @@ def test_the_wheel_has_the_templates(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "installed")
-    code = "from pathlib import Path; from canary_core import scaffold; scaffold.write(scaffold.Names('toy'), Path())"
+    code = (
+        "from pathlib import Path; from canary_core.kit import scaffold; scaffold.write(scaffold.Names('toy'), Path())"
+    )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, timeout=120)
     assert texts(tmp_path / "canary-toy") == texts(EXAMPLE)

@@ -10,9 +10,9 @@ from support.toy import ToyEngine
 
 from canary_core import CanaryConfig, ConfigError, Kind
 from canary_core.config import ScrubBudget
+from canary_core.guard import scrub
 from canary_core.ops.backends import torch_backend
 from canary_core.records import Cursor, ScrubWord
-from canary_core.runtime import scrub
 
 
 @pytest.mark.parametrize(

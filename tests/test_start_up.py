@@ -260,7 +260,7 @@ def test_what_was_put_off_is_never_captured(monkeypatch, mode):
     """In log mode Canary switches itself off and the engine goes on; nothing was launched or loaded."""
     starting = Starting(monkeypatch, mode=mode)
     starting.warm_up()
-    monkeypatch.setattr("canary_core.runtime.start_up.capturing", lambda device: True)
+    monkeypatch.setattr("canary_core.guard.start_up.capturing", lambda device: True)
     if mode == "raise":
         with pytest.raises(AttachError, match="finish_warm_up"):
             before(starting)

@@ -20,8 +20,8 @@ from canary_core import (
     ViolationError,
     hookimpl,
 )
+from canary_core.guard.reporting.read_times import IDLE_READ_S
 from canary_core.records import COUNTERS, POSITION, RECORDED, STATES, TOKEN, Counter
-from canary_core.reporting.read_times import IDLE_READ_S
 
 BATCH = object()
 """The engine's own, which only listeners look at."""
@@ -349,7 +349,7 @@ MISUSE = {
 @pytest.fixture
 def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many without an end are a misuse."""
-    monkeypatch.setattr("canary_core.step.UNENDED_FORWARDS", 3)
+    monkeypatch.setattr("canary_core.guard.step.UNENDED_FORWARDS", 3)
 
 
 @pytest.mark.usefixtures("few_forwards")
@@ -572,7 +572,7 @@ def test_a_flush_leaves_no_slot_with_anything(served):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """What `idle` takes for the time: ``clock.now``."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("canary_core.reporting.read_times.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("canary_core.guard.reporting.read_times.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -704,7 +704,7 @@ def test_on_a_gpu_the_next_forward_waits_for_some_records(overlap, event, waits,
 
     served.step._recorder._backend = replace(backend, fingerprint_record=slowly)
     if event == "much":
-        monkeypatch.setattr("canary_core.runtime.recorder.MOST_LATE_BYTES", 1)
+        monkeypatch.setattr("canary_core.guard.recorder.MOST_LATE_BYTES", 1)
     served.run(overlap=overlap)
     if event not in (None, "much"):
         getattr(served.canary.slots, event)("full", free)

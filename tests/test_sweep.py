@@ -5,9 +5,9 @@ import torch
 from support.toy import ToyEngine
 
 from canary_core import Canary, CanaryConfig
-from canary_core.prefix_cache.runs import CachedRun, FreeList
-from canary_core.prefix_cache.sweep import RecordSweep, SweepResult
 from canary_core.records import POSITION, STATES, TOKEN, Kind, Phase, State
+from canary_core.watchers.prefix_cache.runs import CachedRun, FreeList
+from canary_core.watchers.prefix_cache.sweep import RecordSweep, SweepResult
 
 TOKENS = [5, 9, 5, 7, 30, 31, 8, 8, 2, 3]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from canary_core.writers import Writers
+from canary_core.runtime.writers import Writers
 
 
 def test_a_forgotten_request_gets_a_new_id_and_its_old_slots_keep_their_name() -> None:

@@ -10,7 +10,7 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core import BatchView, Kind, KVSource, Region, SlotTable, Violation, ViolationError, hookimpl
-from canary_core.reporting.wrong_memory import FIRST_TOLD
+from canary_core.guard.reporting.wrong_memory import FIRST_TOLD
 from canary_core.runtime.memory_proof import AGREEING_FORWARDS, LOOKED_FORWARDS, Proof, decided, proof_of
 
 

@@ -14,13 +14,13 @@ import pluggy
 
 if TYPE_CHECKING:
     from canary_core.batch import BatchView
-    from canary_core.canary import Canary
     from canary_core.config import CanaryConfig
     from canary_core.events import Event
-    from canary_core.incidents.incident import Incident
+    from canary_core.guard.canary import Canary
+    from canary_core.incident import Incident
+    from canary_core.kit.conformance import PluginConformance
+    from canary_core.kit.engines import DemoEngine
     from canary_core.plugins import EngineInfo, HookTarget
-    from canary_core.testing.conformance import PluginConformance
-    from canary_core.testing.engines import DemoEngine
     from canary_core.violation import Violation
 
 PROTOCOL = 1

@@ -18,8 +18,8 @@ from canary_core import (
     SlotTable,
     Uncovered,
 )
-from canary_core.audit import slot_bytes, snapshot
-from canary_core.audit.footprint import SURE_SLOTS
+from canary_core.watchers.audit import slot_bytes, snapshot
+from canary_core.watchers.audit.footprint import SURE_SLOTS
 
 PAGES, PAGE, HEADS, DIM = 16, 4, 2, 8
 

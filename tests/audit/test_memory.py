@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from canary_core import tensors_of
-from canary_core.audit.memory import EngineMemory
+from canary_core.watchers.audit.memory import EngineMemory
 
 
 class Part:

@@ -6,7 +6,7 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core import AttachError, Overlap, StepListener
-from canary_core.audit import running, snapshot
+from canary_core.watchers.audit import running, snapshot
 
 
 class Engine(ToyEngine):

@@ -15,12 +15,12 @@ import pytest
 from support.guarded import Guarded
 
 import canary_core
-from canary_core.control import client, server
-from canary_core.control.commands import Commands
-from canary_core.control.messages import MOST_REQUEST_BYTES, Reply, Request
-from canary_core.control.server import MOST_CLIENTS, Server
+from canary_core.desk.control import client, server
+from canary_core.desk.control.commands import Commands
+from canary_core.desk.control.messages import MOST_REQUEST_BYTES, Reply, Request
+from canary_core.desk.control.server import MOST_CLIENTS, Server
+from canary_core.desk.metrics.readings import Readings
 from canary_core.errors import ControlError
-from canary_core.metrics.readings import Readings
 
 FUZZED = 100_000
 """Messages that are no requests, or nearly none."""

@@ -13,9 +13,9 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 from typer.testing import CliRunner
 
-from canary_core.cli.app import app
-from canary_core.explain import page, tell
-from canary_core.incidents.bundle import read_bundle
+from canary_core.desk.cli.app import app
+from canary_core.desk.explain import page, tell
+from canary_core.desk.incidents.bundle import read_bundle
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "incident"
 """Of real continuous batching: KV of one request was written over another's."""

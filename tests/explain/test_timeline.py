@@ -7,9 +7,9 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.explain import tell
-from canary_core.explain.timeline import timeline
-from canary_core.incidents.bundle import read_bundle
+from canary_core.desk.explain import tell
+from canary_core.desk.explain.timeline import timeline
+from canary_core.desk.incidents.bundle import read_bundle
 from canary_core.runtime.journal import Entry
 
 

@@ -8,8 +8,8 @@ import torch
 from gpu.engine import Run
 from gpu.test_graph import ANYWHERE, MODES
 
-from canary_core.reporting import alarm_test, lookout
-from canary_core.reporting.read_times import READ_S
+from canary_core.guard.reporting import alarm_test, lookout
+from canary_core.guard.reporting.read_times import READ_S
 from canary_core.runtime.watch import WATCH
 
 

@@ -13,8 +13,8 @@ from gpu.faults import FAULTS, PLACES, flipped_bit, ready, table_entry
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from canary_core import BatchView, Kind, SlotTable, State
+from canary_core.guard.reporting.read_times import READ_S
 from canary_core.records import POSITION
-from canary_core.reporting.read_times import READ_S
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 

@@ -5,8 +5,8 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.incidents.bundle import read_bundle
-from canary_core.incidents.evidence import take
+from canary_core.desk.incidents.bundle import read_bundle
+from canary_core.desk.incidents.evidence import take
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
 

@@ -17,10 +17,10 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.incidents import bundle as bundles
-from canary_core.incidents.bundle import GIVEN_UP_S, PARTIAL, BundleError, read_bundle
-from canary_core.incidents.diagnosis import diagnose
-from canary_core.incidents.patterns import patterns
+from canary_core.desk.incidents import bundle as bundles
+from canary_core.desk.incidents.bundle import GIVEN_UP_S, PARTIAL, BundleError, read_bundle
+from canary_core.desk.incidents.diagnosis import diagnose
+from canary_core.desk.incidents.patterns import patterns
 from canary_core.ops.histories import Happening
 
 SECRET = 7_654_321
@@ -142,7 +142,7 @@ def test_a_full_disk_is_one_event_and_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         put(handle)
 
-    monkeypatch.setattr("canary_core.incidents.bundle.os.fsync", full)
+    monkeypatch.setattr("canary_core.desk.incidents.bundle.os.fsync", full)
     guarded = broken(tmp_path)
     assert list(tmp_path.iterdir()) == []
     (event,) = guarded.findings.told("bundle_failed")
@@ -153,7 +153,7 @@ def test_a_full_disk_is_one_event_and_leaves_nothing(tmp_path, monkeypatch):
 WRITER = """
 import os, sys
 from pathlib import Path
-import canary_core.incidents.bundle as bundle
+import canary_core.desk.incidents.bundle as bundle
 sys.path.insert(0, sys.argv[2])
 put, calls = bundle._put, []
 def slow(path, content):

@@ -7,7 +7,7 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core import Kind
-from canary_core.incidents.classes import CLASSES, SURE
+from canary_core.kinds.classes import CLASSES, SURE
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_a_look_that_fails_is_told_and_harms_nobody(served, monkeypatch):
     def fail(*args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("canary_core.incidents.investigator.take", fail)
+    monkeypatch.setattr("canary_core.desk.incidents.investigator.take", fail)
     rows(guarded, "k.0")[one.slots[2]] += 1
     guarded.decode()
     guarded.canary.drain()

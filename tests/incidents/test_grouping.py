@@ -6,7 +6,7 @@ import pytest
 from support.guarded import Guarded
 
 from canary_core import Kind, Phase, Violation, ViolationError, hookimpl
-from canary_core.incidents.causes import CONSEQUENCES, ORDER, Link, links
+from canary_core.kinds.causes import CONSEQUENCES, ORDER, Link, links
 
 FREED = Violation(Kind.FREED, "full", Phase.PRE_FORWARD, step=9, slot=5, page=1, request="a", freed_by="a")
 FLIP = Violation(Kind.BYTES, "full", Phase.SCRUB, step=9, slot=40, page=10, source="k.1", found_value=1)
@@ -118,7 +118,7 @@ def test_beyond_the_limit_no_count_is_lost():
 def test_the_limit_is_for_a_minute(monkeypatch):
     """When it is over, incidents are told again, after the counts of those that were not."""
     now = [100.0]
-    monkeypatch.setattr("canary_core.incidents.grouping.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("canary_core.guard.reporting.grouping.time.monotonic", lambda: now[0])
     guarded = Guarded(incident_limit=1)
     for slot in (0, 20, 40):
         guarded.canary.report([replace(FLIP, slot=slot, page=slot // 4, found_value=slot)])
@@ -177,7 +177,7 @@ def test_a_plugin_that_fails_to_hear_of_an_incident_silences_nobody():
 
 def test_only_so_many_incidents_stay_open(monkeypatch):
     """The one that was quiet for longest takes nothing more."""
-    monkeypatch.setattr("canary_core.incidents.grouping.MOST_OPEN", 2)
+    monkeypatch.setattr("canary_core.guard.reporting.grouping.MOST_OPEN", 2)
     guarded = Guarded()
     for slot in (0, 20, 40):
         guarded.canary.report([replace(FLIP, slot=slot, page=slot // 4, found_value=slot)])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from canary_core import Kind, Violation
-from canary_core.incidents.evidence import Evidence
-from canary_core.incidents.happened import handed_out_late, last_of_all, was_cached
+from canary_core.desk.incidents.evidence import Evidence
+from canary_core.desk.incidents.happened import handed_out_late, last_of_all, was_cached
 from canary_core.ops.histories import Happening
 from canary_core.records import Phase
 from canary_core.runtime.journal import Entry

@@ -3,7 +3,7 @@
 import torch
 from ledger.host_tier import HostTier
 
-from canary_core.metrics.readings import Reading
+from canary_core.desk.metrics.readings import Reading
 
 PROMPT = list(range(5, 22))
 

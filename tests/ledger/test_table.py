@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canary_core.ledger.doubt import Doubt
-from canary_core.ledger.table import DOUBT_SHARE, ENTRY_BYTES, MOST_VARIANTS, Table
+from canary_core.watchers.ledger.doubt import Doubt
+from canary_core.watchers.ledger.table import DOUBT_SHARE, ENTRY_BYTES, MOST_VARIANTS, Table
 
 SOURCES = 3
 ENTRY = 8 * (SOURCES + 2) + ENTRY_BYTES

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from canary_core import KVSource
-from canary_core.ledger.wording import fold
+from canary_core.watchers.ledger.wording import fold
 
 
 def sources(layers=6, halves=("k", "v")):

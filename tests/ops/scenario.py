@@ -11,8 +11,8 @@ from canary_core import BatchView, CanaryConfig, KVSource, ReadTable, Region, Re
 from canary_core.ops import hashing
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
-from canary_core.ops.reference import plan
 from canary_core.ops.state import RegionState, Shared
+from canary_core.ops.torch import plan
 from canary_core.records import (
     HISTORY,
     HISTORY_EVENT_BITS,

@@ -30,8 +30,8 @@ from canary_core.ops.kernels import check as check_kernels
 from canary_core.ops.kernels import fingerprint_record as together_kernels
 from canary_core.ops.kernels import record as record_kernels
 from canary_core.ops.kernels import tables as table_kernels
-from canary_core.ops.reference import check as check_reference
 from canary_core.ops.state import RegionState
+from canary_core.ops.torch import check as check_reference
 from canary_core.records import ALL_TILES, BLOCK_VALUES, PROBE, Counter, Cursor, Kind, Phase
 
 EVENTS = ("alloc", "park", "share", "evict", "free")

@@ -4,7 +4,7 @@ import torch
 
 from canary_adapters import ragged_table
 from canary_core import KVSource, Region, SlotTable
-from canary_core.ops.reference import plan
+from canary_core.ops.torch import plan
 from canary_core.records import Status
 
 

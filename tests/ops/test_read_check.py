@@ -13,9 +13,9 @@ from ops.scenario import Scenario, differences, disturb, history, ring_rows, sce
 from canary_core import BatchView, CanaryConfig, KVSource, Region, SlotTable
 from canary_core.ops.backends import torch_backend, triton_backend
 from canary_core.ops.kernels import compare, launch
-from canary_core.ops.reference import check as check_reference
-from canary_core.ops.reference import compare as compare_reference
 from canary_core.ops.state import RegionState, Shared
+from canary_core.ops.torch import check as check_reference
+from canary_core.ops.torch import compare as compare_reference
 from canary_core.records import ALL_TILES, Counter, Cursor, Kind
 
 

@@ -10,11 +10,11 @@ from canary_toy.hooks import ToyGuard
 from canary_toy.toy_engine import Engine
 
 from canary_core import CanaryConfig, CanaryError, hook_manager
-from canary_core.incidents.investigator import Investigator
-from canary_core.ops.reference import compare
+from canary_core.desk.incidents.investigator import Investigator
+from canary_core.guard.reporting import alarm_test
+from canary_core.guard.reporting.readback import ReadBack
+from canary_core.ops.torch import compare
 from canary_core.records import Kind
-from canary_core.reporting import alarm_test
-from canary_core.reporting.readback import ReadBack
 from canary_core.runtime.watch import WATCH
 from canary_core.testing import Findings
 

@@ -58,7 +58,7 @@ DRAWS = 2000
 HOOKS = {
     "canary_transformers.continuous.session:Session": ("_check", "_after"),
     "canary_transformers.generate.guarded_cache:GuardedCache": ("before", "after"),
-    "canary_core.step:Step": ("issues_first",),
+    "canary_core.guard.step:Step": ("issues_first",),
 }
 """What the engine's hooks call around a forward, by class; the last call of each but `Step`'s ends the forward."""
 PHASES = {"prefill": "prefill_tokens_s", "decode": "decode_tokens_s", "step": "steps_s"}

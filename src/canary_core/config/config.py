@@ -25,9 +25,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from canary_core.config.faults import FaultSpec
 from canary_core.config.values import MOST_BYTES, ListenAddress, ScrubBudget
 from canary_core.errors import ConfigError
-from canary_core.faults.spec import FaultSpec
 
 Mode = Literal["off", "log", "raise"]
 Bytes = Literal["off", "partial", "all"]

@@ -71,7 +71,7 @@ def choose(name: str, device: torch.device) -> Backend:
 
 def torch_backend() -> Backend:
     """The vectorised reference; for pools on any device, but meant for the CPU: it allocates and reads back."""
-    from canary_core.ops.reference import (
+    from canary_core.ops.torch import (
         blocks,
         check,
         compare,

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from canary_core.ops import payload
 from canary_core.ops.backends import Backend
-from canary_core.ops.reference.histories import note_all
 from canary_core.ops.state import RegionState
+from canary_core.ops.torch.histories import note_all
 from canary_core.records import CONTENT, POSITION, STATES, Happened, State
 
 

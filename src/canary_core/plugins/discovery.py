@@ -18,10 +18,10 @@ REPORTING = "reporting"
 """The built-in plugin that is told first, and of other plugins' failures."""
 
 BUILT_IN = (
-    metadata.EntryPoint(REPORTING, "canary_core.reporting.log:Reporting", GROUP),
-    metadata.EntryPoint("faults", "canary_core.faults.injector:ConfiguredFaults", GROUP),
-    metadata.EntryPoint("metrics", "canary_core.metrics.plugin:Metrics", GROUP),
-    metadata.EntryPoint("control", "canary_core.control.plugin:Control", GROUP),
+    metadata.EntryPoint(REPORTING, "canary_core.desk.log:Reporting", GROUP),
+    metadata.EntryPoint("faults", "canary_core.kit.faults.injector:ConfiguredFaults", GROUP),
+    metadata.EntryPoint("metrics", "canary_core.desk.metrics.plugin:Metrics", GROUP),
+    metadata.EntryPoint("control", "canary_core.desk.control.plugin:Control", GROUP),
 )
 """Canary's own plugins by import path, in the order in which they are registered: before all others, in every
 manager. They are not entry points of ours, since those are known only where Canary is installed, not where it is on

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.reference import plan
 from canary_core.ops.state import RegionState
+from canary_core.ops.torch import plan
 from canary_core.records import STEP_WRITTEN, Descriptor, Status
 
 LOOKED_FORWARDS = 16

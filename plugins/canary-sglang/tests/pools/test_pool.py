@@ -10,7 +10,7 @@ from canary_sglang.pools.pool import SGLangPool
 from tools.made_pools import COMMON, describe
 
 from canary_core import BatchView, Canary, CanaryConfig, tensors_of
-from canary_core.ops.reference import plan
+from canary_core.ops.torch import plan
 from canary_core.records import Status
 from canary_core.region import RegionKind
 

@@ -10,8 +10,8 @@ from tools.made_pools import COMMON, describe, flip
 
 from canary_adapters import slot_table
 from canary_core.batch import BatchView
-from canary_core.canary import Canary
 from canary_core.config import CanaryConfig
+from canary_core.guard.canary import Canary
 from canary_core.region import Region
 from canary_core.testing import read_bytes, write_bytes
 

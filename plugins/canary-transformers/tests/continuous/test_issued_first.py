@@ -10,7 +10,7 @@ from canary_transformers.continuous.session import Session
 from tiny.batching import Traffic, serve
 from tiny.models import batching
 
-from canary_core.step import Step
+from canary_core.guard.step import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

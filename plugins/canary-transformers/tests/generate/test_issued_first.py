@@ -10,7 +10,7 @@ from tiny.generation import expect_clean, flip, forwards, generate, listening, n
 from tiny.models import generating
 
 from canary_core import Kind
-from canary_core.step import Step
+from canary_core.guard.step import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

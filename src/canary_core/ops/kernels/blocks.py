@@ -1,4 +1,4 @@
-"""adopt and gather_blocks: the kernels of `canary_core.ops.reference.blocks`."""
+"""adopt and gather_blocks: the kernels of `canary_core.ops.torch.blocks`."""
 
 import triton
 import triton.language as tl
@@ -42,12 +42,12 @@ WEIGHT = tl.constexpr((hashing.WEIGHT_SEED + hashing.GOLDEN) % (1 << 64))
 
 
 def adopt(state: RegionState, slots: Tensor) -> None:
-    """As `canary_core.ops.reference.blocks.adopt`. One launch a source group."""
+    """As `canary_core.ops.torch.blocks.adopt`. One launch a source group."""
     launch_over(state, "adopt", adopt_kernel, SCRUB_TILES, slots)
 
 
 def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Tensor, first: int) -> None:
-    """As `canary_core.ops.reference.blocks.gather_blocks`. One launch."""
+    """As `canary_core.ops.torch.blocks.gather_blocks`. One launch."""
     blocks = block.blocks(slots.shape[0])
     if not blocks:
         return

@@ -1,4 +1,4 @@
-"""check: the kernel of `canary_core.ops.reference.check`, one launch over a persistent grid.
+"""check: the kernel of `canary_core.ops.torch.check`, one launch over a persistent grid.
 
 No plan of the reads is ever stored: each program works out from the batch's lengths which (row, tile) a number stands
 for. A tile is first judged as a whole from two loads a slot (its record's first 16 bytes); only a tile with something
@@ -95,7 +95,7 @@ PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.reference.check.check`. One launch; may be captured."""
+    """As `canary_core.ops.torch.check.check`. One launch; may be captured."""
     given, launches = batch_arguments(state, batch, table)
     launcher = launches.by_op.get("check")
     if launcher is None:

@@ -1,4 +1,4 @@
-"""read_check, scrub, verify: the kernels of `canary_core.ops.reference.compare`, and what they share: what the bytes of
+"""read_check, scrub, verify: the kernels of `canary_core.ops.torch.compare`, and what they share: what the bytes of
 a tile are, against what was recorded of them. How programs go over slots and sources is told in `fingerprint`.
 """
 
@@ -69,14 +69,14 @@ PHASE_EVENT = tl.constexpr(int(Phase.EVENT))
 
 
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.reference.compare.read_check`. One launch a source group; may be captured."""
+    """As `canary_core.ops.torch.compare.read_check`. One launch a source group; may be captured."""
     given, launches = batch_arguments(state, batch, table)
     for launch in group_launches(state, "read_check", read_check_kernel, READ_CHECK_TILES, launches.constants):
         launch.launch((launch.blocks, launch.programs), given)
 
 
 def scrub(state: RegionState, probed: bool = False) -> None:
-    """As `canary_core.ops.reference.compare.scrub`. One launch a source group; may be captured. ``probed`` is a kernel
+    """As `canary_core.ops.torch.compare.scrub`. One launch a source group; may be captured. ``probed`` is a kernel
     of its own, so that the usual one pays nothing for it."""
     given = state.launches.listed
     if given is None:
@@ -88,7 +88,7 @@ def scrub(state: RegionState, probed: bool = False) -> None:
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
-    """As `canary_core.ops.reference.compare.verify`. One launch a source group."""
+    """As `canary_core.ops.torch.compare.verify`. One launch a source group."""
     launch_over(state, "verify", verify_kernel, VERIFY_TILES, slots)
 
 
@@ -287,7 +287,7 @@ def scrub_tiles(
 
 @triton.jit
 def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
-    """As `canary_core.ops.reference.compare._list_next`, by one program. It reads one word a slot that it passes."""
+    """As `canary_core.ops.torch.compare._list_next`, by one program. It reads one word a slot that it passes."""
     p_now, p_next = p_cursors + CURSOR_SCRUB, p_cursors + CURSOR_SCRUB_NEXT
     half = 1 - (tl.load(p_now + PLACE_LIST) >> 32)
     p_half = p_listed + half * slots

@@ -1,4 +1,4 @@
-"""fingerprint and baseline: the kernels of `canary_core.ops.reference.fingerprint`.
+"""fingerprint and baseline: the kernels of `canary_core.ops.torch.fingerprint`.
 
 Each program takes tiles of slots through one source, or through one and the narrow strip that goes with it, such as its
 scales: a slot is then looked up once for both. Sources alike in shape share a launch: Llama needs one, DeepSeek-V4's
@@ -32,7 +32,7 @@ NULL_NOT_FINITE = tl.constexpr(int(NullBytes.NOT_FINITE))
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.reference.fingerprint.fingerprint`. One launch a source group; may be captured."""
+    """As `canary_core.ops.torch.fingerprint.fingerprint`. One launch a source group; may be captured."""
     if batch.tokens == 0:
         return
     for launch in written_launches(state):
@@ -57,7 +57,7 @@ def fingerprint_group(state: RegionState, batch: BatchView, launch: GroupLaunch)
 
 
 def baseline(state: RegionState) -> None:
-    """As `canary_core.ops.reference.fingerprint.baseline`. One launch a source group."""
+    """As `canary_core.ops.torch.fingerprint.baseline`. One launch a source group."""
     for launch in group_launches(state, "baseline", baseline_kernel, SCRUB_TILES):
         launch.launch((launch.blocks, launch.programs))
 

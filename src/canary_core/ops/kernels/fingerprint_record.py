@@ -36,7 +36,7 @@ RECORDING = tl.constexpr(16)
 
 
 def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.reference.fingerprint_record.fingerprint_record`. One launch, and one more for each source
+    """As `canary_core.ops.torch.fingerprint_record.fingerprint_record`. One launch, and one more for each source
     group but the first; where the forward wrote much, or slots are long, those of both ops. May be captured."""
     groups = state.sources.groups
     given, launches = batch_arguments(state, batch, table)

@@ -1,4 +1,4 @@
-"""note: the kernel of `canary_core.ops.reference.histories`, and how other kernels note what they do to slots."""
+"""note: the kernel of `canary_core.ops.torch.histories`, and how other kernels note what they do to slots."""
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ def history_arguments(state: RegionState) -> Arguments:
 
 
 def note(state: RegionState, slots: Tensor, event: int, who: int | Tensor = -1) -> None:
-    """As `canary_core.ops.reference.histories.note`. One launch; may be captured."""
+    """As `canary_core.ops.torch.histories.note`. One launch; may be captured."""
     if state.histories is None:
         return
     launcher = state.launches.by_op.get("note")

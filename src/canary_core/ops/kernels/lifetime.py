@@ -1,4 +1,4 @@
-"""lifetime: the kernel of `canary_core.ops.reference.lifetime`. One launch an event; atomics show duplicates.
+"""lifetime: the kernel of `canary_core.ops.torch.lifetime`. One launch an event; atomics show duplicates.
 
 All events are one kernel, to which the event is a number: a start compiles two of them (who did it is a number, or one
 a slot), not ten."""
@@ -42,27 +42,27 @@ EVICT = tl.constexpr(int(Happened.EVICT))
 
 
 def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """As `canary_core.ops.reference.lifetime.alloc`. One launch."""
+    """As `canary_core.ops.torch.lifetime.alloc`. One launch."""
     _launch(Happened.ALLOC, state, slots, writer, page_slots)
 
 
 def park(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """As `canary_core.ops.reference.lifetime.park`. One launch."""
+    """As `canary_core.ops.torch.lifetime.park`. One launch."""
     _launch(Happened.PARK, state, slots, writer, page_slots)
 
 
 def share(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """As `canary_core.ops.reference.lifetime.share`. One launch."""
+    """As `canary_core.ops.torch.lifetime.share`. One launch."""
     _launch(Happened.SHARE, state, slots, writer, page_slots)
 
 
 def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """As `canary_core.ops.reference.lifetime.evict`. One launch."""
+    """As `canary_core.ops.torch.lifetime.evict`. One launch."""
     _launch(Happened.EVICT, state, slots, writer, page_slots)
 
 
 def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """As `canary_core.ops.reference.lifetime.free`. One launch."""
+    """As `canary_core.ops.torch.lifetime.free`. One launch."""
     _launch(Happened.FREE, state, slots, writer, page_slots)
 
 

@@ -1,4 +1,4 @@
-"""record: the kernel of `canary_core.ops.reference.record`, one launch over a persistent grid of row tiles.
+"""record: the kernel of `canary_core.ops.torch.record`, one launch over a persistent grid of row tiles.
 
 The prefix hash is a sum, so a tile of new tokens needs the head of its row, the sum of the mixes before the tile (which
 it adds up itself: no program waits for another) and a scan of its own.
@@ -68,7 +68,7 @@ WRITE = tl.constexpr(int(Happened.WRITE))
 
 
 def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.reference.record.record`. One launch; may be captured."""
+    """As `canary_core.ops.torch.record.record`. One launch; may be captured."""
     given, launches = batch_arguments(state, batch, table)
     launcher = launches.by_op.get("record")
     if launcher is None:

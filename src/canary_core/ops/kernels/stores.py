@@ -1,4 +1,4 @@
-"""note_store and compare_stores: the kernels of `canary_core.ops.reference.stores`."""
+"""note_store and compare_stores: the kernels of `canary_core.ops.torch.stores`."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ PHASE_POST = tl.constexpr(int(Phase.POST_FORWARD))
 
 
 def note_store(state: RegionState, batch: BatchView, columns: Sequence[int]) -> None:
-    """As `canary_core.ops.reference.stores.note_store`. One launch a source group that has one of ``columns``. Never
+    """As `canary_core.ops.torch.stores.note_store`. One launch a source group that has one of ``columns``. Never
     captured: the first launch for these waits for the device."""
     if not batch.tokens:
         return
@@ -38,7 +38,7 @@ def note_store(state: RegionState, batch: BatchView, columns: Sequence[int]) -> 
 
 
 def compare_stores(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.reference.stores.compare_stores`. One launch; may be captured."""
+    """As `canary_core.ops.torch.stores.compare_stores`. One launch; may be captured."""
     if not batch.tokens:
         return
     launcher = state.launches.by_op.get("compare_stores")

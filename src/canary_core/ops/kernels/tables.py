@@ -1,4 +1,4 @@
-"""compare_tables: the kernel of `canary_core.ops.reference.tables`, one launch over a persistent grid."""
+"""compare_tables: the kernel of `canary_core.ops.torch.tables`, one launch over a persistent grid."""
 
 import triton
 import triton.language as tl
@@ -32,7 +32,7 @@ VARYING = (
 
 
 def compare_tables(state: RegionState, table: ReadTable, name: int, wait: bool = True) -> bool:
-    """As `canary_core.ops.reference.tables.compare_tables`. One launch; never reads back. Engines give their tables as
+    """As `canary_core.ops.torch.tables.compare_tables`. One launch; never reads back. Engines give their tables as
     they like, so not all of it is compiled when they start: without ``wait`` that begins beside the engine, and
     meanwhile nothing is launched."""
     launcher, given = _launch(state, table)

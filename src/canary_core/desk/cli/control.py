@@ -1,0 +1,141 @@
+"""``canary ctl`` and ``canary top``: what to ask of running engines, and to tell them."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from canary_core.desk.cli import control_screen
+from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal
+from canary_core.desk.control import client
+from canary_core.desk.control.messages import Command, Request
+from canary_core.errors import CanaryError, ControlError
+
+Answers = dict[Path, client.Answer | ControlError]
+
+Pid = Annotated[int | None, typer.Option("--pid", metavar="PID", help="Only this process; else all of this user's.")]
+
+app = typer.Typer(
+    help="Ask a running engine's Canary, or tell it something, over its control socket. Exit code 2 if no engine "
+    "answers, or one does not or refuses; the others' answers are printed all the same.",
+    no_args_is_help=True,
+)
+
+
+@app.command("status")
+def status(pid: Pid = None, as_json: AsJson = False) -> None:
+    """What is guarded, what was checked and found, how far the scrub is, and what Canary costs."""
+    with _asked("status", None, pid) as answers:
+        if as_json:
+            print_json(_listed(answers))
+        else:
+            control_screen.show(Console(), _given(answers))
+
+
+@app.command("dump")
+def dump(pid: Pid = None) -> None:
+    """All that the host knows, as JSON: status, settings, versions, coverage and the last events. No tokens."""
+    with _asked("dump", None, pid) as answers:
+        print_json(_listed(answers))
+
+
+@app.command("mode")
+def mode(
+    value: Annotated[str, typer.Argument(metavar="MODE", help="log or raise.")],
+    pid: Pid = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell findings only (log), or let the next one stop the engine (raise)."""
+    _change("mode", value, pid, as_json)
+
+
+@app.command("budget")
+def budget(
+    value: Annotated[str, typer.Argument(metavar="BUDGET", help="As CANARY_SCRUB_BUDGET: 1%, 64MiB or 0.")],
+    pid: Pid = None,
+    as_json: AsJson = False,
+) -> None:
+    """How much the scrub may do from now on."""
+    _change("budget", value, pid, as_json)
+
+
+@app.command("pause")
+def pause(pid: Pid = None, as_json: AsJson = False) -> None:
+    """Let forwards run without Canary until `canary ctl resume`. What is in the pool by then is not judged until it is
+    written again."""
+    _change("pause", None, pid, as_json)
+
+
+@app.command("resume")
+def resume(pid: Pid = None, as_json: AsJson = False) -> None:
+    """Undo `canary ctl pause`."""
+    _change("resume", None, pid, as_json)
+
+
+def top(
+    pid: Pid = None,
+    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")] = 1.0,
+    times: Annotated[int | None, typer.Option("--times", min=1, help="End after so many looks.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each look.")] = False,
+) -> None:
+    """Watch running engines: what is guarded, the pace of the scrub, findings, overhead. Ctrl-C ends it. Exit code 2 if
+    no engine answers."""
+    try:
+        sockets = _sockets(pid)
+        if as_json:
+            control_screen.print_looks(sockets, every, times)
+        else:
+            control_screen.watch(Console(), sockets, every, times)
+    except KeyboardInterrupt:
+        return
+    except CanaryError as error:
+        raise refusal(error) from error
+
+
+def _change(command: Command, value: str | None, pid: int | None, as_json: bool) -> None:
+    with _asked(command, value, pid) as answers:
+        if as_json:
+            print_json(_listed(answers))
+            return
+        for path, answer in answers.items():
+            if not isinstance(answer, ControlError):
+                said = f"process {path.stem}: {command} {value or ''}".rstrip()
+                typer.echo(f"{said}, {answer['changed']} pool{'' if answer['changed'] == 1 else 's'}")
+
+
+@contextlib.contextmanager
+def _asked(command: Command, value: str | None, pid: int | None) -> Iterator[Answers]:
+    """What each engine answers, or why it does not. After the block each such reason is told on stderr, and the command
+    ends with exit code 2."""
+    try:
+        answers = client.ask_all(_sockets(pid), Request(command=command, value=value))
+    except CanaryError as error:
+        raise refusal(error) from error
+    yield answers
+    # Several engines may refuse in the same words.
+    ends = [refusal(ControlError(reason)) for reason in dict.fromkeys(map(str, _errors(answers)))]
+    if ends:
+        raise ends[-1]
+
+
+def _given(answers: Answers) -> list[client.Answer]:
+    return [answer for answer in answers.values() if not isinstance(answer, ControlError)]
+
+
+def _errors(answers: Answers) -> list[ControlError]:
+    return [answer for answer in answers.values() if isinstance(answer, ControlError)]
+
+
+def _listed(answers: Answers) -> list[dict[str, Any]]:
+    """For programs: an object for each engine, with ``error`` where it gave no answer."""
+    return [
+        {"socket": str(path), **({"error": str(answer)} if isinstance(answer, ControlError) else answer)}
+        for path, answer in answers.items()
+    ]
+
+
+def _sockets(pid: int | None) -> list[Path]:
+    return client.found(load_config().control_folder(), pid)

@@ -1,0 +1,72 @@
+"""The built-in plugin ``control``: opens the control socket once a pool is guarded."""
+
+import atexit
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from canary_core.config import CanaryConfig
+from canary_core.desk.control.commands import Commands
+from canary_core.desk.control.server import Server
+from canary_core.desk.metrics.readings import READINGS
+from canary_core.errors import ControlError
+from canary_core.events import Event
+from canary_core.hookspecs import hookimpl
+from canary_core.plugins.plugin import error_text
+
+if TYPE_CHECKING:
+    from canary_core.guard.canary import Canary
+
+
+class Socket:
+    """The control socket of one process: made at the first pool that is guarded, with its settings, and there until the
+    process ends. Where it can't be made, that is told once, and the engine goes on as if nothing were."""
+
+    def __init__(self) -> None:
+        self.commands = Commands(READINGS, writable=False)
+        self.server: Server | None = None
+        self._tried: int | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, config: CanaryConfig) -> Event | None:
+        """Opens the socket if ``config`` asks for one and this process has not tried yet; gives what is to
+        be told."""
+        with self._lock:
+            if config.control == "off" or self._tried == os.getpid():
+                return None
+            self._tried = os.getpid()
+            self.commands.writable = config.control == "write"
+            try:
+                self.server = Server(path(config), self.commands.answer)
+            except Exception as error:  # the engine goes on, whatever the system thinks of this
+                reason = str(error) if isinstance(error, ControlError) else error_text(error)
+                return Event("control_unavailable", "warning", {"reason": reason})
+            atexit.register(self.server.close)
+            return Event("control", "info", {"socket": str(self.server.path), "allows": config.control})
+
+
+def path(config: CanaryConfig) -> Path:
+    """Where this process's socket is."""
+    return config.control_folder() / f"{os.getpid()}.sock"
+
+
+SOCKET = Socket()
+"""That of this process."""
+
+
+class Control:
+    """The plugin. Each manager has its own; the socket is the process's."""
+
+    @hookimpl
+    def canary_attached(self, canary: "Canary") -> None:
+        """Opens the socket, if it is not there yet."""
+        READINGS.add(canary)
+        event = SOCKET.begin(canary.config)
+        if event is not None:
+            canary.tell(event)
+
+    @hookimpl
+    def canary_detached(self, canary: "Canary") -> None:
+        """What it came to stays in the totals."""
+        READINGS.end(canary)

@@ -1,0 +1,14 @@
+"""`page`: a story as one HTML page that needs nothing else: no network, no script."""
+
+import jinja2
+
+from canary_core.desk.explain.story import Story
+
+
+def page(story: Story) -> str:
+    """The page's text. All that a bundle holds is escaped."""
+    loader = jinja2.PackageLoader("canary_core.desk.explain", "templates")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("page.html.jinja").render(story=story, first=story.diagnoses[0])

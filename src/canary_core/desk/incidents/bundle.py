@@ -1,0 +1,466 @@
+"""A bundle: what is kept of an incident, as a directory of JSON files that is there as a whole or not at all.
+
+| file            | what is in it                                                                                     |
+|-----------------|---------------------------------------------------------------------------------------------------|
+| `manifest.json` | format, version, when, which process, size and SHA-256 of each other file that was written with it |
+| `incident.json` | the root, the findings, counts by kind, the diagnoses                                             |
+| `evidence.json` | of each slot that was looked at: record, fingerprints that are recorded and that were found, the  |
+|                 | last that happened to it (``lives``); what the bytes look like; whose they are; the table's row    |
+| `history.json`  | calls about slots before, oldest first                                                            |
+| `about.json`    | settings, versions, coverage, counters, regions                                                   |
+| `events.jsonl`  | what Canary told before, one event a line                                                         |
+| `bytes.bin`     | only with ``CANARY_INCIDENT_BYTES``: the bytes of the slots in ``read``, source by source         |
+| `after.json`    | added a second later: what Canary told since, and what the incident came to                       |
+
+Without ``CANARY_INCIDENT_TOKENS`` there is neither a token id nor a prefix hash, from which one could be worked out.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canary_core.desk.incidents.evidence import Copy, Evidence, SourceFacts
+from canary_core.desk.incidents.patterns import Pattern
+from canary_core.desk.incidents.slot_history import call_fields, call_of, life_of, life_rows
+from canary_core.errors import CanaryError
+from canary_core.events import Event
+from canary_core.incident import Incident
+from canary_core.kinds.classes import Diagnosis
+from canary_core.ops import hashing
+from canary_core.records import POSITION, PREFIX_HASH, TOKEN, Kind, Phase, State
+from canary_core.violation import Violation
+
+FORMAT, VERSION = "canary-incident", 3
+
+OLDEST = 2
+"""Version of the oldest bundles that are read. Those before 3 have no ``lives``."""
+
+MOST_CELLS = 60_000
+"""Slots times sources in one bundle: what keeps it below 5 MB."""
+
+MOST_FILE_BYTES = 64 << 20
+"""A larger file is not read."""
+
+PARTIAL = ".partial-"
+"""How the name of a directory begins that is still being written."""
+
+PREFIX = "incident-"
+"""How a bundle's name begins."""
+
+GIVEN_UP_S = 600.0
+"""Age of a half-written bundle from which on nobody is writing it, whatever machine or container it is of."""
+
+_count = itertools.count(1)
+
+
+class BundleError(CanaryError):
+    """A directory is no bundle, or not a whole one; or no bundle could be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What was so when an incident was found. ``about``: settings, coverage, counters and regions, as plain values.
+    ``events``: what was told before, with the time of each. ``tokens``, ``content``: whether token ids, and the bytes
+    of the slots, may be kept."""
+
+    about: Mapping[str, object]
+    events: Sequence[tuple[float, Event]]
+    tokens: bool
+    content: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dossier:
+    """An incident with all that is known of it."""
+
+    incident: Incident
+    evidence: Evidence | None
+    patterns: Sequence[Pattern]
+    circumstances: Circumstances
+
+
+def write_bundle(directory: Path, dossier: Dossier, most: int) -> Path:
+    """Writes a bundle into ``directory``, which is made if it isn't there, and gives its path. A directory of another
+    name is filled, brought to the disk and then renamed, so whoever sees the bundle sees all of it.
+
+    Raises `BundleError` if there are ``most`` bundles already, OSError where nothing can be written; then nothing is
+    left behind."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _sweep(directory)
+    there = [p for p in directory.iterdir() if p.name.startswith(PREFIX)]
+    if len(there) >= most:
+        raise BundleError(
+            f"{directory} has {len(there)} bundles and CANARY_INCIDENT_MOST is {most}; move some elsewhere"
+        )
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    # One process may have several Canaries, each with an incident 1. Pods that share a folder may have processes of the
+    # same number, and the name of one host.
+    name = f"{PREFIX}{stamp}-{_host()}-{os.getpid()}-{next(_count)}-{secrets.token_hex(3)}"
+    partial = directory / f"{_own()}{os.getpid()}-{name}"
+    partial.mkdir()
+    try:
+        files = _files(dossier)
+        for file, content in files.items():
+            _put(partial / file, content)
+        _put(partial / "manifest.json", _manifest(files))
+        _to_disk(partial)
+        os.rename(partial, directory / name)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _to_disk(directory)
+    return directory / name
+
+
+def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float, Event]], tokens: bool) -> None:
+    """Adds ``after.json`` to a bundle, at once or not at all. Raises OSError where that can't be."""
+    after = {
+        "findings": incident.total,
+        "kinds": _kinds(incident),
+        "last_step": incident.last_step,
+        "events": [_event(moment, event, tokens) for moment, event in events],
+    }
+    partial = path / ".after.json"
+    _put(partial, _json(after))
+    os.rename(partial, path / "after.json")
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what processes of this machine that were killed have left half-written, once it is `GIVEN_UP_S` old:
+    others may write here, too, and two machines may look alike from within."""
+    for left in directory.glob(f"{_own()}*"):
+        process = left.name.removeprefix(_own()).partition("-")[0]
+        if process.isdigit() and int(process) != os.getpid() and not _runs(int(process)) and _is_old(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > GIVEN_UP_S
+    except OSError:
+        return False
+
+
+def _own() -> str:
+    """How names of what this machine is about to write begin; of a container, which numbers its processes anew."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return f"{PARTIAL}{_host()}-{space}-"
+
+
+def _host() -> str:
+    return "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64]
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _put(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _to_disk(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, default=str, separators=(",", ":")).encode()
+
+
+def _manifest(files: Mapping[str, bytes]) -> bytes:
+    listed = {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in files.items()}
+    about = {"format": FORMAT, "version": VERSION, "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    return _json({**about, "process": os.getpid(), "files": listed})
+
+
+def _files(dossier: Dossier) -> dict[str, bytes]:
+    circumstances, evidence = dossier.circumstances, dossier.evidence
+    tokens = circumstances.tokens
+    files = {
+        "incident.json": _json(_incident(dossier.incident, tokens)),
+        "about.json": _json({**circumstances.about, "versions": versions()}),
+        "events.jsonl": b"".join(_json(_event(*told, tokens)) + b"\n" for told in circumstances.events),
+    }
+    if evidence is not None:
+        files["evidence.json"] = _json(_evidence(evidence, dossier.patterns, circumstances))
+        files["history.json"] = _json([call_fields(call, evidence.names) for call in evidence.history])
+        if circumstances.content:
+            files["bytes.bin"] = b"".join(bytes(evidence.words[s.name].numpy().tobytes()) for s in evidence.sources)
+    return files
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the machine, and what of ours and of engines is installed."""
+    out = {"python": sys.version.split()[0], "platform": f"{platform.system()} {platform.machine()}"}
+    for name in ("canary-core", "torch", "triton", "sglang", "vllm", "transformers", "flashinfer-python"):
+        try:
+            out[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        out["device"] = torch.cuda.get_device_name()
+    return out
+
+
+def _incident(incident: Incident, tokens: bool) -> dict[str, object]:
+    return {
+        "number": incident.number,
+        "root": _violation(incident.root, tokens),
+        "findings": [_violation(v, tokens) for v in incident.findings],
+        "total": incident.total,
+        "kinds": _kinds(incident),
+        "last_step": incident.last_step,
+        "requests": list(incident.requests),
+        "diagnoses": [d.fields() for d in incident.diagnoses],
+    }
+
+
+def _kinds(incident: Incident) -> dict[str, int]:
+    return {kind.name.lower(): number for kind, number in incident.kinds.items()}
+
+
+def redacted(violation: Violation) -> Violation:
+    """Without token ids, and without prefix hashes, from which these could be worked out."""
+    if violation.kind is Kind.PREFIX:
+        violation = replace(violation, stored_value=None, found_value=None)
+    return replace(violation, token=None, stored_token=None)
+
+
+def _violation(violation: Violation, tokens: bool) -> dict[str, object]:
+    return (violation if tokens else redacted(violation)).fields()
+
+
+_PRIVATE = ("token", "stored_token", "explanation")
+"""Fields of events that may name tokens."""
+
+_PLACES = ("bundle", "directory")
+"""Fields of events that are paths."""
+
+
+def _event(moment: float, event: Event, tokens: bool) -> dict[str, object]:
+    left_out = _PLACES if tokens else (*_PRIVATE, *_PLACES)
+    fields = {k: v for k, v in event.fields.items() if k not in left_out}
+    return {"time": round(moment, 6), "event": event.name, "level": event.level, **fields}
+
+
+def _evidence(evidence: Evidence, seen: Sequence[Pattern], circumstances: Circumstances) -> dict[str, object]:
+    rows = max(8, min(len(evidence.slots), MOST_CELLS // max(len(evidence.sources), 1)))
+    records = evidence.records[:rows].clone()
+    if not circumstances.tokens:
+        records[:, [TOKEN, PREFIX_HASH, PREFIX_HASH + 1]] = 0
+    return {
+        "region": evidence.region,
+        "kind": evidence.kind,
+        "slot_count": evidence.slot_count,
+        "page_size": evidence.page_size,
+        "sources": [asdict(s) for s in evidence.sources],
+        "slots": evidence.slots[:rows].tolist(),
+        "records": records.tolist(),
+        "stored": _hex(evidence.stored[:rows]),
+        "found": _hex(evidence.found[:rows]),
+        "read": [row for row in evidence.read if row < rows] if circumstances.content else [],
+        "patterns": [asdict(p) for p in seen],
+        "copies": [asdict(c) for c in evidence.copies],
+        "looked_up": evidence.looked_up,
+        "right_slot": evidence.right_slot,
+        "reader_began": evidence.reader_began,
+        "table": evidence.table,
+        "lives": [life_rows(evidence.lives.get(slot, ())) for slot in evidence.slots[:rows].tolist()],
+        "names": {str(writer): name for writer, name in evidence.names.items()},
+    }
+
+
+def _hex(values: Tensor) -> list[str]:
+    """One line of 16 digits for each value, a row's values one after the other."""
+    return ["".join(f"{v & (1 << 64) - 1:016x}" for v in row) for row in values.tolist()]
+
+
+@dataclass(slots=True, eq=False)
+class Bundle:
+    """A bundle as it was read. ``incident``, ``about``, ``events``, ``history``, ``after``: as in its files; ``after``
+    is empty where the engine ended before. ``evidence``: None where Canary had none."""
+
+    path: Path
+    manifest: dict[str, Any]
+    incident: dict[str, Any]
+    about: dict[str, Any]
+    events: list[dict[str, Any]]
+    history: list[dict[str, Any]]
+    after: dict[str, Any]
+    evidence: Evidence | None
+    patterns: list[Pattern]
+
+    @property
+    def diagnoses(self) -> list[Diagnosis]:
+        """As they were worked out when the bundle was written."""
+        return [Diagnosis(d["diagnosis"], d["sure"], tuple(d["evidence"])) for d in self.incident["diagnoses"]]
+
+    def rebuilt(self) -> Incident:
+        """The incident, as far as the bundle tells."""
+        root, *findings = (violation_of(f) for f in (self.incident["root"], *self.incident["findings"]))
+        incident = Incident(root, number=self.incident["number"], told=True)
+        for violation in findings:
+            incident.add(violation)
+        return incident
+
+
+def read_bundle(path: Path) -> Bundle:
+    """The bundle in directory ``path``. Raises `BundleError`, saying what is wrong, where it is none, not whole, or of
+    a newer Canary."""
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise BundleError(f"{path} {what}; give the directory that the event diagnosis names as bundle")
+    if path.name.startswith(PARTIAL):
+        raise BundleError(f"{path} was still being written when its process ended; it is no bundle")
+    manifest = _read_json(path / "manifest.json", path)
+    if manifest.get("format") != FORMAT:
+        raise BundleError(f"{path} is no incident of Canary: its manifest says format {manifest.get('format')!r}")
+    version = manifest.get("version")
+    if not isinstance(version, int) or not OLDEST <= version <= VERSION:
+        reads = f"this Canary reads {OLDEST} to {VERSION}"
+        raise BundleError(f"{path} has version {version!r}, {reads}; use the Canary that wrote it, or a newer one")
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        raise BundleError(f"{path} is not whole: its manifest lists no files")
+    for name, listed in files.items():
+        _require_whole(path / Path(name).name, listed)
+    try:
+        return _bundle(path, manifest)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise BundleError(f"{path} does not hold what a bundle holds: {error!r}") from error
+
+
+def _bundle(path: Path, manifest: dict[str, Any]) -> Bundle:
+    evidence, seen = None, []
+    history: list[dict[str, Any]] = []
+    if "evidence.json" in manifest["files"]:
+        raw = _read_json(path / "evidence.json", path)
+        history = _read_json(path / "history.json", path)
+        evidence = _evidence_of(raw, history, path)
+        seen = [_pattern(p) for p in raw["patterns"]]
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    after = _read_json(path / "after.json", path) if (path / "after.json").exists() else {}
+    incident = _read_json(path / "incident.json", path)
+    bundle = Bundle(
+        path, manifest, incident, _read_json(path / "about.json", path), events, history, after, evidence, seen
+    )
+    bundle.rebuilt()
+    return bundle
+
+
+def _read_json(file: Path, path: Path) -> Any:
+    try:
+        if file.stat().st_size > MOST_FILE_BYTES:
+            raise BundleError(f"{path}: {file.name} is larger than any that Canary writes")
+        return json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise BundleError(f"{path} is no incident of Canary, or not a whole one: it has no {file.name}") from error
+    except (ValueError, OSError) as error:
+        raise BundleError(f"{path}: {file.name} can't be read: {error}") from error
+
+
+def _require_whole(file: Path, listed: Mapping[str, Any]) -> None:
+    try:
+        size = file.stat().st_size
+        if size != listed["bytes"]:
+            raise BundleError(f"{file.parent} is not whole: {file.name} has {size} of {listed['bytes']} bytes")
+        if size <= MOST_FILE_BYTES and hashlib.sha256(file.read_bytes()).hexdigest() != listed["sha256"]:
+            raise BundleError(f"{file.parent} is not what was written: {file.name} has another content")
+    except OSError as error:
+        raise BundleError(f"{file.parent} is not whole: {file.name} is missing or can't be read") from error
+    except (KeyError, TypeError) as error:
+        raise BundleError(f"{file.parent} is not whole: its manifest says nothing of {file.name}") from error
+
+
+def _evidence_of(raw: Mapping[str, Any], history: Sequence[Mapping[str, Any]], path: Path) -> Evidence:
+    sources = tuple(SourceFacts(**s) for s in raw["sources"])
+    columns, read = len(sources), list(raw["read"])
+    names = {int(writer): name for writer, name in raw["names"].items()}
+    numbers = {name: writer for writer, name in names.items()}
+    words: dict[str, Tensor] = {}
+    if read:
+        content = bytearray((path / "bytes.bin").read_bytes())
+        start = 0
+        for source in sources:
+            size = len(read) * source.words * 4
+            part = torch.frombuffer(content, dtype=torch.int32, count=size // 4, offset=start)
+            words[source.name], start = part.view(len(read), source.words), start + size
+    return Evidence(
+        raw["region"],
+        raw["kind"],
+        raw["slot_count"],
+        raw["page_size"],
+        sources,
+        torch.tensor(raw["slots"], dtype=torch.int64, device="cpu"),
+        torch.tensor(raw["records"], dtype=torch.int32, device="cpu").view(-1, 8),
+        _numbers(raw["stored"], columns),
+        _numbers(raw["found"], columns),
+        read,
+        words,
+        [Copy(**c) for c in raw["copies"]],
+        raw["looked_up"],
+        raw["right_slot"],
+        raw["reader_began"],
+        [call_of(fields, raw["region"], numbers) for fields in history],
+        {slot: life_of(rows) for slot, rows in zip(raw["slots"], raw.get("lives", ()), strict=False) if rows},
+        names,
+        raw["table"],
+    )
+
+
+def _pattern(raw: dict[str, Any]) -> Pattern:
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()}
+    return Pattern(**values)
+
+
+def _numbers(lines: Sequence[str], columns: int) -> Tensor:
+    rows = [[hashing.signed(int(line[i * 16 : i * 16 + 16], 16)) for i in range(columns)] for line in lines]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(lines), columns)
+
+
+def violation_of(fields: Mapping[str, Any]) -> Violation:
+    """A finding from `Violation.fields`. Raises KeyError, TypeError or ValueError for what is none."""
+    values = {name: fields[name] for name in Violation.__slots__ if name in fields}
+    values["kind"], values["phase"] = Kind[fields["kind"].upper()], Phase[fields["phase"].upper()]
+    if "stored_state" in values:
+        values["stored_state"] = State[fields["stored_state"].upper()]
+    for name in ("stored_value", "found_value"):
+        if isinstance(values.get(name), str):
+            values[name] = hashing.signed(int(values[name], 16))
+    return Violation(**values)
+
+
+def state_of(record: Sequence[int]) -> str:
+    """What a record says of its slot, in a word."""
+    return State.of(record[POSITION]).name.lower()

@@ -1,0 +1,240 @@
+"""`Investigator`: looks at each incident once, on a thread of its own, and keeps what it saw."""
+
+import atexit
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakSet
+
+from canary_core.batch import BatchView
+from canary_core.desk.incidents.bundle import Circumstances, Dossier, write_aftermath, write_bundle
+from canary_core.desk.incidents.diagnosis import diagnose
+from canary_core.desk.incidents.evidence import Taken, take
+from canary_core.desk.incidents.patterns import Pattern, patterns
+from canary_core.errors import CanaryError
+from canary_core.events import Event
+from canary_core.incident import Incident
+from canary_core.runtime.streams import capturing
+from canary_core.runtime.workspace import Switch, Workspace
+from canary_core.runtime.writers import Writers
+
+MOST_WAITING = 8
+"""Incidents that may wait to be looked at; more are told without a diagnosis."""
+
+AFTER_S = 1.0
+"""Seconds after a bundle was written, when what happened since is added to it."""
+
+PATIENCE_S = 10.0
+"""Most seconds that an engine which ends, or is stopped by a finding, waits for what is still to be looked at; on a
+machine with time to spare it is a fraction of one."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An incident, the copies of its evidence, and what was so when it was found."""
+
+    incident: Incident
+    taken: Taken | None
+    circumstances: Circumstances | None
+
+
+@dataclass(slots=True, eq=False)
+class Written:
+    """A bundle that waits for its aftermath."""
+
+    path: Path
+    incident: Incident
+    since: float
+    due: float = field(default_factory=lambda: time.monotonic() + AFTER_S)
+
+
+_running: "WeakSet[Investigator]" = WeakSet()
+"""Those that have started a thread: a process must not end while one is at work."""
+
+
+class Investigator:
+    """`look` is called from the engine's thread, for each incident that is told: it issues the copies of the evidence
+    and waits for nothing. A thread, which is started by the first one, does the rest: it works out the diagnosis, tells
+    it as a ``diagnosis`` event, and writes the bundle where ``CANARY_INCIDENT_DIR`` asks for one.
+
+    Nothing that goes wrong here reaches the engine or switches Canary off: it is an event. ``circumstances`` gives what
+    a bundle says of this Canary; ``view``, the last forward's view.
+    """
+
+    def __init__(self, workspace: Workspace, switch: Switch, writers: Writers) -> None:
+        self._workspace = workspace
+        self._switch = switch
+        self._writers = writers
+        self._config = workspace.config
+        self.circumstances: Callable[[], Circumstances] | None = None
+        self.view: Callable[[], BatchView | None] = lambda: None
+        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._idle = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._written: list[Written] = []
+        self._refused = False
+        self.skipped = 0
+        """Incidents that nobody looked at, since too many waited."""
+
+    def look(self, incident: Incident) -> None:
+        """Takes the evidence on ``incident``. From the engine's thread, on the stream of the forwards, never captured.
+        Waits for nothing."""
+        if not self._config.diagnose or not self._workspace.states or os.getpid() != self._process:
+            return
+        if capturing(self._workspace.device):
+            return
+        if self._waiting >= MOST_WAITING:
+            self.skipped += 1
+            return
+        try:
+            self._workspace.join()
+            state = self._workspace.states.get(incident.root.region)
+            taken = None
+            if state is not None and state.sources:
+                reader = None if incident.root.request is None else self._writers.known(incident.root.request)
+                history = self._workspace.journal.of(incident.root.region)
+                taken = take(state, incident, history, reader, self.view())
+            wanted = self._config.incident_dir and self.circumstances is not None
+            job = Job(incident, taken, self.circumstances() if wanted and self.circumstances else None)
+        except Exception as error:
+            self._failed(incident, error)
+            return
+        if not self._started(job):
+            self._do(job)
+
+    def prove(self, done: Callable[[], None]) -> bool:
+        """Has the thread call ``done``; False where incidents are not looked at."""
+        if not self._config.diagnose or not self._workspace.states or os.getpid() != self._process:
+            return False
+        return self._waiting >= MOST_WAITING or self._started(done)
+
+    def wait(self, seconds: float = PATIENCE_S) -> None:
+        """Until all is looked at and written, for so long at most."""
+        if threading.current_thread() is not self._thread:
+            with self._idle:
+                self._idle.wait_for(lambda: not self._waiting, seconds)
+
+    def close(self) -> None:
+        """Waits, and ends the thread, which adds what is still to be added to bundles."""
+        self.wait()
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            self._jobs.put(None)
+            thread.join(PATIENCE_S)
+
+    def _started(self, job: Job | Callable[[], None]) -> bool:
+        """Whether there is a thread that does ``job``: at the end of a process none can be started."""
+        with self._idle:
+            self._waiting += 1
+            try:
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = threading.Thread(target=self._run, name="canary-incidents", daemon=True)
+                    self._thread.start()
+            except RuntimeError:
+                self._thread = None
+                return False
+            _running.add(self)
+            self._jobs.put(job)
+        return True
+
+    def _run(self) -> None:
+        """Until nothing is left to do for a while: a thread would keep a Canary that nobody has any more."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=AFTER_S)
+            except queue.Empty:
+                self._follow_up()
+                with self._idle:
+                    if self._waiting or self._written:
+                        continue
+                    self._thread = None
+                    return
+            if job is None:
+                self._follow_up(at_last=True)
+                with self._idle:
+                    if self._waiting:
+                        continue
+                    self._thread = None
+                    return
+            self._do(job)
+            self._follow_up()
+
+    def _do(self, job: Job | Callable[[], None]) -> None:
+        try:
+            if isinstance(job, Job):
+                self._investigate(job)
+            else:
+                job()
+        except Exception as error:
+            if isinstance(job, Job):
+                self._failed(job.incident, error)
+        finally:
+            with self._idle:
+                self._waiting -= 1
+                self._idle.notify_all()
+
+    def _investigate(self, job: Job) -> None:
+        incident = job.incident
+        evidence = None if job.taken is None else job.taken.evidence()
+        seen: list[Pattern] = []
+        if evidence is not None:
+            writers = {int(w) for w in evidence.records[:, 5].tolist()} | {e.writer for e in evidence.history}
+            freed = {int(w) for w in evidence.records[:, 7].tolist()}
+            before = {h.who for life in evidence.lives.values() for h in life if h.event != "copy"}
+            named = ((w, self._writers.name(w)) for w in writers | freed | before)
+            evidence.names = {w: name for w, name in named if name is not None}
+            seen = list(patterns(evidence))
+        incident.diagnoses = diagnose(incident, evidence, seen)
+        if job.circumstances is not None:
+            self._write(Dossier(incident, evidence, seen, job.circumstances))
+        fields: dict[str, object] = {"incident": incident.number, **incident.diagnoses[0].fields()}
+        others = [d.name for d in incident.diagnoses[1:]]
+        if others:
+            fields["also_possible"] = others
+        if incident.bundle is not None:
+            fields["bundle"] = incident.bundle
+        self._switch.tell(Event("diagnosis", "warning", fields))
+
+    def _write(self, dossier: Dossier) -> None:
+        began = time.time()
+        try:
+            path = write_bundle(Path(self._config.incident_dir), dossier, self._config.incident_most)
+        except (OSError, CanaryError) as error:
+            # Once: a disk that is full stays so for a while.
+            if not self._refused:
+                self._refused = True
+                told = {"incident": dossier.incident.number, "directory": self._config.incident_dir}
+                reason = f"no bundle could be written: {error}; findings are told as ever"
+                self._switch.tell(Event("bundle_failed", "warning", {**told, "reason": reason}))
+            return
+        dossier.incident.bundle = str(path)
+        self._written.append(Written(path, dossier.incident, began))
+
+    def _follow_up(self, at_last: bool = False) -> None:
+        """Adds to bundles what happened since."""
+        now = time.monotonic()
+        due = [w for w in self._written if at_last or w.due <= now]
+        self._written = [w for w in self._written if w not in due]
+        for written in due:
+            try:
+                events = [(moment, event) for moment, event in tuple(self._switch.recent) if moment >= written.since]
+                write_aftermath(written.path, written.incident, events, self._config.incident_tokens)
+            except (OSError, RuntimeError):
+                # The bundle is whole without it; somebody may have moved it.
+                continue
+
+    def _failed(self, incident: Incident, error: Exception) -> None:
+        about = {"incident": incident.number, "error": repr(error)}
+        self._switch.tell(Event("diagnosis_failed", "warning", about))
+
+
+@atexit.register
+def _end_all() -> None:
+    for investigator in tuple(_running):
+        investigator.close()

@@ -1,0 +1,137 @@
+"""What the bytes of a damaged slot look like: a flipped bit, zeros, NaN, all the same, or another slot's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canary_core.desk.incidents.evidence import Evidence, SourceFacts, fingerprints, keys
+from canary_core.ops import hashing
+
+MOST_BITS = 4
+"""Changed bits of one word that still count as flips."""
+
+_NUMBERS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """The bytes of one slot in one source, which are not what was recorded.
+
+    shape: ``bit`` (few bits of one word), ``word`` (one word), ``two_bits`` (one bit in each of two words), ``zeros``,
+    ``constant`` (every byte the same), ``nan`` (most numbers are NaN or infinite), ``other``.
+    words, old, new: which 32-bit words changed, as they were and as they are, where the fingerprint's algebra tells:
+    a sum of words times odd keys, so one changed word leaves ``difference / key`` behind. byte: the value of a
+    ``constant``. not_finite: share of the numbers that are NaN or infinite.
+    """
+
+    slot: int
+    source: str
+    shape: str
+    words: tuple[int, ...] = ()
+    old: tuple[int, ...] = ()
+    new: tuple[int, ...] = ()
+    byte: int | None = None
+    not_finite: float = 0.0
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """The bits that changed, counted from the slot's first one."""
+        out = []
+        for word, old, new in zip(self.words, self.old, self.new, strict=True):
+            out += [word * 32 + bit for bit in range(32) if (old ^ new) >> bit & 1]
+        return tuple(out)
+
+
+MOST_PATTERNS = 192
+"""Slots and sources that are looked at: it takes a thread a millisecond each."""
+
+
+def patterns(evidence: Evidence) -> Iterator[Pattern]:
+    """Of slots and sources whose bytes were taken and differ from what was recorded: of all, or of `MOST_PATTERNS` from
+    everywhere among them."""
+    differs = evidence.differs[evidence.read] if evidence.read else evidence.differs[:0]
+    places = differs.nonzero().tolist()
+    for place, column in places[:: max(1, -(-len(places) // MOST_PATTERNS))]:
+        row, source = evidence.read[place], evidence.sources[column]
+        slot, words = int(evidence.slots[row]), evidence.words[source.name][place]
+        stored = int(evidence.stored[row, column])
+        if int(fingerprints(words[None], column)[0]) != stored:
+            yield _pattern(slot, source, words, column, stored)
+
+
+def _pattern(slot: int, source: SourceFacts, words: Tensor, column: int, stored: int) -> Pattern:
+    name = source.name
+    content = words.contiguous().view(torch.uint8)
+    if not bool(content.any()):
+        return Pattern(slot, name, "zeros")
+    if bool((content == content[0]).all()):
+        return Pattern(slot, name, "constant", byte=int(content[0]), not_finite=_not_finite(source, words))
+    flipped = _one_word(words, column, stored) or _two_bits(words, column, stored)
+    if flipped is not None:
+        index, old, new = flipped
+        changed = sum((o ^ n).bit_count() for o, n in zip(old, new, strict=True))
+        shape = "two_bits" if len(index) == 2 else "bit" if changed <= MOST_BITS else "word"
+        return Pattern(slot, name, shape, index, old, new)
+    share = _not_finite(source, words)
+    return Pattern(slot, name, "nan" if share > 0.5 else "other", not_finite=share)
+
+
+def _not_finite(source: SourceFacts, words: Tensor) -> float:
+    dtype = _NUMBERS.get(source.dtype)
+    if dtype is None:
+        return 0.0
+    return float((~torch.isfinite(words.contiguous().view(dtype))).float().mean())
+
+
+Flip = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _one_word(words: Tensor, column: int, stored: int) -> Flip | None:
+    """The one word that could have changed alone, and what it was: ``stored - found = (old - new) * key``."""
+    key = keys(len(words))
+    difference = torch.tensor(_signed(stored - int(fingerprints(words[None], column)[0])), device="cpu")
+    new = words.long() & 0xFFFFFFFF
+    old = new + difference * _inverse(key)
+    # As a 64-bit number, which it is only by chance where another word changed.
+    fits = ((old >= 0) & (old <= 0xFFFFFFFF)).nonzero()[:, 0].tolist()
+    if len(fits) != 1:
+        return None
+    index = fits[0]
+    return (index,), (int(old[index]),), (int(new[index]),)
+
+
+def _two_bits(words: Tensor, column: int, stored: int) -> Flip | None:
+    """The one pair of bits, in two words, that could have flipped: each bit's own change is looked for in what is left
+    without another's."""
+    key = keys(len(words))
+    new = words.long() & 0xFFFFFFFF
+    bits = torch.arange(32, device="cpu")
+    # What flipping a bit back adds to the fingerprint.
+    change = torch.where((new[:, None] >> bits) & 1 == 1, -(key[:, None] << bits), key[:, None] << bits).view(-1)
+    difference = _signed(stored - int(fingerprints(words[None], column)[0]))
+    order = change.sort()
+    rest = difference - change
+    place = torch.searchsorted(order.values, rest).clamp(max=len(change) - 1)
+    hits = (order.values[place] == rest).nonzero()[:, 0].tolist()
+    pairs = {tuple(sorted((one, int(order.indices[place[one]])))) for one in hits}
+    pairs = {pair for pair in pairs if pair[0] // 32 != pair[1] // 32}
+    if len(pairs) != 1:
+        return None
+    (pair,) = pairs
+    index = tuple(bit // 32 for bit in pair)
+    now = tuple(int(new[word]) for word in index)
+    return index, tuple(value ^ 1 << bit % 32 for value, bit in zip(now, pair, strict=True)), now
+
+
+def _inverse(key: Tensor) -> Tensor:
+    """Of odd numbers modulo 2**64, by Newton: each round doubles the bits that are right, three to begin with."""
+    inverse = key.clone()
+    for _ in range(5):
+        inverse = inverse * (2 - key * inverse)
+    return inverse
+
+
+def _signed(value: int) -> int:
+    return hashing.signed(value)

@@ -1,0 +1,241 @@
+"""`Reading`: the numbers of one `Canary` as the host knows them; `Readings`: those of all in this process."""
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from canary_core.config import CanaryConfig
+from canary_core.place import Place
+from canary_core.records import Counter, Kind
+
+if TYPE_CHECKING:
+    from canary_core.guard.canary import Canary
+
+Labels = tuple[str, str]
+"""Kind and region."""
+
+Owner = tuple[str, str, str]
+"""Replica, rank and model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One `Canary`, as of the last time that the host read its counters. ``skipped``: what was not checked, by reason.
+    ``owner``: of `Place.labels`; ``info``: machine, GPU, its address, version, profile, mode.
+    ``violations``, ``incidents``: how many were found, by kind and region, whether or not each was told by itself.
+    None: not known, or there is none.
+
+    Taken from any thread, without a look at the device.
+    """
+
+    owner: Owner
+    info: tuple[str, ...]
+    mode: str
+    enabled: bool
+    paused: bool
+    forwards: int
+    checked_forwards: int
+    slots_checked: int
+    bytes_checked: int
+    skipped: dict[str, int]
+    violations: dict[Labels, int]
+    incidents: dict[Labels, int]
+    unknown_slots: float
+    coverage: float | None
+    guarded_bytes: int
+    memory_bytes: int
+    ledger_doubt: float | None
+    detection_s: float | None
+    scrub_period_s: float | None
+    last_check: float | None
+    overhead: dict[str, float]
+    computed_tokens: int = 0
+    guarded_tokens: int = 0
+    guarded_ratio: float | None = None
+    missing_tokens: int = 0
+    alarm_tests: int = 0
+    alarm_dead: int | None = None
+    last_alarm_test: float | None = None
+
+    @classmethod
+    def of_nobody(cls, place: Place, config: CanaryConfig) -> "Reading":
+        """Of an engine at ``place`` that should be guarded and is not, since Canary could not start or attach."""
+        counts: dict[str, Any] = dict.fromkeys(("forwards", "checked_forwards", "slots_checked", "bytes_checked"), 0)
+        named: dict[str, Any] = {name: {} for name in ("skipped", "violations", "incidents", "overhead")}
+        sizes: dict[str, Any] = {"unknown_slots": 0.0, "guarded_bytes": 0, "memory_bytes": 0}
+        never: dict[str, Any] = dict.fromkeys(
+            ("coverage", "detection_s", "scrub_period_s", "last_check", "ledger_doubt")
+        )
+        return cls(
+            owner=place.labels, info=_info(place, config.profile, config.mode), mode=config.mode,
+            enabled=False, paused=False,
+            **counts, **named, **sizes, **never,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, canary: "Canary") -> "Reading":
+        """What is known of ``canary`` now."""
+        stats, scrub, overhead = canary.stats(), canary.scrub_stats(), canary.overhead_stats()
+        computed, guarded = canary.witness.share(canary)
+        skipped = {
+            "unknown_slot": stats.get(Counter.UNKNOWN_SLOTS.name.lower(), 0),
+            "unsure": stats.get(Counter.UNSURE.name.lower(), 0),
+            "forward_without_view": canary.step.unchecked,
+            "paused": canary.step.passed_by,
+            "withheld": stats.get("withheld", 0),
+            **canary.left_out,
+        }
+        return cls(
+            owner=canary.place.labels,
+            info=_info(canary.place, canary.config.profile, canary.mode),
+            mode=canary.mode,
+            enabled=canary.enabled and not canary.step.paused,
+            paused=canary.step.paused,
+            forwards=stats["forwards"],
+            checked_forwards=stats.get(Counter.CHECKED_FORWARDS.name.lower(), 0),
+            slots_checked=stats.get(Counter.CHECKED_SLOTS.name.lower(), 0),
+            bytes_checked=stats.get(Counter.CHECKED_BYTES.name.lower(), 0),
+            skipped=skipped,
+            violations=_named(canary.found, canary.regions),
+            incidents=_named(canary.incident_counts, canary.regions),
+            unknown_slots=canary.unknown_slots,
+            coverage=canary.coverage.ratio,
+            guarded_bytes=canary.coverage.guarded_bytes,
+            memory_bytes=sum(state.memory_bytes for state in canary.states.values()),
+            ledger_doubt=canary.ledger.doubt_ratio,
+            detection_s=canary.detection_s,
+            scrub_period_s=scrub.get("scrub_period_s"),
+            last_check=canary.last_check,
+            overhead={name.removeprefix("overhead_"): ratio for name, ratio in overhead.items()},
+            computed_tokens=computed,
+            guarded_tokens=guarded,
+            guarded_ratio=canary.witness.ratio,
+            missing_tokens=canary.witness.missing,
+            alarm_tests=stats.get("alarm_tests", 0),
+            alarm_dead=stats.get("alarm_dead"),
+            last_alarm_test=canary.last_alarm_test,
+        )
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the Canaries of one replica, rank and model that have ended came to, so that no count goes down."""
+
+    forwards: int = 0
+    checked_forwards: int = 0
+    slots_checked: int = 0
+    bytes_checked: int = 0
+    skipped: "Tally[str]" = field(default_factory=Tally)
+    violations: "Tally[Labels]" = field(default_factory=Tally)
+    incidents: "Tally[Labels]" = field(default_factory=Tally)
+    computed_tokens: int = 0
+    guarded_tokens: int = 0
+    alarm_tests: int = 0
+
+    def add(self, reading: Reading) -> None:
+        """One more."""
+        self.forwards += reading.forwards
+        self.checked_forwards += reading.checked_forwards
+        self.slots_checked += reading.slots_checked
+        self.bytes_checked += reading.bytes_checked
+        self.computed_tokens += reading.computed_tokens
+        self.guarded_tokens += reading.guarded_tokens
+        self.alarm_tests += reading.alarm_tests
+        self.skipped.update(reading.skipped)
+        self.violations.update(reading.violations)
+        self.incidents.update(reading.incidents)
+
+
+class Readings:
+    """The Canaries of this process, those that have ended as `Totals`. Thread-safe; never keeps a Canary alive."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._last: dict[ref[Canary], Reading] = {}
+        self._ended: dict[Owner, Totals] = {}
+        self._refused: dict[Owner, Reading] = {}
+
+    def refuse(self, place: Place, config: CanaryConfig) -> None:
+        """An engine is not guarded that should be; until a Canary of the same replica, rank and model is added. Where
+        one runs, its own reading says how it is: nothing."""
+        with self._lock:
+            if all(reading.owner != place.labels for reading in self._last.values()):
+                self._refused[place.labels] = Reading.of_nobody(place, config)
+
+    def add(self, canary: "Canary") -> None:
+        """``canary`` guards a pool from now on."""
+        with self._lock:
+            self._last[ref(canary)] = Reading.of(canary)
+            self._refused.pop(canary.place.labels, None)
+
+    def end(self, canary: "Canary") -> None:
+        """``canary`` was closed; what it came to stays in the totals. Again, or of one that is not known: nothing."""
+        with self._lock:
+            own = ref(canary)
+            if self._last.pop(own, None) is not None:
+                self._fold(Reading.of(canary))
+                canary.witness.hand_over(canary)
+
+    def running(self) -> list["Canary"]:
+        """Those that were not closed, the oldest first."""
+        with self._lock:
+            return [canary for canary in (known() for known in self._last) if canary is not None]
+
+    def take(self) -> tuple[list[Reading], dict[Owner, Totals]]:
+        """The readings of those that run, and the totals of the others by replica, rank and model."""
+        with self._lock:
+            for known in list(self._last):
+                canary = known()
+                if canary is None:
+                    # Nobody has closed it: what was read last is what is known.
+                    self._fold(self._last.pop(known))
+                else:
+                    self._last[known] = Reading.of(canary)
+            return [*self._last.values(), *self._refused.values()], dict(self._ended)
+
+    def _fold(self, reading: Reading) -> None:
+        self._ended.setdefault(reading.owner, Totals()).add(reading)
+
+
+def _info(place: Place, profile: str, mode: str) -> tuple[str, ...]:
+    """`Reading.info`."""
+    return place.host, place.gpu, place.pci, own_version(), profile, mode
+
+
+@lru_cache
+def own_version() -> str:
+    """Of the installed canary-core; empty where it is not installed as a package."""
+    try:
+        return metadata.version("canary-core")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _named(counts: Mapping[tuple[Kind, str], int], regions: Iterable[str]) -> dict[Labels, int]:
+    """``counts`` by kind, in lower case, and region; 0 for each kind of each of ``regions``, so that the first finding
+    of a process that began anew is seen to be one more."""
+    named = {(kind.name.lower(), region): 0 for region in regions for kind in Kind}
+    return named | {(kind.name.lower(), region): number for (kind, region), number in dict(counts).items()}
+
+
+READINGS = Readings()
+"""Those of this process."""
+
+
+def age_s(moment: float | None) -> float | None:
+    """Seconds since ``moment``, of `time.time`."""
+    return None if moment is None else max(time.time() - moment, 0.0)
+
+
+def total(readings: Iterable[Reading]) -> Totals:
+    """All of ``readings`` in one."""
+    added = Totals()
+    for reading in readings:
+        added.add(reading)
+    return added

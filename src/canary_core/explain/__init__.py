@@ -1,7 +1,0 @@
-"""``canary explain``: from an incident's bundle to a page that a person reads."""
-
-from canary_core.explain.page import page
-from canary_core.explain.story import Story, check, tell
-from canary_core.explain.terminal import show
-
-__all__ = ["Story", "check", "page", "show", "tell"]

@@ -1,0 +1,61 @@
+"""Begins to guard a pool, or says why not: what a plugin calls once the engine's pool is there."""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TypeVar
+
+import pluggy
+import torch
+
+from canary_core.config import CanaryConfig
+from canary_core.errors import AttachError
+from canary_core.events import Event
+from canary_core.guard.coverage import Coverage
+from canary_core.place import Place
+from canary_core.plugins import emit
+from canary_core.region import Uncovered
+
+Guarded = TypeVar("Guarded")
+
+_attaching: "ContextVar[CanaryConfig | None]" = ContextVar("_attaching", default=None)
+"""Settings of the pool that `attach` is just about."""
+
+
+def attach(
+    where: str, config: CanaryConfig, build: Callable[[], Guarded | None], hooks: pluggy.PluginManager | None = None
+) -> Guarded | None:
+    """What ``build`` gives: the plugin's own object around a `Canary`, or None where there is nothing to guard, which
+    `report_unguarded` tells. In log mode an exception of ``build`` becomes a ``disabled`` event, which says ``where``
+    (as in `Canary.fail`), and None: the engine goes on unguarded. In raise mode it is raised. ``hooks``: who is told,
+    this process's plugins by default."""
+    begun = _attaching.set(config)
+    try:
+        return build()
+    except Exception as error:
+        if config.mode == "raise":
+            raise
+        fields: dict[str, object] = {**_place(config), "where": where, "error": str(error)}
+        if isinstance(error, AttachError):
+            fields["reason"] = f"the adapter described what can't be: {error}"
+        emit(Event("disabled", "error", fields), hooks)
+        return None
+    finally:
+        _attaching.reset(begun)
+
+
+def report_unguarded(
+    items: Sequence[Uncovered], model: str | None = None, hooks: pluggy.PluginManager | None = None
+) -> None:
+    """Tells that a pool is not guarded at all: a ``coverage`` event with ``items``, the reasons, and no region.
+    ``model``: as `CanaryConfig.model`. ``hooks``: who is told, this process's plugins by default. Within `attach` the
+    event says whose pool it is."""
+    event, config = Coverage((), tuple(items)).event(), _attaching.get()
+    place = {} if config is None else _place(config)
+    draft = {"model": model, "draft": True} if model else {}
+    emit(replace(event, fields={**place, **draft, **event.fields}), hooks)
+
+
+def _place(config: CanaryConfig) -> dict[str, object]:
+    """Whose pool it is. Not of which GPU: nobody knows where the memory is."""
+    return Place.of(config, torch.device("cpu")).fields()

@@ -1,0 +1,513 @@
+"""`Canary`: guards the pools of one engine."""
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+from weakref import WeakSet, ref
+
+import pluggy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canary_core import plugins
+from canary_core.batch import BatchView
+from canary_core.config import CanaryConfig, Mode, ScrubBudget, settings
+from canary_core.desk.incidents.bundle import Circumstances
+from canary_core.errors import AttachError, CanaryError
+from canary_core.events import Event
+from canary_core.guard.coverage import Coverage
+from canary_core.guard.reporting.findings import Findings
+from canary_core.guard.reporting.lookout import Lookout
+from canary_core.guard.sampling import SampledTokens
+from canary_core.guard.slots import SlotEvents
+from canary_core.guard.start_up import StartUp
+from canary_core.guard.step import Step
+from canary_core.guard.summary import Summary
+from canary_core.incident import Incident
+from canary_core.ops.state import RegionState
+from canary_core.ops.warm_up import row_counts
+from canary_core.place import Place
+from canary_core.records import Counter, Kind
+from canary_core.region import Region, Uncovered
+from canary_core.runtime.watch import WATCH
+from canary_core.runtime.witness import Witness
+from canary_core.runtime.workspace import Failsafe, Switch, Workspace
+from canary_core.runtime.writers import Writers
+from canary_core.violation import Violation
+from canary_core.watchers.audit.footprint import FootprintAudit
+from canary_core.watchers.audit.memory import EngineMemory
+from canary_core.watchers.audit.running import RunningAudit
+from canary_core.watchers.ledger import Ledger
+
+_open: "WeakSet[Canary]" = WeakSet()
+"""Those that have not told their summary."""
+
+
+class Canary:
+    """Remembers what is in every slot of ``regions`` and checks it around each forward.
+
+    ``step`` is called for each forward of the engine, ``slots`` where slots change in another way (freed, copied,
+    loaded, ...). In log mode none of it ever raises into the engine: an exception of ours switches this Canary off with
+    a ``disabled`` event. In raise mode `Step.end` raises `ViolationError`, which carries the first finding.
+
+    ``hooks``: plugin manager that receives findings and events (default: the process-wide one). ``writers``: names of
+    writer ids for reports. ``uncovered``: KV memory that the regions leave out. ``pool_tensors``: gives every tensor in
+    which the engine keeps KV, by the engine's own names (`PoolAdapter.pool_tensors`); with it coverage is of the
+    engine's own bytes, ``CANARY_AUDIT`` can audit forwards, and a pool that moves is noticed. It is called at the
+    start, for audited forwards, and now and then. ``warms_up``: `warm_up` is called next, before the engine does
+    anything to the pool; all slots are fingerprinted there, and what that needs is compiled beside the rest.
+    ``witness``: where several Canaries guard one model, one after the other; by default each has its own.
+    Raises `AttachError` if the regions do not fit together, `ConfigError` if a setting can't be used.
+    """
+
+    def __init__(  # noqa: PLR0913  (one noun, what an engine says of its pool; all but the first have defaults)
+        self,
+        regions: Sequence[Region],
+        config: CanaryConfig | None = None,
+        *,
+        hooks: pluggy.PluginManager | None = None,
+        writers: Writers | None = None,
+        uncovered: Iterable[Uncovered] = (),
+        pool_tensors: Callable[[], Mapping[str, Tensor]] | None = None,
+        warms_up: bool = False,
+        witness: Witness | None = None,
+    ) -> None:
+        _require_together(regions)
+        self.config = config or CanaryConfig.load()
+        self.writers = writers or Writers()
+        on = self.config.mode != "off"
+        tensors = pool_tensors() if on and pool_tensors is not None else {}
+        left_out = tuple(uncovered)
+        self.coverage = Coverage(tuple(regions), left_out)
+        if tensors:
+            self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
+        self.regions = {r.name: r for r in regions}
+        """The guarded regions by name."""
+        self._counts: dict[str, int] = {}
+        hooks = hooks or plugins.hook_manager()
+        if on:
+            hooks.hook.canary_configure(config=self.config, manager=hooks)
+            self._workspace = Workspace.allocate(regions, self.config)
+        else:
+            self._workspace = Workspace.off(self.config, regions[0].device)
+        self._switch = Switch(self._workspace, hooks)
+        footprint = None
+        if pool_tensors is not None and tensors:
+            footprint = FootprintAudit(pool_tensors, regions, uncovered=left_out)
+        self.audit = RunningAudit(self._switch, footprint, self.config.audit)
+        """What audited forwards came to, see ``CANARY_AUDIT``."""
+        self.witness = Witness() if witness is None else witness
+        """Tokens that the engine says it computed, beside those that are recorded here."""
+        self._findings = Findings(self._workspace, self._switch, self.writers, self.audit, self.witness)
+        self.slots = SlotEvents(self._workspace, self._switch, self.audit)
+        """What happens to slots beside forwards."""
+        self.ledger = Ledger(self, self.slots, self._switch)
+        """What was stored of the pool, and whether what comes back is the same."""
+        self.sampled = SampledTokens(self._workspace, self._switch)
+        """What the sampler gave, to be compared with what the next forward computes."""
+        self.step = Step(self, self._switch, self.slots, self._findings)
+        """What happens around a forward."""
+        self._lookout = Lookout(self._switch, self._findings.read_back, self.witness, self._findings.alarm)
+        self.step.lookout = self._lookout
+        self._start_up = StartUp(self._workspace, self._switch, self.step.scrub)
+        self.audit.forget = self.slots.forget
+        investigator = self._findings.investigator
+        investigator.view, investigator.circumstances = (lambda: self.step.last_view), self._circumstances
+        self._attached = on
+        self._process = os.getpid()
+        if on:
+            if not warms_up:
+                self.step.scrub.start()
+            _open.add(self)
+            own = ref(self)
+            self.witness.calls = lambda: _calls(own())
+            self.witness.why = lambda: _unguarded(own())
+            WATCH.add(self._lookout)
+            self._tell_attached()
+            hooks.hook.canary_attached(canary=self)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is checked: not in off mode, nor once an exception of ours has switched it off."""
+        return self._switch.enabled
+
+    @property
+    def place(self) -> Place:
+        """Where it is: machine, GPU, replica, rank."""
+        return self._switch.place
+
+    @property
+    def device(self) -> torch.device:
+        """Where the guarded bytes are."""
+        return self._workspace.device
+
+    @property
+    def mode(self) -> Mode:
+        """``CANARY_MODE``, or what it was set to since; see `set_mode`."""
+        if self.config.mode == "off":
+            return "off"
+        return "raise" if self._switch.raises else "log"
+
+    def set_mode(self, mode: Literal["log", "raise"]) -> None:
+        """From now on findings are told, or the next one stops the engine; from any thread. Raises `CanaryError` where
+        Canary is off."""
+        self._require_on()
+        if mode == "raise" and not self._switch.raises:
+            self._findings.forget_first()
+        self._switch.raises = mode == "raise"
+        self.tell(Event("mode_changed", "warning", {"mode": mode}))
+
+    def set_budget(self, budget: ScrubBudget) -> None:
+        """How much the scrub may do from one of the next steps on; from any thread. Raises `CanaryError` where Canary
+        is off, or its work is part of a CUDA graph, which always does the same."""
+        self._require_on()
+        if self.step.captured:
+            raise CanaryError("the scrub is part of a CUDA graph of this engine, whose work can't be changed any more")
+        self.step.scrub.budget = budget
+        self.tell(Event("budget_changed", "warning", {"budget": str(budget)}))
+
+    @property
+    def uncovered(self) -> tuple[Uncovered, ...]:
+        """KV memory that is not guarded."""
+        return tuple(self.coverage.uncovered)
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards began."""
+        return self.step.forwards
+
+    @property
+    def states(self) -> dict[str, RegionState]:
+        """Canary's own device memory by region, for tests, faults and tools; empty in off mode."""
+        return self._workspace.states
+
+    def compares_reads(self, region: str) -> bool:
+        """Whether bytes of ``region`` are compared before forwards read them."""
+        return region in self.states and self.states[region].reads
+
+    def warm_up(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, *, beside: bool = False) -> None:
+        """Compiles what forwards of up to ``most_rows`` rows need, so that no request waits for it. ``batches(rows)``:
+        one view of each sort that the engine will issue, alike in dtypes, strides and what it leaves out, with that
+        many rows of padding. Launches every op and leaves no trace: slots, counters, cursors and the step stay what
+        they are. Never captured. Before that it fingerprints all slots where that was put off (``warms_up``).
+
+        ``beside``: the engine goes on to start (it captures graphs), and none of its forwards is guarded until it has.
+        Where much has to be compiled, another process does that meanwhile, and the rest is put off: `finish_warm_up`,
+        the first guarded forward, or the first event of slots, does it. Tensors of the views must stay until then."""
+        if self.enabled:
+            with self.guard("warm_up"):
+                self._start_up.begin(list(self._padding(batches, most_rows)), beside)
+
+    def finish_warm_up(self) -> None:
+        """Does at once what `warm_up` has put off, if anything: for engines that know when they have started, and
+        before a guarded forward is captured in a graph. Never captured."""
+        if self._switch.put_off is not None:
+            self._switch.put_off()
+
+    def drain(self) -> None:
+        """Waits for the device and reports everything found so far. For shutdown and tests: it synchronizes.
+
+        Raises `ViolationError` with the first finding in raise mode.
+        """
+        if not self.enabled:
+            return
+        with self.guard("drain"):
+            self.audit.look()
+            self._workspace.join()
+            self._workspace.queue.settle()
+            self.ledger.read(wait=True)
+            # The first read may only learn that there are rows; the second one takes them.
+            for _ in range(2):
+                self._findings.open(self._findings.collect_now(), self.forwards)
+            self._findings.settle(at_last=True)
+            self._findings.investigator.wait()
+        self._findings.raise_first()
+
+    def close(self) -> None:
+        """Drains, closes the step's listeners, tells the ``summary`` event, and stops for good: later calls do
+        nothing."""
+        self._start_up.give_up()
+        try:
+            self.audit.tell()
+            self.drain()
+        finally:
+            self.step.close()
+            self._findings.investigator.close()
+            WATCH.discard(self._lookout)
+            self._tell_summary()
+            if self._attached:
+                self._attached = False
+                self.step.watchdog.feed()
+                self._switch.hooks.hook.canary_detached(canary=self)
+            self._switch.enabled = False
+
+    def release(self) -> None:
+        """After `close`: gives the device memory back at once. The parts of a closed Canary know each other, so it is
+        long until Python frees them, and for one that comes next memory would have to be found. Does nothing where a
+        CUDA graph, which may be replayed, holds Canary's work."""
+        if self.enabled or self.step.captured:
+            return
+        for state in self.states.values():
+            state.release()
+        self._findings.release()
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """What was found, by cause, the oldest first: the last ones that may still grow."""
+        return tuple(self._findings.incidents)
+
+    def decode(self, row: Sequence[int]) -> Violation:
+        """A row as the ring has them (see `records.Row`), with the names of its region, source and requests."""
+        return self._findings.decode(row)
+
+    def report(self, violations: Sequence[Violation]) -> int:
+        """Findings of a check that ran on the host: reported like those of the device; gives how many are new. In
+        raise mode the next `Step.end` raises."""
+        return len(self._findings.take(violations)) if self.enabled else 0
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Adds to a counter of a plugin's own, which `stats` gives as ``name``."""
+        self._counts[name] = self._counts.get(name, 0) + number
+
+    def stats(self) -> dict[str, Any]:
+        """The counters as of the last host read, by lower-case name of `records.Counter`; what was reported by name of
+        `Kind`, ``violations``, their sum, and what plugins `count`."""
+        if not self.states:
+            return {"violations": 0, "forwards": 0}
+        found = self._findings
+        named = {c.name.lower(): found.counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
+        kinds = {k.name.lower(): n for k, n in found.delivered.items() if n}
+        late = {"repeated": found.repeated, "dismissed": found.dismissed}
+        withheld = sum(found.memory.withheld.values())
+        for name, number in (("withheld", withheld), ("incidents", found.incidents.total)):
+            if number:
+                late[name] = number
+        total = sum(found.delivered.values())
+        return {
+            "violations": total,
+            "forwards": self.forwards,
+            **named,
+            **late,
+            **kinds,
+            **self.audit.counts,
+            **self.ledger.stats(),
+            **self.step.tables.stats(),
+            **self.step.stores.stats(),
+            **{name: number for name, number in self.left_out.items() if number},
+            **self._findings.alarm.stats(),
+            **self.witness.stats(),
+            **self._counts,
+        }
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """What bounds of Canary's own left unchecked, untold or without a name, by reason: the table of
+        docs/how-it-works.md, "Bounds, and how full they are"."""
+        if not self.states:
+            return {}
+        tables = self.step.tables
+        return {
+            "tokens_beyond_bound": self.step.tokens_cut,
+            "tables_left": tables.tables_left,
+            "table_rows_left": tables.rows_left,
+            "tables_skipped": tables.skipped,
+            "rows_dropped": self._findings.dropped,
+            "findings_forgotten": self._findings.forgotten,
+            "misuses_untold": self._switch.misuses_untold,
+            "names_forgotten": self.writers.forgotten,
+            "identities_forgotten": self.writers.anchors_forgotten,
+        }
+
+    def scrub_stats(self) -> dict[str, float]:
+        """What the scrub comes to. ``scrub_coverage``: how often it went round all pools in search of slots of running
+        requests. ``scrub_share``: of the time; once a forward's length is known. ``live_period_s``: seconds in which
+        each slot of a running request was compared, ``scrub_period_s``: seconds for every written slot; from the end of
+        the first round on. Time in which the engine idles doesn't count."""
+        return self.step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS]) if self.states else {}
+
+    def overhead_stats(self) -> dict[str, float]:
+        """What Canary costs, measured now and then in the engine itself: ``overhead_host`` and, on a GPU,
+        ``overhead_device``, see `Overhead.stats`."""
+        return self.step.overhead.stats()
+
+    @property
+    def found(self) -> Mapping[tuple[Kind, str], int]:
+        """How many findings were reported, by kind and region."""
+        return self._findings.found
+
+    @property
+    def incident_counts(self) -> Mapping[tuple[Kind, str], int]:
+        """How many incidents there were, by kind and region of the first finding by cause."""
+        return self._findings.incidents.counts
+
+    @property
+    def last_check(self) -> float | None:
+        """When the host last saw that checks go on, in seconds since the epoch; None before the first."""
+        return self._findings.last_check
+
+    @property
+    def last_alarm_test(self) -> float | None:
+        """When a probe of the alarm last came out of it, in seconds since the epoch; None before the first."""
+        return self._findings.alarm.last
+
+    @property
+    def unknown_slots(self) -> float:
+        """Slots of a forward's context that can't be judged, as of the last host read."""
+        return self._findings.unknown_slots
+
+    @property
+    def recent_events(self) -> tuple[tuple[float, Event], ...]:
+        """The last events that were told, each with when, in seconds since the epoch."""
+        return tuple(self._switch.recent)
+
+    @property
+    def detection_s(self) -> float | None:
+        """At most so many seconds after a flip in KV that requests use is it told, at the pace of now; None where
+        that is not known, or nothing compares bytes. What waits for the host to read the counters is not in it."""
+        if not self.states or self.config.bytes == "off":
+            return None
+        if self.config.read_check == -1:
+            return self.step.scrub.step_s
+        scrub = self.scrub_stats()
+        return scrub.get("live_period_s", scrub.get("scrub_period_s"))
+
+    def tell(self, event: Event) -> None:
+        """Hands ``event`` to every plugin, with the fields of `place`; a broken one never stops the engine."""
+        self._switch.tell(event)
+
+    def tell_stats(self) -> None:
+        """Tells `stats`, `scrub_stats` and `overhead_stats`, as a ``stats`` event."""
+        self.tell(Event("stats", fields={**self.stats(), **self.scrub_stats(), **self.overhead_stats()}))
+
+    def fail(self, where: str, error: Exception) -> None:
+        """An exception of ours, or of an adapter: off for good and loudly in log mode, so that the engine goes on;
+        raised in raise mode. ``where``: what was being done."""
+        self._switch.fail(where, error)
+
+    def guard(self, where: str) -> Failsafe:
+        """A context for work of an adapter within the engine: its exceptions go to `fail`, findings pass through."""
+        return self._switch.guard(where)
+
+    def _require_on(self) -> None:
+        if not self.enabled:
+            why = "CANARY_MODE is off" if self.config.mode == "off" else "an error switched it off, or it was closed"
+            raise CanaryError(f"nothing is checked here any more ({why}), so there is nothing to change")
+
+    def _at_exit(self) -> None:
+        """The process ends and nobody has closed this Canary. Never waits for a device that may be lost."""
+        if os.getpid() != self._process:
+            return
+        with contextlib.suppress(Exception):
+            self._start_up.give_up()
+            if self.enabled:
+                if self.device.type == "cpu":
+                    self._workspace.queue.settle()
+                self._findings.read_last(self.forwards)
+                self._findings.investigator.close()
+        self._tell_summary()
+
+    def _tell_summary(self) -> None:
+        """Tells the ``summary`` event, once."""
+        if self not in _open:
+            return
+        _open.discard(self)
+        found = self._findings
+        summary = Summary(
+            config=self.config,
+            regions=self.regions,
+            forwards=self.forwards,
+            unchecked=self.step.unchecked,
+            ends=self.step.ends,
+            counters=found.counters,
+            events=self.slots.counts,
+            findings={kind.name.lower(): number for kind, number in found.delivered.items() if number},
+            incidents=found.incidents.total,
+            withheld=sum(found.memory.withheld.values()),
+            repeated=found.repeated,
+            dismissed=found.dismissed,
+            misuses=self._switch.misuses,
+            went_on=self.enabled,
+            coverage_ratio=self.coverage.ratio,
+            witness=self.witness,
+            alarm_tests=self._findings.alarm.passed,
+        )
+        self.tell(summary.event())
+
+    def _circumstances(self) -> Circumstances:
+        """What a bundle says of this Canary."""
+        about = {
+            # Not the directory: a path says nothing here, and may say who runs the engine.
+            "settings": {s.variable: s.value for s in settings(self.config) if s.variable != "CANARY_INCIDENT_DIR"},
+            "coverage": self.coverage.event().fields,
+            "stats": {**self.stats(), **self.scrub_stats()},
+            "backend": self._workspace.backend.name,
+            "device": self.device.type,
+            "host": self.place.host,
+            "pid": self.place.pid,
+            "gpu": self.place.gpu,
+            "pci": self.place.pci,
+            "replica": self.place.replica,
+            "rank": self.config.rank,
+            "ranks": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+            "model": self.place.model,
+        }
+        events = tuple(self._switch.recent)
+        return Circumstances(about, events, self.config.incident_tokens, self.config.incident_bytes)
+
+    def _padding(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> Iterator[BatchView]:
+        for rows in row_counts(self._workspace.backend.row_steps, most_rows):
+            for batch in batches(rows):
+                self.step.require_place(batch)
+                yield batch
+
+    def _tell_attached(self) -> None:
+        regions = {
+            r.name: {"kind": r.kind.value, "slots": r.slots, "sources": len(r.sources)} for r in self.regions.values()
+        }
+        fields: dict[str, object] = {
+            "backend": self._workspace.backend.name,
+            "mode": self.config.mode,
+            "bytes": self.config.bytes,
+            "regions": regions,
+            "memory_bytes": sum(s.memory_bytes for s in self.states.values()),
+            "pool_bytes": sum(r.pool_bytes for r in self.regions.values()),
+        }
+        self.tell(Event("attached", fields=fields))
+        self.tell(self.coverage.event())
+
+
+def _require_together(regions: Sequence[Region]) -> None:
+    if not regions:
+        raise AttachError("a Canary needs at least one region, got none; did the pool adapter recognise the pool?")
+    names = [r.name for r in regions]
+    if len(set(names)) != len(names):
+        raise AttachError(f"regions must have different names, got {names}")
+    for region in regions:
+        if region.device != regions[0].device:
+            raise AttachError(
+                f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
+                f"{regions[0].device}; make one Canary a device"
+            )
+
+
+def _calls(canary: Canary | None) -> int:
+    """How often ``canary`` was called for a forward, whatever came of it."""
+    return -1 if canary is None else canary.step.forwards + canary.step.unchecked + canary.step.passed_by
+
+
+def _unguarded(canary: Canary | None) -> str | None:
+    """Why forwards pass by ``canary``, which was told; None where they do not, or it is gone."""
+    if canary is None:
+        return None
+    if canary.step.paused:
+        return "paused"
+    return None if canary.enabled or canary not in _open else "off"
+
+
+@atexit.register
+def _tell_open() -> None:
+    for canary in tuple(_open):
+        canary._at_exit()

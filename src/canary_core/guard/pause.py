@@ -1,0 +1,71 @@
+"""`Pause`: forwards that run without Canary, and what is known of slots after them."""
+
+from canary_core.errors import CanaryError
+from canary_core.events import Event
+from canary_core.guard.sampling import SampledTokens
+from canary_core.guard.slots import SlotEvents
+from canary_core.runtime.streams import capturing
+from canary_core.runtime.watchdog import Watchdog
+from canary_core.runtime.workspace import Switch
+from canary_core.watchers.tables import TableCheck
+
+
+class Pause:
+    """Between `begin` and `end`, which may come from any thread, forwards pass by unchecked.
+
+    Nobody records what such forwards write, so before the first of them, and after the last, all slots become unknown:
+    neither a comparison that a plugin asks for in between nor a later check judges by what was there before. A pause
+    without a forward leaves all as it was.
+    """
+
+    def __init__(
+        self, slots: SlotEvents, sampled: SampledTokens, tables: TableCheck, watchdog: Watchdog, switch: Switch
+    ) -> None:
+        self._slots = slots
+        self._states = slots.workspace.states
+        self._device = slots.workspace.device
+        self._sampled = sampled
+        self._tables = tables
+        self._watchdog = watchdog
+        self._switch = switch
+        self.on = False
+        """Whether forwards run without Canary until `end`."""
+        self.missed = False
+        """Whether the last forward was one of these."""
+        self.passed_by = 0
+        """How many were, in all pauses."""
+
+    def begin(self, forwards: int, captured: bool) -> None:
+        """See `Step.pause`. ``forwards``: how many were checked so far. ``captured``: a CUDA graph has Canary's work in
+        it."""
+        if not self._switch.enabled:
+            raise CanaryError("nothing is checked here any more, so there is nothing to pause")
+        if captured:
+            raise CanaryError(
+                "Canary's work is part of a CUDA graph of this engine, which can't be told to leave it out"
+            )
+        if not self.on:
+            self.on = self._tables.paused = True
+            self._switch.tell(Event("paused", "warning", {"forwards": forwards}))
+
+    def end(self) -> None:
+        """See `Step.resume`."""
+        if self.on:
+            self.on = self._tables.paused = False
+            self._switch.tell(Event("resumed", "warning", {"unchecked_forwards": self.passed_by}))
+
+    def passes(self) -> bool:
+        """Whether the forward that comes runs without Canary: then it counts. One that is captured never does."""
+        if not (self.on or self.missed) or capturing(self._device):
+            return False
+        paused = self.on
+        if paused != self.missed:
+            self.missed = paused
+            for name in self._states:
+                self._slots.forget(name, None)
+            self._sampled.forget()
+        if paused:
+            self.passed_by += 1
+            self._watchdog.feed()
+            self._slots.settle()
+        return paused

@@ -1,0 +1,123 @@
+"""`Recorder`: what is launched after a forward: its fingerprints, its records, and the next stretch of the scrub."""
+
+from functools import partial
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.guard.fingerprint_schedule import FingerprintSchedule
+from canary_core.guard.overhead import Overhead
+from canary_core.guard.scrub import Scrub
+from canary_core.ops.state import RegionState
+from canary_core.ops.state_checkpoints import record_checkpoints
+from canary_core.runtime.workspace import Switch, Workspace
+from canary_core.watchers.stores import StoreCheck
+from canary_core.watchers.tables import TableCheck
+
+MOST_LATE_BYTES = 64 << 20
+"""Of what a forward has written, for its record to run beside the next one: a short look at memory hides there. To read
+more takes processors from the forward for longer than its own share."""
+
+
+class Recorder:
+    """Issues the record of one forward after the other: right after the forward, or later, to run beside the next one.
+
+    For each region: what the forward has written is fingerprinted, compared with what layers have stored
+    (`StoreCheck`), and recorded. Then comes the scrub, unless a comparison of tables (`TableCheck`) took its turn.
+    """
+
+    def __init__(
+        self, workspace: Workspace, switch: Switch, overhead: Overhead, tables: TableCheck, stores: StoreCheck
+    ) -> None:
+        config = workspace.config
+        self._workspace = workspace
+        self._switch = switch
+        self._overhead = overhead
+        self._tables = tables
+        self._stores = stores
+        self._states = workspace.states
+        self._backend = workspace.backend
+        self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
+        compares = any(state.reads for state in self._states.values())
+        self.decides = compares or not all(schedule.always for schedule in self._schedules.values())
+        """Whether `begin` has anything to decide: else each forward is fingerprinted, and nothing compared before."""
+        self._token_bytes = sum(s.sources.slot_bytes / s.region.tokens_per_slot for s in self._states.values())
+        self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
+        """The slow walk over all slots."""
+        self.captured = False
+        """Whether a CUDA graph has Canary's work in it: its launches are always the same."""
+        self.much = False
+        """Whether the last forward wrote so much that its record was not put off, and the next one waits for it."""
+
+    def begin(self, view: BatchView) -> list[str]:
+        """Host only. A forward of ``view`` will be recorded; gives the regions whose bytes are compared before it, see
+        `FingerprintSchedule`."""
+        # Each region's schedule counts the forward, whether or not it compares bytes.
+        return [
+            name
+            for name in view.tables
+            if self._schedules[name].begin(view, self.captured) and self._states[name].reads
+        ]
+
+    def record(self, view: BatchView, beside: bool, late: bool) -> None:
+        """The forward of ``view`` was issued on the current stream. ``beside``: its record runs on the side stream,
+        where the device has one. ``late``: it may run beside the next forward, so it is issued at the side stream's
+        next `SideStream.issue_postponed` or `SideStream.join`, unless the forward wrote `much`."""
+        side = self._workspace.side
+        self.much = view.tokens * self._token_bytes > MOST_LATE_BYTES
+        if beside and late and side is not None and not self.much:
+            side.postpone(partial(self._issue_late, view))
+        else:
+            with self._workspace.beside(beside), self._overhead.device(self.captured):
+                self._issue(view, beside)
+
+    def _issue_late(self, view: BatchView) -> None:
+        """The record of a forward that may run beside the next one: issued once what follows the forward was."""
+        if self._switch.enabled:
+            try:
+                self._issue(view, beside=True)
+            except Exception as error:
+                self._switch.fail("post_forward", error)
+
+    def _issue(self, view: BatchView, beside: bool) -> None:
+        """All launches, on the current stream: ``beside`` the forwards', or theirs."""
+        side, proof = self._workspace.side, self._workspace.proof
+        carried = False
+        for name, table in view.tables.items():
+            state = self._states[name]
+            if table.carried:
+                # Fingerprints came with the bytes: taken now they would say that whatever was copied is right.
+                carried = True
+                self._backend.record(state, view, table)
+            elif state.readable and self._schedules[name].now:
+                if self._stores.on or (proof.looks and not self.captured):
+                    self._fingerprint_and_record(state, view, table)
+                else:
+                    self._backend.fingerprint_record(state, view, table)
+            else:
+                if state.sources:
+                    state.forget_written()
+                self._backend.record(state, view, table)
+            if table.checkpoints is not None:
+                record_checkpoints(self._backend, state, view, table)
+                if beside and side is not None:
+                    side.reads(table.checkpoints.slots, table.checkpoints.positions)
+        if self._stores.on:
+            self._stores.end(compared=not carried)
+        # A forward has either a scrub or a comparison of tables, so that it has no launch more.
+        if not self._tables.took_turn() or self.captured:
+            self.scrub.run(self.captured)
+        if beside and side is not None:
+            # The rest of the view was read by the check alone, which is done.
+            side.reads(
+                view.prefix_lens, view.new_lens, view.token_ids, view.writers, view.positions, view.expected_tokens
+            )  # fmt: skip
+
+    def _fingerprint_and_record(self, state: RegionState, view: BatchView, table: SlotTable) -> None:
+        """What the forward has written to one region, with what comes between the two ops."""
+        proof, backend = self._workspace.proof, self._backend
+        looks = proof.looks and not self.captured
+        first = proof.writes(state, view) if looks else None
+        backend.fingerprint(state, view, table)
+        self._stores.compare(state, view, table)
+        if first is not None:
+            proof.compare(state, first)
+        backend.record(state, view, table)

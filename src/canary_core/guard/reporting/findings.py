@@ -1,0 +1,307 @@
+"""`Findings`: reads the violation ring late, turns its rows into `Violation`s and hands each to the hooks once."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from canary_core.desk.incidents.investigator import Investigator
+from canary_core.errors import ViolationError
+from canary_core.events import Event
+from canary_core.guard.reporting.alarm_test import AlarmTest
+from canary_core.guard.reporting.grouping import Incidents
+from canary_core.guard.reporting.readback import ReadBack, Snapshot
+from canary_core.guard.reporting.wrong_memory import WrongMemory
+from canary_core.incident import Incident
+from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, Counter, Kind, Phase, Row, State
+from canary_core.region import RegionKind
+from canary_core.runtime.witness import Witness
+from canary_core.runtime.workspace import Switch, Workspace
+from canary_core.runtime.writers import Writers
+from canary_core.violation import Violation
+from canary_core.watchers.audit.running import RunningAudit
+
+REMEMBERED = 65536
+"""Findings remembered so that one that every forward finds again is reported once."""
+
+STALLED_READS = 100
+"""Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
+
+LAST_READS, LAST_READ_S = 3, 0.5
+"""How many reads the end of a process waits for, and how long: a device that hangs must not keep it from ending."""
+
+
+class Findings:
+    """Reads, decodes, drops repeats, lets plugins dismiss, delivers, and folds what belongs together into
+    ``incidents``. ``delivered`` counts by kind what was reported; ``repeated``, ``dismissed`` and ``memory.withheld``
+    count what was not; ``counters`` are those of the last read. ``audit`` knows of regions whose memory the engine has
+    given up, of which nothing is reported."""
+
+    def __init__(
+        self, workspace: Workspace, switch: Switch, writers: Writers, audit: RunningAudit, witness: Witness
+    ) -> None:
+        self._config = workspace.config
+        self._states = list(workspace.states.values())
+        self._switch = switch
+        self._writers = writers
+        self._audit = audit
+        self._witness = witness
+        self.read_back = ReadBack(workspace.shared, workspace.proof.tallies)
+        self.memory = WrongMemory(workspace)
+        self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self.forgotten = 0
+        """Findings beyond `REMEMBERED`: what repeats them is told again."""
+        self.dropped = 0
+        """Rows for which the ring had no room."""
+        self.investigator = Investigator(workspace, switch, writers)
+        self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
+        self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self.investigator.prove)
+        """Whether a finding would be told."""
+        self._first: Incident | None = None
+        self._read_forwards = 0
+        self._stalled = 0
+        self.counters = [0] * workspace.shared.counters.shape[0]
+        self.delivered: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self.found: dict[tuple[Kind, str], int] = {}
+        """What was reported, by kind and region."""
+        self.last_check: float | None = None
+        """When a read last brought checks that had gone on, in seconds since the epoch."""
+        self.unknown_slots = 0.0
+        """Slots that a forward's checks left out as unknown, a mean over those of the last read that brought any."""
+        self.table_names: Sequence[str] = ()
+        """Names of tables by the numbers that findings have of them."""
+        self.repeated = 0
+        self.dismissed = 0
+
+    def collect(self) -> Snapshot | None:
+        """What an earlier read brought, if it has arrived; starts the next one on the current stream. Never waits."""
+        return self.read_back.collect()
+
+    def collect_now(self) -> Snapshot:
+        """Everything up to now; waits for the device."""
+        return self.read_back.collect_now()
+
+    def release(self) -> None:
+        """Nothing is collected any more: gives the memory for it back."""
+        self.read_back.release()
+
+    def read_last(self, forwards: int) -> None:
+        """Reports what can still be read, and waits for a moment only. ``forwards``: see `open`."""
+        deadline, reads = time.monotonic() + LAST_READ_S, 0
+        while reads < LAST_READS and time.monotonic() < deadline:
+            snapshot = self.collect()
+            if snapshot is None:
+                time.sleep(LAST_READ_S / 100)
+                continue
+            reads += 1
+            self.open(snapshot, forwards)
+        self.settle(at_last=True)
+
+    def open(self, snapshot: Snapshot, forwards: int) -> None:
+        """Reports what a read brought. ``forwards``: how many began on the host so far."""
+        moved = snapshot.counters[Counter.CHECKED_FORWARDS] != self.counters[Counter.CHECKED_FORWARDS]
+        # Between two forwards of an engine that idles there is nothing to check.
+        self._stalled = 0 if moved else self._stalled + (forwards != self._read_forwards)
+        self._read_forwards = forwards
+        if self._stalled == STALLED_READS:
+            reason = "forwards run but no check does; were they captured without Canary?"
+            self._switch.tell(Event("silence", "error", {"reason": reason}))
+        if moved:
+            self._notice(snapshot.counters)
+        self._witness.recorded(self._recorded(snapshot.counters) - self._recorded(self.counters))
+        self.counters = snapshot.counters
+        self.alarm.see(snapshot.counters)
+        if snapshot.tallies is not None:
+            self.memory.read(snapshot.tallies)
+            # From then on a read costs what it did before there were tallies.
+            self.read_back.proving = not self.memory.settled
+        self.take([self.decode(row) for row in snapshot.rows if row[Row.KIND] != PROBE or self._swallow(row)])
+        self.settle()
+        if snapshot.dropped:
+            self.dropped += snapshot.dropped
+            fields: dict[str, object] = {"rows": snapshot.dropped, "ring_rows": self._config.ring_rows}
+            self._switch.tell(Event("rows_dropped", "warning", fields))
+
+    def settle(self, at_last: bool = False) -> None:
+        """Tells of memory that turned out to be the wrong one, and the findings that waited for that and stand.
+        ``at_last``: all that wait."""
+        events, waited = self.memory.decide(at_last)
+        for event in events:
+            self._switch.tell(event)
+        for violation in waited:
+            self._deliver(violation)
+        self.incidents.tell()
+        if at_last:
+            self.incidents.tell_limited()
+
+    def never_called(self) -> None:
+        """No forward was checked for as long as the settings allow."""
+        after = f"{self._config.silence_s:g} s"
+        reason = f"attached {after} ago and no forward was checked since; is the hook in place?"
+        self._switch.tell(Event("silence", "error", {"reason": reason}))
+
+    def raise_first(self) -> None:
+        """In raise mode: raises `ViolationError` with the first incident of those that began since it was last
+        called, and that incident's root."""
+        if self._switch.raises and self._first is not None:
+            first, self._first = self._first, None
+            self.investigator.wait()
+            raise ViolationError(first.root, first)
+
+    def forget_first(self) -> None:
+        """Raise mode begins now: what was told before is not raised."""
+        self._first = None
+
+    def take(self, violations: Sequence[Violation]) -> list[Violation]:
+        """The findings that are new and that nobody dismisses, each after its hooks were called. Those that wait until
+        the region's memory is known to be the engine's (`WrongMemory`) are told later, or not."""
+        stand = []
+        if violations:
+            self._audit.look()
+        for violation in violations:
+            if violation.region in self._audit.moved:
+                self.dismissed += 1
+                continue
+            if self._repeats(violation):
+                self.repeated += 1
+                continue
+            reason = self._dismissal(violation)
+            if reason is not None:
+                self.dismissed += 1
+                fields = {"reason": reason, **violation.fields()}
+                self._switch.emit(Event("dismissed", "debug", fields))
+                continue
+            if self.memory.takes(violation):
+                continue
+            stand.append(violation)
+            self._deliver(violation)
+        if stand:
+            self.incidents.tell()
+        return stand
+
+    def _swallow(self, row: list[int]) -> bool:
+        """A probe came out of the ring, see `AlarmTest`. Gives whether the slot's bytes are wrong all the same; then
+        ``row`` says so."""
+        row[Row.KIND] = Kind.BYTES
+        self.alarm.came(self.decode(row))
+        row[Row.STORED_VALUE] = ~row[Row.STORED_VALUE]
+        known = row[Row.STORED_VALUE] != 0 and State.of(row[Row.STORED_POSITION]) is State.WRITTEN
+        return known and row[Row.STORED_VALUE] != row[Row.FOUND_VALUE]
+
+    def _recorded(self, counters: Sequence[int]) -> int:
+        """Tokens that were recorded, by the device's ``counters``: slots of the full region that has the fewest, or of
+        the window's."""
+        by_kind: dict[RegionKind, list[int]] = {}
+        for state in self._states:
+            by_kind.setdefault(state.region.kind, []).append(counters[COUNTERS + state.index * GAUGES + RECORDED])
+        return min(by_kind.get(RegionKind.FULL) or by_kind.get(RegionKind.WINDOW) or [0])
+
+    def _notice(self, counters: Sequence[int]) -> None:
+        """Checks have gone on since the last read."""
+        self.last_check = time.time()
+        forwards = counters[Counter.CHECKED_FORWARDS] - self.counters[Counter.CHECKED_FORWARDS]
+        unknown = counters[Counter.UNKNOWN_SLOTS] - self.counters[Counter.UNKNOWN_SLOTS]
+        self.unknown_slots = unknown / max(forwards, 1)
+
+    def _deliver(self, violation: Violation) -> None:
+        self.delivered[violation.kind] += 1
+        place = (violation.kind, violation.region)
+        self.found[place] = self.found.get(place, 0) + 1
+        incident = self.incidents.add(violation)
+        if self._first is None or self._first not in self.incidents:
+            self._first = incident
+        self._tell(violation)
+
+    def _dismissal(self, violation: Violation) -> str | None:
+        """Why a plugin dismisses the finding. A plugin that fails to answer doesn't."""
+        try:
+            reason: str | None = self._switch.hooks.hook.canary_dismiss(violation=violation)
+        except Exception as error:
+            self._complain("canary_dismiss", error)
+            return None
+        return reason
+
+    def _tell(self, violation: Violation) -> None:
+        """Built-in reporting hears of it first, so that no other listener that fails can silence it."""
+        try:
+            self._switch.hooks.hook.canary_violation(violation=violation)
+        except Exception as error:
+            self._complain("canary_violation", error)
+
+    def _tell_incident(self, incident: Incident) -> None:
+        try:
+            self._switch.hooks.hook.canary_incident(incident=incident)
+        except Exception as error:
+            self._complain("canary_incident", error)
+        self.investigator.look(incident)
+
+    def _complain(self, where: str, error: Exception) -> None:
+        self._switch.emit(Event("reporting_failed", "error", {"where": where, "error": repr(error)}))
+
+    def decode(self, row: Sequence[int]) -> Violation:
+        """One ring row as a `Violation`."""
+        state = self._states[row[Row.REGION]]
+        kind = Kind(row[Row.KIND])
+        source = state.sources[row[Row.SOURCE]] if row[Row.SOURCE] >= 0 else None
+        page_size = state.region.sources[0].page_size
+        word = row[Row.STORED_POSITION]
+        stored = word >= 0
+        # Zero where the slot was never written: then the record's writer is nobody, not the one with id 0.
+        written = row[Row.STEP_WRITTEN] != 0
+        freed = row[Row.FREED] not in (-1, 0)
+        whose = None
+        if kind is Kind.PREFIX and row[Row.POSITION] == 0 and stored:
+            whose = self._writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
+        value = row[Row.STORED_VALUE] if stored or kind in (Kind.WRITE_SLOT, Kind.READ_TABLE) else None
+        if kind is Kind.WRITE_INPUT and value == -1:
+            # Nothing is known of the sampler.
+            value = None
+        return Violation(
+            kind=kind,
+            region=state.region.name,
+            phase=Phase(row[Row.STEP] % 8),
+            step=row[Row.STEP] // 8,
+            slot=row[Row.SLOT],
+            page=row[Row.SLOT] // page_size,
+            source=source.name if source else None,
+            layer=source.layer if source else None,
+            half=source.half if source else None,
+            position=_known(row[Row.POSITION]),
+            token=_known(row[Row.TOKEN]),
+            stored_state=State.of(word) if stored else None,
+            arrived=True if stored and word & State.ARRIVED else None,
+            stored_position=word // STATES if stored else None,
+            stored_token=row[Row.STORED_TOKEN] if stored else None,
+            stored_value=value,
+            found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
+            request=self._writers.name(row[Row.WRITER]),
+            stored_request=self._writers.name(row[Row.STORED_WRITER]) if written else None,
+            step_written=_known(row[Row.STEP_WRITTEN]) if written else None,
+            step_freed=(row[Row.FREED] & 0xFFFFFFFF or None) if freed else None,
+            freed_by=self._writers.name(row[Row.FREED] >> 32) if freed else None,
+            rank=self._config.rank,
+            detail=self.table_names[row[Row.FOUND_VALUE]] if kind is Kind.READ_TABLE else None,
+            identity=whose and whose[0],
+            stored_identity=whose and whose[1],
+            window=True if state.region.kind is RegionKind.WINDOW and len(self._states) > 1 else None,
+        )
+
+    def _repeats(self, v: Violation) -> bool:
+        """Whether this was reported before. A fault that persists is found by every check; one that comes back after
+        the slot was written again, or with other bytes, is new."""
+        key: tuple[object, ...] = (v.kind, v.region, v.slot, v.source, v.step_written, v.found_value)
+        if v.kind is Kind.CACHE_STRUCTURE:
+            key = (*key, v.rule, v.node, v.detail)
+        elif v.kind is not Kind.BYTES:
+            key = (*key, v.position, v.request)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return True
+        self._known[key] = None
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+            self.forgotten += 1
+        return False
+
+
+def _known(value: int) -> int | None:
+    return None if value < 0 else value

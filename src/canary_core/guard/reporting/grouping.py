@@ -1,0 +1,183 @@
+"""`Incidents`: puts each finding to the incident that it belongs to, and tells each incident once."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+from canary_core.events import Event
+from canary_core.incident import Incident, total
+from canary_core.kinds.causes import CONSEQUENCES, NEAR_STEPS, Link, links
+from canary_core.records import Kind, Phase
+from canary_core.violation import Violation
+
+MOST_OPEN = 256
+"""Incidents that further findings may still join; the one that was quiet for longest is closed first."""
+
+LIMIT_S = 60.0
+"""Seconds over which ``CANARY_INCIDENT_LIMIT`` counts."""
+
+Key = tuple[Link, object, object]
+
+
+class Incidents:
+    """The incidents of one Canary. `add` takes findings as they are reported; `tell`, after each read of the ring,
+    hands the new incidents on.
+
+    All work is the host's, and there is none without a finding. ``limit``: incidents that are told within `LIMIT_S`,
+    0 for all; those beyond it are counted, and told as one ``incidents_limited`` event. ``hand_on`` is called with each
+    one that is told, before its event. ``total`` counts all incidents.
+    """
+
+    def __init__(self, tell: Callable[[Event], None], limit: int, hand_on: Callable[[Incident], None]) -> None:
+        self._tell_event = tell
+        self._limit = limit
+        self._hand_on = hand_on
+        self._open: OrderedDict[Incident, list[Key]] = OrderedDict()
+        self._index: dict[Key, list[Incident]] = {}
+        self._new: list[Incident] = []
+        self._times: list[float] = []
+        self._over: list[Incident] = []
+        self._grown: dict[Incident, int] = {}
+        self.total = 0
+        self.counts: dict[tuple[Kind, str], int] = {}
+        self.last: Incident | None = None
+
+    def __iter__(self) -> Iterator[Incident]:
+        """Those that may still grow, the oldest first."""
+        return iter(sorted(self._open, key=lambda incident: incident.number or self.total + 1))
+
+    def add(self, violation: Violation) -> Incident:
+        """The incident of ``violation``: one that it follows from, or a new one."""
+        keys = list(_keys(violation))
+        found = self._related(violation, [*keys, *_beside(violation)])
+        told = [incident for incident in found if incident.told]
+        if not found:
+            incident = Incident(violation)
+            self._new.append(incident)
+            self._open[incident] = []
+        else:
+            incident = min(told, key=lambda incident: incident.number) if told else found[0]
+            for other in found:
+                if other is not incident and not other.told:
+                    self._absorb(incident, other)
+        incident.add(violation)
+        self._enter(incident, keys)
+        self._open.move_to_end(incident)
+        while len(self._open) > MOST_OPEN:
+            self._close(next(iter(self._open)))
+        if incident.told:
+            self._grown[incident] = self._grown.get(incident, 0) + 1
+        self.last = incident
+        return incident
+
+    def tell(self) -> list[Incident]:
+        """The findings of a read are all there: gives the incidents that began with it, after the event of each. Those
+        that were told before and grew are a ``incident_grew`` event at level debug."""
+        new, self._new = self._new, []
+        for incident, findings in self._grown.items():
+            about = {"incident": incident.number, "new_findings": findings, "findings": incident.total}
+            kinds = {kind.name.lower(): number for kind, number in incident.kinds.items()}
+            self._tell_event(Event("incident_grew", "debug", {**about, "kinds": kinds}))
+        self._grown = {}
+        now = time.monotonic()
+        self._times = [moment for moment in self._times if now - moment < LIMIT_S]
+        if self._over and (not self._limit or len(self._times) < self._limit):
+            self.tell_limited()
+        for incident in new:
+            self.total += 1
+            place = (incident.root.kind, incident.root.region)
+            self.counts[place] = self.counts.get(place, 0) + 1
+            incident.number, incident.told = self.total, True
+            if self._limit and len(self._times) >= self._limit:
+                self._over.append(incident)
+                continue
+            self._times.append(now)
+            self._hand_on(incident)
+            self._tell_event(Event("incident", "error", incident.fields()))
+        return new
+
+    def tell_limited(self) -> None:
+        """What the limit kept back since it was last told, in one event with all counts."""
+        over, self._over = self._over, []
+        if over:
+            kinds = {kind.name.lower(): number for kind, number in total(over).items()}
+            numbers: dict[str, object] = {"first": over[0].number, "last": over[-1].number}
+            fields: dict[str, object] = {"incidents": len(over), **numbers, "kinds": kinds, "limit": self._limit}
+            self._tell_event(Event("incidents_limited", "error", fields))
+
+    def _related(self, violation: Violation, keys: Iterable[Key]) -> list[Incident]:
+        found: dict[Incident, None] = {}
+        for key in keys:
+            if key[0] is Link.CONTENT and key[1] == ("stored", violation.stored_value):
+                continue  # Two that should have the same have nothing to do with each other.
+            for incident in self._index.get(key, ()):
+                if incident not in found and _follows(key[0], violation, incident):
+                    found[incident] = None
+        return list(found)
+
+    def _absorb(self, incident: Incident, other: Incident) -> None:
+        """Two incidents that nobody has heard of turn out to be one."""
+        keys = self._open[other]
+        self._close(other)
+        self._new.remove(other)
+        incident.merge(other)
+        if incident.told:
+            self._grown[incident] = self._grown.get(incident, 0) + other.total
+        self._enter(incident, keys)
+
+    def _enter(self, incident: Incident, keys: Iterable[Key]) -> None:
+        own = self._open[incident]
+        for key in keys:
+            known = self._index.setdefault(key, [])
+            if incident not in known:
+                known.append(incident)
+                own.append(key)
+
+    def _close(self, incident: Incident) -> None:
+        for key in self._open.pop(incident):
+            known = self._index[key]
+            known.remove(incident)
+            if not known:
+                del self._index[key]
+
+
+def _keys(v: Violation) -> Iterator[Key]:
+    """Under what a finding is found, and finds others."""
+    if v.slot is not None and v.slot >= 0:
+        yield Link.SLOT, v.region, v.slot
+    if v.page is not None and v.page >= 0:
+        yield Link.PAGE, v.region, v.page
+    yield Link.STEP, v.step, None
+    if v.kind is Kind.BYTES and v.phase is Phase.PRE_FORWARD:
+        # What a forward writes to a wrong place is compared before the next one.
+        yield Link.STEP, v.step - 1, None
+    for name in dict.fromkeys((None if v.kind is Kind.BYTES else v.request, v.stored_request)):
+        if name is not None:
+            yield Link.REQUEST, name, None
+    if v.kind is Kind.BYTES:
+        yield Link.CONTENT, ("found", v.found_value), v.source
+        yield Link.CONTENT, ("stored", v.stored_value), v.source
+
+
+def _beside(v: Violation) -> Iterator[Key]:
+    """Under what others are found: those of the next page or the one before, and those that have what ``v`` should
+    have, or should have what it has."""
+    if v.page is not None and v.page >= 0:
+        yield Link.PAGE, v.region, v.page - 1
+        yield Link.PAGE, v.region, v.page + 1
+    if v.kind is Kind.BYTES and v.found_value is not None and v.stored_value is not None:
+        yield Link.CONTENT, ("stored", v.found_value), v.source
+        yield Link.CONTENT, ("found", v.stored_value), v.source
+
+
+def _follows(link: Link, violation: Violation, incident: Incident) -> bool:
+    """Whether ``violation``, which shares ``link`` with ``incident``, may be of the same cause."""
+    if abs(violation.step - incident.last_step) > NEAR_STEPS[link]:
+        return False
+    if violation.kind is Kind.BYTES and (violation.step_written or 0) > incident.last_step:
+        # What was written since was not there to be damaged.
+        return False
+    if incident.told:
+        # What was told before is the cause, or the same.
+        return any(link in CONSEQUENCES[kind].get(violation.kind, ()) for kind in incident.kinds)
+    return any(link in links(kind, violation.kind) for kind in incident.kinds)

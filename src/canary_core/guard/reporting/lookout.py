@@ -1,0 +1,62 @@
+"""`Lookout`: whether one Canary still sees what its engine does, told by the process's watch."""
+
+from canary_core.events import Event
+from canary_core.guard.reporting.alarm_test import AlarmTest
+from canary_core.guard.reporting.readback import ReadBack
+from canary_core.runtime.watch import WATCH
+from canary_core.runtime.witness import Witness
+from canary_core.runtime.workspace import Switch
+
+STUCK_S, STUCK_STEPS = 20.0, 3
+"""A copy of the counters that is on its way for so long, while so many steps ended, does not arrive any more."""
+
+
+class Lookout:
+    """Looks at one Canary from the watch's thread, with what the host knows: at its `Witness`, its `AlarmTest`, and the
+    copy of the counters that should arrive. Each sort of trouble is one event, told once until it is over."""
+
+    def __init__(self, switch: Switch, read_back: ReadBack, witness: Witness, alarm: AlarmTest) -> None:
+        self._switch = switch
+        self._read_back = read_back
+        self._witness = witness
+        self._alarm = alarm
+        self._stuck = self._watch_dead = False
+
+    def look(self, now: float) -> None:
+        """See `Watch.look`."""
+        if not self._switch.enabled:
+            return
+        for event in (
+            self._witness.look(now),
+            self._alarm.look(now),
+            self._read(now),
+            *map(_dead_thread, WATCH.died()),
+        ):
+            if event is not None:
+                self._switch.tell(event)
+
+    def look_back(self, now: float) -> None:
+        """From the engine's thread, now and then: whether the watch still looks."""
+        dead = WATCH.dead(now)
+        if dead and not self._watch_dead:
+            self._switch.tell(_dead_thread("canary-watch"))
+        self._watch_dead = dead
+
+    def _read(self, now: float) -> Event | None:
+        began, asked = self._read_back.waiting
+        stuck = began is not None and now - began > STUCK_S and asked >= STUCK_STEPS
+        told, self._stuck = self._stuck, stuck
+        if not stuck or told or began is None:
+            return None
+        reason = (
+            f"forwards go on, and a copy of the counters that was begun {now - began:.0f} s ago has not arrived: the "
+            "stream that checks run on stands still, so nothing of what they find can be told; is the device lost, or "
+            "does another stream keep it busy?"
+        )
+        return Event("silence", "error", {"reason": reason})
+
+
+def _dead_thread(name: str) -> Event:
+    """A thread of Canary's has ended that should run."""
+    reason = f"the thread {name!r} of Canary has ended, and with it what it does; restart the engine at the next chance"
+    return Event("silence", "error", {"reason": reason, "thread": name})

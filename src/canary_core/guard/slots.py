@@ -1,0 +1,413 @@
+"""`SlotEvents`: what happens to slots beside forwards, as the engine's plugin tells it."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from canary_core.errors import AttachError
+from canary_core.guard.slot_arguments import SlotArguments
+from canary_core.ops import contents, cross_region, payload
+from canary_core.ops.payload import PayloadLayout
+from canary_core.ops.record_buffers import RecordBuffers
+from canary_core.ops.state import RegionState
+from canary_core.records import POSITION, STEP_WRITTEN, UNPARKED, State
+from canary_core.region import KVSource, Placement
+from canary_core.runtime.event_queue import QueuedEvent
+from canary_core.runtime.streams import capturing
+from canary_core.runtime.workspace import Switch, Workspace
+from canary_core.watchers.audit.running import RunningAudit
+
+Owner = int | Callable[[], int | Tensor]
+"""Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
+one for each slot. It is called when the event takes effect, on the stream of the forwards."""
+
+Event = Literal["alloc", "park", "share", "evict", "free"]
+"""What happens to who has a slot: the name of an op of the back ends, too."""
+
+KEEPING = ("alloc", "park", "share")
+"""Events after which no slot may be handed out that could not be before."""
+
+
+class SlotEvents:
+    """What an engine's plugin tells where slots change other than by a forward. Each call names a region of
+    `Canary.regions`, and does nothing once Canary is off. Slots are integer tensors ``[n]`` on the pool's device, of
+    the region's slots; numbers that are no slots are left out.
+
+    A call whose arguments can't be right (an unknown region, a list, floats, another device, ...) is refused: nothing
+    of it takes effect, and a ``misuse`` event says what to do, once for each sort. In raise mode it is a `MisuseError`.
+    Only what the host knows is looked at: the device is never waited for. In log mode an exception of ours switches
+    Canary off and goes no further; in raise mode it is raised.
+    """
+
+    def __init__(self, workspace: Workspace, switch: Switch, audit: RunningAudit) -> None:
+        self.workspace = workspace
+        self.audit = audit
+        """What is told here of slots that change is no surprise to it."""
+        self._switch = switch
+        self._states = workspace.states
+        self._given = SlotArguments(workspace.states, workspace.device, switch)
+        self._queue = workspace.queue
+        self.counts: dict[str, dict[str, int]] = {region: {} for region in self._states}
+        """How many events of each kind were told of each region; each call is one."""
+
+    def alloc(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
+        """The engine's allocator handed ``slots`` out to request ``writer``. With ``page_slots`` above 1 they number
+        pages of so many slots. A slot that is in use or parked is a DOUBLE_ALLOC finding.
+
+        Events take effect in the order in which the host issues them, before the next forward that it issues: call it
+        from any stream; ``slots`` must stay as they are until then. An engine tells all of a region's life or nothing
+        of it: slots that are freed by events must be handed out by `alloc`, and slots that the prefix cache gives up by
+        `evict` must have been parked, until `end_lifetime`. Slots of which no event has told are not judged.
+        """
+        self._put_owned(("alloc", region, page_slots), slots, writer)
+
+    def park(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
+        """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. To read them
+        is legal; a forward that writes them makes them held again. Slots that are parked or free already are a
+        DOUBLE_FREE finding.
+
+        ``ready``, here and in the others: events after which ``slots`` are there; none for what the current stream has
+        to do."""
+        self._put_owned(("park", region, page_slots), slots, writer, ready)
+
+    def share(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
+        """Request ``writer`` takes ``slots`` that the prefix cache has, a prefix hit; see `alloc`. They are not parked
+        any more; for slots that a request has already it is harmless. Slots that are free are a FREED finding."""
+        self._put_owned(("share", region, page_slots), slots, writer, ready)
+
+    def evict(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
+        """The prefix cache gave ``slots`` up: they are free; see `alloc`. Slots that were handed out or written since
+        they were parked are an EVICTED_IN_USE finding, slots that are free already a DOUBLE_FREE."""
+        self._put_owned(("evict", region, page_slots), slots, writer, ready)
+
+    def free(
+        self,
+        region: str,
+        slots: Tensor,
+        writer: Owner = -1,
+        page_slots: int = 1,
+        ready: Sequence[torch.cuda.Event] = (),
+    ) -> None:
+        """The engine's allocator got ``slots`` back, from request ``writer``, and no prefix cache keeps them; see
+        `alloc`. Slots that are parked or free already are a DOUBLE_FREE finding."""
+        self._put_owned(("free", region, page_slots), slots, writer, ready)
+
+    def defer(self, tell: Callable[[], None]) -> None:
+        """For events that are cheaper told as one. ``tell`` tells them: it is called once, before any other event and
+        before the next forward, so that the order stays what it was."""
+        if self._switch.enabled:
+            self._queue.defer(tell)
+
+    def end_lifetime(self, region: str) -> None:
+        """The engine's allocator can't be followed any more: no slot of the region counts as freed or parked from now
+        on."""
+        state = self._told("end_lifetime", region)
+        if state is not None:
+            with self._switch.guard("end_lifetime"):
+                self.workspace.join()
+                self._queue.put_arrival(partial(contents.forget_releases, state))
+
+    def copy(self, region: str, source: Tensor, destination: Tensor, check: bool = False) -> None:
+        """The engine copied slots ``source`` to ``destination``: what is known of them travels with the bytes, their
+        fingerprints too. So a copy that went wrong is found like any other change, and what lies in ``destination`` is
+        never taken for right. Call it when the copy was issued, on the same stream. Overlaps are read first.
+
+        ``check``: compares the bytes of ``destination`` at once, in one more launch, where the scrub would come by only
+        later: for few slots, on the stream of the forwards. Not where a graph is captured, or where events of the
+        allocator still wait."""
+        state = self._told("copy", region, source=source, destination=destination)
+        if state is not None:
+            self.audit.claim(region, destination)
+            with self._switch.guard("copy_slots"):
+                self.workspace.join()
+                apply = partial(contents.copy, self.workspace.backend, state, source, destination)
+                self._queue.put_arrival(apply, source, destination)
+                if check and state.readable and not len(self._queue) and not capturing(self.workspace.device):
+                    self.workspace.backend.verify(state, destination)
+
+    def clear(self, region: str, slots: Tensor | None) -> None:
+        """``slots`` (None: all of the region) hold nothing any more (a roll-back, a reset): reading one before it is
+        written is a finding."""
+        self._mark(region, slots, State.UNWRITTEN)
+
+    def forget(self, region: str, slots: Tensor | None) -> None:
+        """Bytes of ``slots`` (None: all of the region) arrived without records: not judged until written again."""
+        self._mark(region, slots, State.UNKNOWN)
+
+    def forget_bytes(self, region: str, slots: Tensor) -> None:
+        """What bytes ``slots`` have is not known; what was written there still is. Takes effect on the current stream
+        at once, without a wait for the device."""
+        self._fingerprint("forget_bytes", region, slots, lambda state: 0)
+
+    def adopt_bytes(self, region: str, slots: Tensor) -> None:
+        """``slots``, which hold nothing, were handed out, and in them lie the bytes of another region with the same
+        memory: a write that leaves them so is lost. One look at their bytes, in the order of events; numbers that are
+        no slots are left out. Not for slots that will be read: what lies there now would count as right."""
+        state = self._told("adopt_bytes", region, slots=slots)
+        if state is not None and state.readable and len(slots):
+            with self._switch.guard("adopt_bytes"):
+                self.workspace.join()
+                self._queue.put_arrival(partial(self.workspace.backend.adopt, state, slots), slots)
+
+    def expect_zeros(self, region: str, slots: Tensor) -> None:
+        """All bytes of ``slots`` are zero: a write that leaves them so is lost. Takes effect on the current stream at
+        once; numbers that are no slots are left out."""
+        # The fingerprint of zero bytes is the salt alone.
+        self._fingerprint("expect_zeros", region, slots, lambda state: state.sources.salts[: len(state.sources)])
+
+    def _fingerprint(
+        self, event: str, region: str, slots: Tensor, value: Callable[[RegionState], Tensor | int]
+    ) -> None:
+        """``slots`` have the fingerprints ``value`` from now on, in each of the region's sources."""
+        state = self._told(event, region, slots=slots)
+        if state is not None and len(slots):
+            with self._switch.guard(event):
+                self.audit.claim(region, slots)
+                _, slot, anything = payload.entries(state, slots.long())
+                state.fingerprints[slot] = torch.where(anything, value(state), state.fingerprints[slot])
+
+    def expect(self, region: str, slots: Tensor) -> None:
+        """Bytes of ``slots`` will arrive by another way than a forward: what was written there is not judged any more.
+        Slots that hold nothing stay so, for events of the allocator that are still to come.
+
+        Unlike the other events it does not wait for those issued before, but takes effect on the current stream at
+        once, whatever is in flight on others; the transfer must begin after it. `forget` or `import_records` must
+        follow, in the order of events.
+        """
+        state = self._told("expect", region, slots=slots)
+        if state is not None:
+            self.audit.claim(region, slots, arriving=True)
+            with self._switch.guard("expect_slots"):
+                self.workspace.join()
+                contents.expect(state, slots)
+
+    def check(self, region: str, slots: Tensor) -> None:
+        """Compares the bytes of ``slots`` with their records, on the current stream: right after they arrived with
+        records, where the scrub would come by only later. Never captured."""
+        state = self._told("check", region, slots=slots)
+        if state is not None and state.readable:
+            with self._switch.guard("check_slots"):
+                self.workspace.join()
+                self._queue.settle_arrivals()
+                self.workspace.backend.verify(state, slots)
+
+    def expect_prefix(self, region: str, source: str, slots: Tensor, lengths: Tensor, writers: Tensor) -> None:
+        """Before a forward, for requests that are new to ``region``, which keeps one slot of each sequence (a reused
+        recurrent state): what they read there must be of the sequences whose last tokens region ``source`` has in
+        ``slots``, else it is a PREFIX finding. ``lengths``, ``writers``: integer ``[rows]``, prefix length and writer
+        of each row. Rows of which ``source`` has no sure record are not judged. Never captured."""
+        other = self._state(source, "expect_prefix")
+        state = self._told("expect_prefix", region, slots=slots, lengths=lengths, writers=writers)
+        if state is not None and other is not None:
+            cross_region.expect_sequences(state, other, slots, lengths=lengths, writers=writers)
+
+    def payload_layout(self, region: str) -> PayloadLayout | None:
+        """What the payloads of `export_records` mean, for `check_payload`; None in off mode."""
+        state = self._given.region("payload_layout", region)
+        return None if state is None else PayloadLayout.of(state)
+
+    def export_records(self, region: str, slots: Tensor, settle: bool = True) -> Tensor:
+        """What is known of ``slots``, to travel with their bytes: an int64 payload
+        ``[n, payload_layout(region).words]`` on the pool's device, ``[n, 0]`` in off mode and where the call is
+        refused. Call it when the bytes are read, on the same stream. Any place may keep it; its rows may be cut and
+        joined as the slots are.
+
+        ``settle``: events that wait and change what slots hold take effect before. Not for a stream other than the
+        forwards', and then none of those events may be about ``slots``.
+        """
+        state = self._given.region("export_records", region)
+        if state is None or not self._given.fit("export_records", region, slots=slots):
+            rows = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else 0
+            return torch.empty((rows, 0), dtype=torch.int64, device=self.workspace.device)
+        if self._switch.enabled:
+            with self._switch.guard("export_slots"):
+                if settle:
+                    self.workspace.join()
+                    self._queue.settle_arrivals()
+                return payload.export_records(state, slots)
+        return slots.new_zeros((slots.shape[0], PayloadLayout.of(state).words), dtype=torch.int64)
+
+    def import_records(self, region: str, slots: Tensor, rows: Tensor, writer: int = -1) -> None:
+        """Bytes arrived in ``slots`` (each at most once) with the payload ``rows`` of the slots they come from: rows of
+        `export_records`, of this Canary or another one, here or in host memory. Slots whose row does not fit are not
+        judged until they are written again, as with `forget`. Call it when the transfer was issued, on the same stream;
+        pinned ``rows`` must stay as they are until that stream has read them. ``writer``: who is named as the writer of
+        slots that another Canary exported (-1: nobody)."""
+        state = self._state(region, "import_records")
+        if state is not None and self._given.payload_fits(region, slots, rows):
+            self._count("import_records", region)
+            self.workspace.journal.note("import_records", region, {"slots": slots}, writer)
+            self.audit.claim(region, slots, arriving=False)
+            with self._switch.guard("import_slots"):
+                self.workspace.join()
+                rows = rows.to(slots.device, non_blocking=True)
+                apply = partial(contents.import_records, self.workspace.backend, state, slots, rows, writer)
+                self._queue.put_arrival(apply, slots, rows)
+
+    def record_buffers(self, region: str) -> RecordBuffers:
+        """What is known of all slots of ``region``, as tables that a transfer engine can send beside the KV. They are
+        this Canary's own and go on changing: not to be written to, but for their stamps. Raises `AttachError` for a
+        region that is not guarded."""
+        return RecordBuffers.of(self._require(region))
+
+    def empty_buffers(self, region: str) -> RecordBuffers:
+        """Tables of the same shape with nothing in them, to receive such rows. Raises `AttachError` for a region that
+        is not guarded."""
+        return RecordBuffers.inbox(self._require(region))
+
+    def carry_over(self, old: "SlotEvents", region: str, source: Tensor, destination: Tensor) -> None:
+        """This Canary takes the place of another one, whose events are ``old``: what that knows of the region's slots
+        ``source`` is known of ``destination`` now; the number of the step and the requests' sequences go on. On the
+        current stream at once."""
+        state = self._told("carry_over", region, source=source, destination=destination)
+        before = old._states.get(region)
+        if state is not None and before is not None:
+            contents.carry_over(state, before, source, destination)
+
+    def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
+        """The engine moved the region's bytes to other tensors (a cache that grew): same slots, same records, new
+        addresses. Sources must match the old ones in name, size and page size, else `AttachError`. Never captured."""
+        state = self._state(region, "rebind")
+        if state is not None:
+            state.rebind(sources)
+            self.audit.rebind(region, sources)
+
+    def rebind_alike(self, region: str, tensors: Sequence[Tensor], places: Sequence[Placement]) -> bool:
+        """As `rebind`, for a cache that is made anew by every forward, at a fraction of its cost: source ``i`` of the
+        region lies in ``tensors[i]`` now, as ``places[i % len(places)]`` says. Gives whether it did so: it takes
+        tensors of one shape, strides and type for each place, all aligned to 16 bytes, and sources that differ from
+        those of the same place in nothing but name and tensor. Where it gives False nothing has changed: call `rebind`.
+        """
+        state = self._state(region, "rebind")
+        if state is None:
+            return True
+        return not self.audit.follows_sources and state.rebind_alike(tensors, places)
+
+    def let_go(self, region: str) -> None:
+        """The forward that `Step.before` was called for will give the region's tensors up. Canary keeps none of them,
+        so that their memory is free as early as without Canary, and reads none until the next `rebind`, which must
+        come before `Step.after`. For a cache that every forward makes anew, checked on the forward's own stream
+        (`Overlap.NONE`). While an audit runs it does nothing. Never captured."""
+        # One that an error has switched off keeps nothing either.
+        state = self._given.region("let_go", region)
+        if state is not None and not self.audit.follows_sources:
+            state.sources.let_go()
+
+    def still_holds(self, region: str, slot: int, step: int) -> bool:
+        """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""
+        state = self._given.region("still_holds", region)
+        if state is None:
+            return False
+        self.workspace.join()
+        record: list[int] = state.records[slot].tolist()
+        return record[STEP_WRITTEN] == step and record[POSITION] & UNPARKED == State.WRITTEN
+
+    def settle(self) -> None:
+        """Lets events that wait for the next forward take effect now, on the current stream, which must be the
+        forwards'. Never captured."""
+        if self._switch.enabled:
+            with self._switch.guard("settle"):
+                self.workspace.join()
+                self._queue.settle()
+
+    def _state(self, region: str, event: str) -> RegionState | None:
+        """None where nothing is to be done: Canary is off, or the region, which ``event`` names, is not guarded."""
+        if self._switch.put_off is not None:
+            self._switch.put_off()
+        return self._given.region(event, region) if self._switch.enabled else None
+
+    def _told(self, event: str, region: str, **slots: Tensor) -> RegionState | None:
+        """As `_state`, for an event about ``slots``, by the names of the arguments; counts it. None, too, where they
+        can't be slots."""
+        state = self._state(region, event)
+        if state is None or not self._given.fit(event, region, **slots):
+            return None
+        self._count(event, region)
+        self.workspace.journal.note(event, region, slots)
+        return state
+
+    def fits(self, event: str, region: str, slots: Tensor, page_slots: int) -> bool:
+        """For events of other rooms, by their name: whether ``region`` is guarded and the others can be slots of it and
+        a number of slots. Tells what is wrong."""
+        state = self._state(region, event)
+        return (
+            state is not None
+            and self._given.fit(event, region, slots=slots)
+            and self._given.pages(event, region, page_slots)
+        )
+
+    def _owned(self, about: tuple[str, str, int], slots: Tensor, writer: Owner) -> RegionState | None:
+        """As `_told`, for an event of the allocator: of which kind, of which region, and how many slots a page has."""
+        event, region, page_slots = about
+        state = self._state(region, event)
+        if state is None or not self._given.fit(event, region, slots=slots):
+            return None
+        if not (self._given.pages(event, region, page_slots) and self._given.owner(event, region, writer)):
+            return None
+        self._count(event, region)
+        return state
+
+    def _count(self, event: str, region: str) -> None:
+        counts = self.counts[region]
+        counts[event] = counts.get(event, 0) + 1
+
+    def _require(self, region: str) -> RegionState:
+        state = self._states.get(region)
+        if state is None:
+            raise AttachError(f"no region {region!r} is guarded; there are {', '.join(self._states) or 'none'}")
+        return state
+
+    def _put_owned(
+        self, about: tuple[Event, str, int], slots: Tensor, writer: Owner, ready: Sequence[torch.cuda.Event] = ()
+    ) -> None:
+        event, _, page_slots = about
+        state = self._owned(about, slots, writer)
+        if state is None or not len(slots):
+            return
+        self.workspace.journal.note(event, about[1], {"slots": slots}, writer, page_slots)
+        op = getattr(self.workspace.backend, event)
+
+        def apply(tensors: list[Tensor]) -> None:
+            every = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            op(state, every, writer() if callable(writer) else writer, page_slots)
+
+        key = None if callable(writer) else (*about, writer)
+        with self._switch.guard(event):
+            self._queue.put(QueuedEvent(apply, [slots], list(ready), key=key, frees=event not in KEEPING))
+
+    def _mark(self, region: str, slots: Tensor | None, new: State) -> None:
+        event = "forget" if new is State.UNKNOWN else "clear"
+        state = self._told(event, region, **({} if slots is None else {"slots": slots}))
+        if state is None:
+            return
+        self.audit.claim(region, slots, arriving=False)
+        with self._switch.guard(event):
+            self.workspace.join()
+            if slots is None:
+                self._queue.put_arrival(partial(contents.mark_all, state, new))
+            else:
+                self._queue.put_arrival(partial(contents.mark, self.workspace.backend, state, slots, new), slots)

@@ -1,0 +1,122 @@
+"""`StartUp`: what Canary has to do before an engine's first forward, and when."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from canary_core.batch import BatchView
+from canary_core.errors import AttachError
+from canary_core.events import Event
+from canary_core.guard.scrub import Scrub
+from canary_core.ops.compile_process import CompileProcess
+from canary_core.ops.warm_up import compile_all, compile_beside, warm_up
+from canary_core.runtime.streams import capturing, synchronize
+from canary_core.runtime.workspace import Switch, Workspace
+
+
+class StartUp:
+    """Compiles what forwards launch, fingerprints the pool where that was put off, and launches every op once.
+
+    All of it at once; or, while another process compiles, as late as it can be: before the first forward, or the first
+    event of slots, whichever `Switch.put_off` hears of first. The GPU is not touched in between, so a graph can be
+    captured meanwhile.
+    """
+
+    def __init__(self, workspace: Workspace, switch: Switch, scrub: Scrub) -> None:
+        self._workspace = workspace
+        self._switch = switch
+        self._scrub = scrub
+        self._views: list[BatchView] = []
+        self._processes: list[CompileProcess] = []
+        self._seconds = 0.0
+        self._lock = threading.RLock()
+
+    def begin(self, views: Sequence[BatchView], beside: bool) -> None:
+        """For batches like ``views``, of padding. ``beside``: it may be put off until another process has compiled.
+        Raises `AttachError` while a graph is captured."""
+        with self._lock:
+            began = time.perf_counter()
+            self._views += views
+            if beside:
+                process = compile_beside(
+                    self._workspace.backend, self._workspace.states, views, self._first_launches, self._processes
+                )
+                if process is not None:
+                    self._processes.append(process)
+            self._seconds += time.perf_counter() - began
+            if beside and self._processes:
+                self._switch.put_off = self.finish
+            else:
+                self._finish()
+
+    def finish(self) -> None:
+        """Does what was put off, if anything; other threads wait for it. Not while a graph is captured: then it is an
+        error, which goes where all of Canary's go."""
+        with self._switch.guard("warm_up"), self._lock:
+            if self._switch.put_off is not None:
+                self._finish()
+
+    def wait(self) -> None:
+        """Until no process compiles any more."""
+        for process in self._processes:
+            process.wait()
+
+    def give_up(self) -> None:
+        """Nothing is put off any more, and no process compiles. Waits for nothing."""
+        self._switch.put_off = None
+        self._views.clear()
+        while self._processes:
+            self._processes.pop().end()
+
+    def _finish(self) -> None:
+        if not self._switch.enabled:
+            self.give_up()
+            return
+        began = time.perf_counter()
+        backend, device = self._workspace.backend, self._workspace.device
+        fields: dict[str, object] = {"backend": backend.name, "batches": len(self._views)}
+        try:
+            if self._processes:
+                if capturing(device):
+                    raise AttachError(
+                        "what warm_up has put off can't be captured in a graph; call Canary.finish_warm_up before the "
+                        "engine captures a guarded forward, or warm_up without beside"
+                    )
+                self.wait()
+                fields |= self._beside()
+                # The streams on which slots change need not be the one on which this begins.
+                synchronize(device)
+                with self._processes[-1].same_cache():
+                    self._launch()
+                synchronize(device)
+                for process in self._processes:
+                    process.remember()
+            else:
+                self._launch()
+            self._seconds += time.perf_counter() - began
+            fields["seconds"] = round(self._seconds, 2)
+        finally:
+            self._seconds = 0.0
+            self.give_up()
+        if fields["batches"]:
+            self._switch.tell(Event("warmed_up", fields=fields))
+
+    def _beside(self) -> dict[str, object]:
+        """What to tell of processes that have ended."""
+        told: dict[str, object] = {"beside_s": round(max(process.seconds for process in self._processes), 2)}
+        codes = [process.code for process in self._processes if process.code]
+        if codes:
+            told["reason"] = f"a process that compiled beside ended with {codes[0]}; what it left was compiled here"
+        return told
+
+    def _launch(self) -> None:
+        backend, states = self._workspace.backend, self._workspace.states
+        compile_all(backend, states, self._views, self._first_launches)
+        if not self._scrub.started:
+            self._scrub.start()
+        warm_up(backend, states, self._views)
+
+    def _first_launches(self) -> None:
+        """What `Scrub.start` launches, where it is still to come."""
+        if not self._scrub.started:
+            self._scrub.launch_all()

@@ -1,0 +1,114 @@
+"""`Incident`: the findings of one cause."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from canary_core.kinds.causes import ORDER
+from canary_core.kinds.classes import Diagnosis
+from canary_core.records import Kind
+from canary_core.violation import Violation
+
+MOST_KEPT = 512
+"""Findings that an incident keeps; more are counted."""
+
+NAMED = 8
+"""Requests that an event names; more are counted."""
+
+
+@dataclass(slots=True, eq=False)
+class Incident:
+    """Findings of one cause. ``root`` is the first one by cause (`causes.ORDER`), ``findings`` are the first
+    `MOST_KEPT` in the order in which they were told, the root among them; ``kinds`` counts all. ``number`` counts a
+    Canary's incidents from 1, 0 until it was told. ``told``: whether its ``incident`` event was due, after which the
+    root stays. ``diagnoses``: what probably happened, the surest first; empty until somebody has looked. ``bundle``:
+    the directory that was written, None if none was.
+    """
+
+    root: Violation
+    number: int = 0
+    findings: list[Violation] = field(default_factory=list)
+    kinds: dict[Kind, int] = field(default_factory=dict)
+    last_step: int = 0
+    slots: set[tuple[str, int]] = field(default_factory=set)
+    pages: set[tuple[str, int]] = field(default_factory=set)
+    requests: dict[str, None] = field(default_factory=dict)
+    told: bool = False
+    diagnoses: tuple[Diagnosis, ...] = ()
+    bundle: str | None = None
+
+    @property
+    def total(self) -> int:
+        """How many findings it has."""
+        return sum(self.kinds.values())
+
+    @property
+    def consequences(self) -> dict[Kind, int]:
+        """All findings but the root, by kind, causes first."""
+        rest = dict(self.kinds)
+        rest[self.root.kind] -= 1
+        return {kind: rest[kind] for kind in sorted(rest, key=ORDER.__getitem__) if rest[kind]}
+
+    def add(self, violation: Violation) -> None:
+        """One more finding of the same cause."""
+        self.kinds[violation.kind] = self.kinds.get(violation.kind, 0) + 1
+        self.last_step = max(self.last_step, violation.step)
+        if len(self.findings) < MOST_KEPT:
+            self.findings.append(violation)
+            if violation.slot is not None and violation.slot >= 0:
+                self.slots.add((violation.region, violation.slot))
+            if violation.page is not None and violation.page >= 0:
+                self.pages.add((violation.region, violation.page))
+            for name in (violation.request, violation.stored_request):
+                if name is not None:
+                    self.requests[name] = None
+        if not self.told and precedes(violation, self.root):
+            self.root = violation
+
+    def merge(self, other: "Incident") -> None:
+        """Takes over what ``other`` has; both untold."""
+        counted = dict(other.kinds)
+        for violation in other.findings:
+            self.add(violation)
+            counted[violation.kind] -= 1
+        for kind, number in counted.items():
+            self.kinds[kind] = self.kinds.get(kind, 0) + number
+
+    def fields(self) -> dict[str, object]:
+        """What the ``incident`` event says: where and what the root is, and counts of what follows from it."""
+        root = self.root.fields()
+        names = list(self.requests)
+        out: dict[str, object] = {"incident": self.number, "findings": self.total}
+        out |= {name: root[name] for name in _OF_THE_ROOT if name in root}
+        if len(self.kinds) > 1 or self.total > 1:
+            out["consequences"] = {kind.name.lower(): number for kind, number in self.consequences.items()}
+            out["slots"], out["pages"] = len(self.slots), len(self.pages)
+            out["requests"] = names[:NAMED] + ([f"and {len(names) - NAMED} more"] if len(names) > NAMED else [])
+            if self.last_step != self.root.step:
+                out["last_step"] = self.last_step
+        return {**out, "explanation": self.root.explanation}
+
+    def __str__(self) -> str:
+        followed = ", ".join(f"{kind.name.lower()} {number}" for kind, number in self.consequences.items())
+        text = f"{self.root}" + (f" It brought more findings: {followed}." if followed else "")
+        return text + (f" {self.diagnoses[0].sentence}" if self.diagnoses else "")
+
+
+_OF_THE_ROOT = (
+    "kind", "region", "slot", "page", "source", "layer", "half", "position", "request", "stored_request", "phase",
+    "step", "step_written", "step_freed", "freed_by", "rank", "node", "rule",
+)  # fmt: skip
+
+
+def precedes(one: Violation, other: Violation) -> bool:
+    """Whether ``one`` comes before ``other`` in a chain of causes: an earlier forward; in one forward what was so
+    before it, then what it did, then what happened after it; of these an earlier kind."""
+    return (one.step, one.phase, ORDER[one.kind]) < (other.step, other.phase, ORDER[other.kind])
+
+
+def total(incidents: Iterable[Incident]) -> dict[Kind, int]:
+    """All findings of ``incidents`` by kind."""
+    kinds: dict[Kind, int] = {}
+    for incident in incidents:
+        for kind, number in incident.kinds.items():
+            kinds[kind] = kinds.get(kind, 0) + number
+    return kinds

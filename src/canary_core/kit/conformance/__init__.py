@@ -1,0 +1,17 @@
+"""The conformance suite: what a plugin of an engine must pass, proven from outside of its adapter."""
+
+from canary_core.kit.conformance.outcome import Outcome, run_suite, suite_tests
+from canary_core.kit.conformance.problems import Nonconforming
+from canary_core.kit.conformance.session import ABILITIES, Ability, EngineSession
+from canary_core.kit.conformance.suite import PluginConformance
+
+__all__ = [
+    "ABILITIES",
+    "Ability",
+    "EngineSession",
+    "Nonconforming",
+    "Outcome",
+    "PluginConformance",
+    "run_suite",
+    "suite_tests",
+]

@@ -1,0 +1,93 @@
+"""`Onlooker`: a plugin that keeps what the views of an adapter say."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from canary_core.batch import BatchView
+from canary_core.guard.canary import Canary
+from canary_core.hookspecs import hookimpl
+
+Watch = Callable[[Canary, BatchView], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a view said of one request: the tokens from position ``prefix`` on are computed. ``expected``: the
+    request's own tokens by position, -1 where the view doesn't know them."""
+
+    forward: int
+    request: str | None
+    prefix: int
+    tokens: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Onlooker:
+    """Hears of each Canary that is built, and of each view. ``before`` and ``after``: called with both, right before
+    the check and before the record."""
+
+    before: Watch | None = None
+    after: Watch | None = None
+    canaries: list[Canary] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    """Rows with new tokens of all views, in order."""
+    forwards: int = 0
+    """Views that were checked."""
+    tables: int = 0
+    """Tables of regions that these views had."""
+    stored: int = 0
+    """Forwards of which what they wrote is recorded."""
+    error: Exception | None = None
+    """What ``before`` or ``after`` raised first; they are called no more."""
+    open_rows: dict[int, range] = field(default_factory=dict)
+    """By id of a Canary: which of ``rows`` its last checked forward has."""
+
+    @hookimpl
+    def canary_attached(self, canary: Canary) -> None:
+        """Keeps it."""
+        self.canaries.append(canary)
+
+    @hookimpl(trylast=True)
+    def canary_pre_forward(self, canary: Canary, batch: BatchView) -> None:
+        """Keeps what the view says."""
+        self.forwards += 1
+        self.tables += len(batch.tables)
+        tokens: list[int] = batch.token_ids.tolist()
+        expected = batch.expected_tokens.tolist() if batch.expected_tokens is not None else [()] * batch.rows
+        lengths = zip(
+            batch.prefix_lens.tolist(), batch.new_lens.tolist(), batch.writers.tolist(), expected, strict=True
+        )
+        begin = len(self.rows)
+        first = 0
+        for prefix, new, writer, own in lengths:
+            if new > 0:
+                row = Row(
+                    self.forwards, canary.writers.name(writer), prefix, tuple(tokens[first : first + new]), tuple(own)
+                )
+                self.rows.append(row)
+                first += new
+        self.open_rows[id(canary)] = range(begin, len(self.rows))
+        self._call(self.before, canary, batch)
+
+    @hookimpl(tryfirst=True)
+    def canary_post_forward(self, canary: Canary, batch: BatchView) -> None:
+        """Counts it. The tokens are those that the forward has used: it may have filled them in itself, from what an
+        earlier one left on the device."""
+        self.stored += 1
+        tokens: list[int] = batch.token_ids.tolist()
+        first = 0
+        for place in self.open_rows.pop(id(canary), range(0)):
+            end = first + len(self.rows[place].tokens)
+            self.rows[place] = replace(self.rows[place], tokens=tuple(tokens[first:end]))
+            first = end
+        self._call(self.after, canary, batch)
+
+    def _call(self, watch: Watch | None, canary: Canary, batch: BatchView) -> None:
+        if watch is None or self.error is not None:
+            return
+        try:
+            watch(canary, batch)
+        except Exception as error:
+            # Canary would take it for one of its own, and go off.
+            self.error = error

@@ -1,0 +1,165 @@
+"""`Stage`: one engine with the plugin installed, and everything that is heard of it."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from canary_core import plugins
+from canary_core.config import CanaryConfig
+from canary_core.errors import PluginError
+from canary_core.guard.canary import Canary
+from canary_core.kit.conformance.onlooker import Onlooker
+from canary_core.kit.conformance.problems import Nonconforming
+from canary_core.kit.conformance.session import EngineSession
+from canary_core.kit.findings import Findings
+from canary_core.plugins.discovery import entry_points, inspect, new_manager, not_installed
+from canary_core.violation import Violation
+
+MOST_STEPS = 2000
+"""After so many steps an engine that still has something to run counts as stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of the suite's."""
+
+    name: str
+    tokens: tuple[int, ...]
+    new_tokens: int
+
+
+class Drive:
+    """Serves requests on one engine."""
+
+    def __init__(self, session: EngineSession) -> None:
+        self.session = session
+        self.asks: dict[str, Ask] = {}
+        """Every request so far by name."""
+
+    def submit(self, *asks: Ask) -> None:
+        """All of ``asks`` begin with the next step."""
+        for ask in asks:
+            self.asks[ask.name] = ask
+            self.session.submit(ask.name, ask.tokens, ask.new_tokens)
+
+    def fork(self, request: str, child: str) -> None:
+        """``child`` goes on from what ``request`` has."""
+        self.session.fork(request, child)
+        self.asks[child] = Ask(child, self.asks[request].tokens, self.asks[request].new_tokens)
+
+    def step(self) -> bool:
+        """One step; whether anything was left to run."""
+        return self.session.step()
+
+    def step_until(self, request: str, answered: int) -> None:
+        """Until ``request`` has so many answered tokens. Raises `Nonconforming` where it never has."""
+        for _ in range(MOST_STEPS):
+            if len(self.session.answer(request)) >= answered or not self.step():
+                break
+        got = len(self.session.answer(request))
+        if got < answered:
+            raise Nonconforming(
+                "session",
+                f"step() gave False, or {MOST_STEPS} steps ran, and {request} has {got} of {answered} answered tokens",
+            )
+
+    def finish(self) -> None:
+        """Steps until nothing is left to run."""
+        for _ in range(MOST_STEPS):
+            if not self.step():
+                return
+        raise Nonconforming("session", f"step() still gives True after {MOST_STEPS} steps")
+
+    def answers(self) -> dict[str, tuple[int, ...]]:
+        """What was answered so far, by request."""
+        return {name: tuple(self.session.answer(name)) for name in self.asks}
+
+
+class Stage(Drive):
+    """The same under guard: ``onlooker`` heard of views and Canaries, ``findings`` what was found and told."""
+
+    def __init__(self, session: EngineSession, onlooker: Onlooker, findings: Findings) -> None:
+        super().__init__(session)
+        self.onlooker = onlooker
+        self.findings = findings
+
+    @property
+    def canaries(self) -> Sequence[Canary]:
+        """Those that guard the engine's pools. Raises `Nonconforming` where there are none."""
+        if self.onlooker.canaries:
+            return self.onlooker.canaries
+        reasons = [str(e.fields["reason"]) for e in self.findings.told("disabled") if "reason" in e.fields]
+        if reasons:
+            raise Nonconforming("PoolAdapter", f"no Canary could be built: {reasons[0]}")
+        raise Nonconforming(
+            "hooks",
+            "no Canary was built: canary_install must hook the place where the engine makes its pool, and build one "
+            f"there{self.troubles()}",
+        )
+
+    def troubles(self) -> str:
+        """What was told as an error, for the end of a sentence; empty if nothing was."""
+        errors = [
+            f"{e.name} {e.fields.get('reason') or e.fields.get('error')}"
+            for e in self.findings.events
+            if e.level == "error" and not e.name.startswith("incident")
+        ]
+        return f"; told was: {'; '.join(errors[:2])}" if errors else ""
+
+    @property
+    def violations(self) -> list[Violation]:
+        """All findings so far."""
+        return self.findings.violations
+
+    def drain(self) -> None:
+        """Everything found so far is told."""
+        for canary in self.canaries:
+            canary.drain()
+
+    def counter(self, name: str) -> int:
+        """A counter (see `Canary.stats`) of all Canaries together, as of the last read."""
+        return sum(canary.stats().get(name, 0) for canary in self.canaries)
+
+
+def target_of(plugin: object) -> object:
+    """The plugin object: ``plugin`` itself, or what the entry point of that name has. Raises `PluginError`, with the
+    reason, for one that is not installed or does not fit."""
+    if not isinstance(plugin, str):
+        return plugin
+    found = entry_points()
+    for missing in not_installed([plugin], found):
+        raise PluginError(str(missing.error))
+    loaded = inspect(plugin, found[plugin])
+    if loaded.error is not None:
+        raise PluginError(loaded.error)
+    return loaded.target
+
+
+@contextlib.contextmanager
+def installed(target: object, config: CanaryConfig, *listeners: object) -> Iterator[None]:
+    """The plugin ``target`` is installed within; ``listeners`` hear of its Canaries."""
+    process, own = plugins.hook_manager(), new_manager()
+    own.register(target)
+    # Canary asks what the plugin says of findings (canary_dismiss) through the manager of the process.
+    known = any(plugin is target for plugin in process.get_plugins())
+    with contextlib.ExitStack() as stack:
+        for plugin in (*listeners, *(() if known else (target,))):
+            process.register(plugin)
+            stack.callback(process.unregister, plugin)
+        stack.callback(own.hook.canary_uninstall)
+        own.hook.canary_install(config=config)
+        yield
+
+
+def fill(session: EngineSession, seed: int = 0) -> None:
+    """Puts noise into the engine's memory, so that nothing that is written there leaves it as it was."""
+    draw = torch.Generator().manual_seed(seed)
+    for tensor in session.pool_tensors().values():
+        if tensor.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            tensor.copy_(torch.randn(tensor.shape, generator=draw))
+        else:
+            # Small values of each byte: no NaN in any format of eight bits.
+            noise = torch.randint(0, 64, (tensor.numel() * tensor.element_size(),), generator=draw, dtype=torch.uint8)
+            tensor.copy_(noise.view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,256 @@
+"""`Trials`: how the tests of `PluginConformance` put an engine under a plugin, and judge what comes of it."""
+
+import contextlib
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from canary_core.config.faults import FaultSpec
+from canary_core.errors import CanaryError
+from canary_core.kit.conformance import traffic
+from canary_core.kit.conformance.footprints import Footprints
+from canary_core.kit.conformance.onlooker import Onlooker
+from canary_core.kit.conformance.problems import Nonconforming, Part, require_silence
+from canary_core.kit.conformance.session import ABILITIES, Ability, EngineSession
+from canary_core.kit.conformance.stage import MOST_STEPS, Ask, Drive, Stage, installed, target_of
+from canary_core.kit.conformance.truth import require_truth
+from canary_core.kit.faults.catalogue import FAULTS
+from canary_core.kit.faults.injector import FaultInjector
+from canary_core.kit.findings import Findings
+from canary_core.kit.quiet import one_thread, unheard
+from canary_core.kit.settings import strict_config
+from canary_core.records import Kind
+from canary_core.violation import Violation
+
+FAULT_REQUESTS = 12
+ANSWERED = 3
+"""Tokens that a request has answered when something is done to it."""
+
+Act = Callable[[Drive], None]
+"""Serves requests on an engine, guarded or not."""
+
+
+class Trials:
+    """What tests of a plugin do with its engine. What they know of it, `PluginConformance` says."""
+
+    plugin: object
+    layers: int
+    halves: Sequence[str]
+    abilities: frozenset[Ability]
+    vocabulary: int
+    longest_prompt: int
+    faults: Sequence[str]
+    engine_package: str
+
+    def session(self) -> EngineSession:
+        """See `PluginConformance.session`."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _stage(self, *plugins: object, installs: int = 1, **settings: Any) -> Iterator[Stage]:
+        """An engine under the plugin with strict settings. The plugin is uninstalled after it, and the session
+        closed."""
+        onlooker, findings = Onlooker(), Findings()
+        config = strict_config(**settings)
+        target = target_of(self.plugin)
+        self._load()
+        with unheard(), one_thread(), contextlib.ExitStack() as stack:
+            for listeners in [(onlooker, findings, *plugins), *[()] * (installs - 1)]:
+                stack.enter_context(installed(target, config, *listeners))
+            try:
+                session = self.session()
+            except CanaryError as error:
+                what = f"in {config.mode} mode the engine did not start, {type(error).__name__}: {error}"
+                raise Nonconforming("PoolAdapter", what) from error
+            stack.callback(session.close)
+            yield Stage(session, onlooker, findings)
+
+    def _serve(self, drive: Drive, asks: Sequence[Ask]) -> None:
+        drive.submit(*asks)
+        drive.finish()
+        for ask in asks:
+            got = len(drive.session.answer(ask.name))
+            if got != ask.new_tokens:
+                raise Nonconforming("session", f"{ask.name} was to be answered with {ask.new_tokens} tokens, got {got}")
+
+    def _load(self) -> None:
+        """Once a process: what sessions share is loaded, and what the engine imports late is imported, without the
+        plugin. It is not to be taken for what a session does under it."""
+        if type(self) not in _LOADED:
+            self._serve_bare()
+            _LOADED.add(type(self))
+
+    def _serve_bare(self) -> None:
+        """One request on an engine of its own, without the plugin."""
+        with contextlib.closing(self.session()) as session:
+            self._serve(Drive(session), self._apart(1))
+
+    def _silent(self, act: Act, doing: str, reuse: bool = True, part: Part | None = None) -> None:
+        """What ``act`` does gives the same answers with and without the plugin, raises nothing, is described byte by
+        byte and told truly. ``reuse``: requests may begin with slots that others wrote. ``part``: what is to blame for
+        findings, where it is known."""
+        with contextlib.closing(self.session()) as session:
+            bare = Drive(session)
+            act(bare)
+            expected = bare.answers()
+        with self._stage() as stage:
+            with Footprints(stage, strict=False) as footprints:
+                act(stage)
+            stage.drain()
+            require_silence(stage.violations, stage.findings.events, doing, part)
+            if stage.answers() != expected:
+                name = next(name for name, answer in stage.answers().items() if answer != expected[name])
+                raise Nonconforming(
+                    "hooks",
+                    f"{doing}: {name} is answered with {stage.answers()[name]} under Canary and with {expected[name]} "
+                    "without: the plugin changes what the engine computes. It must not write to the engine's tensors, "
+                    "lists or batches",
+                )
+            footprints.require_whole()
+            require_truth(stage, reuses=reuse)
+
+    def _poke(self, stage: Stage, source: tuple[int, str], request: str, position: int, writer: str = "") -> None:
+        """Flips a bit in ``source``, a layer and a half, and requires that just this is told. ``writer``: who wrote it,
+        if not ``request``."""
+        layer, half = source
+        before = len(stage.violations)
+        stage.session.poke(layer, half, request, position)
+        place = f"a bit of {half} of layer {layer} was flipped at position {position} of {request}"
+        if self._await(stage, lambda v: True, before) is None:
+            raise Nonconforming(
+                "PoolAdapter",
+                f"{place}, and nothing was found: is this layer and half among the regions' sources, do they point at "
+                "the engine's own memory, not at a copy, and is canary.step.end called?",
+            )
+        found = stage.violations[before:]
+        for v in found:
+            if v.kind is not Kind.BYTES:
+                raise Nonconforming("PoolAdapter", f"{place}, and told was: {v}")
+            if (v.layer, v.half) != (layer, half):
+                raise Nonconforming(
+                    "PoolAdapter",
+                    f"{place}, and told as {v.half} of layer {v.layer}: the names of the sources do not fit their "
+                    f"memory (layers in another order, halves exchanged, or one counted twice). {v}",
+                )
+        first = found[0]
+        group = self._group(stage, first)
+        if first.position is not None and first.position != position // group:
+            raise Nonconforming("BatchAdapter", f"{place}, and told at position {first.position}: {first}")
+        self._need_name(first, first.stored_request, writer or request)
+
+    def _find(self, spec: FaultSpec) -> None:
+        injector = FaultInjector([spec], seed=1)
+        what = f"fault {spec.fault} in {spec.region}" + (f", {spec.source}" if spec.source else "")
+        with self._stage(injector) as stage:
+            stage.submit(*self._alike(FAULT_REQUESTS))
+            for _ in range(MOST_STEPS):
+                # What comes after the finding is another test's: an engine may take long for all of it.
+                if _explained(injector, stage) or not stage.step():
+                    break
+            stage.drain()
+            if not injector.injections:
+                reasons = [str(event.fields["reason"]) for event in stage.findings.told("fault_not_injected")]
+                raise Nonconforming(
+                    "BatchAdapter",
+                    f"{what} found nothing to break in {stage.onlooker.forwards} "
+                    f"forwards: {'; '.join(reasons) or 'views name no slots'}{_NO_TRUTH[spec.fault]}",
+                )
+            (injection,) = injector.injections
+            if any(v.step < injection.step for v in stage.violations):
+                require_silence(stage.violations, (), f"before {what}")
+            if not _explained(injector, stage):
+                raise Nonconforming(
+                    "hooks",
+                    f"{what} was not found{found_instead(stage)}: is each forward checked before it "
+                    "runs, and recorded after it?",
+                )
+
+    def _break_parked(self, act: Callable[[Stage, str], None], kinds: tuple[Kind, ...], what: str, advice: str) -> None:
+        with self._stage() as stage:
+            (ask,) = self._alike(1)
+            self._serve(stage, [ask])
+            act(stage, ask.name)
+            # Events take effect with the next forward.
+            others = [Ask(f"{a.name}-after", a.tokens, a.new_tokens) for a in self._apart(2)]
+            stage.submit(*others)
+            if self._await(stage, lambda v: v.kind in kinds) is None:
+                raise Nonconforming("slot events", f"{what}, and nothing was found{found_instead(stage)}: {advice}")
+
+    def _running(self, drive: Drive, new_tokens: int) -> Ask:
+        """A request alone, which has `ANSWERED` tokens and goes on."""
+        (ask,) = self._apart(1, new_tokens)
+        drive.submit(ask)
+        drive.step_until(ask.name, ANSWERED)
+        return ask
+
+    def _fork(self, drive: Drive) -> str:
+        ask = self._running(drive, new_tokens=10)
+        drive.fork(ask.name, "child")
+        return "child"
+
+    def _await(self, stage: Stage, wanted: Callable[[Violation], bool], since: int = 0) -> Violation | None:
+        """The first finding like that, told without anything but further steps."""
+        for _ in range(4):
+            stage.step()
+            for v in stage.violations[since:]:
+                if wanted(v):
+                    return v
+        return None
+
+    def _need(self, ability: Ability) -> None:
+        unknown = sorted(self.abilities - set(ABILITIES))
+        if unknown:
+            raise Nonconforming("session", f"unknown abilities {unknown}; there are {', '.join(ABILITIES)}")
+        if ability not in self.abilities:
+            raise unittest.SkipTest(f"ability {ability!r} is not declared")
+
+    def _need_functions(self, functions: Mapping[str, object]) -> None:
+        if not functions:
+            raise Nonconforming(
+                "session",
+                f"no function of a package {self.engine_package!r} is imported; name the "
+                "engine's package in engine_package",
+            )
+
+    def _need_name(self, violation: Violation, told: str | None, request: str) -> None:
+        if told is None or request not in told:
+            raise Nonconforming(
+                "BatchAdapter",
+                f"a finding about {request} names {told or 'nobody'}: writers must be canary.writers.id(name) of the "
+                f"requests, in the rows' order. {violation}",
+            )
+
+    def _group(self, stage: Stage, violation: Violation) -> int:
+        regions = [c.regions[violation.region] for c in stage.canaries if violation.region in c.regions]
+        return regions[0].tokens_per_slot if regions else 1
+
+    def _fail_unseen(self, stage: Stage, forwards: int) -> None:
+        raise Nonconforming(
+            "BatchAdapter" if not forwards else "hooks",
+            "the engine served requests and no forward was checked: the view of each forward is None, or nothing calls "
+            "canary.step.run or canary.step.before" + stage.troubles(),
+        )
+
+    def _apart(self, count: int, new_tokens: int = 6) -> tuple[Ask, ...]:
+        return traffic.apart(count, self.longest_prompt, self.vocabulary, new_tokens)
+
+    def _alike(self, count: int, new_tokens: int = 6) -> tuple[Ask, ...]:
+        return traffic.alike(count, self.longest_prompt, self.vocabulary, new_tokens)
+
+
+_LOADED: set[type[Trials]] = set()
+"""Suites that have had a session in this process."""
+_NO_TRUTH = dict.fromkeys(FAULTS, "") | {
+    "next_token_swap": "; give expected_tokens, the requests' own tokens, else a swapped token can't be seen"
+}
+
+
+def _explained(injector: FaultInjector, stage: Stage) -> bool:
+    """Whether a fault was injected, and found."""
+    return any(injection.explains(v) for injection in injector.injections for v in stage.violations)
+
+
+def found_instead(stage: Stage) -> str:
+    """The kinds of what was found, for a sentence that misses another one."""
+    kinds = sorted({v.kind.name.lower() for v in stage.violations})
+    return f" (but {', '.join(kinds)})" if kinds else ""

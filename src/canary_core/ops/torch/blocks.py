@@ -1,0 +1,66 @@
+"""adopt and gather_blocks: what the ledger needs of the device: fingerprints of bytes that came without a forward, and
+what is known of a block of slots as one row."""
+
+import torch
+from torch import Tensor
+
+from canary_core.ops import hashing
+from canary_core.ops.blocks import BlockShape
+from canary_core.ops.mapping import int64_words
+from canary_core.ops.state import RegionState
+from canary_core.ops.torch.stack import stacks
+from canary_core.records import (
+    BLOCK_FLAGS,
+    BLOCK_HASH,
+    BLOCK_SLOT,
+    BLOCK_SUM,
+    BLOCK_VALUES,
+    CONTENT,
+    POSITION,
+    PREFIX_HASH,
+    STATES,
+    TOKEN,
+    Block,
+    State,
+    Status,
+)
+
+
+def adopt(state: RegionState, slots: Tensor) -> None:
+    """Between forwards: the fingerprints of ``slots`` (integer ``[n]``) are those of the bytes that are there now.
+    Numbers that are no slots are left out."""
+    slot = slots.long()
+    slot = slot[(slot >= 0) & (slot < state.region.slots)]
+    for stack in stacks(state):
+        there = slot[stack.like.has_bytes(slot)]
+        value, _ = stack.fold(state, there)
+        state.fingerprints[there[:, None], stack.columns] = value.T
+
+
+def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Tensor, first: int) -> None:
+    """Between forwards: says in ``rows[first : first + n]`` (int64 ``[any, BLOCK_VALUES + sources]``, contiguous) what
+    is known of ``n`` blocks, which ``slots`` (integer) lists as `BlockShape` says. Laid out as `canary_core.records`
+    says. Slots that are none add nothing."""
+    page_slots = block.slots
+    place = torch.arange(page_slots, device=slots.device)
+    slot = slots.long()[:, None] * page_slots + place if block.paged else slots.long().view(-1, page_slots)
+    usable = state.region.status_of(slot) == Status.OK
+    safe = torch.where(usable, slot, 0)
+    record = state.records[safe.flatten()]
+    word, token, hash = record[:, POSITION].long(), record[:, TOKEN].long(), int64_words(record, PREFIX_HASH)
+    word, token, hash = (x.view_as(slot) for x in (word, token, hash))
+    position = word // STATES
+    mix = torch.where(usable, hashing.mix(token, position), 0)
+    told = usable & (word & CONTENT == State.WRITTEN) & (position == position[:, :1] + place)
+    told &= position[:, :1] % page_slots == 0
+    before = torch.where(place > 0, hash.roll(1, 1), 0)
+    linked = usable & (hash != 0) & ((place == 0) | (hash == before + mix))
+    value = torch.where(usable[..., None], state.fingerprints[safe], 0)  # [n, page_slots, sources]
+    flags = told.all(1) * int(Block.TOKENS) + linked.all(1) * int(Block.PREFIX)
+    flags += (value != 0).all(2).all(1) * int(Block.BYTES) + (~usable).any(1) * int(Block.OUTSIDE)
+    out = rows[first : first + len(slot)]
+    out[:, BLOCK_HASH] = torch.where(usable[:, -1], hash[:, -1], 0)
+    out[:, BLOCK_SUM] = mix.sum(1)
+    out[:, BLOCK_FLAGS] = flags
+    out[:, BLOCK_SLOT] = slot[:, 0]
+    out[:, BLOCK_VALUES:] = (value * hashing.weights(page_slots, slot.device)[:, None]).sum(1)

@@ -1,0 +1,79 @@
+"""fingerprint and baseline: the bytes of slots are fingerprinted, and judged where a forward has written them."""
+
+import torch
+
+from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.mapping import Seen, see
+from canary_core.ops.state import RegionState
+from canary_core.ops.torch import plan
+from canary_core.ops.torch.record import won
+from canary_core.ops.torch.stack import report_bytes, stacks
+from canary_core.records import Clock, Counter, Descriptor, Kind, NullBytes, Phase, Row, Status
+
+
+def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
+    """After a forward, before `record` or beside it: fingerprints the bytes of every slot that was written.
+
+    Reports LOST_WRITE where a sure source's bytes are what they were although another token was written (or nothing
+    was ever written before), NON_FINITE where a float has all its exponent bits set. Bytes unchanged by a write of the
+    same token are only counted, as `UNSURE`. No new fingerprint equals one that is not known.
+
+    Looks at one null slot as well, the next one with each step: NON_FINITE where a source that had only finite numbers
+    has others now. What was there when it was looked at first is only counted, as `UNSURE`.
+    """
+    if not batch.tokens:
+        return
+    _look_at_null(state)
+    writes = plan.planned_writes(state.scratch.plan, batch)
+    writes = writes[won(state, writes)]
+    seen = Seen.of(writes.record, writes.slot, writes.status)
+    slot, token = writes.slot, batch.token_ids[writes.token].long()
+    other = (seen.step_written == 0) | (seen.token != token)
+    about = {
+        Row.POSITION: writes.position,
+        Row.TOKEN: token,
+        Row.WRITER: batch.writers[writes.row].long(),
+        Row.STEP: state.shared.clock[Clock.NEXT] * 8 + Phase.POST_FORWARD,
+    }
+    sure = state.sources.descriptors[:, Descriptor.SURE] != 0
+    for stack in stacks(state):
+        there = stack.like.has_bytes(slot)
+        value, odd = stack.fold(state, torch.where(there, slot, 0))
+        old = state.fingerprints[slot[:, None], stack.columns].T
+        same = there & (value == old) & sure[stack.columns, None]
+        lost = same & other
+        findings = {Kind.LOST_WRITE: lost, Kind.NON_FINITE: there & ~lost & odd}
+        report_bytes(state, seen, stack, findings, {**about, Row.FOUND_VALUE: value})
+        state.fingerprints[slot[:, None], stack.columns] = torch.where(there, value, old).T
+        state.shared.counters[Counter.UNSURE] += (same & ~other).sum()
+        state.shared.counters[Counter.RECORDED_BYTES] += there.sum() * len(stack.columns) * stack.like.slot_bytes
+
+
+def _look_at_null(state: RegionState) -> None:
+    if not state.judged_nulls:
+        return
+    step = state.shared.clock[Clock.NEXT]
+    slot = (state.region.null_range.start + step % state.judged_nulls).view(1)
+    seen = see(state, slot, torch.full_like(slot, Status.OK))
+    nobody = torch.full_like(slot, -1)
+    about = {Row.POSITION: nobody, Row.TOKEN: nobody, Row.WRITER: nobody, Row.STEP: step * 8 + Phase.POST_FORWARD}
+    for stack in stacks(state):
+        there = stack.like.has_bytes(slot)
+        value, odd = stack.fold(state, torch.where(there, slot, 0))
+        known = state.fingerprints[slot[:, None], stack.columns].T
+        bad = there & odd
+        findings = {Kind.NON_FINITE: bad & (known == NullBytes.FINITE)}
+        report_bytes(state, seen, stack, findings, {**about, Row.FOUND_VALUE: value})
+        first = (known != NullBytes.FINITE) & (known != NullBytes.NOT_FINITE)
+        state.shared.counters[Counter.UNSURE] += (bad & first).sum()
+        held = torch.where(bad, int(NullBytes.NOT_FINITE), int(NullBytes.FINITE))
+        state.fingerprints[slot[:, None], stack.columns] = torch.where(there, held, known).T
+
+
+def baseline(state: RegionState) -> None:
+    """At attach: fingerprints every slot as it is, so that even a slot's first write can be seen to be lost."""
+    every = torch.arange(state.region.slots, device=state.records.device)
+    for stack in stacks(state):
+        slot = every[stack.like.has_bytes(every)]
+        value, _ = stack.fold(state, slot)
+        state.fingerprints[slot[:, None], stack.columns] = value.T

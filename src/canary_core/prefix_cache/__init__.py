@@ -1,6 +1,0 @@
-"""Sweeps: what a prefix cache says that its slots hold, against what Canary remembers of them."""
-
-from canary_core.prefix_cache.runs import CachedRun, FreeList
-from canary_core.prefix_cache.sweep import RecordSweep, SweepResult
-
-__all__ = ["CachedRun", "FreeList", "RecordSweep", "SweepResult"]

@@ -1,0 +1,106 @@
+"""`Writers`: gives requests the small numbers under which their slots are remembered, and the anchors of their prefix
+hashes."""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from canary_core.identities import Identities
+from canary_core.ops.torch.stack import to_device
+
+
+class Writers:
+    """Request ids ↔ writer ids. Ids count up from 0 and are not reused; the last ``capacity`` names are remembered.
+
+    ``identities``: what requests may be computed for beside their tokens."""
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self._capacity = capacity
+        self._ids: OrderedDict[str, int] = OrderedDict()
+        self._names: dict[int, str] = {}
+        self._forgotten: deque[int] = deque()
+        self._next = 0
+        self.forgotten = 0
+        """Names beyond ``capacity``: findings have a number in their place."""
+        self.identities = Identities(capacity)
+        self._anchors: OrderedDict[str, int] = OrderedDict()
+        self.anchors_forgotten = 0
+        """Requests beyond ``capacity`` whose identity is not known any more: their next rows have the common anchor."""
+        self._last: tuple[list[str], Tensor | None] | None = None
+
+    def id(self, request: str) -> int:
+        """Writer id of a request; the same request gets the same id as long as it is remembered."""
+        known = self._ids.get(request)
+        if known is not None:
+            self._ids.move_to_end(request)
+            return known
+        if len(self._ids) >= self._capacity:
+            _, oldest = self._ids.popitem(last=False)
+            del self._names[oldest]
+            self.forgotten += 1
+        new = self._next
+        self._next += 1
+        self._ids[request] = new
+        self._names[new] = request
+        return new
+
+    def known(self, request: str) -> int | None:
+        """The id that the request has now, None if it has none. Gives it none, and doesn't count as a use."""
+        return self._ids.get(request)
+
+    def name(self, writer: int) -> str | None:
+        """The request of a writer id, None if it was forgotten or never given."""
+        return self._names.get(writer)
+
+    def forget(self, request: str) -> None:
+        """The request's history no longer holds (a fork or a reused name): it gets a new id next time. What it wrote
+        under the old one keeps its name, for the last ``capacity`` of them."""
+        self._last = None
+        self._anchors.pop(request, None)
+        old = self._ids.pop(request, None)
+        if old is None:
+            return
+        self._forgotten.append(old)
+        if len(self._forgotten) > self._capacity:
+            del self._names[self._forgotten.popleft()]
+            self.forgotten += 1
+
+    def identify(
+        self, request: str, *, lora: str | None = None, cache_salt: str | None = None, extra_key: str | None = None
+    ) -> None:
+        """What the request is computed for beside its tokens, see `Identities.anchor`. Holds until it is forgotten."""
+        self._last = None
+        self._anchors.pop(request, None)
+        if lora is cache_salt is extra_key is None:
+            # Most requests, and the engine waits for its host where they begin.
+            return
+        found = self.identities.anchor(lora=lora, cache_salt=cache_salt, extra_key=extra_key)
+        if found == self.identities.anchor():
+            return
+        self._anchors[request] = found
+        if len(self._anchors) > self._capacity:
+            self._anchors.popitem(last=False)
+            self.anchors_forgotten += 1
+
+    def anchor(self, request: str) -> int:
+        """The start of the request's prefix hash."""
+        found = self._anchors.get(request)
+        if found is None:
+            return self.identities.anchor()
+        # A request may run while very many begin and end.
+        self._anchors.move_to_end(request)
+        return found
+
+    def anchors(self, requests: Sequence[str], device: torch.device) -> Tensor | None:
+        """`BatchView.anchors` of these rows; None where all have the common one, for which nothing is looked at as long
+        as no request was identified. Those of the call before, in the same order, cost one comparison of lists, others
+        one small copy from pinned memory, on the current stream. Must not be written to."""
+        if not self._anchors:
+            return None
+        if self._last is None or self._last[0] != requests:
+            none = self._anchors.keys().isdisjoint(requests)
+            rows = None if none else to_device([self.anchor(request) for request in requests], device)
+            self._last = list(requests), rows
+        return self._last[1]

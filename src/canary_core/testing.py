@@ -1,0 +1,46 @@
+"""What authors of plugins test theirs with: the conformance suite, faults, a collector of findings, and what ``canary
+demo`` asks of an engine."""
+
+from canary_core.config.faults import FaultSpec
+from canary_core.kit.conformance import (
+    ABILITIES,
+    Ability,
+    EngineSession,
+    Nonconforming,
+    Outcome,
+    PluginConformance,
+    run_suite,
+    suite_tests,
+)
+from canary_core.kit.engines import NEW_TOKENS, PROMPT_TOKENS, TOKENS, DemoEngine, Job, Served
+from canary_core.kit.faults.catalogue import FAULTS
+from canary_core.kit.faults.injector import FaultInjector
+from canary_core.kit.faults.scene import read_bytes, write_bytes
+from canary_core.kit.findings import Findings
+from canary_core.kit.oracle import TokenOracle
+from canary_core.kit.quiet import one_thread
+
+__all__ = [
+    "ABILITIES",
+    "FAULTS",
+    "NEW_TOKENS",
+    "PROMPT_TOKENS",
+    "TOKENS",
+    "Ability",
+    "DemoEngine",
+    "EngineSession",
+    "FaultInjector",
+    "FaultSpec",
+    "Findings",
+    "Job",
+    "Nonconforming",
+    "Outcome",
+    "PluginConformance",
+    "Served",
+    "TokenOracle",
+    "one_thread",
+    "read_bytes",
+    "run_suite",
+    "suite_tests",
+    "write_bytes",
+]

@@ -1,0 +1,6 @@
+"""The ledger: KV that comes back without records is judged by what was stored under its prefix, whoever brings it."""
+
+from canary_core.watchers.ledger.arrival import Arrival, Origin, block_hashes
+from canary_core.watchers.ledger.ledger import Ledger
+
+__all__ = ["Arrival", "Ledger", "Origin", "block_hashes"]

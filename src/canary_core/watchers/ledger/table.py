@@ -1,0 +1,193 @@
+"""`Table`: the entries of one region, by prefix hash, in bounded memory on the host."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canary_core.watchers.ledger.doubt import Doubt
+
+ENTRY_BYTES = 230
+"""Host memory of an entry beside its hash, sum and values: what a Python dict takes for it."""
+
+MOST_VARIANTS = 8
+"""Different bytes that are kept of one prefix; more leave it in doubt."""
+
+DOUBT_SHARE = 8
+"""`Doubt` takes one part in so many of the table's memory, 8 bits an entry after the table was overwritten a hundred
+times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the table has of one block. ``entries``: how many different bytes are stored under its hash. ``equal``: one
+    of them is these; ``condemned``: that one was found to be wrong before. ``nearest``: the index of the entry that
+    differs in the fewest sources, where none is equal."""
+
+    entries: int
+    equal: bool = False
+    condemned: bool = False
+    nearest: int = -1
+
+
+class Table:
+    """Entries: a prefix hash, what it grew by in the block, and a value for each of ``sources`` sources. There may be
+    several of one hash: bytes that were computed more than once, with other numerics.
+
+    Rows are used in turn. What is used moves to the front, so the one that is overwritten is among the least recently
+    used half. With one entry of a hash all of them go, and the hash is in `doubt` from then on: somebody may still have
+    what was stored.
+    """
+
+    def __init__(self, sources: int, size_bytes: int) -> None:
+        self.entry_bytes = 8 * (sources + 2) + ENTRY_BYTES
+        doubt_bytes = size_bytes // DOUBT_SHARE
+        self.capacity = max((size_bytes - doubt_bytes) // self.entry_bytes, 1)
+        # Engines run us in inference mode, and what is made there can be written to only there.
+        with torch.inference_mode(False):
+            # Memory of which nothing was written yet is not taken.
+            self._values = torch.empty(self.capacity, sources, dtype=torch.int64, device="cpu")
+            self._hashes = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
+            self._sums = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
+            self._condemned = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
+        self._rows: dict[int, int | tuple[int, ...]] = {}
+        """Numbers of a hash's entries. Nearly all have one, and a number takes less than a tuple."""
+        self._next = 0
+        self.doubt = Doubt(doubt_bytes)
+        self.entries = 0
+        self.evicted = 0
+        """How many entries were given up for others."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory of the entries and of what is in doubt."""
+        return self.entries * self.entry_bytes + self.doubt.size_bytes
+
+    def add(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool = False) -> None:
+        """int64 ``[n]``, ``[n]`` and ``[n, sources]``. What is there already counts as used."""
+        for part in range(0, len(hashes), self.capacity):
+            rest = slice(part, part + self.capacity)
+            given = hashes[rest], sums[rest], values[rest]
+            while len(given[0]):
+                again = self._add_first(*given, condemned)
+                given = given[0][again], given[1][again], given[2][again]
+
+    def match(self, hashes: Sequence[int], values: Tensor) -> list[Match]:
+        """Compares blocks, by hash and values int64 ``[n, sources]``, with what is stored."""
+        pairs = [(i, number) for i, hash in enumerate(hashes) for number in self._numbers(hash)]
+        found = [Match(0)] * len(hashes)
+        if not pairs:
+            return found
+        block, number = torch.tensor(pairs, device="cpu").T
+        rows = number % self.capacity
+        different = (values[block] != self._values[rows]).sum(1).tolist()
+        condemned = self._condemned[rows].tolist()
+        for (i, number), differs, bad in zip(pairs, different, condemned, strict=True):
+            best = found[i]
+            equal = best.equal or not differs
+            nearer = not bad and (best.nearest < 0 or differs < self._distance(best.nearest, values[i]))
+            found[i] = Match(
+                entries=best.entries + (not bad),
+                equal=equal,
+                condemned=best.condemned or (bad and not differs),
+                nearest=number if nearer else best.nearest,
+            )
+        return found
+
+    def values(self, number: int) -> Tensor:
+        """Of an entry that `match` named, until the next `add`: int64 ``[sources]``."""
+        return self._values[number % self.capacity]
+
+    def rows(self, hashes: Iterable[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Hash, sum and values of all entries with these hashes (None: of all) that were not found to be wrong."""
+        wanted = self._rows if hashes is None else hashes
+        numbers = [number for hash in wanted for number in self._numbers(hash)]
+        rows = torch.tensor(numbers, dtype=torch.int64, device="cpu") % self.capacity
+        rows = rows[~self._condemned[rows]]
+        return self._hashes[rows], self._sums[rows], self._values[rows]
+
+    def _numbers(self, hash: int) -> tuple[int, ...]:
+        rows = self._rows.get(hash, ())
+        return rows if type(rows) is tuple else (rows,)  # type: ignore[return-value]
+
+    def _distance(self, number: int, values: Tensor) -> int:
+        return int((values != self.values(number)).sum())
+
+    def _add_first(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool) -> Tensor:
+        """Adds the first entry of each hash; gives the indices of the others."""
+        listed: list[int] = hashes.tolist()
+        first: dict[int, int] = {}
+        again = [i for i, hash in enumerate(listed) if first.setdefault(hash, i) != i]
+        fresh = list(first.values())
+        if not self._rows.keys().isdisjoint(first):
+            known = [i for hash, i in first.items() if hash in self._rows]
+            variants = set(self._touch([listed[i] for i in known], known, values))
+            fresh = [i for hash, i in first.items() if hash not in self._rows or i in variants]
+        if len(fresh) == len(listed):
+            self._append(listed, sums, values, condemned)
+        elif fresh:
+            rows = torch.tensor(fresh, dtype=torch.int64, device="cpu")
+            self._append([listed[i] for i in fresh], sums[rows], values[rows], condemned)
+        self.entries += len(fresh)
+        return torch.tensor(again, dtype=torch.int64, device="cpu")
+
+    def _touch(self, hashes: list[int], indices: list[int], values: Tensor) -> list[int]:
+        """Of ``hashes`` that are known: those whose values, at ``indices``, are not stored yet, as indices. The entries
+        of the others move to the front where they are old."""
+        variants: list[int] = []
+        old: list[int] = []
+        overfull: list[int] = []
+        for hash, i, match in zip(hashes, indices, self.match(hashes, values[indices]), strict=True):
+            rows = self._numbers(hash)
+            if not match.equal:
+                if len(rows) < MOST_VARIANTS:
+                    variants.append(i)
+                else:
+                    overfull.append(hash)
+            elif self._next - rows[0] > self.capacity // 2:
+                old.append(hash)
+        self.doubt.add(overfull)
+        numbers = [(hash, number) for hash in old for number in self._numbers(hash)]
+        for hash in old:
+            del self._rows[hash]
+        if numbers:
+            rows_ = torch.tensor([number for _, number in numbers], device="cpu") % self.capacity
+            kept = self._sums[rows_], self._values[rows_], self._condemned[rows_]
+            self._append([hash for hash, _ in numbers], *kept)
+        return variants
+
+    def _append(self, hashes: list[int], sums: Tensor, values: Tensor, condemned: Tensor | bool) -> None:
+        """At most `capacity` entries."""
+        begin, self._next = self._next, self._next + len(hashes)
+        self._evict(max(begin - self.capacity, 0), max(self._next - self.capacity, 0))
+        first = begin % self.capacity
+        rows: slice | Tensor = slice(first, first + len(hashes))
+        if first + len(hashes) > self.capacity:
+            rows = torch.arange(begin, self._next, device="cpu") % self.capacity
+        self._hashes[rows] = torch.tensor(hashes, dtype=torch.int64, device="cpu")
+        self._sums[rows], self._values[rows], self._condemned[rows] = sums, values, condemned
+        if len(set(hashes)) == len(hashes) and self._rows.keys().isdisjoint(hashes):
+            self._rows.update(zip(hashes, range(begin, self._next), strict=True))
+            return
+        for hash, number in zip(hashes, range(begin, self._next), strict=True):
+            others = self._numbers(hash)
+            self._rows[hash] = (*others, number) if others else number
+
+    def _evict(self, begin: int, end: int) -> None:
+        """Entries of these numbers are about to be overwritten."""
+        if end <= begin:
+            return
+        numbers = range(begin, end)
+        hashes = self._hashes[torch.arange(begin, end, device="cpu") % self.capacity].tolist()
+        gone = []
+        for number, hash in zip(numbers, hashes, strict=True):
+            rows = self._rows.get(hash)
+            # Else it has moved to the front, or went with another one of its hash.
+            if rows == number or (type(rows) is tuple and number in rows):
+                del self._rows[hash]
+                gone.append(hash)
+                count = len(rows) if type(rows) is tuple else 1
+                self.entries -= count
+                self.evicted += count
+        self.doubt.add(gone)
