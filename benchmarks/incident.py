@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, SlotTable
+from canary_core.desk.incidents.investigator import Investigator
+from canary_core.incident import Incident
 from canary_core.kit.quiet import unheard
 
 SLOTS, LAYERS, ROW, TOKENS = 20_000, 32, 1024, 1000
@@ -56,15 +58,15 @@ def incident(canary: Canary, pools: list[tuple[str, int, torch.Tensor]], directo
     canary.step.run(lambda: write(0, TOKENS), lambda: view(0, TOKENS))
     before = len(list(directory.iterdir()))
     write(64, 16)
-    looked = canary._findings.investigator.look
+    looked = Investigator.look
     spent = []
 
-    def timed(found: object) -> None:
+    def timed(own: Investigator, canary: Canary, incident: Incident) -> None:
         began = time.perf_counter()
-        looked(found)  # type: ignore[arg-type]
+        looked(own, canary, incident)
         spent.append(time.perf_counter() - began)
 
-    canary._findings.investigator.look = timed  # type: ignore[method-assign]
+    Investigator.look = timed  # type: ignore[method-assign]
     for number in range(8):
         canary.step.run(lambda number=number: write(TOKENS, 1), lambda: view(TOKENS, 1))  # type: ignore[misc]
         if spent:
@@ -73,7 +75,7 @@ def incident(canary: Canary, pools: list[tuple[str, int, torch.Tensor]], directo
     while len([p for p in directory.iterdir() if p.name.startswith("incident-")]) == before:
         time.sleep(0.001)
     seconds = time.perf_counter() - found
-    canary._findings.investigator.look = looked  # type: ignore[method-assign]
+    Investigator.look = looked  # type: ignore[method-assign]
     newest = max(directory.iterdir(), key=lambda p: p.stat().st_mtime)
     size = sum(file.stat().st_size for file in newest.iterdir())
     return f"engine's thread {1000 * sum(spent):.1f} ms, on disk after {1000 * seconds:.0f} ms, {size / 1e6:.2f} MB"

@@ -11,13 +11,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import canary_core
-from canary_core import hookspecs
 from canary_core.config import CanaryConfig, settings
 from canary_core.desk.cli.app import EXIT_CODES, app
 from canary_core.events import Event
 from canary_core.guard.slots import SlotEvents
 from canary_core.kinds.causes import CONSEQUENCES
 from canary_core.kit.faults.catalogue import FAULTS
+from canary_core.plugins import hookspecs
 from canary_core.records import Kind
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.guarded import Guarded
 
 from canary_core import Kind
-from canary_core.identities import NONE, Identities
 from canary_core.ops import hashing
+from canary_core.runtime.identities import NONE, Identities
 
 X, Y = "b1ba07e5", "65945879"
 """Digests of these letters."""

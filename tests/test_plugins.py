@@ -14,11 +14,10 @@ from canary_core import (
     Event,
     PluginError,
     hookimpl,
-    hookspecs,
     plugins,
     require_engine,
 )
-from canary_core.plugins import EngineInfo, Plugins
+from canary_core.plugins import EngineInfo, Plugins, hookspecs
 from canary_core.plugins.discovery import GROUP
 
 WORKING = """
@@ -600,6 +599,7 @@ def test_built_in_plugins_are_found_without_metadata(monkeypatch):
     monkeypatch.setattr(metadata, "entry_points", lambda group: ())
     assert [(p.name, p.version, p.error) for p in plugins.installed()] == [
         ("reporting", None, None),
+        ("incidents", None, None),
         ("faults", None, None),
         ("metrics", None, None),
         ("control", None, None),

@@ -8,7 +8,7 @@ import pytest
 from support import surface
 
 import canary_core
-from canary_core import hookspecs
+from canary_core.plugins import hookspecs
 
 ROOT = Path(__file__).parents[1]
 UNDOCUMENTED = ("Level", "PROTOCOL", "__version__", "hookimpl")

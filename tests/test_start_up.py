@@ -59,7 +59,7 @@ class Starting:
 
         backend = replace(torch_backend(), row_steps=(16,), compile_together=together, compile_beside=beside)
         monkeypatch.setattr("canary_core.ops.backends.torch_backend", lambda: backend)
-        monkeypatch.setattr("canary_core.ops.warm_up._compiles", lambda states: True)
+        monkeypatch.setattr("canary_core.guard.warm_up._compiles", lambda states: True)
         self.guarded = Guarded(warms_up=True, backend="torch", **settings)
         self.canary = self.guarded.canary
 

@@ -11,7 +11,6 @@ from canary_core.guard.listener import StepListener
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
-from canary_core.hookspecs import PROTOCOL, hookimpl
 from canary_core.incident import Incident
 from canary_core.ops.payload import (
     PayloadCheck,
@@ -26,6 +25,7 @@ from canary_core.patches import Patches
 from canary_core.plugins import EngineInfo, HookTarget, emit, hook_manager, private_hooks, require_engine
 from canary_core.plugins import start as start_plugins
 from canary_core.plugins import start_for as start_plugins_for
+from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Placement, Region, RegionKind, Role, Uncovered
 from canary_core.runtime.host_copy import HostCopy

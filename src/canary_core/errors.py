@@ -40,3 +40,8 @@ class MetricsError(CanaryError):
 
 class ControlError(CanaryError):
     """The control socket can't be made, or nobody answers at it, or what was asked is refused."""
+
+
+def error_text(error: BaseException) -> str:
+    """``KeyError: 'forward'``: an exception in a sentence."""
+    return f"{type(error).__name__}: {error}"

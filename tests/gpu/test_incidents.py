@@ -38,7 +38,7 @@ def test_evidence_is_taken_without_a_wait(broken):
     """No operation of it waits for the device, once what it needs was made."""
     (incident,) = broken.canary.incidents
     state = broken.canary.states["full"]
-    history = broken.canary._findings.investigator._workspace.journal.of("full")
+    history = broken.canary.journal.of("full")
     view = broken.canary.step.last_view
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -11,7 +11,7 @@ import structlog
 
 from canary_core.config import CanaryConfig, LogFormat, LogLevel
 from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
+from canary_core.plugins.hookspecs import hookimpl
 from canary_core.violation import Violation
 
 

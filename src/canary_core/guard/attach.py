@@ -13,8 +13,8 @@ from canary_core.errors import AttachError
 from canary_core.events import Event
 from canary_core.guard.coverage import Coverage
 from canary_core.place import Place
-from canary_core.plugins import emit
 from canary_core.region import Uncovered
+from canary_core.runtime.telling import emit
 
 Guarded = TypeVar("Guarded")
 

@@ -9,13 +9,10 @@ from weakref import WeakSet, ref
 
 import pluggy
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from canary_core import plugins
 from canary_core.batch import BatchView
-from canary_core.config import CanaryConfig, Mode, ScrubBudget, settings
-from canary_core.desk.incidents.bundle import Circumstances
+from canary_core.config import CanaryConfig, Mode, ScrubBudget
 from canary_core.errors import AttachError, CanaryError
 from canary_core.events import Event
 from canary_core.guard.coverage import Coverage
@@ -26,12 +23,14 @@ from canary_core.guard.slots import SlotEvents
 from canary_core.guard.start_up import StartUp
 from canary_core.guard.step import Step
 from canary_core.guard.summary import Summary
+from canary_core.guard.warm_up import row_counts
 from canary_core.incident import Incident
 from canary_core.ops.state import RegionState
-from canary_core.ops.warm_up import row_counts
 from canary_core.place import Place
 from canary_core.records import Counter, Kind
 from canary_core.region import Region, Uncovered
+from canary_core.runtime.journal import Journal
+from canary_core.runtime.telling import hook_manager
 from canary_core.runtime.watch import WATCH
 from canary_core.runtime.witness import Witness
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
@@ -87,7 +86,7 @@ class Canary:
         self.regions = {r.name: r for r in regions}
         """The guarded regions by name."""
         self._counts: dict[str, int] = {}
-        hooks = hooks or plugins.hook_manager()
+        hooks = hooks or hook_manager()
         if on:
             hooks.hook.canary_configure(config=self.config, manager=hooks)
             self._workspace = Workspace.allocate(regions, self.config)
@@ -101,7 +100,7 @@ class Canary:
         """What audited forwards came to, see ``CANARY_AUDIT``."""
         self.witness = Witness() if witness is None else witness
         """Tokens that the engine says it computed, beside those that are recorded here."""
-        self._findings = Findings(self._workspace, self._switch, self.writers, self.audit, self.witness)
+        self._findings = Findings(self, self._workspace, self._switch)
         self.slots = SlotEvents(self._workspace, self._switch, self.audit)
         """What happens to slots beside forwards."""
         self.ledger = Ledger(self, self.slots, self._switch)
@@ -114,8 +113,6 @@ class Canary:
         self.step.lookout = self._lookout
         self._start_up = StartUp(self._workspace, self._switch, self.step.scrub)
         self.audit.forget = self.slots.forget
-        investigator = self._findings.investigator
-        investigator.view, investigator.circumstances = (lambda: self.step.last_view), self._circumstances
         self._attached = on
         self._process = os.getpid()
         if on:
@@ -138,6 +135,16 @@ class Canary:
     def place(self) -> Place:
         """Where it is: machine, GPU, replica, rank."""
         return self._switch.place
+
+    @property
+    def backend(self) -> str:
+        """Name of the ops that run: ``triton`` or ``torch``."""
+        return self._workspace.backend.name
+
+    @property
+    def journal(self) -> Journal:
+        """The last events of slots."""
+        return self._workspace.journal
 
     @property
     def device(self) -> torch.device:
@@ -223,7 +230,7 @@ class Canary:
             for _ in range(2):
                 self._findings.open(self._findings.collect_now(), self.forwards)
             self._findings.settle(at_last=True)
-            self._findings.investigator.wait()
+            self._findings.wait()
         self._findings.raise_first()
 
     def close(self) -> None:
@@ -235,7 +242,7 @@ class Canary:
             self.drain()
         finally:
             self.step.close()
-            self._findings.investigator.close()
+            self._findings.wait(last=True)
             WATCH.discard(self._lookout)
             self._tell_summary()
             if self._attached:
@@ -406,7 +413,7 @@ class Canary:
                 if self.device.type == "cpu":
                     self._workspace.queue.settle()
                 self._findings.read_last(self.forwards)
-                self._findings.investigator.close()
+                self._findings.wait(last=True)
         self._tell_summary()
 
     def _tell_summary(self) -> None:
@@ -436,27 +443,6 @@ class Canary:
         )
         self.tell(summary.event())
 
-    def _circumstances(self) -> Circumstances:
-        """What a bundle says of this Canary."""
-        about = {
-            # Not the directory: a path says nothing here, and may say who runs the engine.
-            "settings": {s.variable: s.value for s in settings(self.config) if s.variable != "CANARY_INCIDENT_DIR"},
-            "coverage": self.coverage.event().fields,
-            "stats": {**self.stats(), **self.scrub_stats()},
-            "backend": self._workspace.backend.name,
-            "device": self.device.type,
-            "host": self.place.host,
-            "pid": self.place.pid,
-            "gpu": self.place.gpu,
-            "pci": self.place.pci,
-            "replica": self.place.replica,
-            "rank": self.config.rank,
-            "ranks": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-            "model": self.place.model,
-        }
-        events = tuple(self._switch.recent)
-        return Circumstances(about, events, self.config.incident_tokens, self.config.incident_bytes)
-
     def _padding(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> Iterator[BatchView]:
         for rows in row_counts(self._workspace.backend.row_steps, most_rows):
             for batch in batches(rows):
@@ -468,7 +454,7 @@ class Canary:
             r.name: {"kind": r.kind.value, "slots": r.slots, "sources": len(r.sources)} for r in self.regions.values()
         }
         fields: dict[str, object] = {
-            "backend": self._workspace.backend.name,
+            "backend": self.backend,
             "mode": self.config.mode,
             "bytes": self.config.bytes,
             "regions": regions,

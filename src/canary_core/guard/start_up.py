@@ -8,8 +8,8 @@ from canary_core.batch import BatchView
 from canary_core.errors import AttachError
 from canary_core.events import Event
 from canary_core.guard.scrub import Scrub
+from canary_core.guard.warm_up import compile_all, compile_beside, warm_up
 from canary_core.ops.compile_process import CompileProcess
-from canary_core.ops.warm_up import compile_all, compile_beside, warm_up
 from canary_core.runtime.streams import capturing, synchronize
 from canary_core.runtime.workspace import Switch, Workspace
 

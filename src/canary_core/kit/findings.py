@@ -1,8 +1,8 @@
 """`Findings`: a plugin that keeps what it is told."""
 
 from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
 from canary_core.incident import Incident
+from canary_core.plugins.hookspecs import hookimpl
 from canary_core.violation import Violation
 
 

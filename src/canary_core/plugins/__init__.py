@@ -8,7 +8,6 @@ from canary_core.plugins.discovery import as_installed, installed, not_installed
 from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin, refusal
 from canary_core.plugins.process import (
-    emit,
     hook_manager,
     install,
     load,
@@ -21,6 +20,7 @@ from canary_core.plugins.process import (
 )
 from canary_core.plugins.registry import Plugins
 from canary_core.plugins.targets import HookTarget
+from canary_core.runtime.telling import emit
 
 __all__ = [
     "EngineInfo",

@@ -8,17 +8,17 @@ from inspect import Parameter, signature
 
 import pluggy
 
-from canary_core import hookspecs
-from canary_core.plugins.plugin import Plugin, error_text
+from canary_core.errors import error_text
+from canary_core.plugins import hookspecs
+from canary_core.plugins.plugin import Plugin
+from canary_core.runtime.telling import REPORTING
 
 GROUP = "canary"
 """Entry-point group in which plugins are declared."""
 
-REPORTING = "reporting"
-"""The built-in plugin that is told first, and of other plugins' failures."""
-
 BUILT_IN = (
     metadata.EntryPoint(REPORTING, "canary_core.desk.log:Reporting", GROUP),
+    metadata.EntryPoint("incidents", "canary_core.desk.incidents.plugin:Investigations", GROUP),
     metadata.EntryPoint("faults", "canary_core.kit.faults.injector:ConfiguredFaults", GROUP),
     metadata.EntryPoint("metrics", "canary_core.desk.metrics.plugin:Metrics", GROUP),
     metadata.EntryPoint("control", "canary_core.desk.control.plugin:Control", GROUP),

@@ -33,8 +33,3 @@ def refusal(plugin: Plugin, untested: Untested = "guard") -> str | None:
     if plugin.engine is None:
         return None
     return plugin.engine.refusal(f"plugin {plugin.name!r}", plugin.distribution, untested)
-
-
-def error_text(error: BaseException) -> str:
-    """``KeyError: 'forward'``: an exception in a sentence."""
-    return f"{type(error).__name__}: {error}"

@@ -7,12 +7,12 @@ import pluggy
 
 from canary_core.config import CanaryConfig, unknown_variables
 from canary_core.errors import CanaryError, PluginError
-from canary_core.events import Event
-from canary_core.plugins.discovery import as_installed, entry_points, not_installed
+from canary_core.plugins.discovery import as_installed, built_in, entry_points, not_installed
 from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin
-from canary_core.plugins.registry import Plugins, hand_on
+from canary_core.plugins.registry import Plugins
 from canary_core.plugins.targets import HookTarget
+from canary_core.runtime.telling import REPORTING, serve
 
 _process: Plugins | None = None
 _process_lock = RLock()
@@ -127,7 +127,4 @@ def tell_unknown_settings(config: CanaryConfig, only_near: bool = False) -> None
     _plugins().tell_unknown_settings(only_near)
 
 
-def emit(event: Event, hooks: pluggy.PluginManager | None = None) -> None:
-    """Hands ``event`` to every plugin's `canary_event`, this process's by default. An exception of a plugin is
-    reported as a ``reporting_failed`` event, which only built-in reporting sees, and goes no further."""
-    hand_on(event, hook_manager() if hooks is None else hooks)
+serve(hook_manager, lambda: next(p.target for p in built_in() if p.name == REPORTING))

@@ -7,10 +7,9 @@ from threading import RLock
 import pluggy
 
 from canary_core.config import CanaryConfig, unknown_variables
-from canary_core.errors import PluginError, ViolationError
+from canary_core.errors import PluginError, ViolationError, error_text
 from canary_core.events import Event
 from canary_core.plugins.discovery import (
-    REPORTING,
     as_installed,
     built_in,
     entry_points,
@@ -19,8 +18,9 @@ from canary_core.plugins.discovery import (
     not_installed,
 )
 from canary_core.plugins.engine import EngineInfo
-from canary_core.plugins.plugin import Plugin, error_text, refusal
+from canary_core.plugins.plugin import Plugin, refusal
 from canary_core.plugins.targets import HookTarget, problems
+from canary_core.runtime.telling import emit
 
 
 class Plugins:
@@ -171,8 +171,8 @@ class Plugins:
             self.emit(Event("unknown_setting", "warning" if near else "info", {"variable": name, "hint": hint}))
 
     def emit(self, event: Event) -> None:
-        """Hands ``event`` to every plugin's `canary_event`, see `hand_on`."""
-        hand_on(event, self.manager)
+        """Hands ``event`` to every plugin of this manager, see `canary_core.emit`."""
+        emit(event, self.manager)
 
     def _configure(self, plugin: Plugin, config: CanaryConfig) -> None:
         error = self._attempt(plugin, "canary_configure", config=config, manager=self.manager)
@@ -250,15 +250,3 @@ def _not_as_needed(plugin: Plugin, missing: Sequence[str]) -> str:
         f"plugin {plugin.name!r} can't hook {have}, which is left as it is: {'; '.join(missing)}. Install {other}a "
         f"release of {plugin.distribution} that supports it"
     )
-
-
-def hand_on(event: Event, manager: pluggy.PluginManager) -> None:
-    """Hands ``event`` to every plugin's `canary_event`. Built-in reporting comes first; an exception of another plugin
-    is reported as a ``reporting_failed`` event, which only built-in reporting sees, and goes no further."""
-    try:
-        manager.hook.canary_event(event=event)
-    except Exception as error:
-        failed = Event("reporting_failed", "error", {"while_reporting": event.name, "error": error_text(error)})
-        # A manager may be without it, where somebody took it out; that there was a failure is told all the same.
-        reporting = manager.get_plugin(REPORTING) or next(p.target for p in built_in() if p.name == REPORTING)
-        reporting.canary_event(event=failed)

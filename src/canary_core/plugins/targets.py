@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from canary_core.errors import PluginError
-from canary_core.plugins.plugin import error_text
+from canary_core.errors import PluginError, error_text
 
 OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 

@@ -12,7 +12,6 @@ from types import TracebackType
 import pluggy
 import torch
 
-from canary_core import plugins
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, MisuseError, ViolationError
 from canary_core.events import Event
@@ -25,6 +24,7 @@ from canary_core.runtime.event_queue import EventQueue
 from canary_core.runtime.journal import Journal
 from canary_core.runtime.memory_proof import MemoryProof
 from canary_core.runtime.side_stream import SideStream
+from canary_core.runtime.telling import emit
 
 RECENT = 256
 """Events that are remembered."""
@@ -116,7 +116,7 @@ class Switch:
     def emit(self, event: Event) -> None:
         """As `tell`, with nothing added."""
         self.recent.append((time.time(), event))
-        plugins.emit(event, self.hooks)
+        emit(event, self.hooks)
 
     def fail(self, where: str, error: Exception) -> None:
         """An exception of ours, which happened in ``where``."""

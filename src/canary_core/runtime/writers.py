@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from canary_core.identities import Identities
 from canary_core.ops.torch.stack import to_device
+from canary_core.runtime.identities import Identities
 
 
 class Writers:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from canary_core import testing
-from canary_core.hookspecs import hookimpl
+from canary_core.plugins.hookspecs import hookimpl
 from canary_core.records import PAYLOAD_RECORD, PAYLOAD_STAMP, STATES
 
 FOLDER, SIDE = Path(os.environ.get("PD_FOLDER", ".")), os.environ.get("PD_SIDE", "")

@@ -6,7 +6,7 @@ from typing import Any
 from engines import fake_compressors
 
 from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
+from canary_core.plugins.hookspecs import hookimpl
 from canary_core.violation import Violation
 
 

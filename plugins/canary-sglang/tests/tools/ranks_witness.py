@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from canary_core import hook_manager, testing
-from canary_core.hookspecs import hookimpl
+from canary_core.plugins.hookspecs import hookimpl
 from canary_core.records import POSITION, STATES, UNPARKED, WRITER, State
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))

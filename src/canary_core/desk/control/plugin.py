@@ -10,10 +10,9 @@ from canary_core.config import CanaryConfig
 from canary_core.desk.control.commands import Commands
 from canary_core.desk.control.server import Server
 from canary_core.desk.metrics.readings import READINGS
-from canary_core.errors import ControlError
+from canary_core.errors import ControlError, error_text
 from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
-from canary_core.plugins.plugin import error_text
+from canary_core.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from canary_core.guard.canary import Canary

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.evidence import Copy, Evidence, SourceFacts
 from canary_core.desk.incidents.patterns import Pattern
 from canary_core.desk.incidents.slot_history import call_fields, call_of, life_of, life_rows
@@ -70,18 +71,6 @@ _count = itertools.count(1)
 
 class BundleError(CanaryError):
     """A directory is no bundle, or not a whole one; or no bundle could be written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What was so when an incident was found. ``about``: settings, coverage, counters and regions, as plain values.
-    ``events``: what was told before, with the time of each. ``tokens``, ``content``: whether token ids, and the bytes
-    of the slots, may be kept."""
-
-    about: Mapping[str, object]
-    events: Sequence[tuple[float, Event]]
-    tokens: bool
-    content: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakSet
 
-from canary_core.batch import BatchView
-from canary_core.desk.incidents.bundle import Circumstances, Dossier, write_aftermath, write_bundle
+from canary_core.config import CanaryConfig
+from canary_core.desk.incidents.bundle import Dossier, write_aftermath, write_bundle
+from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.evidence import Taken, take
 from canary_core.desk.incidents.patterns import Pattern, patterns
 from canary_core.errors import CanaryError
 from canary_core.events import Event
+from canary_core.guard.canary import Canary
 from canary_core.incident import Incident
 from canary_core.runtime.streams import capturing
-from canary_core.runtime.workspace import Switch, Workspace
-from canary_core.runtime.writers import Writers
 
 MOST_WAITING = 8
 """Incidents that may wait to be looked at; more are told without a diagnosis."""
@@ -37,6 +37,7 @@ machine with time to spare it is a fraction of one."""
 class Job:
     """An incident, the copies of its evidence, and what was so when it was found."""
 
+    canary: Canary
     incident: Incident
     taken: Taken | None
     circumstances: Circumstances | None
@@ -46,6 +47,7 @@ class Job:
 class Written:
     """A bundle that waits for its aftermath."""
 
+    canary: Canary
     path: Path
     incident: Incident
     since: float
@@ -57,21 +59,16 @@ _running: "WeakSet[Investigator]" = WeakSet()
 
 
 class Investigator:
-    """`look` is called from the engine's thread, for each incident that is told: it issues the copies of the evidence
-    and waits for nothing. A thread, which is started by the first one, does the rest: it works out the diagnosis, tells
-    it as a ``diagnosis`` event, and writes the bundle where ``CANARY_INCIDENT_DIR`` asks for one.
+    """Looks at the incidents of one Canary. `look` is called from the engine's thread, for each incident that is told:
+    it issues the copies of the evidence and waits for nothing. A thread, which is started by the first one, does the
+    rest: it works out the diagnosis, tells it as a ``diagnosis`` event, and writes the bundle where
+    ``CANARY_INCIDENT_DIR`` asks for one. Holds the Canary only while there is something to do.
 
-    Nothing that goes wrong here reaches the engine or switches Canary off: it is an event. ``circumstances`` gives what
-    a bundle says of this Canary; ``view``, the last forward's view.
+    Nothing that goes wrong here reaches the engine or switches Canary off: it is an event.
     """
 
-    def __init__(self, workspace: Workspace, switch: Switch, writers: Writers) -> None:
-        self._workspace = workspace
-        self._switch = switch
-        self._writers = writers
-        self._config = workspace.config
-        self.circumstances: Callable[[], Circumstances] | None = None
-        self.view: Callable[[], BatchView | None] = lambda: None
+    def __init__(self, config: CanaryConfig) -> None:
+        self._config = config
         self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting = 0
         self._idle = threading.Condition()
@@ -82,35 +79,33 @@ class Investigator:
         self.skipped = 0
         """Incidents that nobody looked at, since too many waited."""
 
-    def look(self, incident: Incident) -> None:
+    def look(self, canary: Canary, incident: Incident) -> None:
         """Takes the evidence on ``incident``. From the engine's thread, on the stream of the forwards, never captured.
         Waits for nothing."""
-        if not self._config.diagnose or not self._workspace.states or os.getpid() != self._process:
-            return
-        if capturing(self._workspace.device):
+        if not self._looks(canary) or capturing(canary.device):
             return
         if self._waiting >= MOST_WAITING:
             self.skipped += 1
             return
         try:
-            self._workspace.join()
-            state = self._workspace.states.get(incident.root.region)
+            canary.step.join()
+            state = canary.states.get(incident.root.region)
             taken = None
             if state is not None and state.sources:
-                reader = None if incident.root.request is None else self._writers.known(incident.root.request)
-                history = self._workspace.journal.of(incident.root.region)
-                taken = take(state, incident, history, reader, self.view())
-            wanted = self._config.incident_dir and self.circumstances is not None
-            job = Job(incident, taken, self.circumstances() if wanted and self.circumstances else None)
+                reader = None if incident.root.request is None else canary.writers.known(incident.root.request)
+                history = canary.journal.of(incident.root.region)
+                taken = take(state, incident, history, reader, canary.step.last_view)
+            circumstances = Circumstances.of(canary) if self._config.incident_dir else None
+            job = Job(canary, incident, taken, circumstances)
         except Exception as error:
-            self._failed(incident, error)
+            _failed(canary, incident, error)
             return
         if not self._started(job):
             self._do(job)
 
-    def prove(self, done: Callable[[], None]) -> bool:
+    def prove(self, canary: Canary, done: Callable[[], None]) -> bool:
         """Has the thread call ``done``; False where incidents are not looked at."""
-        if not self._config.diagnose or not self._workspace.states or os.getpid() != self._process:
+        if not self._looks(canary):
             return False
         return self._waiting >= MOST_WAITING or self._started(done)
 
@@ -127,6 +122,9 @@ class Investigator:
         if thread is not None and thread.is_alive():
             self._jobs.put(None)
             thread.join(PATIENCE_S)
+
+    def _looks(self, canary: Canary) -> bool:
+        return self._config.diagnose and bool(canary.states) and os.getpid() == self._process
 
     def _started(self, job: Job | Callable[[], None]) -> bool:
         """Whether there is a thread that does ``job``: at the end of a process none can be started."""
@@ -173,7 +171,7 @@ class Investigator:
                 job()
         except Exception as error:
             if isinstance(job, Job):
-                self._failed(job.incident, error)
+                _failed(job.canary, job.incident, error)
         finally:
             with self._idle:
                 self._waiting -= 1
@@ -187,21 +185,21 @@ class Investigator:
             writers = {int(w) for w in evidence.records[:, 5].tolist()} | {e.writer for e in evidence.history}
             freed = {int(w) for w in evidence.records[:, 7].tolist()}
             before = {h.who for life in evidence.lives.values() for h in life if h.event != "copy"}
-            named = ((w, self._writers.name(w)) for w in writers | freed | before)
+            named = ((w, job.canary.writers.name(w)) for w in writers | freed | before)
             evidence.names = {w: name for w, name in named if name is not None}
             seen = list(patterns(evidence))
         incident.diagnoses = diagnose(incident, evidence, seen)
         if job.circumstances is not None:
-            self._write(Dossier(incident, evidence, seen, job.circumstances))
+            self._write(job.canary, Dossier(incident, evidence, seen, job.circumstances))
         fields: dict[str, object] = {"incident": incident.number, **incident.diagnoses[0].fields()}
         others = [d.name for d in incident.diagnoses[1:]]
         if others:
             fields["also_possible"] = others
         if incident.bundle is not None:
             fields["bundle"] = incident.bundle
-        self._switch.tell(Event("diagnosis", "warning", fields))
+        job.canary.tell(Event("diagnosis", "warning", fields))
 
-    def _write(self, dossier: Dossier) -> None:
+    def _write(self, canary: Canary, dossier: Dossier) -> None:
         began = time.time()
         try:
             path = write_bundle(Path(self._config.incident_dir), dossier, self._config.incident_most)
@@ -211,10 +209,10 @@ class Investigator:
                 self._refused = True
                 told = {"incident": dossier.incident.number, "directory": self._config.incident_dir}
                 reason = f"no bundle could be written: {error}; findings are told as ever"
-                self._switch.tell(Event("bundle_failed", "warning", {**told, "reason": reason}))
+                canary.tell(Event("bundle_failed", "warning", {**told, "reason": reason}))
             return
         dossier.incident.bundle = str(path)
-        self._written.append(Written(path, dossier.incident, began))
+        self._written.append(Written(canary, path, dossier.incident, began))
 
     def _follow_up(self, at_last: bool = False) -> None:
         """Adds to bundles what happened since."""
@@ -223,15 +221,16 @@ class Investigator:
         self._written = [w for w in self._written if w not in due]
         for written in due:
             try:
-                events = [(moment, event) for moment, event in tuple(self._switch.recent) if moment >= written.since]
+                events = [(moment, event) for moment, event in written.canary.recent_events if moment >= written.since]
                 write_aftermath(written.path, written.incident, events, self._config.incident_tokens)
             except (OSError, RuntimeError):
                 # The bundle is whole without it; somebody may have moved it.
                 continue
 
-    def _failed(self, incident: Incident, error: Exception) -> None:
-        about = {"incident": incident.number, "error": repr(error)}
-        self._switch.tell(Event("diagnosis_failed", "warning", about))
+
+def _failed(canary: Canary, incident: Incident, error: Exception) -> None:
+    about = {"incident": incident.number, "error": repr(error)}
+    canary.tell(Event("diagnosis_failed", "warning", about))
 
 
 @atexit.register

@@ -12,11 +12,10 @@ import torch
 from canary_core.config import CanaryConfig, shares_metrics
 from canary_core.desk.metrics import opentelemetry, prometheus
 from canary_core.desk.metrics.readings import READINGS, Readings
-from canary_core.errors import MetricsError
+from canary_core.errors import MetricsError, error_text
 from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
 from canary_core.place import Place
-from canary_core.plugins.plugin import error_text
+from canary_core.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from canary_core.guard.canary import Canary

@@ -2,9 +2,9 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from canary_core.desk.incidents.investigator import Investigator
 from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.guard.reporting.alarm_test import AlarmTest
@@ -30,21 +30,28 @@ LAST_READS, LAST_READ_S = 3, 0.5
 """How many reads the end of a process waits for, and how long: a device that hangs must not keep it from ending."""
 
 
+class Owner(Protocol):
+    """The `Canary` whose findings these are."""
+
+    audit: RunningAudit
+    witness: Witness
+    writers: Writers
+
+
 class Findings:
     """Reads, decodes, drops repeats, lets plugins dismiss, delivers, and folds what belongs together into
     ``incidents``. ``delivered`` counts by kind what was reported; ``repeated``, ``dismissed`` and ``memory.withheld``
-    count what was not; ``counters`` are those of the last read. ``audit`` knows of regions whose memory the engine has
-    given up, of which nothing is reported."""
+    count what was not; ``counters`` are those of the last read. Of regions whose memory the engine has given up, as the
+    audit says, nothing is reported."""
 
-    def __init__(
-        self, workspace: Workspace, switch: Switch, writers: Writers, audit: RunningAudit, witness: Witness
-    ) -> None:
+    def __init__(self, canary: Owner, workspace: Workspace, switch: Switch) -> None:
+        self._canary = canary
         self._config = workspace.config
         self._states = list(workspace.states.values())
         self._switch = switch
-        self._writers = writers
-        self._audit = audit
-        self._witness = witness
+        self._writers = canary.writers
+        self._audit = canary.audit
+        self._witness = canary.witness
         self.read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
@@ -52,9 +59,8 @@ class Findings:
         """Findings beyond `REMEMBERED`: what repeats them is told again."""
         self.dropped = 0
         """Rows for which the ring had no room."""
-        self.investigator = Investigator(workspace, switch, writers)
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
-        self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self.investigator.prove)
+        self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
         """Whether a finding would be told."""
         self._first: Incident | None = None
         self._read_forwards = 0
@@ -144,8 +150,15 @@ class Findings:
         called, and that incident's root."""
         if self._switch.raises and self._first is not None:
             first, self._first = self._first, None
-            self.investigator.wait()
+            self.wait()
             raise ViolationError(first.root, first)
+
+    def wait(self, last: bool = False) -> None:
+        """Until plugins are done with the incidents, for some seconds at most; see `canary_settle`."""
+        try:
+            self._switch.hooks.hook.canary_settle(canary=self._canary, last=last)
+        except Exception as error:
+            self._complain("canary_settle", error)
 
     def forget_first(self) -> None:
         """Raise mode begins now: what was told before is not raised."""
@@ -229,10 +242,17 @@ class Findings:
 
     def _tell_incident(self, incident: Incident) -> None:
         try:
-            self._switch.hooks.hook.canary_incident(incident=incident)
+            self._switch.hooks.hook.canary_incident(canary=self._canary, incident=incident)
         except Exception as error:
             self._complain("canary_incident", error)
-        self.investigator.look(incident)
+
+    def _probe(self, passed: Callable[[], None]) -> bool:
+        """Whether a plugin takes a probe where it takes incidents. From one that fails it does not come back."""
+        try:
+            return bool(self._switch.hooks.hook.canary_probe(canary=self._canary, passed=passed))
+        except Exception as error:
+            self._complain("canary_probe", error)
+            return True
 
     def _complain(self, where: str, error: Exception) -> None:
         self._switch.emit(Event("reporting_failed", "error", {"where": where, "error": repr(error)}))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from canary_core.batch import BatchView
 from canary_core.guard.canary import Canary
-from canary_core.hookspecs import hookimpl
+from canary_core.plugins.hookspecs import hookimpl
 
 Watch = Callable[[Canary, BatchView], None]
 

@@ -10,9 +10,9 @@ from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.config.faults import FaultSpec
 from canary_core.events import Event
-from canary_core.hookspecs import hookimpl
 from canary_core.kit.faults.catalogue import FAULTS, Moment
 from canary_core.kit.faults.scene import Armed, Injection, Pending, Scene
+from canary_core.plugins.hookspecs import hookimpl
 from canary_core.records import POSITION, STEP_WRITTEN, UNPARKED, State
 from canary_core.runtime.streams import capturing
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from canary_core.events import Event
-from canary_core.guard.slots import SlotEvents
 from canary_core.ops import arrivals
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.payload import PayloadLayout
 from canary_core.records import Happened
 from canary_core.region import RegionKind
 from canary_core.runtime.event_queue import QueuedEvent
-from canary_core.runtime.workspace import Switch
+from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
+from canary_core.watchers.audit.running import RunningAudit
 from canary_core.watchers.ledger.arrival import Arrival
 from canary_core.watchers.ledger.region_ledger import Landed, RegionLedger
 
@@ -40,6 +40,22 @@ class Facade(Protocol):
 
     def report(self, violations: Sequence[Violation]) -> int:
         """Tells findings that were made on the host."""
+
+
+class Slots(Protocol):
+    """What the ledger needs of its `SlotEvents`."""
+
+    workspace: Workspace
+    audit: RunningAudit
+
+    def fits(self, event: str, region: str, slots: Tensor, page_slots: int) -> bool:
+        """Whether the arguments can be right."""
+
+    def expect(self, region: str, slots: Tensor) -> None:
+        """Bytes will come for ``slots``."""
+
+    def forget(self, region: str, slots: Tensor | None) -> None:
+        """Nothing is known of ``slots`` any more."""
 
 
 class Ledger:
@@ -67,7 +83,7 @@ class Ledger:
     Calls with arguments that can't be right are refused as in `SlotEvents`. None of them may be captured in a graph.
     """
 
-    def __init__(self, facade: Facade, slots: SlotEvents, switch: Switch) -> None:
+    def __init__(self, facade: Facade, slots: Slots, switch: Switch) -> None:
         self._facade = facade
         self._slots = slots
         self._switch = switch

@@ -4,13 +4,14 @@ The device only gathers: the records of the slots, in order with the forwards on
 copied to the host, and judged there once they have arrived. So a sweep needs no kernel of its own and never waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from canary_core.ops.state import RegionState
 from canary_core.region import RegionKind
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.violation import Violation
@@ -18,11 +19,31 @@ from canary_core.watchers.prefix_cache.gathered import Gathered, Verdict
 from canary_core.watchers.prefix_cache.runs import CachedRun, Entries, FreeList
 from canary_core.watchers.prefix_cache.structure import Breach, breaches, shared_slots
 
-if TYPE_CHECKING:
-    from canary_core.guard.canary import Canary
-
 MOST_FINDINGS = 256
 """Findings of one region that are decoded from one batch of runs; `SweepResult.found` counts all of them."""
+
+
+class _Slots(Protocol):
+    def settle(self) -> None: ...
+
+
+class Guard(Protocol):
+    """A `Canary`, as far as a sweep needs it."""
+
+    @property
+    def states(self) -> Mapping[str, RegionState]:
+        """Canary's device memory by region."""
+
+    @property
+    def slots(self) -> _Slots:
+        """`Canary.slots`: its queued events take effect before records are read."""
+
+    @property
+    def forwards(self) -> int:
+        """Forwards that began."""
+
+    def decode(self, row: Sequence[int]) -> Violation:
+        """`Canary.decode`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +77,7 @@ class RecordSweep:
     """Sweeps of one `Canary`. Regions whose slots are not those of the engine's tables are left out: states, rings, and
     windows without a map. Tokens of ``vocabulary`` and above, such as the hash of an image, are not judged."""
 
-    def __init__(self, canary: "Canary", vocabulary: int = 1 << 31) -> None:
+    def __init__(self, canary: Guard, vocabulary: int = 1 << 31) -> None:
         self._canary = canary
         self._vocabulary = vocabulary
         self._states = [

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from canary_core.batch import BatchView
     from canary_core.config import CanaryConfig
     from canary_core.events import Event
     from canary_core.guard.canary import Canary
     from canary_core.incident import Incident
-    from canary_core.kit.conformance import PluginConformance
-    from canary_core.kit.engines import DemoEngine
     from canary_core.plugins import EngineInfo, HookTarget
     from canary_core.violation import Violation
 
@@ -109,9 +109,23 @@ def canary_violation(violation: "Violation") -> None:
 
 
 @hookspec
-def canary_incident(incident: "Incident") -> None:
+def canary_incident(canary: "Canary", incident: "Incident") -> None:
     """Findings of one cause, once for each incident that is told: after `canary_violation` of all its findings so far,
     before its ``incident`` event. It goes on growing while more of its consequences are found. Called on the host."""
+
+
+@hookspec
+def canary_settle(canary: "Canary", last: bool) -> None:
+    """Wait, for some seconds at most, until what is being done about incidents of ``canary`` on threads of yours is
+    done: a finding is about to stop the engine, or `Canary.drain` was called. ``last``: no more incidents will come, so
+    end the threads."""
+
+
+@hookspec(firstresult=True)
+def canary_probe(canary: "Canary", passed: "Callable[[], None]") -> bool | None:
+    """A probe of the alarm has come as far as its incident. Call ``passed`` where an incident would have come, on a
+    thread of yours if that is there, and return True; or return None, if you do nothing about incidents now. Built-in
+    diagnosis answers; a plugin that takes its place should, too."""
 
 
 @hookspec
@@ -121,12 +135,13 @@ def canary_event(event: "Event") -> None:
 
 
 @hookspec
-def canary_demo() -> "DemoEngine":
-    """An engine that ``canary demo`` can run: builds tiny models, serves traffic, injects faults."""
+def canary_demo() -> object:
+    """A `canary_core.testing.DemoEngine`, which ``canary demo`` can run: builds tiny models, serves traffic, injects
+    faults."""
 
 
 @hookspec
-def canary_conformance() -> "type[PluginConformance]":
-    """The conformance suite of the plugin's engine, which ``canary check-plugin`` runs. May import the engine, which
-    is imported in no other way before `canary_install`. Raises `PluginError`, saying how to run the suite, where it
-    can't run wherever the engine is installed."""
+def canary_conformance() -> type:
+    """The conformance suite of the plugin's engine, a subclass of `canary_core.testing.PluginConformance`, which
+    ``canary check-plugin`` runs. May import the engine, which is imported in no other way before `canary_install`.
+    Raises `PluginError`, saying how to run the suite, where it can't run wherever the engine is installed."""

@@ -1,0 +1,43 @@
+"""`Circumstances`: what a bundle says of the `Canary` that found an incident."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from canary_core.config import settings
+from canary_core.events import Event
+from canary_core.guard.canary import Canary
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What was so when an incident was found. ``about``: settings, coverage, counters and regions, as plain values.
+    ``events``: what was told before, with the time of each. ``tokens``, ``content``: whether token ids, and the bytes
+    of the slots, may be kept."""
+
+    about: Mapping[str, object]
+    events: Sequence[tuple[float, Event]]
+    tokens: bool
+    content: bool
+
+    @classmethod
+    def of(cls, canary: Canary) -> "Circumstances":
+        """As they are now."""
+        about = {
+            # Not the directory: a path says nothing here, and may say who runs the engine.
+            "settings": {s.variable: s.value for s in settings(canary.config) if s.variable != "CANARY_INCIDENT_DIR"},
+            "coverage": canary.coverage.event().fields,
+            "stats": {**canary.stats(), **canary.scrub_stats()},
+            "backend": canary.backend,
+            "device": canary.device.type,
+            "host": canary.place.host,
+            "pid": canary.place.pid,
+            "gpu": canary.place.gpu,
+            "pci": canary.place.pci,
+            "replica": canary.place.replica,
+            "rank": canary.config.rank,
+            "ranks": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+            "model": canary.place.model,
+        }
+        return cls(about, canary.recent_events, canary.config.incident_tokens, canary.config.incident_bytes)
