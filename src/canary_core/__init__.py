@@ -1,5 +1,8 @@
 """Canary: AddressSanitizer for the KV cache of an LLM engine. This is the whole public surface."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from canary_core.adapters import BatchAdapter, PoolAdapter
 from canary_core.batch import BatchView, ReadTable, SlotTable, StateCheckpoints
 from canary_core.config import CanaryConfig
@@ -12,32 +15,29 @@ from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
 from canary_core.incident import Incident
-from canary_core.ops.payload import (
-    PayloadCheck,
-    PayloadLayout,
-    PayloadRecords,
-    check_payload,
-    fingerprint_bytes,
-)
-from canary_core.ops.record_buffers import RecordBuffers
 from canary_core.overlap import Overlap
-from canary_core.patches import Patches
-from canary_core.plugins import EngineInfo, HookTarget, emit, hook_manager, private_hooks, require_engine
-from canary_core.plugins import start as start_plugins
-from canary_core.plugins import start_for as start_plugins_for
-from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Placement, Region, RegionKind, Role, Uncovered
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import StreamSet
-from canary_core.runtime.watchdog import Watchdog
+from canary_core.runtime.telling import emit, hook_manager
 from canary_core.runtime.witness import Witness
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
-from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
-from canary_core.watchers.audit.memory import tensors_of
-from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
-from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
+
+if TYPE_CHECKING:
+    from canary_core.ops.payload import PayloadCheck, PayloadLayout, PayloadRecords, check_payload, fingerprint_bytes
+    from canary_core.ops.record_buffers import RecordBuffers
+    from canary_core.patches import Patches
+    from canary_core.plugins import EngineInfo, HookTarget, private_hooks, require_engine
+    from canary_core.plugins import start as start_plugins
+    from canary_core.plugins import start_for as start_plugins_for
+    from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
+    from canary_core.runtime.watchdog import Watchdog
+    from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
+    from canary_core.watchers.audit.memory import tensors_of
+    from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
+    from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
 
 __version__ = "0.1.0"
 
@@ -111,3 +111,30 @@ __all__ = [
     "start_plugins_for",
     "tensors_of",
 ]
+
+_WHEN_ASKED = {
+    "ops.payload": ("PayloadCheck", "PayloadLayout", "PayloadRecords", "check_payload", "fingerprint_bytes"),
+    "ops.record_buffers": ("RecordBuffers",),
+    "patches": ("Patches",),
+    "plugins": ("EngineInfo", "HookTarget", "private_hooks", "require_engine"),
+    "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
+    "runtime.watchdog": ("Watchdog",),
+    "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
+    "watchers.audit.memory": ("tensors_of",),
+    "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
+    "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
+}
+"""Public names that not every engine needs, by the module that is loaded with the first use of one."""
+
+_HOME = {name: (module, name) for module, names in _WHEN_ASKED.items() for name in names}
+_HOME |= {"start_plugins": ("plugins", "start"), "start_plugins_for": ("plugins", "start_for")}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plugins":
+        return import_module("canary_core.plugins")
+    if name not in _HOME:
+        raise AttributeError(f"module 'canary_core' has no attribute {name!r}")
+    module, own = _HOME[name]
+    found = globals()[name] = getattr(import_module(f"canary_core.{module}"), own)
+    return found

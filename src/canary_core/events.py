@@ -82,3 +82,16 @@ class Event:
     name: str
     level: Level = "info"
     fields: dict[str, object] = field(default_factory=dict)
+
+
+def size_text(size_bytes: int) -> str:
+    """``1.5 MB``: bytes for people, in powers of 1000. As `rich.filesize.decimal`, which an engine need not load."""
+    if size_bytes < 1000:
+        return f"{size_bytes} byte{'' if size_bytes == 1 else 's'}"
+    power = 1
+    while size_bytes >= 1000 ** (power + 1) and power < len(_SIZES):
+        power += 1
+    return f"{size_bytes / 1000**power:,.1f} {_SIZES[power - 1]}"
+
+
+_SIZES = ("kB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")

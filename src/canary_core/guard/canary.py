@@ -3,8 +3,8 @@
 import atexit
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet, ref
 
 import pluggy
@@ -20,10 +20,8 @@ from canary_core.guard.reporting.findings import Findings
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
-from canary_core.guard.start_up import StartUp
 from canary_core.guard.step import Step
 from canary_core.guard.summary import Summary
-from canary_core.guard.warm_up import row_counts
 from canary_core.incident import Incident
 from canary_core.ops.state import RegionState
 from canary_core.place import Place
@@ -36,10 +34,12 @@ from canary_core.runtime.witness import Witness
 from canary_core.runtime.workspace import Failsafe, Switch, Workspace
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
-from canary_core.watchers.audit.footprint import FootprintAudit
 from canary_core.watchers.audit.memory import EngineMemory
 from canary_core.watchers.audit.running import RunningAudit
-from canary_core.watchers.ledger import Ledger
+
+if TYPE_CHECKING:
+    from canary_core.guard.start_up import StartUp
+    from canary_core.watchers.ledger import Ledger
 
 _open: "WeakSet[Canary]" = WeakSet()
 """Those that have not told their summary."""
@@ -95,6 +95,8 @@ class Canary:
         self._switch = Switch(self._workspace, hooks)
         footprint = None
         if pool_tensors is not None and tensors:
+            from canary_core.watchers.audit.footprint import FootprintAudit
+
             footprint = FootprintAudit(pool_tensors, regions, uncovered=left_out)
         self.audit = RunningAudit(self._switch, footprint, self.config.audit)
         """What audited forwards came to, see ``CANARY_AUDIT``."""
@@ -103,15 +105,14 @@ class Canary:
         self._findings = Findings(self, self._workspace, self._switch)
         self.slots = SlotEvents(self._workspace, self._switch, self.audit)
         """What happens to slots beside forwards."""
-        self.ledger = Ledger(self, self.slots, self._switch)
-        """What was stored of the pool, and whether what comes back is the same."""
+        self._ledger: Ledger | None = None
         self.sampled = SampledTokens(self._workspace, self._switch)
         """What the sampler gave, to be compared with what the next forward computes."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
         self._lookout = Lookout(self._switch, self._findings.read_back, self.witness, self._findings.alarm)
         self.step.lookout = self._lookout
-        self._start_up = StartUp(self._workspace, self._switch, self.step.scrub)
+        self._start_up: StartUp | None = None
         self.audit.forget = self.slots.forget
         self._attached = on
         self._process = os.getpid()
@@ -125,6 +126,21 @@ class Canary:
             WATCH.add(self._lookout)
             self._tell_attached()
             hooks.hook.canary_attached(canary=self)
+
+    @property
+    def ledger(self) -> "Ledger":
+        """What was stored of the pool, and whether what comes back is the same. Made for the first who asks."""
+        if self._ledger is None:
+            from canary_core.watchers.ledger import Ledger
+
+            self._ledger = Ledger(self, self.slots, self._switch)
+            self.step.late.append(self._ledger)
+        return self._ledger
+
+    @property
+    def ledger_doubt(self) -> float | None:
+        """`Ledger.doubt_ratio`; None where nobody has asked for a ledger."""
+        return None if self._ledger is None else self._ledger.doubt_ratio
 
     @property
     def enabled(self) -> bool:
@@ -206,7 +222,11 @@ class Canary:
         the first guarded forward, or the first event of slots, does it. Tensors of the views must stay until then."""
         if self.enabled:
             with self.guard("warm_up"):
-                self._start_up.begin(list(self._padding(batches, most_rows)), beside)
+                from canary_core.guard.start_up import StartUp
+
+                if self._start_up is None:
+                    self._start_up = StartUp(self._workspace, self._switch, self.step)
+                self._start_up.begin(batches, most_rows, beside)
 
     def finish_warm_up(self) -> None:
         """Does at once what `warm_up` has put off, if anything: for engines that know when they have started, and
@@ -225,7 +245,8 @@ class Canary:
             self.audit.look()
             self._workspace.join()
             self._workspace.queue.settle()
-            self.ledger.read(wait=True)
+            if self._ledger is not None:
+                self._ledger.read(wait=True)
             # The first read may only learn that there are rows; the second one takes them.
             for _ in range(2):
                 self._findings.open(self._findings.collect_now(), self.forwards)
@@ -236,7 +257,7 @@ class Canary:
     def close(self) -> None:
         """Drains, closes the step's listeners, tells the ``summary`` event, and stops for good: later calls do
         nothing."""
-        self._start_up.give_up()
+        self._give_up()
         try:
             self.audit.tell()
             self.drain()
@@ -300,7 +321,7 @@ class Canary:
             **late,
             **kinds,
             **self.audit.counts,
-            **self.ledger.stats(),
+            **(self._ledger.stats() if self._ledger is not None else {}),
             **self.step.tables.stats(),
             **self.step.stores.stats(),
             **{name: number for name, number in self.left_out.items() if number},
@@ -408,7 +429,7 @@ class Canary:
         if os.getpid() != self._process:
             return
         with contextlib.suppress(Exception):
-            self._start_up.give_up()
+            self._give_up()
             if self.enabled:
                 if self.device.type == "cpu":
                     self._workspace.queue.settle()
@@ -443,11 +464,9 @@ class Canary:
         )
         self.tell(summary.event())
 
-    def _padding(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> Iterator[BatchView]:
-        for rows in row_counts(self._workspace.backend.row_steps, most_rows):
-            for batch in batches(rows):
-                self.step.require_place(batch)
-                yield batch
+    def _give_up(self) -> None:
+        if self._start_up is not None:
+            self._start_up.give_up()
 
     def _tell_attached(self) -> None:
         regions = {

@@ -4,9 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.filesize import decimal
-
-from canary_core.events import Event
+from canary_core.events import Event, size_text
 from canary_core.region import Region, Uncovered
 from canary_core.watchers.audit.extents import Box, box_of, boxes_of, clipped, distinct_bytes
 from canary_core.watchers.audit.memory import EngineMemory, Storage
@@ -54,7 +52,7 @@ class Coverage:
     def summary(self) -> str:
         """One line for an operator."""
         seen = self.guarded_bytes + sum(u.size_bytes for u in self.uncovered)
-        parts = [f"{_percent(self.guarded_bytes, seen)} of {decimal(seen)} guarded"]
+        parts = [f"{_percent(self.guarded_bytes, seen)} of {size_text(seen)} guarded"]
         gaps = [u for u in self.uncovered if u.size_bytes]
         if gaps:
             parts.append("left out: " + ", ".join(_listed(gaps)))
@@ -154,7 +152,7 @@ def _listed(items: Iterable[Uncovered]) -> list[str]:
         many = not slash and sum(re.sub(r"\d+", "*", i.name) == alike for i in items) > 1
         key = (alike if many else part, item.reason)
         sizes[key] = sizes.get(key, 0) + item.size_bytes
-    return [f"{name} {decimal(size)} ({reason})" for (name, reason), size in sizes.items()]
+    return [f"{name} {size_text(size)} ({reason})" for (name, reason), size in sizes.items()]
 
 
 def _percent(part: int, whole: int) -> str:

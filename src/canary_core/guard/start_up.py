@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from canary_core.batch import BatchView
 from canary_core.errors import AttachError
 from canary_core.events import Event
-from canary_core.guard.scrub import Scrub
-from canary_core.guard.warm_up import compile_all, compile_beside, warm_up
+from canary_core.guard.step import Step
+from canary_core.guard.warm_up import compile_all, compile_beside, row_counts, warm_up
 from canary_core.ops.compile_process import CompileProcess
 from canary_core.runtime.streams import capturing, synchronize
 from canary_core.runtime.workspace import Switch, Workspace
@@ -22,20 +22,22 @@ class StartUp:
     captured meanwhile.
     """
 
-    def __init__(self, workspace: Workspace, switch: Switch, scrub: Scrub) -> None:
+    def __init__(self, workspace: Workspace, switch: Switch, step: Step) -> None:
         self._workspace = workspace
         self._switch = switch
-        self._scrub = scrub
+        self._step = step
+        self._scrub = step.scrub
         self._views: list[BatchView] = []
         self._processes: list[CompileProcess] = []
         self._seconds = 0.0
         self._lock = threading.RLock()
 
-    def begin(self, views: Sequence[BatchView], beside: bool) -> None:
-        """For batches like ``views``, of padding. ``beside``: it may be put off until another process has compiled.
-        Raises `AttachError` while a graph is captured."""
+    def begin(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, beside: bool) -> None:
+        """For batches of up to ``most_rows`` rows, see `Canary.warm_up`. ``beside``: it may be put off until another
+        process has compiled. Raises `AttachError` while a graph is captured, and for a view that does not fit."""
         with self._lock:
             began = time.perf_counter()
+            views = list(self._padding(batches, most_rows))
             self._views += views
             if beside:
                 process = compile_beside(
@@ -67,6 +69,12 @@ class StartUp:
         self._views.clear()
         while self._processes:
             self._processes.pop().end()
+
+    def _padding(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int) -> Iterator[BatchView]:
+        for rows in row_counts(self._workspace.backend.row_steps, most_rows):
+            for batch in batches(rows):
+                self._step.require_place(batch)
+                yield batch
 
     def _finish(self) -> None:
         if not self._switch.enabled:

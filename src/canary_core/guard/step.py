@@ -23,7 +23,7 @@ from canary_core.records import Clock
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import Switch
-from canary_core.watchers.ledger import Ledger
+from canary_core.watchers.late import Late
 from canary_core.watchers.stores import StoreCheck
 from canary_core.watchers.tables import TableCheck
 
@@ -36,7 +36,6 @@ UNENDED_FORWARDS = 1024
 class Facade(Protocol):
     """What a step needs of its `Canary`, which plugins are told of."""
 
-    ledger: Ledger
     sampled: SampledTokens
 
     def tell_stats(self) -> None:
@@ -119,6 +118,8 @@ class Step:
         """Of the last forward that was checked."""
         self._overlap = Overlap.NONE
         self._reads_at = ReadTimes(config, workspace.device)
+        self.late: list[Late] = []
+        """Watchers that are read with the counters."""
         self.lookout: Lookout | None = None
         """Told now and then that forwards go on."""
         self._ended_forwards = 0
@@ -497,7 +498,8 @@ class Step:
                     snapshot = self._findings.collect()
                     self.scrub.adjust(captured)
                     self._findings.alarm.step(moment, not self.scrub.pace.off, captured)
-                    self._canary.ledger.send()
+                    for late in self.late:
+                        late.send()
                 if self.lookout is not None:
                     self.lookout.look_back(moment)
                 self.overhead.read()
@@ -505,7 +507,8 @@ class Step:
                 if snapshot is not None:
                     self._findings.open(snapshot, self.forwards)
                     self.scrub.observe(snapshot.counters)
-                self._canary.ledger.read()
+                for late in self.late:
+                    late.read()
             if idle:
                 self._findings.settle(at_last=True)
             interval = self._config.stats_interval

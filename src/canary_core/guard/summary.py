@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rich.filesize import decimal
-
 from canary_core.config import CanaryConfig
-from canary_core.events import Event
+from canary_core.events import Event, size_text
 from canary_core.records import Counter
 from canary_core.region import Region, RegionKind
 from canary_core.runtime.witness import Witness
@@ -60,7 +58,7 @@ class Summary:
         forwards, checked = _count(self.forwards, "forward"), _count(slots, "slot")
         short = self.config.bytes != "off" and not size and 0 < self.forwards < FEW_FORWARDS
         few = " (too few forwards for the scrub to compare any)" if short else ""
-        return f"{forwards}, {guarded}{checked} and {decimal(size)}{few} checked, {findings}"
+        return f"{forwards}, {guarded}{checked} and {size_text(size)}{few} checked, {findings}"
 
     def event(self) -> Event:
         """The ``summary`` event; a warning where there are `warnings`."""

@@ -8,10 +8,11 @@ from canary_core.plugins.discovery import as_installed, installed, not_installed
 from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin, refusal
 from canary_core.plugins.process import (
-    hook_manager,
     install,
     load,
+    new_reporting,
     private_hooks,
+    process_manager,
     require_engine,
     start,
     start_for,
@@ -20,7 +21,7 @@ from canary_core.plugins.process import (
 )
 from canary_core.plugins.registry import Plugins
 from canary_core.plugins.targets import HookTarget
-from canary_core.runtime.telling import emit
+from canary_core.runtime.telling import emit, hook_manager
 
 __all__ = [
     "EngineInfo",
@@ -33,8 +34,10 @@ __all__ = [
     "install",
     "installed",
     "load",
+    "new_reporting",
     "not_installed",
     "private_hooks",
+    "process_manager",
     "refusal",
     "require_engine",
     "start",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from threading import RLock
+from typing import Any
 
 import pluggy
 
@@ -12,7 +13,7 @@ from canary_core.plugins.engine import EngineInfo
 from canary_core.plugins.plugin import Plugin
 from canary_core.plugins.registry import Plugins
 from canary_core.plugins.targets import HookTarget
-from canary_core.runtime.telling import REPORTING, serve
+from canary_core.runtime.telling import REPORTING
 
 _process: Plugins | None = None
 _process_lock = RLock()
@@ -27,9 +28,8 @@ def _plugins() -> Plugins:
         return _process
 
 
-def hook_manager() -> pluggy.PluginManager:
-    """The pluggy manager of this process, with the built-in plugins and whatever `load` has added. Register an object
-    with hook implementations in it to hear of every `Canary` that has no manager of its own."""
+def process_manager() -> pluggy.PluginManager:
+    """As `canary_core.hook_manager`."""
     return _plugins().manager
 
 
@@ -37,7 +37,7 @@ def private_hooks(*own: object) -> pluggy.PluginManager:
     """A manager of one's own: the plugins of this process as they are now, built-in reporting of its own, and ``own``,
     which hear of nothing but the `Canary` that is given this manager."""
     private = _plugins().another_manager()
-    for name, plugin in hook_manager().list_name_plugin():
+    for name, plugin in process_manager().list_name_plugin():
         if plugin is not None and not private.has_plugin(name):
             private.register(plugin, name)
     for plugin in own:
@@ -127,4 +127,6 @@ def tell_unknown_settings(config: CanaryConfig, only_near: bool = False) -> None
     _plugins().tell_unknown_settings(only_near)
 
 
-serve(hook_manager, lambda: next(p.target for p in built_in() if p.name == REPORTING))
+def new_reporting() -> Any:
+    """Another object of built-in reporting."""
+    return next(plugin.target for plugin in built_in() if plugin.name == REPORTING)

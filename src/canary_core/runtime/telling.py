@@ -1,7 +1,6 @@
-"""Hands events to plugins. `canary_core.plugins` says which plugins are this process's."""
+"""Hands events to plugins, those of this process by default."""
 
-from collections.abc import Callable
-from typing import Any
+from importlib import import_module
 
 import pluggy
 
@@ -11,17 +10,15 @@ from canary_core.events import Event
 REPORTING = "reporting"
 """The built-in plugin that is told first, and of other plugins' failures."""
 
-_served: list[tuple[Callable[[], pluggy.PluginManager], Callable[[], Any]]] = []
-
-
-def serve(manager: Callable[[], pluggy.PluginManager], reporting: Callable[[], Any]) -> None:
-    """Sets who gives this process's manager, and a new object of built-in reporting."""
-    _served[:] = [(manager, reporting)]
+PLUGINS = "canary_core.plugins"
+"""Loads plugins; by its name, since guarding knows nothing of how that is done."""
 
 
 def hook_manager() -> pluggy.PluginManager:
-    """The pluggy manager of this process."""
-    return _served[0][0]()
+    """The pluggy manager of this process, with the built-in plugins and whatever was loaded. Register an object with
+    hook implementations in it to hear of every `Canary` that has no manager of its own."""
+    manager: pluggy.PluginManager = import_module(PLUGINS).process_manager()
+    return manager
 
 
 def emit(event: Event, hooks: pluggy.PluginManager | None = None) -> None:
@@ -34,5 +31,5 @@ def emit(event: Event, hooks: pluggy.PluginManager | None = None) -> None:
     except Exception as error:
         failed = Event("reporting_failed", "error", {"while_reporting": event.name, "error": error_text(error)})
         # A manager may be without it, where somebody took it out; the failure is told all the same.
-        reporting = manager.get_plugin(REPORTING) or _served[0][1]()
+        reporting = manager.get_plugin(REPORTING) or import_module(PLUGINS).new_reporting()
         reporting.canary_event(event=failed)

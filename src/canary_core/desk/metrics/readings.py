@@ -108,7 +108,7 @@ class Reading:
             coverage=canary.coverage.ratio,
             guarded_bytes=canary.coverage.guarded_bytes,
             memory_bytes=sum(state.memory_bytes for state in canary.states.values()),
-            ledger_doubt=canary.ledger.doubt_ratio,
+            ledger_doubt=canary.ledger_doubt,
             detection_s=canary.detection_s,
             scrub_period_s=scrub.get("scrub_period_s"),
             last_check=canary.last_check,

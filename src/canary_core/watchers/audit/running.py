@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from canary_core.events import Event
 from canary_core.region import KVSource, Region, Uncovered
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch
-from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
 from canary_core.watchers.audit.memory import PoolTensors
+
+if TYPE_CHECKING:
+    from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
 
 LOOK_S = 10.0
 """Least time between two looks at where the engine's tensors are, where nothing asks for one."""
@@ -36,7 +39,7 @@ class RunningAudit:
     newer than tested, that is at once.
     """
 
-    def __init__(self, switch: Switch, footprint: FootprintAudit | None, forwards: int) -> None:
+    def __init__(self, switch: Switch, footprint: "FootprintAudit | None", forwards: int) -> None:
         self._switch = switch
         self._footprint = footprint
         self._left = forwards if switch.enabled else 0
@@ -89,6 +92,8 @@ class RunningAudit:
             return
         self._left, self.due = forwards, forwards > 0
         try:
+            from canary_core.watchers.audit.footprint import FootprintAudit
+
             self._footprint = FootprintAudit(pool_tensors, regions, uncovered=uncovered)
         except Exception as error:
             self._fall_over(error)
@@ -210,7 +215,7 @@ class RunningAudit:
         else:
             self._switch.audit_failed(problems)
 
-    def _fail(self, result: Footprint) -> None:
+    def _fail(self, result: "Footprint") -> None:
         fields = {"problems": list(result.problems), **self._totals(), "unchanged": result.unchanged}
         self._told = True
         self.problems = tuple(f"forward {len(self.results)}: {problem}" for problem in result.problems)
