@@ -20,6 +20,9 @@ LATE_S = 30.0
 AGAIN_S = 5.0
 """Seconds after which a probe is asked for again: a slot may be forgotten between its listing and its comparison."""
 
+MOST_TURNS = 12
+"""So many times `AGAIN_S` it is waited for an engine whose forwards take long to list slots of the region again."""
+
 LEAST_LISTS, LEAST_TRIES = 3, 3
 """A try counts once so many reads have shown that slots of its region were listed since; so many tries must have come
 to nothing."""
@@ -81,7 +84,7 @@ class AlarmTest:
                 return
             self._due, self._round, self._still_since, self._tries = now, rounds, counters, 0
             self._where = "no kernel has reported it"
-        elif now - self._asked < AGAIN_S:
+        elif now - self._asked < (MOST_TURNS * AGAIN_S if 0 < self._lists < LEAST_LISTS else AGAIN_S):
             return
         else:
             self._tries += self._lists >= LEAST_LISTS
