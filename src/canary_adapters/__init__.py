@@ -41,7 +41,7 @@ from canary_adapters.sources import (
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
 from canary_adapters.token_table import TABLE_STEP, token_table, unknown_tokens
-from canary_adapters.upload import upload
+from canary_core.ops.upload import upload
 
 __all__ = [
     "CHECKED_DTYPES",

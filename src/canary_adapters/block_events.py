@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from canary_adapters.upload import upload
 from canary_core import Canary
+from canary_core.ops.upload import upload
 
 BlockSort = Literal["alloc", "park", "share", "evict", "free", "forget"]
 """`SlotEvents`' own."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from canary_adapters.tables import block_table, ragged_table, ring_table
 from canary_core import BatchView, Canary, ReadTable, SlotTable
+from canary_core.ops.upload import upload
 
 MOST_BLOCKS = 1 << 14
 """Blocks that are uploaded for one comparison; the rows that don't fit have their turn in later ones."""
@@ -130,9 +131,7 @@ class BlockLists:
             blocks = lists[row] or ()
             numbers.extend(blocks)
             numbers.extend(array("i", [-1]) * (width - len(blocks)))
-        host = torch.frombuffer(numbers, dtype=torch.int32)
-        host = host.pin_memory() if device.type == "cuda" else host
-        both = host.to(device, non_blocking=True)
+        both = upload(torch.frombuffer(numbers, dtype=torch.int32), device)
         table = block_table(both[rows:].view(len(chosen), width), block_slots, both[:rows])
         return ring_table(table, ring_slots) if ring_slots else table
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
 from canary_core.ops import hashing
+from canary_core.ops.upload import pinned, upload
 from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES, Descriptor
 from canary_core.region import PARTIAL_BYTES, KVSource, Placement, Region, Role
 
@@ -212,8 +213,7 @@ class SourceTable(Sequence[KVSource]):
         """The descriptors to the device. From pinned memory of its own, so that the host does not wait, neither now nor
         to write the next ones."""
         if len(self):
-            host = self._rows.pin_memory() if self.descriptors.is_cuda else self._rows
-            self.descriptors.copy_(host, non_blocking=self.descriptors.is_cuda)
+            self.descriptors.copy_(pinned(self._rows, self.descriptors.device), non_blocking=True)
 
 
 class _Turns(NamedTuple):
@@ -315,13 +315,8 @@ def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[So
         narrow = next((s for s, i in by_shape.items() if s.words <= most and len(i) == len(indices)), None)
         shapes = (shape,) if narrow is None else (shape, narrow)
         columns = torch.tensor([by_shape.pop(s) for s in shapes], dtype=torch.int32, device="cpu").T.contiguous()
-        groups.append(SourceGroup(shapes, sent(columns, device)))
+        groups.append(SourceGroup(shapes, upload(columns, device)))
     return tuple(groups)
-
-
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """``host`` on ``device``. From pinned memory, so that the host does not wait for what the device has to do."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def descriptor(source: KVSource, non_finite: bool) -> list[int]:

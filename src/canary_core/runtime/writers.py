@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from canary_core.ops.torch.stack import to_device
+from canary_core.ops.upload import upload
 from canary_core.runtime.identities import Identities
 
 
@@ -101,6 +101,6 @@ class Writers:
             return None
         if self._last is None or self._last[0] != requests:
             none = self._anchors.keys().isdisjoint(requests)
-            rows = None if none else to_device([self.anchor(request) for request in requests], device)
+            rows = None if none else upload([self.anchor(request) for request in requests], device)
             self._last = list(requests), rows
         return self._last[1]

@@ -18,7 +18,8 @@ from canary_core.ops import hashing, histories
 from canary_core.ops.histories import Happening
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch import plan
-from canary_core.ops.torch.stack import stacks, to_device
+from canary_core.ops.torch.stack import stacks
+from canary_core.ops.upload import upload
 from canary_core.records import HISTORY, POSITION, STATES, STEP_WRITTEN, WRITER, Clock, Kind, State, Status
 from canary_core.region import Region
 from canary_core.runtime.host_copy import HostCopy
@@ -213,7 +214,7 @@ def take(
     captured; never waits."""
     device, region = state.records.device, state.region
     asked = _asked(incident, region.name, state)
-    slots = to_device(asked, device)
+    slots = upload(asked, device)
     # While the engine makes other tensors nothing is known of bytes.
     lookups = list(_lookups(incident, state)) if state.readable else []
     matches = _matches(state, lookups, device)
@@ -223,7 +224,7 @@ def take(
     of_writer = written & (state.records[:, WRITER] == state.records[root, WRITER])
     most = min(MOST_OF_WRITER, region.slots)
     mates = torch.where(of_writer, every, region.slots).topk(most, largest=False).values
-    right = to_device([0, 0, 1], device)
+    right = upload([0, 0, 1], device)
     position = incident.root.position
     if reader is not None and position is not None:
         holds = written & (state.records[:, WRITER] == reader) & (state.records[:, POSITION] // STATES == position)
@@ -351,8 +352,8 @@ def _matches(state: RegionState, lookups: Sequence[tuple[int, int, int]], device
 
 def _found_values(state: RegionState, lookups: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
     """The fingerprints of the bytes as they are, of each lookup's slot and source: int64 ``[lookups]``."""
-    slots = to_device([slot for slot, _, _ in lookups], device)
-    columns = to_device([column for _, column, _ in lookups], device)
+    slots = upload([slot for slot, _, _ in lookups], device)
+    columns = upload([column for _, column, _ in lookups], device)
     values = torch.zeros(len(lookups), len(state.sources), dtype=torch.int64, device=device)
     for stack in stacks(state):
         there = stack.like.has_bytes(slots)

@@ -1,6 +1,6 @@
 """`Stack`: sources whose bytes are read together, and the report of what is wrong with bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from canary_core.ops.mapping import Seen
-from canary_core.ops.sources import SourceTable, sent
+from canary_core.ops.sources import SourceTable
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch.ring import report
+from canary_core.ops.upload import upload
 from canary_core.records import Descriptor, Kind, Row
 from canary_core.region import KVSource
 
@@ -88,19 +89,14 @@ def stacks(state: RegionState) -> tuple[Stack, ...]:
     found = tuple(
         Stack(
             state.sources[members[0][0]],
-            to_device([column for column, _ in members], device),
-            to_device([start for _, start in members], device),
+            upload([column for column, _ in members], device),
+            upload([start for _, start in members], device),
             tuple(column for column, _ in members),
         )
         for members in alike.values()
     )
     _stacks[state.sources] = (state.sources.bound, found)
     return found
-
-
-def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """``numbers`` as int64 ``[n]`` on ``device``, without a wait for what runs there."""
-    return sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 _stacks: WeakKeyDictionary[SourceTable, tuple[tuple[KVSource, ...], tuple[Stack, ...]]] = WeakKeyDictionary()

@@ -12,6 +12,7 @@ from canary_core.events import Event
 from canary_core.ops import arrivals
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.payload import PayloadLayout
+from canary_core.ops.upload import upload
 from canary_core.records import Happened
 from canary_core.region import RegionKind
 from canary_core.runtime.event_queue import QueuedEvent
@@ -307,9 +308,7 @@ class Ledger:
         blocks = arrival.blocks
         layout = PayloadLayout.of(self._workspace.states[arrival.region])
         rows = arrivals.sequence_rows(layout, blocks.tokens, blocks.first, blocks.hashes)
-        if self._workspace.device.type == "cpu":
-            return rows
-        return rows.pin_memory().to(self._workspace.device, non_blocking=True)
+        return upload(rows, self._workspace.device)
 
     def _fits(self, event: str, arrival: Arrival) -> bool:
         return self._told(event, arrival.region, arrival.slots, arrival.page_slots)

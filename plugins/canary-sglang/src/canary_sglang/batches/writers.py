@@ -85,8 +85,7 @@ class RequestWriters:
     def spread(self, ids: Sequence[int], counts: Sequence[int]) -> Tensor:
         """As `repeated`, for writer ids instead of names."""
         # A fifth of what torch takes for it; the device waits for this code where requests begin and end.
-        host = torch.from_numpy(np.repeat(np.array(ids, dtype=np.int32), counts))
-        return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
+        return upload(torch.from_numpy(np.repeat(np.array(ids, dtype=np.int32), counts)), self._device)
 
     def each(self, ids: Sequence[int], counts: Sequence[int]) -> int | Callable[[], Tensor]:
         """Who has slots of which each of writer ``ids`` has so many: the id if they are all the same, else a function
