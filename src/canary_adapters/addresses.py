@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
+from canary_core.boxes import Box, slot_boxes
 from canary_core.errors import AttachError
 from canary_core.region import KVSource, Region
 
@@ -44,7 +45,7 @@ def require_disjoint(regions: Sequence[Region], sharing: Iterable[frozenset[str]
             continue
         budget = _Budget(min(PAIR_STEPS, left))
         try:
-            clash = _cross(one.boxes, other.boxes, budget)
+            clash = _cross(one.parts, other.parts, budget)
         except _UndecidedError:
             undecided.append(f"{one.name} ~ {other.name}")
             clash = None
@@ -76,35 +77,34 @@ def require_distinct_slots(source: KVSource, slots: int) -> None:
 def shared_slots(source: KVSource, slots: int) -> tuple[int, int] | None:
     """Two of the ``slots`` slots of ``source`` that share a byte (twice the same: its chunks overlap), None if there
     are none or the search can't decide."""
-    return _shared_slots(_Layout.of(source), slots)
+    # From the first byte on, where most layers of a model have the same.
+    return _shared_slots(_slots_of(source, slots, 0))
 
 
-class _Layout(NamedTuple):
-    """Where a source's slots lie from its first byte on; most layers of a model have the same."""
+class _Slots(NamedTuple):
+    """Slots ``first + page * page_size + i`` of all combinations of the first two dims of ``box``, see `slot_boxes`."""
 
+    first: int
     page_size: int
-    page_stride_bytes: int
-    slot_stride_bytes: int
-    chunks: int
-    chunk_bytes: int
-    chunk_stride_bytes: int
-    present_slots: int
+    box: Box
 
-    @classmethod
-    def of(cls, source: KVSource) -> "_Layout":
-        return cls(*(getattr(source, name) for name in cls._fields))
+    def slot(self, page: int, i: int) -> int:
+        return self.first + page * self.page_size + i
+
+
+def _slots_of(source: KVSource, slots: int, address: int) -> tuple[_Slots, ...]:
+    return tuple(_Slots(first, source.page_size, box) for first, box in slot_boxes(source, slots, address))
 
 
 @lru_cache
-def _shared_slots(layout: _Layout, slots: int) -> tuple[int, int] | None:
+def _shared_slots(parts: tuple[_Slots, ...]) -> tuple[int, int] | None:
     budget = _Budget(PAIR_STEPS)
-    boxes = _boxes(layout, slots)
     try:
-        for box in boxes:
-            clash = _within(box, budget)
+        for part in parts:
+            clash = _within(part, budget)
             if clash is not None:
                 return clash
-        return _cross(boxes[:1], boxes[1:], budget)
+        return _cross(parts[:1], parts[1:], budget)
     except _UndecidedError:
         return None
 
@@ -125,63 +125,19 @@ class _Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
-    """Slots ``i`` = 0 .. ``slots`` - 1 of ``pages`` pages from ``first_page`` on: all combinations exist.
-
-    ``address``: of the source's first byte; 0 where only distances within one source count.
-    """
-
-    source: _Layout
-    first_page: int
-    pages: int
-    slots: int
-    address: int
-
-    @property
-    def start(self) -> int:
-        return self.address + self.first_page * self.source.page_stride_bytes
-
-    @property
-    def end(self) -> int:
-        reach = sum(stride * (count - 1) for stride, count in self.dims)
-        return self.start + reach + self.source.chunk_bytes
-
-    @property
-    def dims(self) -> tuple[tuple[int, int], ...]:
-        """(stride in bytes, count) of page, slot in page, chunk."""
-        source = self.source
-        return (
-            (source.page_stride_bytes, self.pages),
-            (source.slot_stride_bytes, self.slots),
-            (source.chunk_stride_bytes, source.chunks),
-        )
-
-    def slot(self, page: int, i: int) -> int:
-        return (self.first_page + page) * self.source.page_size + i
-
-
-def _boxes(source: _Layout, slots: int, address: int = 0) -> list[_Box]:
-    """The present slots of a source; two boxes where the last page is cut short."""
-    present = source.present_slots
-    pages, rest = divmod(slots, source.page_size)
-    boxes = [_Box(source, 0, pages, present, address), _Box(source, pages, 1, min(rest, present), address)]
-    return [box for box in boxes if box.pages > 0 and box.slots > 0]
-
-
-@dataclass(frozen=True, slots=True)
 class _Extent:
     """One source of a region, ``place`` in the order of all, with the address range of its slots."""
 
     place: int
     region: Region
     source: KVSource
-    boxes: list[_Box]
+    parts: tuple[_Slots, ...]
     start: int = field(init=False)
     end: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", min(box.start for box in self.boxes))
-        object.__setattr__(self, "end", max(box.end for box in self.boxes))
+        object.__setattr__(self, "start", min(part.box.start for part in self.parts))
+        object.__setattr__(self, "end", max(part.box.end for part in self.parts))
 
     @property
     def name(self) -> str:
@@ -192,10 +148,10 @@ def _meeting(regions: Sequence[Region]) -> list[tuple[_Extent, _Extent]]:
     """Pairs of sources on one device whose address ranges meet, in the regions' order within and between pairs: an
     allocator's addresses don't decide what is reported first."""
     described = [
-        (region, source, boxes)
+        (region, source, parts)
         for region in regions
         for source in region.sources
-        if (boxes := _boxes(_Layout.of(source), region.slots, source.address))
+        if (parts := _slots_of(source, region.slots, source.address))
     ]
     extents = [_Extent(place, *one) for place, one in enumerate(described)]
     pairs = []
@@ -208,33 +164,33 @@ def _meeting(regions: Sequence[Region]) -> list[tuple[_Extent, _Extent]]:
     return sorted(pairs, key=lambda pair: (pair[0].place, pair[1].place))
 
 
-def _cross(ones: Sequence[_Box], others: Sequence[_Box], budget: _Budget) -> tuple[int, int] | None:
+def _cross(ones: Sequence[_Slots], others: Sequence[_Slots], budget: _Budget) -> tuple[int, int] | None:
     """A slot of ``ones`` and one of ``others`` with a byte in common."""
     for one in ones:
         for other in others:
-            gap = other.start - one.start
-            terms = [(stride, 0, count - 1) for stride, count in one.dims]
-            terms += [(stride, 1 - count, 0) for stride, count in other.dims]
-            low, high = gap - (one.source.chunk_bytes - 1), gap + (other.source.chunk_bytes - 1)
+            gap = other.box.start - one.box.start
+            terms = [(stride, 0, count - 1) for stride, count in one.box.dims]
+            terms += [(stride, 1 - count, 0) for stride, count in other.box.dims]
+            low, high = gap - (one.box.length - 1), gap + (other.box.length - 1)
             found = _solve(terms, low, high, budget)
             if found is not None:
                 return one.slot(found[0], found[1]), other.slot(-found[3], -found[4])
     return None
 
 
-def _within(box: _Box, budget: _Budget) -> tuple[int, int] | None:
-    """Two places of one box with a byte in common. Their difference is taken with its first part that isn't zero
+def _within(part: _Slots, budget: _Budget) -> tuple[int, int] | None:
+    """Two places of one part with a byte in common. Their difference is taken with its first part that isn't zero
     positive, so that a place is not compared with itself."""
-    reach = box.source.chunk_bytes - 1
+    reach = part.box.length - 1
     for lead in range(3):
         terms = [
             (stride, 0, 0) if d < lead else (stride, 1, count - 1) if d == lead else (stride, 1 - count, count - 1)
-            for d, (stride, count) in enumerate(box.dims)
+            for d, (stride, count) in enumerate(part.box.dims)
         ]
         found = _solve(terms, -reach, reach, budget)
         if found is not None:
             page, i = found[0], found[1]
-            return box.slot(0, max(0, -i)), box.slot(page, max(0, i))
+            return part.slot(0, max(0, -i)), part.slot(page, max(0, i))
     return None
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from canary_core import KVSource
+from canary_core.boxes import Box, box_of, boxes_of
 from canary_core.watchers.audit import extents
-from canary_core.watchers.audit.extents import Box, box_of, boxes_of, clipped, distinct_bytes, joined
+from canary_core.watchers.audit.extents import clipped, distinct_bytes, joined
 
 
 def addresses(box: Box) -> set[int]:

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from canary_core.boxes import Box, box_of, boxes_of
 from canary_core.events import Event, size_text
 from canary_core.region import Region, Uncovered
-from canary_core.watchers.audit.extents import Box, box_of, boxes_of, clipped, distinct_bytes
+from canary_core.watchers.audit.extents import clipped, distinct_bytes
 from canary_core.watchers.audit.memory import EngineMemory, Storage
 
 

@@ -1,95 +1,22 @@
 """How many distinct bytes sources and tensors cover, by their addresses alone.
 
-Each is a box: runs of ``length`` bytes at ``start`` plus any combination of strides. Most pools come to one run once
-strides that continue each other are merged, and boxes that lie side by side (the K and V of one page). What is left are
-boxes with gaps, such as half of the heads; these are counted as they are where they can't overlap, else run by run.
+Each is a `Box`. Most pools come to one run once strides that continue each other are merged, and boxes that lie side by
+side (the K and V of one page). What is left are boxes with gaps, such as half of the heads; these are counted as they
+are where they can't overlap, else run by run.
 """
 
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from math import prod
 
 import torch
-from torch import Tensor
 
-from canary_core.region import KVSource
+from canary_core.boxes import Box, Dim
 
 MOST_RUNS = 1 << 21
 """Runs that are counted one by one; where there are more, boxes count as distinct, and at most as their span."""
-
-Dim = tuple[int, int]
-"""Stride in bytes, and count."""
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """``length`` bytes at ``start`` plus ``i * stride`` for ``i`` below ``count`` of each of ``dims``, largest stride
-    first."""
-
-    start: int
-    length: int
-    dims: tuple[Dim, ...] = ()
-
-    @property
-    def end(self) -> int:
-        """Address after its last byte."""
-        return self.start + sum(stride * (count - 1) for stride, count in self.dims) + self.length
-
-    @property
-    def runs(self) -> int:
-        """How many runs it has."""
-        return prod(count for _, count in self.dims)
-
-    @property
-    def size(self) -> int:
-        """Its bytes, where no two runs share any."""
-        return min(self.runs * self.length, self.end - self.start)
-
-    def merged(self) -> "Box":
-        """The same bytes with as few dimensions as possible."""
-        length = self.length
-        dims: list[Dim] = []
-        for stride, count in sorted(d for d in self.dims if d[1] > 1 and d[0]):
-            if not dims and stride <= length:
-                length += stride * (count - 1)
-            elif dims and stride == dims[-1][0] * dims[-1][1]:
-                dims[-1] = (dims[-1][0], dims[-1][1] * count)
-            else:
-                dims.append((stride, count))
-        return Box(self.start, length, tuple(reversed(dims)))
-
-    def starts(self) -> Tensor:
-        """Where its runs start: int64 ``[runs]``."""
-        found = torch.tensor([self.start], device="cpu")
-        for stride, count in self.dims:
-            found = (found[:, None] + torch.arange(count, device="cpu") * stride).flatten()
-        return found
-
-
-def boxes_of(source: KVSource, slots: int) -> list[Box]:
-    """The bytes of ``source``'s ``slots`` slots."""
-    pages, rest = divmod(slots, source.page_size)
-    chunks = (source.chunk_stride_bytes, source.chunks)
-    parts = [(0, pages, source.present_slots), (pages, 1 if rest else 0, min(rest, source.present_slots))]
-    return [
-        Box(
-            source.address + first * source.page_stride_bytes,
-            source.chunk_bytes,
-            ((source.page_stride_bytes, count), (source.slot_stride_bytes, present), chunks),
-        ).merged()
-        for first, count, present in parts
-        if count and present
-    ]
-
-
-def box_of(tensor: Tensor) -> Box:
-    """The bytes of ``tensor``'s elements."""
-    size = tensor.element_size()
-    dims = tuple((stride * size, count) for stride, count in zip(tensor.stride(), tensor.shape, strict=True))
-    return Box(tensor.data_ptr(), size, dims).merged()
 
 
 def joined(boxes: Iterable[Box]) -> list[Box]:
