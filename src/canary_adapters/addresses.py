@@ -81,7 +81,7 @@ def shared_slots(source: KVSource, slots: int) -> tuple[int, int] | None:
     return _shared_slots(_slots_of(source, slots, 0))
 
 
-class _Slots(NamedTuple):
+class _SlotBox(NamedTuple):
     """Slots ``first + page * page_size + i`` of all combinations of the first two dims of ``box``, see `slot_boxes`."""
 
     first: int
@@ -92,12 +92,12 @@ class _Slots(NamedTuple):
         return self.first + page * self.page_size + i
 
 
-def _slots_of(source: KVSource, slots: int, address: int) -> tuple[_Slots, ...]:
-    return tuple(_Slots(first, source.page_size, box) for first, box in slot_boxes(source, slots, address))
+def _slots_of(source: KVSource, slots: int, address: int) -> tuple[_SlotBox, ...]:
+    return tuple(_SlotBox(first, source.page_size, box) for first, box in slot_boxes(source, slots, address))
 
 
 @lru_cache
-def _shared_slots(parts: tuple[_Slots, ...]) -> tuple[int, int] | None:
+def _shared_slots(parts: tuple[_SlotBox, ...]) -> tuple[int, int] | None:
     budget = _Budget(PAIR_STEPS)
     try:
         for part in parts:
@@ -131,7 +131,7 @@ class _Extent:
     place: int
     region: Region
     source: KVSource
-    parts: tuple[_Slots, ...]
+    parts: tuple[_SlotBox, ...]
     start: int = field(init=False)
     end: int = field(init=False)
 
@@ -164,7 +164,7 @@ def _meeting(regions: Sequence[Region]) -> list[tuple[_Extent, _Extent]]:
     return sorted(pairs, key=lambda pair: (pair[0].place, pair[1].place))
 
 
-def _cross(ones: Sequence[_Slots], others: Sequence[_Slots], budget: _Budget) -> tuple[int, int] | None:
+def _cross(ones: Sequence[_SlotBox], others: Sequence[_SlotBox], budget: _Budget) -> tuple[int, int] | None:
     """A slot of ``ones`` and one of ``others`` with a byte in common."""
     for one in ones:
         for other in others:
@@ -178,7 +178,7 @@ def _cross(ones: Sequence[_Slots], others: Sequence[_Slots], budget: _Budget) ->
     return None
 
 
-def _within(part: _Slots, budget: _Budget) -> tuple[int, int] | None:
+def _within(part: _SlotBox, budget: _Budget) -> tuple[int, int] | None:
     """Two places of one part with a byte in common. Their difference is taken with its first part that isn't zero
     positive, so that a place is not compared with itself."""
     reach = part.box.length - 1

@@ -16,7 +16,7 @@ from canary_core.config import CanaryConfig, Mode, ScrubBudget
 from canary_core.errors import AttachError, CanaryError
 from canary_core.events import Event
 from canary_core.guard.coverage import Coverage
-from canary_core.guard.reporting.findings import Findings
+from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
@@ -102,7 +102,7 @@ class Canary:
         """What audited forwards came to, see ``CANARY_AUDIT``."""
         self.witness = Witness() if witness is None else witness
         """Tokens that the engine says it computed, beside those that are recorded here."""
-        self._findings = Findings(self, self._workspace, self._switch)
+        self._findings = Reporter(self, self._workspace, self._switch)
         self.slots = SlotEvents(self._workspace, self._switch, self.audit)
         """What happens to slots beside forwards."""
         self._ledger: Ledger | None = None

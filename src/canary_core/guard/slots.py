@@ -24,7 +24,7 @@ Owner = int | Callable[[], int | Tensor]
 """Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
 one for each slot. It is called when the event takes effect, on the stream of the forwards."""
 
-Event = Literal["alloc", "park", "share", "evict", "free"]
+Ownership = Literal["alloc", "park", "share", "evict", "free"]
 """What happens to who has a slot: the name of an op of the back ends, too."""
 
 KEEPING = ("alloc", "park", "share")
@@ -382,7 +382,7 @@ class SlotEvents:
         return state
 
     def _put_owned(
-        self, about: tuple[Event, str, int], slots: Tensor, writer: Owner, ready: Sequence[torch.cuda.Event] = ()
+        self, about: tuple[Ownership, str, int], slots: Tensor, writer: Owner, ready: Sequence[torch.cuda.Event] = ()
     ) -> None:
         event, _, page_slots = about
         state = self._owned(about, slots, writer)

@@ -13,7 +13,7 @@ from canary_core.guard.listener import Listeners, StepListener
 from canary_core.guard.overhead import Overhead
 from canary_core.guard.pause import Pause
 from canary_core.guard.recorder import Recorder
-from canary_core.guard.reporting.findings import Findings
+from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.reporting.read_times import ReadTimes
 from canary_core.guard.sampling import SampledTokens
@@ -77,7 +77,7 @@ class Step:
     a forward, `Pause` lets forwards pass by.
     """
 
-    def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Findings) -> None:
+    def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Reporter) -> None:
         workspace, config = slots.workspace, slots.workspace.config
         self._canary = canary
         self._switch = switch

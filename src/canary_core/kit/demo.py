@@ -28,7 +28,7 @@ OVERHEAD_REQUESTS = 48
 OVERHEAD_ROUNDS = 4
 """Times that the same requests are served without and with Canary, in turn."""
 
-Progress = Callable[[str, int], None]
+ShowProgress = Callable[[str, int], None]
 """Told what is being done, and how many requests were finished since the last call."""
 
 
@@ -135,7 +135,7 @@ class Demo:
     model: str
     seed: int = 0
     requests: int = 240
-    progress: Progress = lambda what, finished: None
+    progress: ShowProgress = lambda what, finished: None
 
     @property
     def total(self) -> int:

@@ -9,14 +9,14 @@ import pytest
 from canary_sglang.actions import roll_call
 from canary_sglang.actions.roll_call import RanksRollCall
 from canary_sglang.compat import ranks
-from canary_sglang.compat.ranks import Place
+from canary_sglang.compat.ranks import ReplicaRank
 from torch.distributed import HashStore
 
 from canary_core import AttachError, CanaryConfig
 
 pytestmark = [pytest.mark.without_engine, pytest.mark.timeout(60)]
 
-PAIR = [Place(0, 0), Place(0, 1)]
+PAIR = [ReplicaRank(0, 0), ReplicaRank(0, 1)]
 GUARDED = SimpleNamespace(enabled=True, coverage=SimpleNamespace(ratio=1.0))
 
 
@@ -50,7 +50,7 @@ def test_ranks_that_are_guarded_alike_say_nothing(findings):
     call(calls)
     for one in calls:
         one.require(wait=True)
-    alone = RanksRollCall(CanaryConfig(mode="raise"), [Place()], 0)
+    alone = RanksRollCall(CanaryConfig(mode="raise"), [ReplicaRank()], 0)
     alone.arrive()
     alone.begin()
     alone.require(wait=True)
@@ -77,7 +77,7 @@ def test_a_silent_rank_is_told_by_the_first_of_the_others(findings, silent, said
 def test_what_differs_is_told_once_for_all_ranks(findings):
     """Another setting, another release, a pool that is not guarded: the first rank tells all of it, and only it."""
     store = HashStore()
-    places = [Place(0, rank) for rank in range(4)]
+    places = [ReplicaRank(0, rank) for rank in range(4)]
     config = CanaryConfig(plugins=["sglang"])
     calls = [RanksRollCall(config.model_copy(update={"read_check": n % 2}), places, n, store) for n in range(3)]
     calls[0].say(GUARDED)
@@ -95,7 +95,7 @@ def test_what_differs_is_told_once_for_all_ranks(findings):
 def test_replicas_of_one_world_are_told_apart(findings):
     """With data-parallel attention replicas are in one world: a replica of which no rank is there is told by another
     one's, with ranks as they count within it."""
-    places = [Place(0, 0), Place(0, 1), Place(1, 0), Place(1, 1)]
+    places = [ReplicaRank(0, 0), ReplicaRank(0, 1), ReplicaRank(1, 0), ReplicaRank(1, 1)]
     store = HashStore()
     calls = [RanksRollCall(CanaryConfig(), places, rank, store) for rank in (0, 1)]
     for one in calls:

@@ -48,7 +48,7 @@ class Screen:
         self._bar.stop()
 
     def progress(self, what: str, finished: int) -> None:
-        """A `canary_core.kit.demo.Progress`."""
+        """A `canary_core.kit.demo.ShowProgress`."""
         self._bar.update(self._task, description=f"{what:<32}", advance=finished)
 
     def report(self, report: Report) -> None:

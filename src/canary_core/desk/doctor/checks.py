@@ -14,7 +14,7 @@ from canary_core import plugins
 from canary_core.config import CanaryConfig, unknown_variables, variable_of_others
 from canary_core.desk.control import client
 from canary_core.desk.doctor import places, self_test
-from canary_core.desk.doctor.places import Verdict
+from canary_core.desk.doctor.places import CheckVerdict
 from canary_core.errors import CanaryError
 from canary_core.ops import backends
 from canary_core.plugins import targets
@@ -31,7 +31,7 @@ class Check:
 
     part: str
     what: str
-    verdict: Verdict
+    verdict: CheckVerdict
     text: str
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from canary_core.config import CanaryConfig, variable_of_others
 from canary_core.desk.incidents.bundle import PREFIX
 
-Verdict = Literal["ok", "note", "bad"]
+CheckVerdict = Literal["ok", "note", "bad"]
 
 LEAST_FREE_BYTES = 100 << 20
 """Below which a disk may be full before the first incident's bundle is written."""
@@ -21,7 +21,7 @@ FILTERS = {"sglang": ("SGLANG_PLUGINS", "sglang.srt.plugins"), "vllm": ("VLLM_PL
 """By plugin: the variable that says which plugins its engine loads, and the entry points among which it chooses."""
 
 
-def incident_dir(config: CanaryConfig) -> tuple[Verdict, str] | None:
+def incident_dir(config: CanaryConfig) -> tuple[CheckVerdict, str] | None:
     """Whether bundles can be written, and a sentence; None where none are asked for. Leaves nothing behind."""
     if not config.incident_dir:
         return None
@@ -39,7 +39,7 @@ def incident_dir(config: CanaryConfig) -> tuple[Verdict, str] | None:
     return "ok", f"{folder} can be written, {bundles} bundles"
 
 
-def metrics(config: CanaryConfig, shared: str | None) -> tuple[Verdict, str] | None:
+def metrics(config: CanaryConfig, shared: str | None) -> tuple[CheckVerdict, str] | None:
     """Whether the metrics can be had where the settings say, and a sentence; None where that is the engine's affair.
     ``shared``: the folder of ``PROMETHEUS_MULTIPROC_DIR``."""
     if config.metrics == "off":

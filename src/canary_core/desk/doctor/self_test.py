@@ -22,7 +22,7 @@ LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FaultOutcome:
     """What came of one fault. ``expected``: the kind that must be found, None for none. ``found``: what was, each
     kind once; ``seconds`` until then. ``error``: what went wrong with Canary itself."""
 
@@ -126,7 +126,7 @@ FAULTS: tuple[tuple[str, Callable[[ToyPool], None] | None, Kind | None, dict[str
 """What is done, what must be found, and the settings with which that is certain."""
 
 
-def run(device: torch.device) -> list[Outcome]:
+def run(device: torch.device) -> list[FaultOutcome]:
     """All of `FAULTS` on ``device``; never raises."""
     return [_one(device, *fault) for fault in FAULTS]
 
@@ -137,7 +137,7 @@ def _one(
     fault: Callable[[ToyPool], None] | None,
     expected: Kind | None,
     settings: dict[str, object],
-) -> Outcome:
+) -> FaultOutcome:
     name = None if expected is None else expected.name.lower()
     try:
         pool = ToyPool(device, **settings)
@@ -156,7 +156,7 @@ def _one(
         took = time.monotonic() - began
         pool.canary.close()
     except Exception as error:
-        return Outcome(what, name, (), 0.0, f"{type(error).__name__}: {error}")
+        return FaultOutcome(what, name, (), 0.0, f"{type(error).__name__}: {error}")
     found = tuple(dict.fromkeys(v.kind.name.lower() for v in pool.heard.violations))
     errors = pool.heard.told("disabled")
-    return Outcome(what, name, found, took, str(errors[0].fields.get("error")) if errors else None)
+    return FaultOutcome(what, name, found, took, str(errors[0].fields.get("error")) if errors else None)

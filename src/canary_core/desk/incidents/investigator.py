@@ -34,7 +34,7 @@ machine with time to spare it is a fraction of one."""
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class Inquiry:
     """An incident, the copies of its evidence, and what was so when it was found."""
 
     canary: Canary
@@ -69,7 +69,7 @@ class Investigator:
 
     def __init__(self, config: CanaryConfig) -> None:
         self._config = config
-        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Inquiry | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting = 0
         self._idle = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -96,12 +96,12 @@ class Investigator:
                 history = canary.journal.of(incident.root.region)
                 taken = take(state, incident, history, reader, canary.step.last_view)
             circumstances = Circumstances.of(canary) if self._config.incident_dir else None
-            job = Job(canary, incident, taken, circumstances)
+            inquiry = Inquiry(canary, incident, taken, circumstances)
         except Exception as error:
             _failed(canary, incident, error)
             return
-        if not self._started(job):
-            self._do(job)
+        if not self._started(inquiry):
+            self._do(inquiry)
 
     def prove(self, canary: Canary, done: Callable[[], None]) -> bool:
         """Has the thread call ``done``; False where incidents are not looked at."""
@@ -126,7 +126,7 @@ class Investigator:
     def _looks(self, canary: Canary) -> bool:
         return self._config.diagnose and bool(canary.states) and os.getpid() == self._process
 
-    def _started(self, job: Job | Callable[[], None]) -> bool:
+    def _started(self, job: Inquiry | Callable[[], None]) -> bool:
         """Whether there is a thread that does ``job``: at the end of a process none can be started."""
         with self._idle:
             self._waiting += 1
@@ -163,41 +163,41 @@ class Investigator:
             self._do(job)
             self._follow_up()
 
-    def _do(self, job: Job | Callable[[], None]) -> None:
+    def _do(self, job: Inquiry | Callable[[], None]) -> None:
         try:
-            if isinstance(job, Job):
+            if isinstance(job, Inquiry):
                 self._investigate(job)
             else:
                 job()
         except Exception as error:
-            if isinstance(job, Job):
+            if isinstance(job, Inquiry):
                 _failed(job.canary, job.incident, error)
         finally:
             with self._idle:
                 self._waiting -= 1
                 self._idle.notify_all()
 
-    def _investigate(self, job: Job) -> None:
-        incident = job.incident
-        evidence = None if job.taken is None else job.taken.evidence()
+    def _investigate(self, inquiry: Inquiry) -> None:
+        incident = inquiry.incident
+        evidence = None if inquiry.taken is None else inquiry.taken.evidence()
         seen: list[Pattern] = []
         if evidence is not None:
             writers = {int(w) for w in evidence.records[:, 5].tolist()} | {e.writer for e in evidence.history}
             freed = {int(w) for w in evidence.records[:, 7].tolist()}
             before = {h.who for life in evidence.lives.values() for h in life if h.event != "copy"}
-            named = ((w, job.canary.writers.name(w)) for w in writers | freed | before)
+            named = ((w, inquiry.canary.writers.name(w)) for w in writers | freed | before)
             evidence.names = {w: name for w, name in named if name is not None}
             seen = list(patterns(evidence))
         incident.diagnoses = diagnose(incident, evidence, seen)
-        if job.circumstances is not None:
-            self._write(job.canary, Dossier(incident, evidence, seen, job.circumstances))
+        if inquiry.circumstances is not None:
+            self._write(inquiry.canary, Dossier(incident, evidence, seen, inquiry.circumstances))
         fields: dict[str, object] = {"incident": incident.number, **incident.diagnoses[0].fields()}
         others = [d.name for d in incident.diagnoses[1:]]
         if others:
             fields["also_possible"] = others
         if incident.bundle is not None:
             fields["bundle"] = incident.bundle
-        job.canary.tell(Event("diagnosis", "warning", fields))
+        inquiry.canary.tell(Event("diagnosis", "warning", fields))
 
     def _write(self, canary: Canary, dossier: Dossier) -> None:
         began = time.time()

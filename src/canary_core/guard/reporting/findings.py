@@ -1,4 +1,4 @@
-"""`Findings`: reads the violation ring late, turns its rows into `Violation`s and hands each to the hooks once."""
+"""`Reporter`: reads the violation ring late, turns its rows into `Violation`s and hands each to the hooks once."""
 
 import time
 from collections import OrderedDict
@@ -9,7 +9,7 @@ from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.guard.reporting.alarm_test import AlarmTest
 from canary_core.guard.reporting.grouping import Incidents
-from canary_core.guard.reporting.readback import ReadBack, Snapshot
+from canary_core.guard.reporting.readback import HostRead, ReadBack
 from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
 from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, Counter, Kind, Phase, Row, State
@@ -30,7 +30,7 @@ LAST_READS, LAST_READ_S = 3, 0.5
 """How many reads the end of a process waits for, and how long: a device that hangs must not keep it from ending."""
 
 
-class Owner(Protocol):
+class ReporterHost(Protocol):
     """The `Canary` whose findings these are."""
 
     audit: RunningAudit
@@ -38,13 +38,13 @@ class Owner(Protocol):
     writers: Writers
 
 
-class Findings:
+class Reporter:
     """Reads, decodes, drops repeats, lets plugins dismiss, delivers, and folds what belongs together into
     ``incidents``. ``delivered`` counts by kind what was reported; ``repeated``, ``dismissed`` and ``memory.withheld``
     count what was not; ``counters`` are those of the last read. Of regions whose memory the engine has given up, as the
     audit says, nothing is reported."""
 
-    def __init__(self, canary: Owner, workspace: Workspace, switch: Switch) -> None:
+    def __init__(self, canary: ReporterHost, workspace: Workspace, switch: Switch) -> None:
         self._canary = canary
         self._config = workspace.config
         self._states = list(workspace.states.values())
@@ -78,11 +78,11 @@ class Findings:
         self.repeated = 0
         self.dismissed = 0
 
-    def collect(self) -> Snapshot | None:
+    def collect(self) -> HostRead | None:
         """What an earlier read brought, if it has arrived; starts the next one on the current stream. Never waits."""
         return self.read_back.collect()
 
-    def collect_now(self) -> Snapshot:
+    def collect_now(self) -> HostRead:
         """Everything up to now; waits for the device."""
         return self.read_back.collect_now()
 
@@ -102,7 +102,7 @@ class Findings:
             self.open(snapshot, forwards)
         self.settle(at_last=True)
 
-    def open(self, snapshot: Snapshot, forwards: int) -> None:
+    def open(self, snapshot: HostRead, forwards: int) -> None:
         """Reports what a read brought. ``forwards``: how many began on the host so far."""
         moved = snapshot.counters[Counter.CHECKED_FORWARDS] != self.counters[Counter.CHECKED_FORWARDS]
         # Between two forwards of an engine that idles there is nothing to check.

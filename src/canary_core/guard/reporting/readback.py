@@ -12,7 +12,7 @@ from canary_core.runtime.host_copy import HostCopy
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class HostRead:
     """One host read: all counters, the new violation rows in order, how many rows were dropped since the last, and the
     tallies of the first forwards, None where they were not read."""
 
@@ -47,7 +47,7 @@ class ReadBack:
         in vain."""
         return (self._began if self._in_flight else None), self._refused
 
-    def collect(self) -> Snapshot | None:
+    def collect(self) -> HostRead | None:
         """What an earlier read brought, if it has arrived; then starts the next one on the current stream."""
         if self._shared.counters.device.type == "cpu":
             return self.collect_now()
@@ -60,7 +60,7 @@ class ReadBack:
         self._start()
         return snapshot
 
-    def collect_now(self) -> Snapshot:
+    def collect_now(self) -> HostRead:
         """Everything up to now; waits for the device."""
         self._with_ring = True
         self._start()
@@ -86,7 +86,7 @@ class ReadBack:
         self._in_flight = True
         self._began, self._refused = time.monotonic(), 0
 
-    def _open(self) -> Snapshot:
+    def _open(self) -> HostRead:
         self._in_flight = False
         (host_counters,), (host_ring,) = self._counters.tensors, self._ring.tensors
         counters: list[int] = host_counters.tolist()
@@ -97,7 +97,7 @@ class ReadBack:
         total = counters[Counter.ROWS]
         if total == self._seen or not self._with_ring:
             self._with_ring = total > self._seen
-            return Snapshot(counters, [], 0, tallies)
+            return HostRead(counters, [], 0, tallies)
         size = host_ring.shape[0]
         numbers = torch.arange(self._seen, min(total, self._seen + 2 * size), device="cpu")
         candidates = host_ring[numbers % size]
@@ -107,7 +107,7 @@ class ReadBack:
         self._with_ring = False
         # In stream order after the copy, so rows that come in between find their place still taken, not overwritten.
         self._shared.counters[Counter.DRAINED].fill_(total)
-        return Snapshot(counters, rows, dropped, tallies)
+        return HostRead(counters, rows, dropped, tallies)
 
     def _proof_arrived(self) -> bool:
         return self._proof is None or self._proof.arrived()

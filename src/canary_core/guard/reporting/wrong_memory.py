@@ -17,7 +17,7 @@ MOST_HELD = 4096
 MOST_READS = 1024
 """Reads of the tallies, after which they count as settled where no forward was looked at: all are in CUDA graphs."""
 
-Doubt = tuple[str, str | None]
+Doubted = tuple[str, str | None]
 """What may be the wrong memory: a region's source, or, with None, the region's slots."""
 
 
@@ -38,13 +38,13 @@ class WrongMemory:
             region: [None, *(source.name for source in state.sources)] for region, state in workspace.states.items()
         }
         self._raises = workspace.config.mode == "raise"
-        self._proofs: dict[Doubt, Proof] = {}
-        self._tallies: dict[Doubt, Sequence[int]] = {}
-        self._seen: dict[Doubt, int] = {}
+        self._proofs: dict[Doubted, Proof] = {}
+        self._tallies: dict[Doubted, Sequence[int]] = {}
+        self._seen: dict[Doubted, int] = {}
         self._told: dict[str, int] = {}
-        self._wrong: set[Doubt] = set()
+        self._wrong: set[Doubted] = set()
         # Wrong, but nothing was found there so far.
-        self._untold: set[Doubt] = set()
+        self._untold: set[Doubted] = set()
         self._held: list[Violation] = []
         self._over: dict[str, bool] = {}
         self._reads = 0
@@ -114,7 +114,7 @@ class WrongMemory:
     def _withhold(self, violation: Violation) -> None:
         self.withheld[violation.kind] = self.withheld.get(violation.kind, 0) + 1
 
-    def _event(self, region: str, new: set[Doubt]) -> Event:
+    def _event(self, region: str, new: set[Doubted]) -> Event:
         sources = [s.name for s in self._states[region].sources if (region, s.name) in new]
         every = len(self._states[region].sources)
         fields: dict[str, object] = {"region": region, "told": self._told.get(region, 0)}
@@ -141,7 +141,7 @@ class WrongMemory:
         return Event("wrong_memory", "error", {"reason": f"{reason}. {also}.", **fields})
 
 
-def _doubt(violation: Violation) -> Doubt | None:
+def _doubt(violation: Violation) -> Doubted | None:
     """What must be the wrong memory for ``violation`` to be explained by it."""
     if violation.kind is Kind.LOST_WRITE:
         return violation.region, violation.source

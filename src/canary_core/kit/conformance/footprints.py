@@ -8,7 +8,7 @@ from torch import Tensor
 from canary_core.batch import BatchView
 from canary_core.guard.canary import Canary
 from canary_core.guard.coverage import Coverage
-from canary_core.kit.conformance.problems import SHOWN, Nonconforming, Part
+from canary_core.kit.conformance.problems import SHOWN, Culprit, Nonconforming
 from canary_core.kit.conformance.stage import Stage
 from canary_core.watchers.audit.footprint import FootprintAudit
 from canary_core.watchers.audit.memory import EngineMemory
@@ -34,7 +34,7 @@ class Footprints:
         self._stage = stage
         self._strict = strict
         self._audit: FootprintAudit | None = None
-        self._problems: list[tuple[Part, str]] = []
+        self._problems: list[tuple[Culprit, str]] = []
         self._forwards = 0
 
     def __enter__(self) -> "Footprints":

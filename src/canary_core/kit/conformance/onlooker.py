@@ -7,11 +7,11 @@ from canary_core.batch import BatchView
 from canary_core.guard.canary import Canary
 from canary_core.plugins.hookspecs import hookimpl
 
-Watch = Callable[[Canary, BatchView], None]
+OnView = Callable[[Canary, BatchView], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SeenRow:
     """What a view said of one request: the tokens from position ``prefix`` on are computed. ``expected``: the
     request's own tokens by position, -1 where the view doesn't know them."""
 
@@ -27,10 +27,10 @@ class Onlooker:
     """Hears of each Canary that is built, and of each view. ``before`` and ``after``: called with both, right before
     the check and before the record."""
 
-    before: Watch | None = None
-    after: Watch | None = None
+    before: OnView | None = None
+    after: OnView | None = None
     canaries: list[Canary] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SeenRow] = field(default_factory=list)
     """Rows with new tokens of all views, in order."""
     forwards: int = 0
     """Views that were checked."""
@@ -62,7 +62,7 @@ class Onlooker:
         first = 0
         for prefix, new, writer, own in lengths:
             if new > 0:
-                row = Row(
+                row = SeenRow(
                     self.forwards, canary.writers.name(writer), prefix, tuple(tokens[first : first + new]), tuple(own)
                 )
                 self.rows.append(row)
@@ -83,7 +83,7 @@ class Onlooker:
             first = end
         self._call(self.after, canary, batch)
 
-    def _call(self, watch: Watch | None, canary: Canary, batch: BatchView) -> None:
+    def _call(self, watch: OnView | None, canary: Canary, batch: BatchView) -> None:
         if watch is None or self.error is not None:
             return
         try:

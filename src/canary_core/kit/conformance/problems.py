@@ -8,7 +8,7 @@ from canary_core.events import Event
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 
-Part = Literal["PoolAdapter", "BatchAdapter", "PoolAdapter or BatchAdapter", "slot events", "hooks", "session"]
+Culprit = Literal["PoolAdapter", "BatchAdapter", "PoolAdapter or BatchAdapter", "slot events", "hooks", "session"]
 """Where to look: the regions; the view of a forward; calls of `canary.slots`; patches of the engine and the order in
 which they call `canary.step`; the author's own `EngineSession`."""
 
@@ -19,12 +19,12 @@ SHOWN = 3
 class Nonconforming(AssertionError):
     """The plugin is wrong, or says less than it should. ``part`` says which part of it."""
 
-    def __init__(self, part: Part, what: str) -> None:
+    def __init__(self, part: Culprit, what: str) -> None:
         super().__init__(f"{part}: {what}")
         self.part = part
 
 
-_SUSPECTS: dict[Kind, tuple[Part, str]] = {
+_SUSPECTS: dict[Kind, tuple[Culprit, str]] = {
     Kind.SLOT_RANGE: ("BatchAdapter", "the table names slots that do not exist: page_size, rows or width of SlotTable"),
     Kind.NULL_SLOT: ("BatchAdapter", "live tokens at the null slot: null_slot, lengths or rows of padding"),
     Kind.UNWRITTEN: (
@@ -61,7 +61,7 @@ _SUSPECTS: dict[Kind, tuple[Part, str]] = {
 
 
 def require_silence(
-    violations: Sequence[Violation], events: Iterable[Event], doing: str, part: Part | None = None
+    violations: Sequence[Violation], events: Iterable[Event], doing: str, part: Culprit | None = None
 ) -> None:
     """Raises `Nonconforming` where anything was found, or told as an error, while the engine did nothing wrong, only
     what ``doing`` says. ``part``: what is to blame, where that is known; else the kind of the first finding says it."""

@@ -10,7 +10,7 @@ from canary_core.errors import CanaryError
 from canary_core.kit.conformance import traffic
 from canary_core.kit.conformance.footprints import Footprints
 from canary_core.kit.conformance.onlooker import Onlooker
-from canary_core.kit.conformance.problems import Nonconforming, Part, require_silence
+from canary_core.kit.conformance.problems import Culprit, Nonconforming, require_silence
 from canary_core.kit.conformance.session import ABILITIES, Ability, EngineSession
 from canary_core.kit.conformance.stage import MOST_STEPS, Ask, Drive, Stage, installed, target_of
 from canary_core.kit.conformance.truth import require_truth
@@ -85,7 +85,7 @@ class Trials:
         with contextlib.closing(self.session()) as session:
             self._serve(Drive(session), self._apart(1))
 
-    def _silent(self, act: Act, doing: str, reuse: bool = True, part: Part | None = None) -> None:
+    def _silent(self, act: Act, doing: str, reuse: bool = True, part: Culprit | None = None) -> None:
         """What ``act`` does gives the same answers with and without the plugin, raises nothing, is described byte by
         byte and told truly. ``reuse``: requests may begin with slots that others wrote. ``part``: what is to blame for
         findings, where it is known."""

@@ -1,6 +1,6 @@
 """What views say of requests, against the requests themselves."""
 
-from canary_core.kit.conformance.onlooker import Row
+from canary_core.kit.conformance.onlooker import SeenRow
 from canary_core.kit.conformance.problems import Nonconforming
 from canary_core.kit.conformance.stage import Stage
 
@@ -46,7 +46,7 @@ def require_truth(stage: Stage, reuses: bool) -> None:
         )
 
 
-def _name(row: Row, own: dict[str, tuple[int, ...]]) -> str:
+def _name(row: SeenRow, own: dict[str, tuple[int, ...]]) -> str:
     told = row.request
     # The longest first: one name may begin another.
     names = sorted((n for n in own if told is not None and n in told), key=len, reverse=True)
@@ -60,7 +60,7 @@ def _name(row: Row, own: dict[str, tuple[int, ...]]) -> str:
     return names[0]
 
 
-def _shifted(row: Row, name: str, tokens: tuple[int, ...]) -> str:
+def _shifted(row: SeenRow, name: str, tokens: tuple[int, ...]) -> str:
     length = len(row.tokens)
     what = f"a view says that {name} computes {length} token(s) from position {row.prefix} on"
     places = [p for p in range(len(tokens)) if tokens[p : p + length] == row.tokens]

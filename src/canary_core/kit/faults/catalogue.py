@@ -16,7 +16,7 @@ from canary_core.ops.torch.check import expected_tokens
 from canary_core.records import STEP_WRITTEN, Kind, State, Status
 from canary_core.region import KVSource, RegionKind, Role
 
-Moment = Literal["pre_forward", "post_forward", "recorded"]
+FaultMoment = Literal["pre_forward", "post_forward", "recorded"]
 
 PICKS = 32
 """How often a fault draws a pair of slots before it gives up for this forward."""
@@ -213,7 +213,7 @@ def _next_token_swap(scene: Scene) -> Injection | None:
 class Fault:
     """One way to break things: when, how, and in words. ``inject`` returns None where there is nothing to break."""
 
-    moment: Moment
+    moment: FaultMoment
     inject: Callable[[Scene], Injection | None]
     what: str
 

@@ -10,7 +10,7 @@ from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig
 from canary_core.config.faults import FaultSpec
 from canary_core.events import Event
-from canary_core.kit.faults.catalogue import FAULTS, Moment
+from canary_core.kit.faults.catalogue import FAULTS, FaultMoment
 from canary_core.kit.faults.scene import Armed, Injection, Pending, Scene
 from canary_core.plugins.hookspecs import hookimpl
 from canary_core.records import POSITION, STEP_WRITTEN, UNPARKED, State
@@ -109,7 +109,7 @@ class FaultInjector:
             if armed.spec.rank in (None, config.rank) and armed.spec.replica in (None, config.replica)
         ]
 
-    def _inject(self, moment: Moment, canary: "Canary", batch: BatchView) -> None:
+    def _inject(self, moment: FaultMoment, canary: "Canary", batch: BatchView) -> None:
         for armed in self._of(canary):
             fault = FAULTS[armed.spec.fault]
             if fault.moment != moment or not armed.due(canary.forwards):

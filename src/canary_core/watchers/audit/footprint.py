@@ -14,7 +14,7 @@ from canary_core.watchers.audit.claims import Claims
 from canary_core.watchers.audit.memory import EngineMemory, PoolTensors, Storage
 from canary_core.watchers.audit.slot_bytes import SlotBytes
 from canary_core.watchers.audit.snapshot import Snapshot
-from canary_core.watchers.audit.wording import Problem, Stray, Suspect, Writes
+from canary_core.watchers.audit.wording import ClaimedWrites, Problem, Stray, Suspect
 
 SURE_SLOTS = 16
 """Slots in which a lower layer must have changed, before a source that never did is told of (see `FootprintAudit`)."""
@@ -204,7 +204,7 @@ class FootprintAudit:
                     part.units(copy)[places.to(copy.device)] = bytes_before.to(copy.device).view(part.unit)
         return new
 
-    def _problems(self, claims: Claims, writes: Sequence[Writes], strays: Sequence[Stray]) -> Iterator[Problem]:
+    def _problems(self, claims: Claims, writes: Sequence[ClaimedWrites], strays: Sequence[Stray]) -> Iterator[Problem]:
         for region in self._regions:
             lost = _lost(self._memory, region)
             if lost:
@@ -218,7 +218,7 @@ class FootprintAudit:
             else:
                 yield from wording.never_changed(write.region, self._never_changed(write))
 
-    def _never_changed(self, write: Writes) -> list[tuple[KVSource, int]]:
+    def _never_changed(self, write: ClaimedWrites) -> list[tuple[KVSource, int]]:
         """Sources that this forward makes sure never change, each with the number of slots that show it."""
         found = []
         for j, source in enumerate(write.region.sources):
@@ -235,7 +235,7 @@ class FootprintAudit:
                 found.append((source, judged_slots))
         return found
 
-    def _writes(self, region: Region, claims: Claims) -> Writes:
+    def _writes(self, region: Region, claims: Claims) -> ClaimedWrites:
         slots = claims.written(region)
         changed = torch.zeros(len(slots), len(region.sources), dtype=torch.bool, device=slots.device)
         present = torch.zeros_like(changed)
@@ -249,7 +249,7 @@ class FootprintAudit:
                 now, before = self._both(part, places)
                 changed[index[done : done + len(piece)], j] = (now != before).any(dim=1)
                 done += len(piece)
-        return Writes(region, slots.cpu(), changed.cpu(), present.cpu())
+        return ClaimedWrites(region, slots.cpu(), changed.cpu(), present.cpu())
 
     def _claimed(self, claims: Claims) -> Iterator[tuple[SlotBytes, Tensor]]:
         for region in self._regions:
@@ -338,7 +338,7 @@ def _lost(memory: EngineMemory, region: Region) -> list[KVSource]:
     return [s for s in region.sources if memory.holding(s, region.slots) is None]
 
 
-def _unchanged(writes: Sequence[Writes]) -> dict[str, int]:
+def _unchanged(writes: Sequence[ClaimedWrites]) -> dict[str, int]:
     found = {}
     for write in writes:
         for j, source in enumerate(write.region.sources):

@@ -26,7 +26,7 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Writes:
+class ClaimedWrites:
     """The slots of ``region`` that a view names as written, int64 ``[n]``; whether each source changed there, and
     whether it has bytes of them, bool ``[n, sources]``. In host memory."""
 
@@ -75,7 +75,7 @@ def out_of_range(region: Region, numbers: Sequence[int]) -> Problem:
     )
 
 
-def unclaimed(strays: Sequence[Stray], writes: Sequence[Writes], any_written: bool) -> Iterator[Problem]:
+def unclaimed(strays: Sequence[Stray], writes: Sequence[ClaimedWrites], any_written: bool) -> Iterator[Problem]:
     """Bytes changed that nobody claims."""
     for stray in strays:
         yield from _undescribed(stray, writes)
@@ -98,7 +98,7 @@ def unclaimed(strays: Sequence[Stray], writes: Sequence[Writes], any_written: bo
             yield _unnamed(write, found)
 
 
-def _undescribed(stray: Stray, writes: Sequence[Writes]) -> Iterator[Problem]:
+def _undescribed(stray: Stray, writes: Sequence[ClaimedWrites]) -> Iterator[Problem]:
     """Bytes that no source describes, by the engine's tensor."""
     left = stray.undescribed
     while len(left):
@@ -150,7 +150,7 @@ def _where(tensor: Tensor, places: Tensor, known: Tensor) -> str:
     return f"{where}; are some of the heads, or is a part of each slot, missing"
 
 
-def _known(stray: Stray, tensor: Tensor, first: int, writes: Sequence[Writes]) -> Tensor:
+def _known(stray: Stray, tensor: Tensor, first: int, writes: Sequence[ClaimedWrites]) -> Tensor:
     """Some bytes of ``tensor`` that are described: the first and last of each chunk of a few slots."""
     found = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for write in writes:
@@ -167,7 +167,7 @@ def _known(stray: Stray, tensor: Tensor, first: int, writes: Sequence[Writes]) -
     return places[_inside(tensor, places)]
 
 
-def _unnamed(write: Writes, found: Sequence[tuple[KVSource, Tensor]]) -> Problem:
+def _unnamed(write: ClaimedWrites, found: Sequence[tuple[KVSource, Tensor]]) -> Problem:
     """Slots changed that the view does not name as written."""
     region, slots = write.region, torch.cat([slots for _, slots in found]).unique()
     page = region.sources[0].page_size
@@ -201,7 +201,7 @@ def _unnamed(write: Writes, found: Sequence[tuple[KVSource, Tensor]]) -> Problem
     return Problem("PoolAdapter or BatchAdapter", text)
 
 
-def _shift(write: Writes, slots: Tensor) -> str | None:
+def _shift(write: ClaimedWrites, slots: Tensor) -> str | None:
     """How far slots that were named and did not change lie from ``slots``, if all of them lie equally far."""
     untouched = write.slots[~(write.changed & write.present).any(dim=1)]
     if not len(untouched) or len(untouched) != len(slots):
@@ -210,7 +210,7 @@ def _shift(write: Writes, slots: Tensor) -> str | None:
     return f"{int(distance[0]):+d} slots from there" if len(distance) == 1 else None
 
 
-def unchanged(write: Writes) -> Iterator[Problem]:
+def unchanged(write: ClaimedWrites) -> Iterator[Problem]:
     """Slots that should have changed in every source, and did not."""
     region, total = write.region, len(write.slots)
     if not total:

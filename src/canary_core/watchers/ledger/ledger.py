@@ -30,7 +30,7 @@ DOUBT_TOLD = (0.1, 0.5)
 """Shares of comparisons left open by doubt, at each of which a ``ledger_doubt`` event is told once."""
 
 
-class Facade(Protocol):
+class LedgerHost(Protocol):
     """What the ledger needs of its `Canary`."""
 
     writers: Writers
@@ -84,7 +84,7 @@ class Ledger:
     Calls with arguments that can't be right are refused as in `SlotEvents`. None of them may be captured in a graph.
     """
 
-    def __init__(self, facade: Facade, slots: Slots, switch: Switch) -> None:
+    def __init__(self, facade: LedgerHost, slots: Slots, switch: Switch) -> None:
         self._facade = facade
         self._slots = slots
         self._switch = switch

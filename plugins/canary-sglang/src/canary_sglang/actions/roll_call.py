@@ -9,7 +9,7 @@ from typing import Any
 from canary_adapters import RollCall, answer, default_store
 from canary_core import AttachError, Canary, CanaryConfig
 from canary_core import __version__ as core_version
-from canary_sglang.compat.ranks import Place
+from canary_sglang.compat.ranks import ReplicaRank
 from canary_sglang.version import __version__
 
 LOOK_S = 10.0
@@ -35,7 +35,7 @@ class RanksRollCall:
     `begin`, and tells ``workers_unguarded`` events. In raise mode `require` raises, so that the engine stops.
     """
 
-    def __init__(self, config: CanaryConfig, places: Sequence[Place], own: int, store: Any = None) -> None:
+    def __init__(self, config: CanaryConfig, places: Sequence[ReplicaRank], own: int, store: Any = None) -> None:
         self._config = config
         self._places = places
         self._own = own

@@ -17,7 +17,7 @@ from canary_sglang.allocator.owners import Owners
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import allocators
 
-Event = Literal["free", "evict", "either"]
+Freeing = Literal["free", "evict", "either"]
 """Whether requests freed pages, or a prefix cache evicted parked ones. Where a group of frees ends it may be either."""
 
 
@@ -132,7 +132,7 @@ class Follower:
             back["staged", True] = sum(len(part) for part in staged)
         sound = len(now_released) >= len(released) and min(back.values()) >= 0
         grown = {place: count for place, count in back.items() if count > 0}
-        event: Event = "evict" if owners.evicting() else "free"
+        event: Freeing = "evict" if owners.evicting() else "free"
         if self._evicted_waits and grown:
             event = "either"
         run = self._run
@@ -176,7 +176,7 @@ class _Run:
     ``place``: ``free``, ``released`` or ``staged``; and whether pages are appended there. ``event``: what is told of
     them."""
 
-    def __init__(self, place: tuple[str, bool], event: Event, device: torch.device) -> None:
+    def __init__(self, place: tuple[str, bool], event: Freeing, device: torch.device) -> None:
         self.place = place
         self.event = event
         self._streams = StreamSet(device)

@@ -7,7 +7,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaRank:
     """``replica``: index of the data-parallel replica (``--dp-size``, with or without data-parallel attention).
     ``rank``: among the processes that serve that replica: tensor-parallel ranks of the first pipeline stage first.
     """
@@ -16,21 +16,21 @@ class Place:
     rank: int = 0
 
 
-def place(runner: Any) -> Place:
+def place(runner: Any) -> ReplicaRank:
     """That of the process of a `ModelRunner`. With data-parallel attention the replicas are parts of one group of
     processes, of which each pipeline stage has some of every replica; else each replica is a group of its own."""
     return places(runner)[world_rank()]
 
 
-def places(runner: Any) -> list[Place]:
+def places(runner: Any) -> list[ReplicaRank]:
     """Those of all processes of this group, by their world rank."""
     size = _world_size()
     replicas = int(_parallel("attn_dp_size") or 1)
     if replicas == 1:
-        return [Place(_replica(runner), rank) for rank in range(size)]
+        return [ReplicaRank(_replica(runner), rank) for rank in range(size)]
     stage = int(_parallel("tp_size") or size)
     share = stage // replicas
-    return [Place(rank % stage // share, rank // stage * share + rank % share) for rank in range(size)]
+    return [ReplicaRank(rank % stage // share, rank // stage * share + rank % share) for rank in range(size)]
 
 
 def world_rank() -> int:

@@ -49,7 +49,7 @@ Ownership = Literal["alloc", "park", "share", "evict", "free"]
 """What happens to who has a block: a method of `SlotEvents`."""
 
 
-class BlockEvents(Protocol):
+class BlockListener(Protocol):
     """What a cache does with blocks outside of forwards. Called in the order in which the engine issues things, on the
     engine's thread; ``group`` is `KVGroup.index`, None for all groups."""
 
@@ -167,7 +167,7 @@ def require_methods(processor: Any) -> None:
         )
 
 
-def watch_blocks(processor: Any, events: BlockEvents, patches: Patches) -> None:
+def watch_blocks(processor: Any, events: BlockListener, patches: Patches) -> None:
     """Makes one `ContinuousBatchProcessor` tell ``events`` what its cache does. Only this object's methods change."""
     cache = processor.cache
     _watch_restores(processor.offloading_manager, cache, events, patches)
@@ -250,7 +250,7 @@ def _told_before(tell: Callable[[], None], original: Callable[..., Any]) -> Call
     return call
 
 
-def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None:
+def _watch_copies(allocator: Any, events: BlockListener, patches: Patches) -> None:
     def copied(result: None, source_block_ids: list[int], dest_block_ids: list[int], *more: Any, **named: Any) -> None:
         events.copied(allocator.index, source_block_ids, dest_block_ids)
 
@@ -258,7 +258,7 @@ def _watch_copies(allocator: Any, events: BlockEvents, patches: Patches) -> None
     patches.follow(allocator, "copy_blocks", copied)
 
 
-def _watch_ownership(cache: Any, events: BlockEvents, patches: Patches) -> None:
+def _watch_ownership(cache: Any, events: BlockListener, patches: Patches) -> None:
     """Blocks come from the pool and go back to it. In between each allocator's ledger counts the requests that have a
     block, and keeps complete ones that none has, for prefix sharing, until it evicts all of them."""
     releasing: list[str] = []
@@ -306,7 +306,7 @@ def _watch_ownership(cache: Any, events: BlockEvents, patches: Patches) -> None:
     patches.follow(cache.pool, "reset", lambda result: events.emptied())
 
 
-def _watch_restores(manager: Any, cache: Any, events: BlockEvents, patches: Patches) -> None:
+def _watch_restores(manager: Any, cache: Any, events: BlockListener, patches: Patches) -> None:
     tables = list(_block_tables(cache))
 
     def restoring(original: Any) -> Any:
@@ -345,7 +345,7 @@ def _block_tables(cache: Any) -> Sequence[dict[str, list[int]]]:
     return [owner.block_table for owner in owners]
 
 
-def _watch_blocks_5_17(cache: Any, events: BlockEvents, patches: Patches) -> None:
+def _watch_blocks_5_17(cache: Any, events: BlockListener, patches: Patches) -> None:
     # One pool of blocks for all groups. Its memory is not cleared at start, so what a fresh block holds is anything.
     def handed_out(blocks: list[int] | None, *args: Any, **kwargs: Any) -> None:
         events.arrived(None, blocks or ())
