@@ -24,14 +24,14 @@ class Incidents:
     hands the new incidents on.
 
     All work is the host's, and there is none without a finding. ``limit``: incidents that are told within `LIMIT_S`,
-    0 for all; those beyond it are counted, and told as one ``incidents_limited`` event. ``hand_on`` is called with each
-    one that is told, before its event. ``total`` counts all incidents.
+    0 for all; those beyond it are counted, and told as one ``incidents_limited`` event. Each one that is told goes to
+    ``tell_incident`` before its event. ``total`` counts all incidents.
     """
 
-    def __init__(self, tell: Callable[[Event], None], limit: int, hand_on: Callable[[Incident], None]) -> None:
+    def __init__(self, tell: Callable[[Event], None], limit: int, tell_incident: Callable[[Incident], None]) -> None:
         self._tell_event = tell
         self._limit = limit
-        self._hand_on = hand_on
+        self._tell_incident = tell_incident
         self._open: OrderedDict[Incident, list[Key]] = OrderedDict()
         self._index: dict[Key, list[Incident]] = {}
         self._new: list[Incident] = []
@@ -92,7 +92,7 @@ class Incidents:
                 self._over.append(incident)
                 continue
             self._times.append(now)
-            self._hand_on(incident)
+            self._tell_incident(incident)
             self._tell_event(Event("incident", "error", incident.fields()))
         return new
 
