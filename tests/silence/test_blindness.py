@@ -13,10 +13,12 @@ from canary_toy.toy_engine import Engine
 from canary_core import CanaryConfig, CanaryError, hook_manager
 from canary_core.desk.incidents.investigator import Investigator
 from canary_core.guard.reporting import alarm_test
+from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.reporting.readback import ReadBack
 from canary_core.ops.torch import compare
 from canary_core.records import Kind
-from canary_core.runtime.watch import WATCH
+from canary_core.runtime.watch import WATCH, Watch
+from canary_core.runtime.witness import Witness
 from canary_core.testing import Findings
 
 PROMPT = list(range(1, 30))
@@ -32,9 +34,12 @@ class Served:
         self.guard = ToyGuard(self.engine, CanaryConfig.load(silence_s=0, **settings))
         self.canary = self.guard.canary
         self.ahead = 0.0
+        alarm = self.canary._findings.alarm
+        step = alarm.step
+        alarm.step = lambda now, *given: step(now + self.ahead, *given)
 
     def serve(self, seconds: int = 60, name: str = "a") -> list[int]:
-        """One request, over and over; every forward takes a second for whoever looks."""
+        """One request, over and over; every forward takes a second for whoever looks, and for the alarm's test."""
         answer: list[int] = []
         for number in range(seconds):
             if not self.engine.step():
@@ -60,8 +65,8 @@ class Served:
 
 @pytest.fixture
 def served(monkeypatch):
-    """An engine that is guarded, and whose probes are asked for again at once."""
-    monkeypatch.setattr(alarm_test, "AGAIN_S", 0.05)
+    """An engine that is guarded, and whose probes are asked for again every twenty forwards."""
+    monkeypatch.setattr(alarm_test, "AGAIN_S", 20.0)
     monkeypatch.setattr(alarm_test, "LEAST_S", 0.0)
     monkeypatch.setattr(alarm_test, "MOST_S", 0.0)
     monkeypatch.setattr(WATCH, "look", lambda: None)
@@ -181,6 +186,30 @@ def test_a_watch_that_died_is_told_by_the_engines_thread(served, monkeypatch):
     assert told["thread"] == "canary-watch"
 
 
+@pytest.mark.parametrize("broken", [Witness, Lookout])
+def test_a_look_that_fails_is_told_once(served, monkeypatch, broken):
+    """One of the things looked at can't be asked: the others are asked all the same, and the next look tells, or the
+    engine's thread, where nothing can be looked at. It is told again where it fails again after it went well."""
+    served.engine.submit("a", PROMPT, 100)
+    asked = []
+    monkeypatch.setattr(type(served.canary._findings.alarm), "look", lambda own, now: asked.append(now))
+
+    def serve() -> None:
+        for _ in range(5):
+            Watch.look(WATCH)
+            served.engine.step()
+
+    for told in (1, 2):
+        with monkeypatch.context() as breaks:
+            breaks.setattr(broken, "look", lambda own, now: 1 / 0)
+            serve()
+        events = served.events("silence")
+        assert [event["error"] for event in events] == ["ZeroDivisionError: division by zero"] * told
+        assert bool(asked) == (broken is Witness or told == 2)
+        serve()
+    assert served.canary.enabled
+
+
 def test_what_passes_by_a_pause_is_known(served):
     """Nothing is missing: the tokens are counted as paused."""
     served.serve(30)
@@ -209,7 +238,7 @@ def test_a_probe_hides_no_corruption(served):
 
 def test_a_dead_alarm_stops_a_test(monkeypatch):
     """In raise mode nothing is left to luck: the next forward ends with the sentence."""
-    monkeypatch.setattr(alarm_test, "AGAIN_S", 0.05)
+    monkeypatch.setattr(alarm_test, "AGAIN_S", 20.0)
     monkeypatch.setattr(WATCH, "look", lambda: None)
     served = Served(mode="raise")
     monkeypatch.setattr(compare, "report_bytes", lambda *given: None)

@@ -25,7 +25,7 @@ class Looked:
 
 
 def test_all_are_looked_at_again_and_again_by_one_thread():
-    """Also beside one whose look fails: the exception is kept, and the thread goes on."""
+    """Also beside one whose look fails: the exception is given out once, and the thread goes on."""
     before = threading.active_count()
     watch, error = Watch(0.001), ValueError("a broken look")
     good, broken = Looked(), Looked(error)
@@ -34,8 +34,20 @@ def test_all_are_looked_at_again_and_again_by_one_thread():
     for _ in range(3):
         assert good.looks.acquire(timeout=30)
         assert broken.looks.acquire(timeout=30)
-    assert watch.failed is error
+    assert watch.broken() == [error]
+    assert broken.looks.acquire(timeout=30)
+    assert watch.broken() == []
     assert threading.active_count() == before + 1
+
+
+def test_a_look_that_fails_again_after_it_passed_is_told_again():
+    """As long as it fails, one exception stands for all."""
+    watch, looked = Watch(3600), Looked(ValueError("a broken look"))
+    watch.add(looked)
+    for error, told in [(looked.error, 1), (looked.error, 0), (None, 0), (looked.error, 1)]:
+        looked.error = error
+        watch.look()
+        assert len(watch.broken()) == told
 
 
 def test_nobody_is_kept_alive_and_nobody_is_looked_at_who_left():

@@ -22,7 +22,7 @@ class Looks(Protocol):
 
 class Watch:
     """Calls `Looks.look` of all that were added, as long as somebody keeps them, from one daemon thread that begins
-    with the first. An exception of one look is kept in `failed`, and the thread goes on. A forked process begins anew.
+    with the first. The thread goes on where a look fails, see `broken`. A forked process begins anew.
     """
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
@@ -32,8 +32,8 @@ class Watch:
         self._process: int | None = None
         self.last = 0.0
         """When it looked last, of `time.monotonic`."""
-        self.failed: Exception | None = None
-        """The last exception of a look."""
+        self._failing: weakref.WeakSet[Looks] = weakref.WeakSet()
+        self._untold: list[Exception] = []
         self._expected: set[threading.Thread] = set()
         self._suspect: tuple[float, float] | None = None
 
@@ -74,6 +74,12 @@ class Watch:
             self._expected.difference_update(dead)
         return [thread.name for thread in dead]
 
+    def broken(self) -> list[Exception]:
+        """Exceptions of looks, each once, and again where it has passed in between."""
+        with self._lock:
+            untold, self._untold = self._untold, []
+        return untold
+
     def dead(self, now: float) -> bool:
         """Whether nobody has looked for `LATE_S`, though the process ran: to be asked now and then. A process that
         stood still for a while, as in a debugger, is given some time to look."""
@@ -93,8 +99,12 @@ class Watch:
         for looks in looked_at:
             try:
                 looks.look(now)
+                self._failing.discard(looks)
             except Exception as error:
-                self.failed = error
+                with self._lock:
+                    if looks not in self._failing:
+                        self._untold.append(error)
+                    self._failing.add(looks)
 
     def _run(self) -> None:
         while True:

@@ -1,31 +1,28 @@
 """`Watchdog`: makes silence audible. Engines swallow the exceptions of plugins, so a hook that never fires is told."""
 
-import threading
 from collections.abc import Callable
 
-WAITS = 30
-"""Waits that the time is divided into."""
+from canary_core.runtime.watch import PERIOD_S, WATCH
 
 
 class Watchdog:
-    """Calls ``alarm`` once, from a daemon thread, unless `feed` is called within ``after_s`` seconds. While the process
-    stands still, as under a debugger or in a virtual machine that is paused, hardly any time passes."""
+    """Calls ``alarm`` once, from the watch's thread, unless `feed` is called within ``after_s`` seconds, told to two
+    seconds. While the process stands still, as under a debugger or in a virtual machine that is paused, hardly any time
+    passes: looks are counted. One that nobody keeps never calls."""
 
     def __init__(self, after_s: float, alarm: Callable[[], None]) -> None:
-        self._fed: threading.Event | None = None
+        self._alarm = alarm if after_s > 0 else None
+        self._looks_left = int(after_s / PERIOD_S) + 1
         if after_s > 0:
-            self._fed = threading.Event()
-            given = (self._fed, after_s / WAITS, alarm)
-            threading.Thread(target=_watch, args=given, name="canary-watchdog", daemon=True).start()
+            WATCH.add(self)
 
     def feed(self) -> None:
-        """The thing watched for happened; further calls cost one comparison."""
-        if self._fed is not None:
-            self._fed.set()
-            self._fed = None
+        """The thing watched for happened."""
+        self._alarm = None
 
-
-def _watch(fed: threading.Event, wait_s: float, alarm: Callable[[], None]) -> None:
-    # A pause ends one wait early, however long it is.
-    if not any(fed.wait(wait_s) for _ in range(WAITS)):
-        alarm()
+    def look(self, now: float) -> None:
+        """See `Watch.look`."""
+        self._looks_left -= 1
+        if self._looks_left <= 0 and (alarm := self._alarm) is not None:
+            self._alarm = None
+            alarm()

@@ -1,5 +1,8 @@
 """`Lookout`: whether one Canary still sees what its engine does, told by the process's watch."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
+
 from canary_core.events import Event
 from canary_core.guard.reporting.alarm_test import AlarmTest
 from canary_core.guard.reporting.readback import ReadBack
@@ -26,21 +29,28 @@ class Lookout:
         """See `Watch.look`."""
         if not self._switch.enabled:
             return
-        for event in (
-            self._witness.look(now),
-            self._alarm.look(now),
-            self._read(now),
-            *map(_dead_thread, WATCH.died()),
-        ):
-            if event is not None:
-                self._switch.tell(event)
+        with ExitStack() as looks:
+            # All of them, whichever fails.
+            for look in (self._read, self._alarm.look, self._witness.look):
+                looks.callback(self._tell, look, now)
+            self._look_at_watch()
 
     def look_back(self, now: float) -> None:
-        """From the engine's thread, now and then: whether the watch still looks."""
+        """From the engine's thread, now and then: whether the watch still looks, and its looks do not fail."""
         dead = WATCH.dead(now)
         if dead and not self._watch_dead:
             self._switch.tell(_dead_thread("canary-watch"))
         self._watch_dead = dead
+        self._look_at_watch()
+
+    def _tell(self, look: Callable[[float], Event | None], now: float) -> None:
+        event = look(now)
+        if event is not None:
+            self._switch.tell(event)
+
+    def _look_at_watch(self) -> None:
+        for event in (*map(_dead_thread, WATCH.died()), *map(_broken_look, WATCH.broken())):
+            self._switch.tell(event)
 
     def _read(self, now: float) -> Event | None:
         began, asked = self._read_back.waiting
@@ -60,3 +70,10 @@ def _dead_thread(name: str) -> Event:
     """A thread of Canary's has ended that should run."""
     reason = f"the thread {name!r} of Canary has ended, and with it what it does; restart the engine at the next chance"
     return Event("silence", "error", {"reason": reason, "thread": name})
+
+
+def _broken_look(error: Exception) -> Event:
+    """A look of the watch fails: nothing is told of what it looks at."""
+    failed = f"{type(error).__name__}: {error}"
+    reason = f"a look at whether Canary still sees its engine fails ({failed}): it would not be told; please report it"
+    return Event("silence", "error", {"reason": reason, "error": failed})
