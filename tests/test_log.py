@@ -48,6 +48,21 @@ def test_event_keeps_name_level_and_fields(logs):
 
 
 @pytest.mark.usefixtures("own_logger")
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_line_is_one_write(monkeypatch, form):
+    """Workers of an engine share stderr: with an end of its own write, lines of two of them would become one."""
+    writes: list[str] = []
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", writes.append, raising=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    found = Plugins()
+    found.load(CanaryConfig.load(log_format=form))
+    found.emit(Event("coverage", fields={"kind": "bytes"}))
+    assert [write.count("\n") for write in writes] == [1]
+    assert writes[0].endswith("\n")
+
+
+@pytest.mark.usefixtures("own_logger")
 def test_json_lines_on_stderr(capsys):
     """CANARY_LOG_FORMAT=json gives one JSON object a line, with time and level, on stderr and nothing on stdout."""
     found = Plugins()

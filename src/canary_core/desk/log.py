@@ -73,7 +73,9 @@ class Reporting:
         if hosted:
             return structlog.get_logger("canary")  # type: ignore[no-any-return]  # structlog types it Any
         return structlog.wrap_logger(  # type: ignore[no-any-return]  # structlog types it Any
-            structlog.PrintLogger(sys.stderr),
+            # A line in one write: workers share stderr, and where it is not buffered (PYTHONUNBUFFERED) the ends of
+            # lines would be mixed up.
+            structlog.WriteLogger(sys.stderr),
             processors=[
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
