@@ -6,6 +6,8 @@ GPU_PYTHON ?= $(VENV)/bin/python
 # Engines and tests that share the GPU. (pytest-benchmark, where it is installed, warns beside workers.)
 GPU_WORKERS ?= 8
 PYTEST_FLAGS ?=
+# Paths for test, test-sglang and test-vllm in the place of all: make test T="tests/incidents tests/test_step.py"
+T ?=
 BENCH_FLAGS ?=
 # SGLang for test-sglang, in an environment of its own, since its pins and ours don't fit together. Another release takes
 # the place of the one there in seconds; for two side by side: make test-sglang SGLANG=0.5.17 VENV_SGLANG=.venv-sglang-old
@@ -41,7 +43,8 @@ demo: $(STAMP)
 
 # One torch thread a worker: two workers fill two cores, and more threads than cores only wait for each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) tests $(wildcard plugins/*/tests examples/*/tests)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --timeout 300 $(PYTEST_FLAGS) \
+		$(or $(T),tests $(wildcard plugins/*/tests examples/*/tests))
 
 # What depends on the release of Transformers, on an older one. 5.17 wants an older huggingface-hub: it needs a VENV of its own.
 test-transformers: $(STAMP) .venv-transformers-$(TRANSFORMERS)/transformers
@@ -61,13 +64,13 @@ suites: $(STAMP) $(STAMP_VLLM)
 # PYTEST_FLAGS="-m 'not gpu and not beyond_ci'" is what CI runs of it.
 test-sglang: $(STAMP_SGLANG)
 	OMP_NUM_THREADS=1 $(VENV_SGLANG)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
-		$(PYTEST_FLAGS) plugins/canary-sglang/tests tests/bugs/sglang
+		$(PYTEST_FLAGS) $(or $(T),plugins/canary-sglang/tests tests/bugs/sglang)
 
 # Engines of one process (see vllm_on_cpu/setups.py) are a group. PYTEST_FLAGS="-m older_release" is what CI runs on an
 # older release.
 test-vllm: $(STAMP_VLLM)
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
-		$(PYTEST_FLAGS) plugins/canary-vllm/tests tests/bugs/vllm
+		$(PYTEST_FLAGS) $(or $(T),plugins/canary-vllm/tests tests/bugs/vllm)
 
 # The museum of real bugs, patched into the real engines: all of it, and docs/bugs.md.
 bugs: $(STAMP) $(STAMP_SGLANG) $(STAMP_VLLM)

@@ -1,5 +1,6 @@
 """Fixtures of the core's tests."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 from support.guarded import Guarded
 from support.interpreter import hasten
 
+from canary_core.guard import canary
 from canary_core.plugins import hook_manager
 from canary_core.testing import Findings
 
@@ -24,6 +26,18 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Canary that a test leaves behind without a forward does not tell another test, a minute later, that it hears
     nothing. Tests of silence ask for it."""
     monkeypatch.setenv("CANARY_SILENCE_S", "0")
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """A Canary that a test has made ends with the test, as with an engine: its summary and its diagnoses are in the
+    output that pytest keeps of the test, and not on the terminal when the process ends. One that a wider fixture made
+    stays open."""
+    before = set(canary._open)
+    yield
+    for left in set(canary._open) - before:
+        with contextlib.suppress(Exception):  # the test may have broken it on purpose, or it raises what it found
+            left.close()
 
 
 @pytest.fixture
