@@ -1,4 +1,4 @@
-"""Canary: AddressSanitizer for the KV cache of an LLM engine. This is the whole public surface."""
+"""Canary: AddressSanitizer for the KV cache of an LLM engine. The whole public surface."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What a plugin author implements: `PoolAdapter` turns an engine's pool into regions, `BatchAdapter` a batch into a
+"""Interfaces for plugin authors: `PoolAdapter` turns an engine's pool into regions, `BatchAdapter` a batch into a
 `BatchView`."""
 
 from abc import ABC, abstractmethod
@@ -18,22 +18,22 @@ class PoolAdapter(ABC):
 
     @abstractmethod
     def regions(self) -> Sequence[Region]:
-        """Every set of slots to guard. Raises `AttachError` where the pool isn't what the adapter expects."""
+        """Every set of slots to guard. Raises `AttachError` if the pool isn't as expected."""
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """KV memory that the regions leave out, each with the reason."""
+        """KV memory left out of the regions, each with the reason."""
         return ()
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """Every tensor in which the engine keeps KV, by the engine's own names; none if that can't be said. It must
-        come from the engine's own objects (`tensors_of` finds their tensors), and not from what this adapter describes:
-        the audit and the coverage judge the adapter by it. Called at any time, and cheap: a pool may move."""
+        """Every tensor with KV of the engine, by the engine's own names; empty if unknown. The tensors must come from
+        the engine's own objects (`tensors_of` finds them), not from the adapter's description: the audit and the
+        coverage judge the adapter by them. Called at any time, and cheap: a pool may move."""
         return {}
 
 
 class BatchAdapter(ABC, Generic[EngineBatch]):
-    """Describes one forward of an engine. Called before every forward, so it must be cheap and must not sync."""
+    """Describes one forward of an engine. Called before every forward: must be cheap and must not sync."""
 
     @abstractmethod
     def view(self, batch: EngineBatch) -> BatchView | None:
-        """What the forward reads and writes; None if it touches no KV (an idle or warm-up forward)."""
+        """Inputs and outputs of the forward; None for a forward without KV (idle or warm-up)."""

@@ -1,4 +1,4 @@
-"""What one forward reads and writes: `BatchView`, with one `SlotTable` per region, and `ReadTable`."""
+"""Inputs and outputs of one forward: `BatchView`, with one `SlotTable` per region, and `ReadTable`."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -10,29 +10,28 @@ from canary_core.errors import AttachError
 from canary_core.region import Region, are_lists, require_index_tensor, require_tensor
 
 MOST_EXPECTED = 1 << 22
-"""Entries of `BatchView.expected_tokens` that adapters give at most; positions that do not fit are not compared."""
+"""Most entries of `BatchView.expected_tokens` given by adapters; positions beyond them are not compared."""
 
 EXPECTED_STEP = 16
-"""The width of `BatchView.expected_tokens` as adapters give it is a multiple of this, so that fewer kernels are
-compiled."""
+"""Adapters round the width of `BatchView.expected_tokens` up to a multiple, so that fewer kernels are compiled."""
 
 MOST_ROWS = 65536
-"""Requests of one forward; kernels work out each program's share from all their lengths at once."""
+"""Most requests of one forward: kernels work out each program's share from all lengths at once."""
 
 LISTS = ("prefix_lens", "new_lens", "token_ids", "writers", "positions", "anchors")
-"""Tensors of a view that have one dimension."""
+"""One-dimensional tensors of a view."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCheckpoints:
-    """Checkpoint slots that a forward copies recurrent states into, beside the slots of its table: a row's state as of
-    one of its new tokens, for other requests to go on from.
+    """Checkpoint slots of recurrent states, beside the slots of a table: a forward copies a row's state there as of one
+    new token, for other requests to start from.
 
-    slots, positions: int64 ``[batch rows]``: the slot, -1 for none, and the position of that token.
-    copied: where that token is a row's last one, the slot is a copy of the row's own state as the forward leaves it,
-    bit for bit: so the two are compared.
+    slots, positions: int64 ``[batch rows]``: the slot, -1 for none, and the position of the token.
+    copied: for a row's last token the slot is a bitwise copy of the row's own state after the forward, and the two are
+    compared.
 
-    Raises `AttachError` if they don't fit together.
+    Raises `AttachError` for wrong dtypes or different shapes.
     """
 
     slots: Tensor
@@ -56,25 +55,25 @@ class StateCheckpoints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotTable:
-    """The device table that attention reads, as slots of one region.
+    """The device table read by attention, as slots of one region.
 
     The entry of position ``p`` of batch row ``r`` is the element ``rows[r] * entries.stride(0) + q // page_size`` of
-    ``entries``, with ``q = p % ring_slots`` if ``ring_slots`` else ``p``; its slot is ``entry * page_size +
-    q % page_size``. So a slot table has ``page_size`` 1, a block table the page size, a ragged list of slots the stride
-    1 with ``rows`` its starts. Negative entries are padding.
+    ``entries``, with ``q = p % ring_slots`` if ``ring_slots`` else ``p``; its slot is ``entry * page_size + q %
+    page_size``. A slot table has ``page_size`` 1, a block table the page size, a ragged list of slots the stride 1 with
+    ``rows`` its starts. Negative entries are padding.
 
     entries: int32 or int64 ``[table rows, width]``. rows: int32 or int64 ``[batch rows]``, None for row ``r`` = ``r``;
-    with a ragged list it may be negative as long as the elements that are read are not.
-    write_slots: int32 or int64 ``[tokens]``, where the forward stores each of ``token_ids``, if the engine has that
-    list (it may be longer, never shorter); None derives it from the table. Where the table has an entry for such a
-    position before the forward, the two are compared.
-    stored_tokens: a forward stores at most its last ``stored_tokens`` new tokens of a row (a ring); 0: all of them.
-    pool_page: ``(rows, slots)`` where entries and write slots are numbers of a pool's rows, and of each page of
-    ``rows`` rows only the first ``slots`` belong to this region (pages of several layers in one tensor): row ``n`` is
-    slot ``n // rows * slots + n % rows``, and a row with ``n % rows >= slots`` is out of range. None: they are slots.
-    checkpoints: slots into which the forward copies states as well, None for none; only in regions of one token a slot.
-    carried: the bytes of the new tokens came by copies that `SlotEvents.copy` was told of, not by the forward: what
-    these tokens are is recorded, and what bytes they should have stays what the copies brought.
+    with a ragged list a start may be negative as long as no negative element is read.
+    write_slots: int32 or int64 ``[tokens or more]``, the engine's own list of where each of ``token_ids`` is stored;
+    None derives the slots from the table. Where the table has an entry for such a position before the forward, the two
+    are compared.
+    stored_tokens: a forward stores at most the last ``stored_tokens`` new tokens of a row (a ring); 0: all of them.
+    pool_page: ``(rows, slots)`` where entries and write slots number a pool's rows, and only the first ``slots`` of
+    each page of ``rows`` rows belong to this region (pages of several layers in one tensor): row ``n`` is slot ``n //
+    rows * slots + n % rows``, and a row with ``n % rows >= slots`` is out of range. None: entries are slots.
+    checkpoints: slots into which the forward also copies states, None for none; only in regions of one token a slot.
+    carried: the bytes of the new tokens came by copies (`SlotEvents.copy`), not by the forward: the record takes the
+    tokens, and keeps the fingerprints brought by the copies.
     """
 
     entries: Tensor
@@ -109,7 +108,7 @@ class SlotTable:
 
     @property
     def bounds(self) -> tuple[int, int, int]:
-        """`width`, the elements from one row to the next, and `extent`: at once, since kernels want them every
+        """`width`, the elements from one row to the next, and `extent`: together, since kernels need all three every
         forward."""
         count, width = self.entries.shape
         stride = self.entries.stride(0)
@@ -119,13 +118,13 @@ class SlotTable:
 
     @property
     def width(self) -> int:
-        """Entries of one row. A ragged list has none: its starts may be negative, so that a row's first listed position
-        lies beyond the list's own length; there only `entries` as a whole bounds what is read."""
+        """Entries of one row. A ragged list has no width: starts may be negative, so a row's first listed position may
+        lie beyond the list's own length; only `extent` bounds the reads there."""
         return self.bounds[0]
 
     @property
     def extent(self) -> int:
-        """How many elements of ``entries`` can be read: from the first of the first row to the last of the last."""
+        """Number of elements of ``entries`` within reach: from the first of the first row to the last of the last."""
         return self.bounds[2]
 
     @property
@@ -134,7 +133,7 @@ class SlotTable:
         return self.entries.as_strided((self.extent,), (1,))
 
     def stored_by(self, region: Region) -> int:
-        """How many of its last new tokens a row stores in ``region`` at most, beside those that end a page of a
+        """Most new tokens of a row stored in ``region``, counted from the last, beside those at the end of a page of a
         ``page_ring``; 0: all of them."""
         return self.stored_tokens or (region.page_ring[1] if region.page_ring else 0)
 
@@ -143,17 +142,16 @@ class SlotTable:
 class BatchView:
     """One forward: each row is a request with ``prefix_lens[r]`` tokens in the cache and ``new_lens[r]`` to write.
 
-    All tensors are on the pool's device and may be static buffers larger than the batch; rows with no prefix and no
-    new tokens are padding. Row ``r``'s new tokens follow those of row ``r - 1`` in ``token_ids``.
+    All tensors are on the pool's device and may be static buffers larger than the batch; rows with no prefix and no new
+    tokens are padding. Row ``r``'s new tokens follow row ``r - 1``'s in ``token_ids``.
 
-    prefix_lens, new_lens, writers: int32 or int64 ``[rows]``; a writer id is the small number under which a request's
-    slots are remembered (`Writers` makes them), -1 for unknown.
-    token_ids: int32 or int64 ``[tokens]``. positions: the same shape, the engine's own idea of them, None for not
-    checked.
-    tables: region name → `SlotTable`; regions without one are left alone by this forward.
+    prefix_lens, new_lens, writers: int32 or int64 ``[rows]``; a writer id is the small number of a request (`Writers`
+    makes them), -1 for unknown.
+    token_ids: int32 or int64 ``[tokens]``. positions: same shape, the engine's own positions, None for not checked.
+    tables: region name → `SlotTable`; the forward leaves regions without a table alone.
     expected_tokens: int32 or int64 ``[rows, width]``, the requests' own tokens by position, -1 where unknown.
-    anchors: int64 ``[rows]``, start of each row's prefix hash (`hashing.anchor`), None for the common one; 0 where the
-    prefixes of a region's rows can't be judged: hashes that follow are unknown.
+    anchors: int64 ``[rows]``, start of each row's prefix hash (`hashing.anchor`), None for the common one; 0 where a
+    row's prefix can't be judged: hashes computed from 0 are unknown.
 
     Raises `AttachError` if dtypes, shapes or devices do not fit.
     """
@@ -231,18 +229,18 @@ class BatchView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadTable:
-    """A table that an attention backend was given for one forward, beside the one that the engine keeps: both must name
-    the same slot at each position ``[first, end)`` of each row.
+    """The table given to an attention backend for one forward, beside the engine's own table: both must name the same
+    slot at each position ``[first, end)`` of each row.
 
-    name: what the table is called in a finding, e.g. ``kv_indices of TritonAttnBackend``. region: whose slots it names;
-    one of one token a slot.
-    given: as the backend's kernels read it. kept: as the engine keeps it, with numbers of slots as in the region's own
-    table; where it has no slot, or a padding one, nothing is compared.
+    name: the table's name in a finding, e.g. ``kv_indices of TritonAttnBackend``. region: the region of the slots, with
+    one token a slot.
+    given: the backend's table. kept: the engine's table, with slot numbers as in the region's own table; where it has
+    no slot, or padding, nothing is compared.
     first, end, writers: int32 or int64 ``[rows]``, contiguous. A row with ``end`` not above ``first`` is left out.
-    own_slots: entries of ``given`` are the region's own slots, since the backend has translated them; else they are
-    numbered as those of ``kept``.
+    own_slots: ``given`` has the region's own slots, translated by the backend; False: ``given`` is numbered like
+    ``kept``.
 
-    Raises `AttachError` if they don't fit together.
+    Raises `AttachError` for wrong dtypes, shapes or devices.
     """
 
     name: str
@@ -273,12 +271,12 @@ class ReadTable:
 
     @property
     def rows(self) -> int:
-        """Batch rows that are compared."""
+        """Number of compared batch rows."""
         return self.writers.shape[0]
 
 
 def view_or_none(view: BatchView | None) -> BatchView | None:
-    """``view``. Raises `AttachError` for what is neither a view nor None."""
+    """``view``. Raises `AttachError` for anything but a view or None."""
     if view is None or isinstance(view, BatchView):
         return view
     raise AttachError(
@@ -288,8 +286,8 @@ def view_or_none(view: BatchView | None) -> BatchView | None:
 
 
 def require_place(view: BatchView, device: torch.device, regions: Set[str]) -> None:
-    """Raises `AttachError` for what is no view, has too many rows, is on another device than the pool's ``device`` (a
-    kernel would read foreign addresses), or has a table of none of ``regions``."""
+    """Raises `AttachError` unless ``view`` is a `BatchView` with at most `MOST_ROWS` rows, on the pool's ``device`` (a
+    kernel would read foreign addresses), with tables of ``regions`` only."""
     if not isinstance(view, BatchView) and view_or_none(view) is None:
         raise AttachError("step.before needs the BatchView of its forward, got None; leave both halves out there")
     if view.device != device:

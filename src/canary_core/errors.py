@@ -1,4 +1,4 @@
-"""Every error Canary raises on purpose. Each message says what, what was got, and what to do."""
+"""Errors raised by Canary on purpose. Each message says the problem, the value, and the remedy."""
 
 
 class CanaryError(Exception):
@@ -6,26 +6,26 @@ class CanaryError(Exception):
 
 
 class ConfigError(CanaryError, ValueError):
-    """A setting has a value that Canary can't use. A `ValueError` too, so that pydantic collects it with others."""
+    """A setting has an unusable value. A `ValueError` too, so that pydantic collects it with others."""
 
 
 class PluginError(CanaryError):
-    """A plugin is missing, broken, or doesn't fit the engine it is for."""
+    """A plugin is missing, broken, or doesn't fit its engine."""
 
 
 class AttachError(CanaryError):
-    """A pool, source, table or batch does not fit its description, or a batch not the pool that was attached to."""
+    """A pool, source, table or batch does not fit its description, or a batch not the attached pool."""
 
 
 class MisuseError(CanaryError):
-    """Canary was called in an order, or with arguments, that can't be right; raised in `raise` mode only."""
+    """Canary was called in an impossible order, or with impossible arguments; raised in `raise` mode only."""
 
 
 class ViolationError(CanaryError):
-    """The KV cache isn't what it should be; raised in `raise` mode only.
+    """The KV cache is corrupted; raised in `raise` mode only.
 
-    ``incident`` is the first one (`canary_core.Incident`): all that was found with it, of the same cause.
-    ``violation`` is its root (`canary_core.Violation`).
+    ``incident`` is the first incident (`canary_core.Incident`): all findings of the same cause. ``violation`` is its
+    root (`canary_core.Violation`).
     """
 
     def __init__(self, violation: object, incident: object = None) -> None:
@@ -35,11 +35,11 @@ class ViolationError(CanaryError):
 
 
 class MetricsError(CanaryError):
-    """Metrics can't be had where they were asked for."""
+    """Metrics can't be exported at the requested place."""
 
 
 class ControlError(CanaryError):
-    """The control socket can't be made, or nobody answers at it, or what was asked is refused."""
+    """The control socket can't be made, nobody answers there, or the request is refused."""
 
 
 def error_text(error: BaseException) -> str:

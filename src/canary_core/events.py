@@ -1,4 +1,4 @@
-"""`Event`: what Canary tells beside violations, as a name and fields."""
+"""`Event`: a report of Canary beside violations, as a name and fields."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,70 +12,70 @@ class Event:
 
     | name                | when                                                                                   |
     |---------------------|----------------------------------------------------------------------------------------|
-    | plugins_loaded      | plugins were loaded: which, and which failed with what error                           |
-    | plugins_installed   | plugins hooked their engines: which, and which were refused or failed                  |
-    | plugins_uninstalled | plugins let go of their engines: which, and which failed to                            |
-    | plugin_incomplete   | a plugin has one half of two hooks that belong together: which, and what that means    |
-    | untested_engine     | an engine is newer than its plugin was tested with: versions, and what is done now     |
+    | plugins_loaded      | plugins were loaded: names, and errors of the failed ones                              |
+    | plugins_installed   | plugins hooked their engines: names, with refusals and failures                        |
+    | plugins_uninstalled | plugins let go of their engines: names, and failures                                   |
+    | plugin_incomplete   | a plugin has one hook of a pair: the missing one, and the consequence                  |
+    | untested_engine     | an engine is newer than its plugin was tested with: versions, and the response         |
     | start_failed        | Canary was asked to start and can't: a bad setting, a plugin that isn't installed      |
-    | unknown_setting     | a variable ``CANARY_*`` is set that is no setting: which, and which one may be meant   |
-    | reporting_failed    | a plugin raised while it was told something                                            |
+    | unknown_setting     | a variable ``CANARY_*`` is no setting: its name, and the nearest setting                |
+    | reporting_failed    | a plugin raised in a reporting hook                                                    |
     | attached            | a pool is guarded: backend, mode, regions, slots, memory of ours                       |
-    | coverage            | what share of KV bytes is guarded, and what is not and why                             |
-    | audit               | the first forwards were audited: every byte that they changed was claimed              |
-    | audit_failed        | a forward changed what the adapter does not say, or not what it says: which tensors    |
+    | coverage            | share of KV bytes under guard, and the rest with reasons                               |
+    | audit               | the first forwards were audited: every changed byte was claimed                        |
+    | audit_failed        | a forward's changes differ from the adapter's claims: the tensors                      |
     | audit_skipped       | an audit was asked for and can't be made: why, and what to do                          |
-    | pool_moved          | a region describes memory that the engine has given up: its slots are not judged       |
-    | warmed_up           | what forwards need is compiled: for how many sorts of batch, in how many seconds       |
+    | pool_moved          | a region describes memory given up by the engine: its slots are not judged             |
+    | warmed_up           | kernels of forwards are compiled: number of sorts of batch, seconds                    |
     | stats               | every ``CANARY_STATS_INTERVAL`` forwards: the counters                                 |
     | silence             | an engine runs unchecked: from its start for ``CANARY_SILENCE_S`` seconds, or from now |
-    | unguarded_tokens    | the engine says that it computed tokens which no hook of ours has seen: how many       |
-    | workers_unguarded   | workers of an engine are not guarded, or otherwise than its scheduler: which, and why   |
-    | alarm_dead          | a probe of the alarm did not come out of it: real findings would not be told either    |
+    | unguarded_tokens    | the engine counts computed tokens not seen by any hook: how many                       |
+    | workers_unguarded   | workers of an engine are unguarded, or guarded unlike the scheduler: names, and why     |
+    | alarm_dead          | a probe of the alarm was not reported: real findings would not be reported either      |
     | disabled            | an exception of ours, or a failed audit, switched this canary off; the engine goes on  |
-    | misuse              | Canary was called out of order or with arguments that can't be right, and what to do   |
-    | wrong_memory        | the first forwards say that an adapter describes other memory than the engine's        |
-    | metrics             | the metrics can be had: at which place                                                 |
-    | metrics_unavailable | they can't, at one place, and why; the engine and its own metrics are as they were     |
-    | control             | the control socket is open: where, and what it allows                                  |
-    | control_unavailable | it is not, and why; the engine goes on                                                 |
-    | mode_changed        | somebody changed the mode of a running engine's guard: to which                        |
+    | misuse              | Canary was called out of order or with impossible arguments, and the remedy            |
+    | wrong_memory        | by the first forwards, an adapter describes other memory than the engine's             |
+    | metrics             | the metrics are served: the place                                                      |
+    | metrics_unavailable | metrics are missing at one place, and why; the engine and its own metrics go on        |
+    | control             | the control socket is open: path, and allowed commands                                 |
+    | control_unavailable | the control socket is not open, and why; the engine goes on                            |
+    | mode_changed        | somebody changed the mode of a running engine's guard: the new mode                    |
     | budget_changed      | somebody changed how much the scrub may do                                             |
-    | paused              | somebody has paused the guard: forwards are not checked until it is resumed            |
-    | resumed             | it goes on; what slots held by then is not judged until they are written again         |
-    | summary             | once, at close or at the process's exit: what was checked, told and found, and zeros   |
-    | incident            | findings of one cause: the root, and counts of what follows from it                    |
-    | incident_grew       | more was found of an incident that was told: how many, and all counts                  |
+    | paused              | somebody has paused the guard: forwards are not checked until resumed                  |
+    | resumed             | the guard goes on; the slots of then are not judged until written again                |
+    | summary             | once, at close or at the process's exit: everything checked and found, and zeros       |
+    | incident            | findings of one cause: the root, and counts of its consequences                        |
+    | incident_grew       | more findings of a reported incident: how many, and all counts                         |
     | incidents_limited   | more incidents than ``CANARY_INCIDENT_LIMIT`` a minute: how many, and all counts       |
-    | diagnosis           | what an incident probably is, how sure that is, by what evidence, and where its bundle is |
+    | diagnosis           | an incident's probable nature, with sureness, evidence, and the place of the bundle    |
     | diagnosis_failed    | an incident could not be looked at, and why                                            |
     | bundle_failed       | no bundle of an incident could be written, and why; told once                          |
-    | findings_lost       | an engine failed, and what was found last can't be read from its device any more       |
+    | findings_lost       | an engine failed, and the last findings can't be read from its device any more         |
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
     | dismissed           | a plugin explained a finding away                                                      |
     | fault_injected      | a self-test corrupted something on purpose                                             |
-    | fault_moot          | what a fault broke was dropped before anything could read it; it is done again         |
+    | fault_moot          | the target of a fault was dropped before any read; the fault is repeated               |
     | fault_not_injected  | a fault was asked for and never done: no such target, no candidate, never due          |
-    | unguarded_forward   | an engine ran a kind of forward that its plugin can't check; its slots are not judged  |
-    | sweep               | a sweep of the prefix cache is done and its results are read: nodes, slots, findings   |
-    | sweep_unavailable   | a sweep was asked for and there is no prefix cache, or none that is known              |
-    | window_divergence   | how far a sliding window's slots are from those of the full pool, and what it evicted  |
-    | records_travel      | records go with KV to host memory or to another engine: which way, and what that takes |
-    | records_left_out    | they can't, and why; what arrives is not judged                                        |
-    | records_travelled   | at the end: how many slots went and came that way                                      |
-    | ledger_shared       | an origin brings prefixes that this engine never kept: a difference proves nothing now |
-    | ledger_blind        | blocks were kept of which nothing is known: a difference proves nothing in that region |
-    | ledger_doubt        | 10 %, and again 50 %, of what comes back can't be judged: the ledger forgot too much    |
+    | unguarded_forward   | an engine ran a kind of forward unknown to its plugin; the slots are not judged        |
+    | sweep               | a sweep of the prefix cache is done and read back: nodes, slots, findings              |
+    | sweep_unavailable   | a sweep was asked for and there is no prefix cache, or no known one                    |
+    | window_divergence   | distance of a sliding window's slots from the full pool's, and evictions               |
+    | records_travel      | records go with KV to host memory or to another engine: the way, and the memory        |
+    | records_left_out    | records can't go along, and why; arrivals are not judged                               |
+    | records_travelled   | at the end: how many slots went and came with records                                  |
+    | ledger_shared       | an origin brings prefixes never kept by this engine: a difference proves nothing now   |
+    | ledger_blind        | unknown blocks were kept: a difference proves nothing in the region                    |
+    | ledger_doubt        | 10 %, and again 50 %, of arrivals can't be judged: the ledger forgot too much          |
     | aborted             | a running request was ended because of a finding: request, kind, region, slot          |
-    | quarantined         | what a finding concerns was evicted from the prefix cache: kind, region, slot, tokens  |
+    | quarantined         | the prefix of a finding was evicted from the prefix cache: kind, region, slot, tokens  |
     | quarantine_failed   | nothing could be done about a finding, or can't be in this engine, and why             |
-    | hooks_left_out      | functions that a plugin hooks are missing or changed: which, and what is unguarded     |
-    | tables_left_out     | tables of an attention backend are not compared with the engine's own: which, and why  |
-    | lifetime_off        | an engine's allocator can't be followed (any more); of these regions nothing is freed  |
-    | parking_off         | cached slots that no request has can't be told (any more): of which cache, and why     |
-    | adopted             | a cache that held tokens already was taken over; they are not judged until rewritten   |
-    | cache_changed       | a cache was changed by something else than its own methods                             |
-    | cache_layers_disagree | layers of one cache hold different lengths: which                                    |
+    | hooks_left_out      | functions hooked by a plugin are missing or changed: names, and the unguarded part     |
+    | tables_left_out     | tables of an attention backend are not compared with the engine's own: names, and why  |
+    | lifetime_off        | an engine's allocator can't be followed (any more): frees in the regions are unknown   |
+    | parking_off         | cached slots without a request can't be told apart (any more): the cache, and why      |
+    | adopted             | a cache was adopted with tokens in it; its slots are not judged until rewritten        |
+    | cache_changed       | a cache was changed around its own methods                                             |
+    | cache_layers_disagree | layers of one cache hold different lengths: the layers                               |
     | cache_released      | a cache can't be followed any more, and why                                            |
     """
 

@@ -9,13 +9,13 @@ _MISSING = object()
 
 
 class Patches:
-    """Wraps attributes of classes, or of single objects; `undo` restores them, last one first.
+    """Wraps attributes of classes, or of single objects; `undo` restores the originals, last one first.
 
-    Where somebody else has wrapped ours since, `undo` leaves the attribute alone: a wrapper that has nothing to do any
-    more calls the original. Not thread-safe: patch before the engine runs, or where it waits.
+    An attribute wrapped again by somebody else is left alone by `undo`: an idle wrapper calls the original. Not
+    thread-safe: patch before the engine runs, or while it waits.
 
-    ``guard``: a context for each call of what `follow` was given, by what is followed; with `Canary.guard` no exception
-    of it reaches the engine in log mode. None: they do.
+    ``guard``: makes a context, from a name, for each callback of `follow`; with `Canary.guard` no exception of a
+    callback reaches the engine in log mode. None: exceptions pass.
     """
 
     def __init__(self, guard: Callable[[str], AbstractContextManager[object]] | None = None) -> None:
@@ -28,16 +28,16 @@ class Patches:
         return bool(self._done)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replaces ``owner.name`` by ``make(original)``. On an object that shadows the class's method for this object
-        only."""
+        """Replaces ``owner.name`` by ``make(original)``. On a single object the class's method is shadowed for that
+        object only."""
         before = vars(owner).get(name, _MISSING)
         wrapper = make(getattr(owner, name))
         setattr(owner, name, wrapper)
         self._done.append((owner, name, before, wrapper))
 
     def follow(self, owner: Any, name: str, told: Callable[..., None]) -> None:
-        """After each call of ``owner.name``, calls ``told`` with its result and the very arguments; those of a class's
-        method begin with the object."""
+        """Calls ``told`` after each call of ``owner.name``, with the result and the same arguments; a class's method
+        passes the object first."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""`Place`: where a Canary is, and what it serves: whose silence an operator hears."""
+"""`Place`: host, process, GPU, rank and model of a Canary."""
 
 import os
 import socket
@@ -12,10 +12,10 @@ from canary_core.config import CanaryConfig
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The machine ``host`` (in a container its own name), the process ``pid``; ``gpu``: the UUID as the driver gives
-    it, ``pci``: its address on the bus, both empty on a CPU. ``replica``: index of the data-parallel engine, ``rank``:
-    of the process within it. ``model``: of a draft model its own name, else the one that the engine serves under, empty
-    where that is not known."""
+    """The machine ``host`` (in a container its own name), the process ``pid``; ``gpu``: the driver's UUID, ``pci``: the
+    address on the bus, both empty on a CPU. ``replica``: index of the data-parallel engine, ``rank``: index of the
+    process within the engine. ``model``: a draft model's own name, else the engine's served name, empty where
+    unknown."""
 
     host: str
     pid: int
@@ -27,7 +27,7 @@ class Place:
 
     @classmethod
     def of(cls, config: CanaryConfig, device: torch.device) -> "Place":
-        """Of a pool on ``device``, whose context exists."""
+        """The place of a pool on ``device``, whose context exists."""
         gpu, pci = _gpu(device)
         return cls(
             socket.gethostname(),
@@ -40,19 +40,19 @@ class Place:
         )
 
     def fields(self) -> dict[str, object]:
-        """For each event: what is known of it."""
+        """The known parts, as fields of each event."""
         named = {"host": self.host, "gpu": self.gpu, "model": self.model}
         return {**{k: v for k, v in named.items() if v}, "replica": self.replica, "rank": self.rank}
 
     @property
     def labels(self) -> tuple[str, str, str]:
-        """Replica, rank and model, as metrics have them."""
+        """Replica, rank and model, as labels of metrics."""
         return str(self.replica), str(self.rank), self.model
 
 
 @lru_cache
 def _gpu(device: torch.device) -> tuple[str, str]:
-    """UUID and bus address of a GPU, each empty where this torch does not tell."""
+    """UUID and bus address of a GPU, each empty where torch does not say."""
     if device.type != "cuda":
         return "", ""
     found = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""Every byte layout that kernels, their torch reference and the host share. Nothing else spells out an index.
+"""Every byte layout shared by kernels, torch reference and host. Nothing else spells out an index.
 
 Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int32 tensor ``[slots, 8]``:
 
@@ -6,38 +6,37 @@ Record: 8 int32 words (32 bytes, one memory sector) a slot, row-major in an int3
 |------|-----------------|----------------------------------------------------------------------------|
 | 0    | `TOKEN`         | token id                                                                   |
 | 1    | `POSITION`      | ``position * 32 + state``                                                  |
-| 2, 3 | `PREFIX_HASH`   | prefix hash up to and including this token, int64 little endian            |
+| 2, 3 | `PREFIX_HASH`   | prefix hash up to and including the token, int64 little endian             |
 | 4    | `STEP_WRITTEN`  | step of the forward that wrote the slot                                    |
-| 5    | `WRITER`        | writer id of the request that wrote it                                     |
-| 6    | `STEP_FREED`    | step at which the slot was freed or parked, 0 where it is neither          |
-| 7    | `FREED_BY`      | writer id that did it                                                      |
+| 5    | `WRITER`        | writer id of the request that wrote the slot                               |
+| 6    | `STEP_FREED`    | step at which the slot was freed or parked, 0 for neither                  |
+| 7    | `FREED_BY`      | writer id of the request that freed or parked the slot                     |
 
 All zeros read as *unwritten*. Beside the records lie the fingerprints, int64 ``[slots, sources]``. A fingerprint of 0
-says that the bytes are not known, whatever the record says of the slot: they are not compared. Real bytes come to 0
-once in 2**64; then they go unseen, which is no false finding. Null slots have no fingerprints: there stands what
-`NullBytes` says, once somebody has looked.
+means unknown bytes, whatever the record says: nothing is compared. Real bytes come to 0 once in 2**64, and go unchecked
+then, without a false finding. Null slots have no fingerprints; `NullBytes` stands in their place after the first look.
 
-Payload: what travels with a slot's bytes, int64 little endian ``[slots, PAYLOAD_FINGERPRINTS + sources]``:
+Payload: facts that travel with a slot's bytes, int64 little endian ``[slots, PAYLOAD_FINGERPRINTS + sources]``:
 
 | word    | constant               | content                                                                   |
 |---------|------------------------|---------------------------------------------------------------------------|
-| 0       | `PAYLOAD_STAMP`        | ``digest * 2**32 + origin``: what the row means (31 bits), who made it (32)  |
+| 0       | `PAYLOAD_STAMP`        | ``digest * 2**32 + origin``: the row's meaning (31 bits), its maker (32)   |
 | 1 to 4  | `PAYLOAD_RECORD`       | the record, as above                                                      |
-| 5 to ...| `PAYLOAD_FINGERPRINTS` | one fingerprint for each source, 0 where the slot has no bytes in it      |
+| 5 to ...| `PAYLOAD_FINGERPRINTS` | one fingerprint for each source, 0 where the slot has no bytes            |
 
 The digest is of `PAYLOAD_VERSION` and each source's name, chunks and chunk bytes, in order. All zeros: nothing known.
 
-Block row: what `gather_blocks` says of some slots in sequence order, int64 ``[BLOCK_VALUES + sources]``:
+Block row: `gather_blocks`' summary of some slots in sequence order, int64 ``[BLOCK_VALUES + sources]``:
 
 | word  | constant       | content                                                                       |
 |-------|----------------|-------------------------------------------------------------------------------|
 | 0     | `BLOCK_HASH`   | prefix hash of the last slot                                                   |
-| 1     | `BLOCK_SUM`    | sum of the mixes of all tokens: what the prefix hash grew by within the block   |
+| 1     | `BLOCK_SUM`    | sum of the mixes of all tokens: the growth of the prefix hash within the block  |
 | 2     | `BLOCK_FLAGS`  | see `Block`                                                                    |
 | 3     | `BLOCK_SLOT`   | number of the first slot                                                       |
 | 4 ... | `BLOCK_VALUES` | one value for each source: the slots' fingerprints, each times an odd weight    |
 
-Sample: what the sampler gave a request for a position, one int64, 0 for nothing:
+Sample: the token sampled for a request and a position, one int64, 0 for nothing:
 
 | bits     | constant                | content                                                                    |
 |----------|-------------------------|----------------------------------------------------------------------------|
@@ -49,17 +48,17 @@ One word, so that no reader sees the token of one request and the position of an
 not remembered. A request's last `SAMPLE_TOKENS` are kept at ``writer % SAMPLE_WRITERS * SAMPLE_TOKENS + position %
 SAMPLE_TOKENS``.
 
-History: the last `HISTORY` things that happened to a slot, newest first, one int64 each, 0 for nothing; int64
-``[slots + 1, HISTORY]`` (32 bytes, one memory sector), of which the last row is of what happened to all slots at once:
+History: the last `HISTORY` events of a slot, newest first, one int64 each, 0 for nothing; int64 ``[slots + 1,
+HISTORY]`` (32 bytes, one memory sector). The last row has the events of all slots at once:
 
 | bits     | constant              | content                                                                      |
 |----------|-----------------------|------------------------------------------------------------------------------|
-| 0 to 3   | `HISTORY_EVENT_BITS`  | what, see `Happened`                                                         |
-| 4 to 33  | `HISTORY_NUMBER_BITS` | who: writer id modulo ``2**30``, all ones for nobody; of a copy from where  |
+| 0 to 3   | `HISTORY_EVENT_BITS`  | the event, see `Happened`                                                    |
+| 4 to 33  | `HISTORY_NUMBER_BITS` | writer id modulo ``2**30``, all ones for nobody; of a copy the source slot   |
 | 34 to 63 | `HISTORY_NUMBER_BITS` | step modulo ``2**30``                                                        |
 
-What the same request does again, or another one shares after the last, takes the place of the newest entry: a state
-that every forward writes has one entry for it.
+The newest entry is replaced when the same request does the same again, or when one more request shares the slot: a
+state written by every forward has one entry.
 
 Violation row: `ROW_WORDS` int64, see `Row`. Counters: one int64 each, see `Counter`.
 """
@@ -71,10 +70,10 @@ TOKEN, POSITION, PREFIX_HASH, STEP_WRITTEN, WRITER, STEP_FREED, FREED_BY = 0, 1,
 """First int32 word of each record field."""
 
 STATES = 32
-"""Values of a record's state: the five low bits of its position word. With the sign that leaves 26 for positions."""
+"""Values of a record's state: the five low bits of the position word. With the sign, 26 bits are left for positions."""
 
 CONTENT = 3
-"""The bits of a state that say what a slot holds, whoever has it."""
+"""The bits of a state for a slot's content, independent of owners."""
 
 PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
 """First int64 word of each part of a payload row."""
@@ -87,10 +86,10 @@ BLOCK_HASH, BLOCK_SUM, BLOCK_FLAGS, BLOCK_SLOT, BLOCK_VALUES = 0, 1, 2, 3, 4
 
 
 class Block(IntEnum):
-    """Bits of a block row's flags: what is known of the block."""
+    """Bits of a block row's flags: known facts about the block."""
 
     TOKENS = 1
-    """All slots were written, with positions that follow each other and begin where a block does: `BLOCK_SUM` holds."""
+    """All slots were written, with consecutive positions from a block's start on: `BLOCK_SUM` holds."""
     PREFIX = 2
     """All prefix hashes are known, and each follows from the one before: `BLOCK_HASH` holds."""
     BYTES = 4
@@ -98,29 +97,29 @@ class Block(IntEnum):
     OUTSIDE = 8
     """A number is no slot of the region, or a null slot."""
     REWRITTEN = 16
-    """For a block that arrived: a forward has written to it since; set by who gathers it."""
+    """Of an arrived block: a forward has written to a slot since; set by the gatherer."""
 
     @classmethod
     def whole(cls) -> int:
-        """The flags of a block of which all is known."""
+        """The flags of a completely known block."""
         return cls.TOKENS | cls.PREFIX | cls.BYTES
 
 
 class State(IntEnum):
-    """What Canary knows about a slot. `UNWRITTEN` must stay 0: a zeroed record table means nothing was written."""
+    """A slot's state as known to Canary. `UNWRITTEN` must stay 0: a zeroed record table means nothing was written."""
 
     UNWRITTEN = 0
     WRITTEN = 1
     ALLOCATED = 2
     """Handed out by the allocator and not written yet."""
     UNKNOWN = 3
-    """Bytes arrived without a forward and without records; the slot is not judged until it is written again."""
+    """Bytes arrived without a forward and without records; the slot is not judged until rewritten."""
     FREED = 4
-    """A bit: given back to the allocator. The bits below it say what the slot was."""
+    """A bit: given back to the allocator. The lower bits keep the state before."""
     PARKED = 8
-    """A bit: kept by the prefix cache, and no request has the slot. The two lowest bits say what it holds."""
+    """A bit: kept by the prefix cache without a request. The two lowest bits say what the slot holds."""
     ARRIVED = 16
-    """A bit: what was written came by a copy or a load; the writer wrote it elsewhere."""
+    """A bit: the content came by a copy or a load; the writer wrote it elsewhere."""
 
     @classmethod
     def of(cls, word: int) -> "State":
@@ -131,15 +130,15 @@ class State(IntEnum):
 
 
 UNPARKED = STATES - 1 - State.PARKED - State.ARRIVED
-"""The bits of a state that matter to who reads a slot: to read a parked slot, or one that something was copied to, is
-as legal as to read one that a request has and wrote."""
+"""The bits of a state that matter to a reader: reading a parked slot, or the target of a copy, is as legal as reading a
+request's own slot."""
 
 
 HISTORY, HISTORY_EVENT_BITS, HISTORY_NUMBER_BITS = 4, 4, 30
 
 
 class Happened(IntEnum):
-    """What happened to a slot; never 0, which is an empty entry. The lower-case names are those of `SlotEvents`."""
+    """Events of a slot; never 0, the empty entry. The lower-case names are those of `SlotEvents`."""
 
     ALLOC = 1
     SHARE = 2
@@ -147,9 +146,9 @@ class Happened(IntEnum):
     EVICT = 4
     FREE = 5
     WRITE = 6
-    """A forward wrote it."""
+    """A forward wrote the slot."""
     COPY = 7
-    """Another slot was copied to it."""
+    """Another slot was copied to the slot."""
     ARRIVE = 8
     """Bytes arrived from elsewhere, with records or with known tokens."""
     FORGET = 9
@@ -157,62 +156,62 @@ class Happened(IntEnum):
 
 
 class NullBytes(IntEnum):
-    """What a source of a null slot held when it was looked at last. Any other number: nobody has looked since attach,
-    or since the slot was forgotten."""
+    """State of a null slot's source at the last look. Any other number: never looked at since attach, or since the slot
+    was forgotten."""
 
     FINITE = 1
     NOT_FINITE = 2
-    """NaN or infinity in it, reported or there from the start."""
+    """NaN or infinity, reported or there from the start."""
 
 
 class Kind(IntEnum):
-    """What a finding says. The value is the index of its counter."""
+    """Kind of a finding. The value is the index of its counter."""
 
     SLOT_RANGE = 0
-    """A table names a slot that does not exist."""
+    """A table names a slot beyond the region."""
     NULL_SLOT = 1
     """A live token is read from, or written to, the null (padding) slot."""
     UNWRITTEN = 2
-    """A forward will read a slot that no forward has written."""
+    """A forward will read a slot never written by a forward."""
     FREED = 3
-    """A forward will read a slot that was freed, or a request shares one."""
+    """A forward will read a freed slot, or a request shares one."""
     POSITION = 4
-    """The slot holds another position than the one it is read as."""
+    """The slot holds another position than the position read from it."""
     TOKEN = 5
     """The slot holds another token than the request's own."""
     PREFIX = 6
-    """The slot's prefix is not the prefix of the slot before it: it belongs to another sequence."""
+    """The slot's prefix is not the prefix of the slot before: the slot belongs to another sequence."""
     BYTES = 7
     """The slot's bytes changed since they were recorded."""
     LOST_WRITE = 8
-    """A forward should have written the slot, and its bytes are what they were before."""
+    """A forward should have written the slot, and its bytes are the same as before."""
     WRITE_INPUT = 9
     """A forward was given another token or position than the request's own."""
     WRITE_SLOT = 10
-    """A forward writes a token to another slot than the one it will be read from."""
+    """A forward writes a token to another slot than the table names for reading."""
     TWO_WRITERS = 11
     """Two tokens of one batch are written to the same slot."""
     NON_FINITE = 12
-    """A float KV value just written is NaN or infinite, or one that got into the null slot."""
+    """A float KV value just written, or a float in the null slot, is NaN or infinite."""
     DOUBLE_FREE = 13
-    """A slot was given back that was free, or parked, already."""
+    """A free or parked slot was given back again."""
     DOUBLE_ALLOC = 14
-    """The allocator handed out a slot that is in use, or parked."""
+    """The allocator handed out a slot in use, or a parked one."""
     WRITE_AFTER_FREE = 15
-    """A forward wrote a slot that was freed and not handed out again."""
+    """A forward wrote a freed slot before the allocator handed it out again."""
     CACHE_STRUCTURE = 16
     """The prefix cache contradicts itself, its allocator or its window map."""
     EVICTED_IN_USE = 17
-    """The prefix cache gave up a slot that a request still has."""
+    """The prefix cache gave up a slot of a running request."""
     ARRIVAL = 18
-    """Bytes that came back without a forward are not those that were stored for this prefix."""
+    """Bytes that came back without a forward differ from the bytes stored for the prefix."""
     READ_TABLE = 22
-    """The table that attention was given names another slot than the one that the engine keeps."""
+    """The table given to attention names another slot than the engine's own table."""
 
 
 PROBE = 23
-"""In the place of a `Kind`: no finding. The scrub compared a slot's bytes with a fingerprint that it took wrong on
-purpose, so that the host sees that a finding would be told."""
+"""In the place of a `Kind`: no finding. The scrub compared a slot's bytes with a purposely wrong fingerprint, as proof
+to the host that a finding would be told."""
 
 
 class Counter(IntEnum):
@@ -226,28 +225,27 @@ class Counter(IntEnum):
     CHECKED_SLOTS = 26
     """Slots whose mapping was checked."""
     CHECKED_BYTES = 27
-    """Bytes whose fingerprint was compared, by read checks, scrub and on demand (`SlotEvents.check`)."""
+    """Bytes with a compared fingerprint: by read checks, scrub and on demand (`SlotEvents.check`)."""
     RECORDED_SLOTS = 28
-    """Slots recorded after a forward. On the device each region counts its own, see `RECORDED`; the host adds them up.
-    """
+    """Slots recorded after a forward. On the device each region has its own count, see `RECORDED`; the host adds them
+    up."""
     RECORDED_BYTES = 29
     """Bytes fingerprinted after a forward."""
     UNKNOWN_SLOTS = 30
     """Slots skipped by a check because their bytes arrived without records."""
     UNSURE = 31
-    """Suspicions that are not certain, e.g. bytes unchanged by a write of the same token; never reported."""
+    """Uncertain suspicions, e.g. bytes unchanged by a write of the same token; never reported."""
     CHECKED_FORWARDS = 32
     """Forwards whose mapping check ran, counted by the check itself: the proof of life."""
     SCRUBBED_SLOTS = 33
-    """Slots that the scrub has passed in search of those of running requests: divided by the region's slots, how often
-    it went round."""
+    """Slots passed by the scrub in search of running requests: divided by the region's slots, the number of rounds."""
     SAMPLED_TOKENS = 34
-    """Tokens that a forward computed or read, and that were compared with what the sampler gave."""
+    """Tokens computed or read by a forward, and compared with the sampler's."""
 
 
 COUNTERS = 40
-"""Where the gauges begin, behind the counters: for each region `GAUGES` words. The first `SCRUB_GAUGES` say how far its
-scrub is: the ScrubWords from `ScrubWord.RUNNING` on. The one at `RECORDED` counts its slots that were recorded after a
+"""Index of the first gauge, behind the counters: `GAUGES` words for each region. The first `SCRUB_GAUGES` are the
+scrub's progress: the words from `ScrubWord.RUNNING` on. The word at `RECORDED` counts slots recorded after a
 forward."""
 
 SCRUB_GAUGES = 4
@@ -257,7 +255,7 @@ GAUGES = 5
 
 class Clock(IntEnum):
     """Index into a Canary's int64 clock. Two copies of the step keep every launch free of races: `check` reads `STEP`
-    and writes `NEXT`; all that runs after the forward reads `NEXT`, and `record`, the last of it, writes `STEP`."""
+    and writes `NEXT`; ops after the forward read `NEXT`, and `record`, the last of them, writes `STEP`."""
 
     STEP = 0
     NEXT = 1
@@ -267,8 +265,8 @@ CLOCK_WORDS = 2
 
 
 class Cursor(IntEnum):
-    """Index into a region's int64 cursors. Each moves before or after the launch that starts from it, never in it:
-    its programs run at the same time."""
+    """Index into a region's int64 cursors. A cursor moves before or after the launch that starts from it, never within:
+    the programs of a launch run at the same time."""
 
     READ = 0
     """First tile, in batch order, of the read check."""
@@ -281,34 +279,34 @@ class Cursor(IntEnum):
     CHECK_TILES = 4
     """Most tiles of one mapping check; set by the host."""
     SCRUB_SLOTS = 5
-    """Most slots that one scrub compares; set by the host."""
+    """Most slots compared by one scrub; set by the host."""
     SCRUB_RUNNING = 6
-    """How many of them are of running requests before parked ones have a turn; set by the host."""
+    """Slots of running requests in a scrub before parked slots have a turn; set by the host."""
     SCRUB_PASS = 7
-    """Most slots that are passed in search of those of one sort, for one scrub; set by the host."""
+    """Most slots passed in search of one sort, per scrub; set by the host."""
     SCRUB = 8
     """`SCRUB_WORDS` words, see `ScrubWord`: `SCRUB_NEXT`, copied by `check`."""
     SCRUB_NEXT = 16
     """The same for the next scrub: written by `scrub`, which need not run after each forward."""
     PROBE = 24
-    """Number of a source plus one, 0 for none: a probed scrub takes the fingerprint of its list's first slot there with
-    all bits turned round, see `records.PROBE`. Set by the host."""
+    """Number of a source plus one, 0 for none: a probed scrub inverts all bits of that source's fingerprint of the
+    first slot on its list, see `records.PROBE`. Set by the host."""
 
 
 CURSOR_WORDS = 25
 
 
 class ScrubWord(IntEnum):
-    """How far the scrub of a region is: index into the words at `Cursor.SCRUB`. Slots are passed in physical order,
-    again and again, by one cursor for each sort; the numbers count on, so that modulo the slots they are places."""
+    """Progress of a region's scrub: index into the words at `Cursor.SCRUB`. Slots are passed in physical order, round
+    after round, by one cursor for each sort; numbers count on and are places modulo the slots."""
 
     LIST = 0
-    """``half * 2**32 + slots``: the list to compare. It is the first or second half of `RegionState.listed`; the next
-    one is made in the other half meanwhile."""
+    """``half * 2**32 + slots``: the list to compare, in the first or second half of `RegionState.listed`. The other
+    half takes the next list meanwhile."""
     RUNNING = 1
-    """Slots passed in search of those that requests have."""
+    """Slots passed in search of requests' slots."""
     RUNNING_LISTED = 2
-    """How many of these were listed."""
+    """Number of requests' slots listed."""
     PARKED = 3
     """Slots passed in search of parked ones."""
     PARKED_LISTED = 4
@@ -317,22 +315,22 @@ class ScrubWord(IntEnum):
 SCRUB_WORDS = 8
 
 ALL_TILES = 1 << 40
-"""A budget that is never reached."""
+"""A budget without a limit."""
 
 CHECK_TILE = 512
-"""Slots of one row that the mapping check takes or leaves together."""
+"""Slots of one row taken or left together by the mapping check."""
 
 PLAN_RECORD = 4
 PLAN_WORDS = PLAN_RECORD + RECORD_WORDS // 2
-"""Write plan, int64 ``[tokens, 8]``: `check` fills it, the ops after the forward use it. Word 0 is ``(status + 1) *
-2**32 + row`` (see `Status`), 0 where nothing is stored; word 1 the slot, word 2 the position, word 3 the
-slot that the table has for it, -1 where that is none or where the engine has no list of its own. `record` must not look
-it up: an engine that schedules ahead may rewrite its tables while the forward runs. From word `PLAN_RECORD` on: the
-slot's record as it was, 0 where the status is not OK; so `fingerprint` need not come before `record`."""
+"""Write plan, int64 ``[tokens, 8]``: filled by `check`, used by the ops after the forward. Word 0 is ``(status + 1) *
+2**32 + row`` (see `Status`), 0 where nothing is stored; word 1 the slot, word 2 the position, word 3 the table's slot,
+-1 for none or where the engine has no list of its own. `record` must not look the slot up: an engine that schedules
+ahead may rewrite its tables while the forward runs. From word `PLAN_RECORD` on: the slot's record as before the
+forward, 0 where the status is not OK; so `fingerprint` need not come before `record`."""
 
 
 class Status(IntEnum):
-    """What became of a slot number found in a table."""
+    """Verdict on a slot number of a table."""
 
     OK = 0
     RANGE = 1
@@ -342,11 +340,11 @@ class Status(IntEnum):
 
 
 READ_TILE = 32
-"""Slots of one row that a read check takes or leaves together."""
+"""Slots of one row taken or left together by a read check."""
 
 CHAINS = 65536
 """Entries of a region's chain table, int64 ``[CHAINS, 2]``: (``writer * 2**32 + length``, prefix hash there), at
-``writer % CHAINS``. It remembers where each request's sequence ended, so that a whole foreign row is noticed."""
+``writer % CHAINS``: the end of each request's sequence, so that a whole foreign row is noticed."""
 
 CLAIM_TOKEN_BITS = 24
 """A claim of a slot for writing is ``step << CLAIM_TOKEN_BITS | token index + 1``: the last of a forward's tokens wins,
@@ -360,18 +358,18 @@ each other out."""
 SAMPLE_TOKEN_BITS, SAMPLE_POSITION_BITS, SAMPLE_WRITER_BITS = 22, 21, 20
 
 TAIL_WORDS = 3
-"""What `check` notes of each of the last `SAMPLE_TOKENS` positions that a row reads, for `record` to compare: a sample
-without its writer, 0 for nothing; the slot; and the record's words `STEP_WRITTEN` and `WRITER` as one number."""
+"""Words noted by `check` for each of the last `SAMPLE_TOKENS` positions read by a row, for `record` to compare: a
+sample without its writer, 0 for nothing; the slot; and the record's words `STEP_WRITTEN` and `WRITER` as one number."""
 
 NO_SAMPLE, NOT_SAMPLED = -1, -2
-"""In the place of a token: nothing was sampled for this position, and what was known of it holds no more; nothing is
-said of this position."""
+"""In the place of a token: nothing was sampled for the position, and an earlier sample is void; the position is left as
+known."""
 
 DESCRIPTOR_WORDS = 12
 
 
 class Descriptor(IntEnum):
-    """Word of a source's descriptor (int64 each): `KVSource` as the kernels see it."""
+    """Word of a source's descriptor (int64 each): `KVSource` for kernels."""
 
     ADDRESS = 0
     PAGE_SIZE = 1
@@ -381,7 +379,7 @@ class Descriptor(IntEnum):
     CHUNK_STRIDE = 5
     CHUNK_BYTES = 6
     PRESENT = 7
-    """Slots of a page that have bytes."""
+    """Slots of a page with bytes."""
     SURE = 8
     """1 where other bytes are certain when another token is written: `LOST_WRITE` is judged."""
     EXPONENT = 9
@@ -392,7 +390,7 @@ class Descriptor(IntEnum):
 
 
 LOST_WRITE_BYTES = 32
-"""A source is judged for `LOST_WRITE` from this many bytes a slot: fewer may repeat by chance."""
+"""Smallest slot of a source judged for `LOST_WRITE`: fewer bytes may repeat by chance."""
 
 ROW_WORDS = 16
 
@@ -401,14 +399,14 @@ class Row(IntEnum):
     """Word of a violation row (int64 each)."""
 
     SEQUENCE = 0
-    """Number of this row since start, plus one: how the host tells a fresh row from a stale one."""
+    """Number of the row since start, plus one: tells a fresh row from a stale one."""
     KIND = 1
     REGION = 2
     SOURCE = 3
     """Index of the source, -1 where the finding is not about bytes."""
     SLOT = 4
     POSITION = 5
-    """Position at which the slot is read or written, -1 for the scrub."""
+    """Position of the read or write, -1 for the scrub."""
     TOKEN = 6
     """Token the request expects there, -1 if unknown."""
     STORED_TOKEN = 7
@@ -419,9 +417,9 @@ class Row(IntEnum):
     `TWO_WRITERS` the winner's token index; for `WRITE_INPUT`, and `TOKEN` after a forward, the token that was sampled,
     -1 for none."""
     FOUND_VALUE = 10
-    """Prefix hash or fingerprint that was found; for `READ_TABLE` the number of the table's name."""
+    """The prefix hash or fingerprint found; for `READ_TABLE` the number of the table's name."""
     WRITER = 11
-    """Writer id of the request that reads or writes now, -1 for the scrub."""
+    """Writer id of the reading or writing request, -1 for the scrub."""
     STORED_WRITER = 12
     STEP_WRITTEN = 13
     FREED = 14
@@ -431,7 +429,7 @@ class Row(IntEnum):
 
 
 class Phase(IntEnum):
-    """Which check raised a finding."""
+    """The check that raised a finding."""
 
     PRE_FORWARD = 0
     POST_FORWARD = 1

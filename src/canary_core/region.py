@@ -1,4 +1,4 @@
-"""What is guarded: `KVSource` says where a slot's bytes lie in one tensor, `Region` is a set of slots with sources."""
+"""Guarded memory: `KVSource` locates a slot's bytes in one tensor, `Region` is a set of slots with sources."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -25,21 +25,21 @@ class RegionKind(str, Enum):
     WINDOW = "window"
     """As full, only the last ``window_tokens`` positions are readable."""
     COMPRESSED = "compressed"
-    """One slot for ``tokens_per_slot`` tokens, written when its last token is. Positions of such a region count slots:
+    """One slot for ``tokens_per_slot`` tokens, written with the last of them. Positions of such a region count slots:
     the group ``p`` ends with token ``(p + 1) * tokens_per_slot - 1``, and its slot is that token's slot number in the
     table divided by ``tokens_per_slot``."""
     STATE = "state"
     """One slot per request, rewritten by every forward (recurrent state, rolling rings): recorded after each forward as
-    the state after its last token, compared before the next. Its table is a ring of one slot a row."""
+    the state after the last token, compared before the next. The table is a ring of one slot a row."""
     RING = "ring"
-    """A ring of slots that holds only the latest tokens: the input of a compressor, which makes one entry of each group
-    of ``group_tokens`` tokens. Only a forward that completes a group reads slots: those of the group so far, and of the
-    ``overlap_tokens`` tokens before it. A later token of the same ring overwrites a slot; of several in one forward the
+    """A ring of slots for the latest tokens: the input of a compressor, with one output entry for each group of
+    ``group_tokens`` tokens. Only a forward that completes a group reads slots: those of the group so far, and of the
+    ``overlap_tokens`` tokens before. A later token of the same ring overwrites a slot; of several in one forward the
     last one stays."""
 
 
 class Role(str, Enum):
-    """What a source's bytes are; only `DATA` is sure to change when another token is written."""
+    """Meaning of a source's bytes; only `DATA` is sure to change when another token is written."""
 
     DATA = "data"
     SCALE = "scale"
@@ -49,18 +49,18 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVSource:
-    """Where each slot's bytes lie in one tensor: one affine formula for every pool.
+    """Address of each slot's bytes in one tensor: one affine formula for every pool.
 
-    For slot ``s``: ``page = s // page_size``, ``i = s % page_size``; chunk ``c`` starts at
-    ``tensor.data_ptr() + offset_bytes + page * page_stride_bytes + i * slot_stride_bytes + c * chunk_stride_bytes``
-    and is ``chunk_bytes`` long. The tensor is kept alive; it is never written.
+    For slot ``s``: ``page = s // page_size``, ``i = s % page_size``; chunk ``c`` starts at ``tensor.data_ptr() +
+    offset_bytes + page * page_stride_bytes + i * slot_stride_bytes + c * chunk_stride_bytes`` and is ``chunk_bytes``
+    long. The tensor is kept alive and never written.
 
     ``layer`` and ``half`` ("k", "v", "kv", "k_scale", "index", ...) name the source in findings. ``dtype`` is the
-    element type for the non-finite check; None leaves that check out (packed or quantized bytes).
-    ``present`` is how many slots of each page the tensor holds, all by default; slots beyond it have no bytes (a cache
-    that grows: its index space is the full length, its tensor the length so far).
-    ``part``: which of several sources of one half of a layer this is, where the formula can't say all of it at once (a
-    head of a cache that is transposed within each head); None: the only one.
+    element type for the non-finite check; None leaves the check out (packed or quantized bytes).
+    ``present``: slots of each page held by the tensor, all by default; later slots of a page have no bytes (a growing
+    cache: its index space is the full length, its tensor the length so far).
+    ``part``: number among several sources of one half of a layer, where one formula is not enough (a head of a cache
+    with a transposed layout within each head); None: the only one.
 
     Raises `AttachError` for impossible sizes and for addresses outside of the tensor's storage.
     """
@@ -95,7 +95,7 @@ class KVSource:
 
     @property
     def name(self) -> str:
-        """``half.layer``, e.g. ``k.17``; with its ``part``, where there are several: ``k.17/2``."""
+        """``half.layer``, e.g. ``k.17``; with the ``part``, where there are several: ``k.17/2``."""
         return f"{self.half}.{self.layer}" if self.part is None else f"{self.half}.{self.layer}/{self.part}"
 
     @property
@@ -110,7 +110,7 @@ class KVSource:
 
     @property
     def slot_words(self) -> int:
-        """Words of one slot: how many keys its fingerprint needs."""
+        """32-bit words of one slot: the number of keys of a fingerprint."""
         return self.chunks * self.words_per_chunk
 
     @property
@@ -119,7 +119,7 @@ class KVSource:
         return self.page_size if self.present is None else self.present
 
     def has_bytes(self, slots: Tensor) -> Tensor:
-        """Which of ``slots`` (integer ``[n]``) have bytes in the tensor: bool ``[n]``."""
+        """Whether each of ``slots`` (integer ``[n]``) has bytes in the tensor: bool ``[n]``."""
         return slots % self.page_size < self.present_slots
 
     @property
@@ -135,11 +135,12 @@ class KVSource:
         return 16 if not bits & 15 else 4 if not bits & 3 else 1
 
     def let_go(self) -> None:
-        """The engine gives the tensor up: an empty one of its type and device is kept in its place."""
+        """Releases the tensor when the engine gives it up: an empty tensor of the same type and device takes its
+        place."""
         object.__setattr__(self, "tensor", _nothing(self.tensor.dtype, self.tensor.device))
 
     def first_bytes(self, count: int) -> "KVSource":
-        """This source cut to the first ``count`` bytes of each slot's first chunk."""
+        """A copy of the source, cut to the first ``count`` bytes of each slot's first chunk."""
         return replace(self, chunks=1, chunk_stride_bytes=0, chunk_bytes=min(self.chunk_bytes, count))
 
     def reach_bytes(self, slots: int) -> int:
@@ -173,12 +174,12 @@ class KVSource:
 
 @lru_cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty tensor: one for all sources, of which a cache has many."""
+    """An empty tensor: one for all sources, since a cache has many."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
 class Placement(NamedTuple):
-    """How the slots of a `KVSource` lie in a tensor that takes the place of its own, see there."""
+    """Strides of a `KVSource` in another tensor than its own, as fields of `KVSource`."""
 
     page_stride_bytes: int
     slot_stride_bytes: int
@@ -190,15 +191,15 @@ class Placement(NamedTuple):
 class Region:
     """One guarded set of KV slots with one index space.
 
-    ``slot_map`` (int32 or int64, ``[full slots + 1]``) turns the table's slots into this region's: a sliding-window
-    pool beside a full one. ``null_slot`` is the first of ``null_slots`` padding slots (more
-    than one where an engine pads with a block), never a live token's (None: every slot is live). ``null_reads``: how
-    many of them, from the first one on, attention may read; the others are only written (None: it may read all).
+    ``slot_map`` (int32 or int64, ``[full slots + 1]``) turns the table's slots into the region's: a sliding-window pool
+    beside a full one. ``null_slot`` is the first of ``null_slots`` padding slots (more than one where an engine pads
+    with a block), never a live token's (None: every slot is live). ``null_reads``: number of padding slots, from the
+    first on, that attention may read; the rest are only written (None: all may be read).
     ``tokens_per_slot``: more than 1 for `COMPRESSED`. ``window_tokens``: a token attends to itself and the
-    ``window_tokens - 1`` before it; required for `WINDOW`.
+    ``window_tokens - 1`` tokens before; required for `WINDOW`.
     ``group_tokens`` and ``overlap_tokens``: see `RING`, where the first is required. ``page_ring``: ``(slots, rows)``
-    where each page of ``slots`` slots, as table and map number them, is a ring of ``rows`` slots of this region: number
-    ``n`` is slot ``n // slots * rows + n % rows``. A page begins at a position that ``slots`` divides. None: the rings
+    where each page of ``slots`` slots, as numbered by table and map, is a ring of ``rows`` slots of the region: number
+    ``n`` is slot ``n // slots * rows + n % rows``. A page begins at a position divisible by ``slots``. None: the rings
     are those of the table (`SlotTable.ring_slots`).
 
     Raises `AttachError` if a source does not fit, devices differ, or there are no sources.
@@ -263,8 +264,8 @@ class Region:
 
     @property
     def attention_window(self) -> int:
-        """How many positions attention reads, counted back from the next position and with it; 0: all of them. In a
-        `RING` they are counted back from the first position of the next one's group."""
+        """Number of positions read by attention, counted back from and including the next position; 0: all of them. In
+        a `RING`, counted back from the first position of the next position's group."""
         if self.kind is RegionKind.RING:
             return self.overlap_tokens + 1
         return 2 if self.kind is RegionKind.STATE else self.window_tokens or 0
@@ -287,16 +288,16 @@ class Region:
         return torch.where(status == Status.OK, slot, -1)
 
     def resolve(self, numbers: Tensor, pool_page: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
-        """Slot and `Status` of each of ``numbers`` (integer ``[n]``), as the engine's tables and write lists have them:
-        int64 ``[n]`` each. Where the status isn't OK, the slot is what was found. ``pool_page``: see `SlotTable`.
-        Never waits for the device."""
+        """Slot and `Status` of each of ``numbers`` (integer ``[n]``), numbered as in the engine's tables and write
+        lists: int64 ``[n]`` each. Where the status isn't OK, the slot is the number found. ``pool_page``: see
+        `SlotTable`. Never waits for the device."""
         slot, lost = self.locate(numbers, pool_page)
         return slot, self.status_of(slot, lost)
 
     def locate(self, numbers: Tensor, pool_page: tuple[int, int] | None = None) -> tuple[Tensor, Tensor | None]:
-        """The first half of `resolve`, for those who ask for the status later: the slot of each of ``numbers``, and
-        which of them lead nowhere (beyond the map, or to rows of a pool's page that are not this region's), bool
-        ``[n]``, None where none can."""
+        """The first half of `resolve`, for a later `status_of`: the slot of each of ``numbers``, and whether a number
+        leads nowhere (beyond the map, or to a pool page's rows of another region), bool ``[n]``, None where no number
+        can."""
         slot, lost = numbers.long(), None
         if self.tokens_per_slot > 1:
             slot = torch.where(slot < 0, slot, slot // self.tokens_per_slot)
@@ -315,7 +316,7 @@ class Region:
         return slot, lost
 
     def status_of(self, slots: Tensor, lost: Tensor | None = None) -> Tensor:
-        """`Status` of each of ``slots`` (int64 ``[n]``, this region's own numbers, on any device): int64 ``[n]``.
+        """`Status` of each of ``slots`` (int64 ``[n]``, the region's own numbers, on any device): int64 ``[n]``.
         ``lost``: see `locate`."""
         null = slots < 0
         if self.null_slot is not None:
@@ -324,8 +325,8 @@ class Region:
         return torch.where(beyond, Status.RANGE, torch.where(null, Status.NULL, Status.OK))
 
     def rows(self, slots: Tensor) -> Tensor:
-        """The slots of a ``page_ring`` for ``slots`` as table and map number them; without one, the same numbers.
-        Negative numbers stay what they are."""
+        """The slots of a ``page_ring`` for ``slots`` as numbered by table and map; without a page ring, the same
+        numbers. Negative numbers stay unchanged."""
         if self.page_ring is None:
             return slots
         page, rows = self.page_ring
@@ -348,7 +349,7 @@ class Region:
             raise AttachError(f"region {self.name!r}: null_slot {which} is not one of its {self.slots} slots")
 
     def _require_ring(self) -> None:
-        """Raises `AttachError` unless what is said of a `RING` goes together."""
+        """Raises `AttachError` unless the fields of a `RING` go together."""
         ring = self.kind is RegionKind.RING
         if ring != (self.group_tokens > 0) or self.overlap_tokens < 0 or (self.overlap_tokens and not ring):
             raise AttachError(
@@ -368,10 +369,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
-    """KV memory that is seen but not guarded, with the reason: reported at start-up, never silent.
+    """Unguarded KV memory, with the reason: reported at start-up, never silent.
 
-    ``tensor``: exactly these bytes, as a tensor or a view of one, where that can be said. Then `Coverage` and the audit
-    know where they are, and not only how many.
+    ``tensor``: exactly these bytes, as a tensor or a view, where known: `Coverage` and the audit then know the place,
+    and not only the size.
     """
 
     name: str
@@ -390,7 +391,7 @@ def require_tensor(what: str, value: object) -> None:
 
 
 def require_index_tensor(what: str, tensor: Tensor, device: torch.device, dims: int) -> None:
-    """Raises `AttachError` unless ``tensor`` is int32 or int64 with ``dims`` dimensions, contiguous in its last, on
+    """Raises `AttachError` unless ``tensor`` is int32 or int64 with ``dims`` dimensions, contiguous in the last, on
     ``device``."""
     if is_index_tensor(tensor, device, dims):
         return
@@ -405,7 +406,7 @@ def require_index_tensor(what: str, tensor: Tensor, device: torch.device, dims: 
 
 
 def is_index_tensor(tensor: Tensor, device: torch.device, dims: int) -> bool:
-    """What `require_index_tensor` requires, in one look."""
+    """Whether ``tensor`` fulfils `require_index_tensor`, without the words."""
     return (
         isinstance(tensor, Tensor)
         and tensor.dtype in INDEX_DTYPES
@@ -416,8 +417,8 @@ def is_index_tensor(tensor: Tensor, device: torch.device, dims: int) -> bool:
 
 
 def are_lists(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
-    """Whether each of ``tensors`` that is one is what `require_index_tensor` requires of one dimension, and contiguous.
-    In one function, since each forward's view has several of them."""
+    """Whether every tensor of ``tensors`` is a contiguous index tensor of one dimension (`require_index_tensor`). One
+    call for the several tensors of a forward's view."""
     for tensor in tensors:
         if tensor is not None and not (
             isinstance(tensor, Tensor)

@@ -1,5 +1,5 @@
-"""What authors of plugins test theirs with: the conformance suite, faults, a collector of findings, and what ``canary
-demo`` asks of an engine."""
+"""Tools for tests of a plugin: the conformance suite, faults, a collector of findings, and the interface of ``canary
+demo``."""
 
 from canary_core.config.faults import FaultSpec
 from canary_core.kit.conformance import (

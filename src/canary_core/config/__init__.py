@@ -1,4 +1,4 @@
-"""Every setting: what it may be, what it is, and how users are shown it."""
+"""Every setting: its values, its current value, and its table for users."""
 
 from canary_core.config.config import CanaryConfig, LogFormat, LogLevel, Mode, Untested
 from canary_core.config.shown import Setting, settings, shares_metrics, unknown_variables, variable_of_others

@@ -1,4 +1,4 @@
-"""`CanaryConfig`: every setting, with unit and default. The only place that reads the environment (``CANARY_*``)."""
+"""`CanaryConfig`: every setting, with unit and default. No other module reads the environment (``CANARY_*``)."""
 
 import os
 import tempfile
@@ -45,7 +45,7 @@ HUNT: dict[str, Any] = {
     "store_check": True,
     "read_interval": 1,
 }
-"""Everything that finds sooner, at a price: reads compared, a busier scrub, sweeps, states every step, stores looked at
+"""Settings for earlier findings, at a price: reads compared, a busier scrub, sweeps, states every step, stores compared
 layer by layer, counters read after every forward."""
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -53,11 +53,10 @@ PROFILES: dict[str, dict[str, Any]] = {
     "hunt": HUNT,
     "ci": {**HUNT, "mode": "raise", "audit": 8},
 }
-"""What each profile sets, of what is given neither by a variable nor by an argument. ``watch`` are the defaults."""
+"""Values set by each profile, unless a variable or an argument is given. ``watch`` has the defaults."""
 
 AUDITED_FORWARDS = 4
-"""Forwards that are audited where the engine is newer than tested, unless the setting asks for more: a prefill and
-decodes."""
+"""Forwards audited for an engine newer than tested, unless the setting asks for more: a prefill and decodes."""
 
 _MOST_SLOTS = (1 << 31) - 1
 
@@ -68,20 +67,20 @@ def _readable_faults(text: str) -> str:
 
 
 def _unit(unit: str) -> dict[str, Any]:
-    """What a setting's number counts, kept beside its description for `settings`."""
+    """The unit of a setting, kept beside the description for `settings`."""
     return {"unit": unit}
 
 
 class _ProfileSource(PydanticBaseSettingsSource):
-    """What the profile sets of all that the arguments and the environment leave open: the source that is asked last.
-    Raise mode without a profile is for tests, where nobody waits for a round of the scrub: it has that of ``hunt``."""
+    """Settings source of last resort: the profile's values for everything left open by arguments and environment. Raise
+    mode without a profile is for tests, where nobody waits for a round of the scrub, and gets the scrub of ``hunt``."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """The value of one field, None where the profile leaves it alone."""
+        """The profile's value of one field, None where the profile has none."""
         return self._values().get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
-        """All that the profile sets. Nothing for a profile that there is not: validation says so."""
+        """All values of the profile; empty for an unknown profile, reported by validation."""
         return self._values()
 
     def _values(self) -> dict[str, Any]:
@@ -92,9 +91,9 @@ class _ProfileSource(PydanticBaseSettingsSource):
 
 class CanaryConfig(BaseSettings):
     """Frozen settings. Each field is read from ``CANARY_<NAME>``; an argument wins over the environment, and both win
-    over what the ``profile`` sets.
+    over the ``profile``.
 
-    Build it with `CanaryConfig.load`, which turns pydantic's report into one `ConfigError` sentence per setting.
+    Use `CanaryConfig.load` to build one: pydantic's report becomes one `ConfigError` sentence per setting.
     """
 
     model_config = SettingsConfigDict(env_prefix="CANARY_", frozen=True, extra="forbid", env_ignore_empty=True)
@@ -339,13 +338,13 @@ class CanaryConfig(BaseSettings):
 
     @property
     def untested_engine(self) -> bool:
-        """Whether the engine is newer than tested, so that a failed audit switches Canary off. No setting: see
+        """Whether the engine is newer than tested, so that a failed audit switches Canary off. Not a setting: see
         `for_untested_engine`."""
         return self._untested_engine
 
     def for_untested_engine(self) -> "CanaryConfig":
-        """These settings for an engine that is newer than tested: `untested_engine`, and at least `AUDITED_FORWARDS`
-        forwards audited. Copies that are made of it stay so."""
+        """A copy of the settings for an engine newer than tested: `untested_engine`, and at least `AUDITED_FORWARDS`
+        forwards audited. Further copies keep both."""
         marked = self.model_copy(update={"audit": max(self.audit, AUDITED_FORWARDS)})
         marked._untested_engine = True
         return marked
@@ -373,8 +372,8 @@ class CanaryConfig(BaseSettings):
 
     @classmethod
     def readable(cls) -> "CanaryConfig":
-        """Settings from the environment, with its default in the place of each that is bad: where nothing can start,
-        the others still say where that is to be told."""
+        """Settings from the environment, with defaults in place of bad values: when nothing can start, the good ones
+        still say where to report."""
         defaults: dict[str, Any] = {}
         while True:
             try:

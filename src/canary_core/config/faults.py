@@ -1,4 +1,4 @@
-"""`FaultSpec`: one fault to inject, from text. `CanaryConfig` reads it, so nothing here imports torch."""
+"""`FaultSpec`: one fault to inject, parsed from text. Imports no torch, for `CanaryConfig`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -17,15 +17,15 @@ FaultName = Literal[
     "swap_pages",
     "next_token_swap",
 ]
-"""Every fault, in the order of `FAULTS`, which says what they do."""
+"""Every fault, in the order of `FAULTS`, with descriptions there."""
 
 
 class FaultSpec(BaseModel, frozen=True, extra="forbid"):
     """One fault to inject.
 
-    ``probability`` per forward, after ``warmup`` forwards; ``count`` injections in all, 0 for no limit. ``region`` and
-    ``source`` (``half.layer``, e.g. ``v.3``) aim it, ``rank`` at one of several processes that serve a model,
-    ``replica`` at one of several data-parallel engines; None for any.
+    ``probability`` per forward, after ``warmup`` forwards; ``count`` injections in all, 0 for no limit. Targets, None
+    for any: ``region`` and ``source`` (``half.layer``, e.g. ``v.3``), ``rank`` among the processes of a model,
+    ``replica`` among data-parallel engines.
     """
 
     fault: FaultName
@@ -59,12 +59,12 @@ class FaultSpec(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def parse_all(cls, text: str) -> "list[FaultSpec]":
-        """Those of ``CANARY_FAULTS``, separated by semicolons. Raises `ConfigError`."""
+        """The faults of ``CANARY_FAULTS``, separated by semicolons. Raises `ConfigError`."""
         return [cls.parse(part) for part in text.split(";") if part.strip()]
 
 
 def _sentence(fault: str, problem: Mapping[str, Any]) -> str:
-    """One of pydantic's reports with the fault's name, the key and its value."""
+    """One entry of pydantic's report as a sentence, with the fault's name, the key and its value."""
     (key,) = problem["loc"]
     if key == "fault":
         return f"CANARY_FAULTS: unknown fault {fault!r}; the faults are {', '.join(get_args(FaultName))}"

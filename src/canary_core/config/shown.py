@@ -1,4 +1,4 @@
-"""Settings as users see them: the table of ``canary config``, and variables of the environment that are none."""
+"""Settings for users: the table of ``canary config``, and unknown variables of the environment."""
 
 import difflib
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from canary_core.config.values import BYTE_SIZE
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Variables of the environment that start with ``CANARY_`` and are no setting, each with the setting that has the
-    nearest name; None where none is near. Empty ones count as unset."""
+    """Environment variables with the prefix ``CANARY_`` but no setting, each with the setting of the nearest name; None
+    where none is near. Empty variables count as unset."""
     known = [name.upper() for name in CanaryConfig.model_fields]
     # The source that pydantic-settings itself reads: it gives all variables, with names in lower case.
     given = (name.upper() for name in EnvSettingsSource(CanaryConfig).env_vars)
@@ -23,18 +23,18 @@ def unknown_variables() -> dict[str, str | None]:
 
 
 def shares_metrics() -> bool:
-    """Whether the engine has told prometheus_client that its processes share their metrics: no setting of ours."""
+    """Whether prometheus_client's processes share metrics, by the engine's choice: no setting of Canary's."""
     return bool(variable_of_others("PROMETHEUS_MULTIPROC_DIR"))
 
 
 def variable_of_others(name: str) -> str | None:
-    """A variable of the environment that an engine or a library reads; None where it is not set."""
+    """An environment variable of an engine or a library; None where unset."""
     return EnvSettingsSource(CanaryConfig, env_ignore_empty=False).env_vars.get(name.lower())
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as shown to users. ``values`` lists its choices or names its unit; ``value`` is the current one."""
+    """One setting for users. ``values`` lists the choices or names the unit; ``value`` is the current one."""
 
     variable: str
     values: str
@@ -44,7 +44,7 @@ class Setting:
 
 
 def settings(config: CanaryConfig) -> list[Setting]:
-    """Every setting with the value it has in ``config``, in the order of the fields."""
+    """Every setting with its value in ``config``, in the order of the fields."""
     return [
         Setting(
             variable=f"CANARY_{name.upper()}",
@@ -66,7 +66,7 @@ def _values(annotation: Any, extra: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    """As it would be written in the environment."""
+    """The value as written in the environment."""
     if isinstance(value, tuple):
         return ",".join(value)
     if value is None:

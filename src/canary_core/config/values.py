@@ -1,4 +1,4 @@
-"""Values of settings that are more than a number or a word: `ScrubBudget` and `ListenAddress`."""
+"""Values of settings beyond numbers and words: `ScrubBudget` and `ListenAddress`."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from canary_core.errors import ConfigError
 
 BYTE_SIZE = TypeAdapter(ByteSize)
-"""Reads ``64MiB`` and its like."""
+"""Parses sizes such as ``64MiB``."""
 MOST_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubBudget:
-    """How much the scrub may do: either ``share`` of the time (0 to 1) or ``step_bytes`` after each forward. Prints as
-    it was written."""
+    """Work allowed to the scrub: either a ``share`` of the time (0 to 1) or ``step_bytes`` after each forward. Prints
+    as written."""
 
     share: float | None = None
     step_bytes: int = 0
@@ -53,7 +53,7 @@ class ScrubBudget:
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where a server listens. Prints as it was written."""
+    """Address of a server. Prints as written."""
 
     address: str
     port: int

@@ -1,4 +1,4 @@
-"""`Identities`: what tokens were computed for beside being these tokens, such as a LoRA adapter or a cache salt."""
+"""`Identities`: conditions of a computation beside the tokens, such as a LoRA adapter or a cache salt."""
 
 from collections import OrderedDict
 from hashlib import blake2b
@@ -8,7 +8,8 @@ from canary_core.ops import hashing
 
 class Identities:
     """Identities ↔ anchors of prefix hashes (`BatchView.anchors`). Sequences of two identities must not share slots:
-    with other anchors, a prefix hit across them is a PREFIX finding. The last ``capacity`` are remembered by name."""
+    because anchors differ, a prefix hit across identities is a PREFIX finding. The last ``capacity`` are remembered by
+    name."""
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity
@@ -16,10 +17,11 @@ class Identities:
         self._names: dict[int, str] = {}
 
     def anchor(self, *, lora: str | None = None, cache_salt: str | None = None, extra_key: str | None = None) -> int:
-        """The anchor of sequences with this LoRA adapter, cache salt, and key of the engine's prefix cache; None for
-        none. The same in every process. Without any of them it is the common one.
+        """The anchor of sequences with a LoRA adapter, a cache salt, and a key of the engine's prefix cache; None for
+        none. The same in every process. Without any, the common anchor.
 
-        Findings name an adapter. Of a salt and a key, which may be secrets, they give a digest."""
+        Findings name an adapter. A salt or a key may be a secret, so findings give a digest.
+        """
         given = (lora, cache_salt, extra_key)
         known = self._anchors.get(given)
         if known is not None:
@@ -40,13 +42,13 @@ class Identities:
         return found
 
     def name(self, anchor: int) -> str | None:
-        """The identity with this anchor, in words; None if it was forgotten or never given."""
+        """The identity of an anchor, in words; None if forgotten or never given."""
         return NONE if anchor == hashing.COMMON_ANCHOR else self._names.get(anchor)
 
     def tell(self, token: int, found: int, stored: int) -> tuple[str, str | None] | None:
-        """For a slot that is read as position 0 and holds ``token`` there: the identity of who reads it, whose prefix
-        hash ``found`` would be there, and the identity of which it is, by its own hash ``stored``, None where that
-        was forgotten. None unless the identity is what differs."""
+        """Identities of reader and slot, for a slot read as position 0 that holds ``token`` there: the reader's, with
+        prefix hash ``found``, and the slot's, with recorded hash ``stored``, None where forgotten. None if the two
+        identities are equal, or the reader's is unknown."""
         mixed = hashing.mixed(token, 0)
         own, other = hashing.signed(found - mixed), hashing.signed(stored - mixed)
         name = self.name(own)

@@ -70,7 +70,7 @@ def resolve(
     POOL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`Region.resolve`: slot and status of int64 slot numbers. Null slots are those from ``null_first`` to before
-    ``null_end``. `POOL`: see `launch.TableConstants`."""
+    ``null_end``. `POOL`: see `launches.TableConstants`."""
     POOL_ROWS: tl.constexpr = POOL[0]
     POOL_SLOTS: tl.constexpr = POOL[1]
     RING_PAGE: tl.constexpr = POOL[2]
@@ -162,7 +162,7 @@ def load_head(p_records, slot, m):
 
 @triton.jit
 def split_head(first):
-    """Token and position word (``position * 16 + state``) of a record's first 8 bytes, as int64."""
+    """Token and position word (``position * 32 + state``) of a record's first 8 bytes, as int64."""
     return first.to(tl.int32).to(tl.int64), first >> 32
 
 

@@ -1,6 +1,6 @@
 """plan: which (row, position) pairs a forward reads and writes, and through which slots.
 
-Reads are worked out where they are needed; writes, which three ops need, are planned once, in `RegionState.plan`.
+Reads are worked out where they are needed; writes, which three ops need, are planned once, in `Scratch.plan`.
 """
 
 from dataclasses import dataclass
