@@ -81,12 +81,12 @@ def test_what_was_broken_is_found_and_nothing_else(seed):
 
 
 def test_the_histories_break_and_reload_something():
-    """Over fixed seeds: the test above is not empty, and the kernels do the same as torch."""
+    """Over two seeds that break and reload much: the test above is not empty, and the kernels do the same as torch."""
     totals = torch.zeros(2, dtype=torch.int64)
-    for seed in range(4):
+    for seed in (4, 6):
         broken, found, others, tier = history(seed, "triton")
         assert (sorted(found), others) == (sorted(broken), [])
         assert found == history(seed)[1]
         totals += torch.tensor([len(found), tier.counts("matched")[0]])
-    assert totals[0] > 3
+    assert totals[0] > 10
     assert totals[1] > 40

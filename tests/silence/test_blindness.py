@@ -150,8 +150,9 @@ def test_a_ring_that_is_never_read_is_told(served, monkeypatch):
 
 def test_a_thread_of_incidents_that_does_nothing_is_told(served, monkeypatch):
     """It was started and takes no incident."""
-    monkeypatch.setattr(Investigator, "_run", lambda own: None)
-    served.serve_until(lambda: served.events("alarm_dead"))
+    with monkeypatch.context() as broken:
+        broken.setattr(Investigator, "_run", lambda own: None)
+        served.serve_until(lambda: served.events("alarm_dead"))
     (told,) = served.events("alarm_dead")
     assert "the thread of incidents has not taken it" in told["reason"]
 
