@@ -85,7 +85,7 @@ class Decode:
 
     def post(self) -> None:
         """The records of that decode, whose check ran in another graph."""
-        self.canary.step._record(self.batch)
+        self.canary.step._forward.issue_record(self.batch)
 
     def as_prefilled(self, known_bytes: bool = True) -> None:
         """What is known of the states is what the prefill left."""

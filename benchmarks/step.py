@@ -99,7 +99,8 @@ class Step:
         hooks: dict[str, list[float]] = {"pre_forward": [], "post_forward": [], "end_step": []}
         calls: list[float] = []
         step, marks = self.canary.step, list[float]()
-        after, end_step = step.after, step.end
+        recorder, end_step = step._forward, step.end
+        record = recorder.record
 
         def forward() -> None:
             marks.append(clock())
@@ -110,7 +111,7 @@ class Step:
             return lambda *given: (marks.append(clock()), call(*given))[1]
 
         # The step's own calls, with the time at which each begins.
-        step.after, step.end = marked(after), marked(end_step)  # type: ignore[method-assign]
+        recorder.record, step.end = marked(record), marked(end_step)  # type: ignore[method-assign]
         for i in range(HOST_STEPS + HOST_BATCH):
             if i % HOST_BATCH == 0:
                 torch.cuda.synchronize()
@@ -125,7 +126,7 @@ class Step:
                 seconds = (begun - start + checked - forwarded, recorded - checked, end - recorded)
                 for values, value in zip(hooks.values(), seconds, strict=True):
                     values.append(value * 1e6)
-        step.after, step.end = after, end_step  # type: ignore[method-assign]
+        recorder.record, step.end = record, end_step  # type: ignore[method-assign]
         taken = {**hooks, "all": [sum(values) for values in zip(*hooks.values(), strict=True)], "one_mm": calls}
         medians = {
             name: statistics.median(statistics.mean(values[i : i + AVERAGED]) for i in range(0, len(values), AVERAGED))

@@ -55,8 +55,8 @@ def measure(arm: str) -> dict[str, float]:
         canary = Canary([Region("kv", 4096, (KVSource(pool, "k", 0, 256, 256),))], config)
         step = canary.step
         names = ("check", "read_check", "fingerprint", "record", "fingerprint_record", "scrub")
-        silent = replace(step._backend, **dict.fromkeys(names, lambda *given: None))  # type: ignore[arg-type]
-        step._backend = step._recorder._backend = step.scrub._backend = silent
+        silent = replace(step._recorder._backend, **dict.fromkeys(names, lambda *given: None))  # type: ignore[arg-type]
+        step._forward._backend = step._recorder._backend = step.scrub._backend = silent
         batch = decode(64)
         asker = Asker() if arm == "asked" else None
         for _ in range(2000):

@@ -146,7 +146,7 @@ def test_an_error_of_ours_fails_the_trial(monkeypatch, one_fault):
     heard = Findings()
     honest = Demo(ToyDemo(), "plain", seed=2, requests=SMALL).trial("real_kv_used")
     heard.violations = list(honest.found)
-    heard.canary_event(Event("disabled", "error", {"where": "end_step", "error": "boom", "traceback": "..."}))
+    heard.canary_event(Event("disabled", "error", {"where": "step.end", "error": "boom", "traceback": "..."}))
     judged = demo.judge("real_kv_used", [honest.injection], heard)
     assert judged.found
     assert not judged.passed

@@ -162,5 +162,5 @@ def test_a_record_that_fails_switches_canary_off_and_the_engine_goes_on(served):
     served.step._recorder._backend = replace(served.step._recorder._backend, record=broken, fingerprint_record=broken)
     served.canary.sampled.give(torch.tensor([7]))
     assert not served.canary.enabled
-    assert [event.fields["where"] for event in served.guarded.findings.told("disabled")] == ["post_forward"]
+    assert [event.fields["where"] for event in served.guarded.findings.told("disabled")] == ["step.after"]
     assert served.run() == ["forward"]

@@ -349,7 +349,7 @@ MISUSE = {
 @pytest.fixture
 def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many without an end are a misuse."""
-    monkeypatch.setattr("canary_core.guard.step.UNENDED_FORWARDS", 3)
+    monkeypatch.setattr("canary_core.guard.forward.UNENDED_FORWARDS", 3)
 
 
 @pytest.mark.usefixtures("few_forwards")
@@ -400,8 +400,9 @@ def test_a_view_that_can_not_be_made_points_at_the_adapter(served):
     output = served.step.run(lambda: "output", lambda: replace(request, new_lens=[2]), batch=BATCH)
     assert output == "output"
     (event,) = served.findings.told("disabled")
-    assert event.fields["where"] == "batch"
-    assert event.fields["reason"].startswith("the adapter described what can't be, in batch: batch: new_lens must be")
+    assert event.fields["where"] == "step.run(view=)"
+    expected = "the adapter described what can't be, in step.run(view=): batch: new_lens must be"
+    assert event.fields["reason"].startswith(expected)
 
 
 def test_steps_that_end_are_no_misuse(served, few_forwards):
@@ -470,30 +471,30 @@ def test_what_raises_in_raise_mode_leaves_no_half_step(where):
     assert served.states(*served.request.slots) == [State.WRITTEN] * 2
 
 
-@pytest.mark.parametrize("where", ["batch", "settle", "pre_forward", "post_forward"])
+@pytest.mark.parametrize("where", ["step.run(view=)", "step.run(settle=)", "step.before", "step.after"])
 def test_an_exception_of_ours_switches_off_and_the_forward_goes_on(where):
     """Of whoever makes the view or settles it, or of a plugin around the forward: told with its place."""
 
     class Bad:
         @hookimpl
         def canary_pre_forward(self, canary, batch):
-            if where == "pre_forward":
+            if where == "step.before":
                 raise RuntimeError("no such field")
 
         @hookimpl
         def canary_post_forward(self, canary, batch):
-            if where == "post_forward":
+            if where == "step.after":
                 raise RuntimeError("no such field")
 
     served = Served(Bad())
 
     def view(made: BatchView) -> BatchView:
-        if where == "batch":
+        if where == "step.run(view=)":
             raise RuntimeError("no such field")
         return made
 
     def settle(made: BatchView, output: str) -> None:
-        if where == "settle":
+        if where == "step.run(settle=)":
             raise RuntimeError("no such field")
 
     assert served.run(view=view, settle=settle) == "output"

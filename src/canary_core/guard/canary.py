@@ -111,7 +111,7 @@ class Canary:
         self.step = Step(self, self._switch, self.slots, self._findings)
         """What happens around a forward."""
         self._lookout = Lookout(self._switch, self._findings.read_back, self.witness, self._findings.alarm)
-        self.step.lookout = self._lookout
+        self.step.reader.lookout = self._lookout
         self._start_up: StartUp | None = None
         self.audit.forget = self.slots.forget
         self._attached = on

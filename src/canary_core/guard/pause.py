@@ -56,7 +56,7 @@ class Pause:
 
     def passes(self) -> bool:
         """Whether the forward that comes runs without Canary: then it counts. One that is captured never does."""
-        if not (self.on or self.missed) or capturing(self._device):
+        if capturing(self._device):
             return False
         paused = self.on
         if paused != self.missed:

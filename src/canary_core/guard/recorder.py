@@ -30,9 +30,11 @@ class Recorder:
         config = workspace.config
         self._workspace = workspace
         self._switch = switch
-        self._overhead = overhead
+        self.overhead = overhead
+        """Measures the launches of one forward of many."""
         self._tables = tables
-        self._stores = stores
+        self.stores = stores
+        """Has what layers stored compared with what a forward has left."""
         self._states = workspace.states
         self._backend = workspace.backend
         self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
@@ -66,7 +68,7 @@ class Recorder:
         if beside and late and side is not None and not self.much:
             side.postpone(partial(self._issue_late, view))
         else:
-            with self._workspace.beside(beside), self._overhead.device(self.captured):
+            with self._workspace.beside(beside), self.overhead.device(self.captured):
                 self._issue(view, beside)
 
     def _issue_late(self, view: BatchView) -> None:
@@ -75,7 +77,7 @@ class Recorder:
             try:
                 self._issue(view, beside=True)
             except Exception as error:
-                self._switch.fail("post_forward", error)
+                self._switch.fail("step.after", error)
 
     def _issue(self, view: BatchView, beside: bool) -> None:
         """All launches, on the current stream: ``beside`` the forwards', or theirs."""
@@ -88,7 +90,7 @@ class Recorder:
                 carried = True
                 self._backend.record(state, view, table)
             elif state.readable and self._schedules[name].now:
-                if self._stores.on or (proof.looks and not self.captured):
+                if self.stores.on or (proof.looks and not self.captured):
                     self._fingerprint_and_record(state, view, table)
                 else:
                     self._backend.fingerprint_record(state, view, table)
@@ -100,8 +102,8 @@ class Recorder:
                 record_checkpoints(self._backend, state, view, table)
                 if beside and side is not None:
                     side.reads(table.checkpoints.slots, table.checkpoints.positions)
-        if self._stores.on:
-            self._stores.end(compared=not carried)
+        if self.stores.on:
+            self.stores.end(compared=not carried)
         # A forward has either a scrub or a comparison of tables, so that it has no launch more.
         if not self._tables.took_turn() or self.captured:
             self.scrub.run(self.captured)
@@ -117,7 +119,7 @@ class Recorder:
         looks = proof.looks and not self.captured
         first = proof.writes(state, view) if looks else None
         backend.fingerprint(state, view, table)
-        self._stores.compare(state, view, table)
+        self.stores.compare(state, view, table)
         if first is not None:
             proof.compare(state, first)
         backend.record(state, view, table)

@@ -53,7 +53,7 @@ class SampledTokens:
         hold one token each. Allocates device memory. Never captured."""
         if not self._switch.enabled:
             return False
-        with self._switch.guard("follow the sampler"):
+        with self._switch.guard("sampled.follow"):
             state = _compared(self._workspace.states)
             if state is not None and not capturing(self._workspace.device):
                 state.follow_sampler()
@@ -75,7 +75,7 @@ class SampledTokens:
         """
         if not self._switch.enabled:
             return
-        with self._switch.guard("sampled tokens"):
+        with self._switch.guard("sampled.give"):
             if self._workspace.side is not None:
                 # The sampler is issued; what comes next is small.
                 self._workspace.side.issue_postponed()

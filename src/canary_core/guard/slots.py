@@ -127,7 +127,7 @@ class SlotEvents:
         on."""
         state = self._told("end_lifetime", region)
         if state is not None:
-            with self._switch.guard("end_lifetime"):
+            with self._switch.guard("slots.end_lifetime"):
                 self.workspace.join()
                 self._queue.put_arrival(partial(contents.forget_releases, state))
 
@@ -142,7 +142,7 @@ class SlotEvents:
         state = self._told("copy", region, source=source, destination=destination)
         if state is not None:
             self.audit.claim(region, destination)
-            with self._switch.guard("copy_slots"):
+            with self._switch.guard("slots.copy"):
                 self.workspace.join()
                 apply = partial(contents.copy, self.workspace.backend, state, source, destination)
                 self._queue.put_arrival(apply, source, destination)
@@ -169,7 +169,7 @@ class SlotEvents:
         no slots are left out. Not for slots that will be read: what lies there now would count as right."""
         state = self._told("adopt_bytes", region, slots=slots)
         if state is not None and state.readable and len(slots):
-            with self._switch.guard("adopt_bytes"):
+            with self._switch.guard("slots.adopt_bytes"):
                 self.workspace.join()
                 self._queue.put_arrival(partial(self.workspace.backend.adopt, state, slots), slots)
 
@@ -201,7 +201,7 @@ class SlotEvents:
         state = self._told("expect", region, slots=slots)
         if state is not None:
             self.audit.claim(region, slots, arriving=True)
-            with self._switch.guard("expect_slots"):
+            with self._switch.guard("slots.expect"):
                 self.workspace.join()
                 contents.expect(state, slots)
 
@@ -210,7 +210,7 @@ class SlotEvents:
         records, where the scrub would come by only later. Never captured."""
         state = self._told("check", region, slots=slots)
         if state is not None and state.readable:
-            with self._switch.guard("check_slots"):
+            with self._switch.guard("slots.check"):
                 self.workspace.join()
                 self._queue.settle_arrivals()
                 self.workspace.backend.verify(state, slots)
@@ -244,7 +244,7 @@ class SlotEvents:
             rows = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else 0
             return torch.empty((rows, 0), dtype=torch.int64, device=self.workspace.device)
         if self._switch.enabled:
-            with self._switch.guard("export_slots"):
+            with self._switch.guard("slots.export_records"):
                 if settle:
                     self.workspace.join()
                     self._queue.settle_arrivals()
@@ -262,7 +262,7 @@ class SlotEvents:
             self._count("import_records", region)
             self.workspace.journal.note("import_records", region, {"slots": slots}, writer)
             self.audit.claim(region, slots, arriving=False)
-            with self._switch.guard("import_slots"):
+            with self._switch.guard("slots.import_records"):
                 self.workspace.join()
                 rows = rows.to(slots.device, non_blocking=True)
                 apply = partial(contents.import_records, self.workspace.backend, state, slots, rows, writer)
@@ -330,7 +330,7 @@ class SlotEvents:
         """Lets events that wait for the next forward take effect now, on the current stream, which must be the
         forwards'. Never captured."""
         if self._switch.enabled:
-            with self._switch.guard("settle"):
+            with self._switch.guard("slots.settle"):
                 self.workspace.join()
                 self._queue.settle()
 

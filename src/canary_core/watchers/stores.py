@@ -41,7 +41,7 @@ class StoreCheck:
         """See `Step.stored`."""
         if self._view is None or not self._switch.enabled or capturing(self._workspace.device):
             return
-        with self._switch.guard("stored"):
+        with self._switch.guard("step.stored"):
             for name in self._view.tables:
                 if region not in (None, name):
                     continue

@@ -56,7 +56,7 @@ class TableCheck:
         captured: within a graph it does nothing. In log mode an exception of ours goes no further."""
         if not self.due or capturing(self._workspace.device):
             return
-        with self._switch.guard("compare_tables"):
+        with self._switch.guard("step.tables.compare"):
             if not tables:
                 self.skip()
                 return

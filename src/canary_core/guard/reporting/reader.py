@@ -1,0 +1,47 @@
+"""`Reader`: the host's look, now and then, at what the device has counted and found."""
+
+import time
+
+from canary_core.guard.recorder import Recorder
+from canary_core.guard.reporting.findings import Findings
+from canary_core.guard.reporting.lookout import Lookout
+from canary_core.runtime.workspace import Workspace
+from canary_core.watchers.audit.running import RunningAudit
+from canary_core.watchers.ledger import Ledger
+
+
+class Reader:
+    """Starts a late read of the counters, tells what the last one brought, and does what else is done no more often:
+    sets how far the scrub goes, asks for a probe of the alarm, and has the ledger, the audit and the watch looked at.
+    `ReadTimes` says when."""
+
+    def __init__(
+        self, workspace: Workspace, findings: Findings, recorder: Recorder, audit: RunningAudit, ledger: Ledger
+    ) -> None:
+        self._workspace = workspace
+        self._findings = findings
+        self._recorder = recorder
+        self._scrub = recorder.scrub
+        self._audit = audit
+        self._ledger = ledger
+        self.lookout: Lookout | None = None
+        """Told that forwards go on."""
+
+    def read(self, forwards: int) -> None:
+        """At the end of a step, on the stream of the forwards; never captured, never waits. ``forwards``: how many
+        began on the host so far."""
+        side, captured, now = self._workspace.side, self._recorder.captured, time.monotonic()
+        # What runs beside the engine's stream is read, and told how far to go, where it runs.
+        with self._workspace.beside(side is not None and side.open):
+            snapshot = self._findings.collect()
+            self._scrub.adjust(captured)
+            self._findings.alarm.step(now, not self._scrub.pace.off, captured)
+            self._ledger.send()
+        if self.lookout is not None:
+            self.lookout.look_back(now)
+        self._recorder.overhead.read()
+        self._audit.look(now_and_then=True)
+        if snapshot is not None:
+            self._findings.open(snapshot, forwards)
+            self._scrub.observe(snapshot.counters)
+        self._ledger.read()
