@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support import confusion
+from support import confusion, pages
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -15,7 +15,6 @@ from canary_core.config import CanaryConfig, settings
 from canary_core.desk.cli.app import EXIT_CODES, app
 from canary_core.events import Event
 from canary_core.guard.slots import SlotEvents
-from canary_core.kinds.causes import CONSEQUENCES
 from canary_core.kit.faults.catalogue import FAULTS
 from canary_core.plugins import hookspecs
 from canary_core.records import Kind
@@ -161,27 +160,21 @@ def test_exit_codes_are_those_of_the_help():
     assert all(f"{number} {meaning}" in shown for number, meaning in EXIT_CODES.items())
 
 
-def test_every_kind_of_finding_has_a_section():
-    """docs/findings.md says of each kind, in order, what it means, what usually causes it, and what to do."""
-    sections = re.split(r"^## ", (DOCS / "findings.md").read_text(), flags=re.M)[1:]
-    kinds = {title: text for title, _, text in (s.partition("\n") for s in sections) if re.fullmatch("[a-z_]+", title)}
-    assert list(kinds) == [kind.name.lower() for kind in Kind]
-    for part in ("**What it means.**", "**Usual causes.**", "**What to do next.**"):
-        assert [title for title, text in kinds.items() if part not in text] == []
-    table = (ROOT / "README.md").read_text().partition("## What it finds")[2].partition("## ")[0].rpartition("|")[0]
-    listed = re.findall(r"`(\w+)`", table)
-    assert sorted(listed) == sorted(kinds)
+@pytest.mark.parametrize("page", pages.PARTS)
+def test_pages_say_of_kinds_what_their_files_say(page):
+    """Sections and tables of kinds are made from ``canary_core/kinds``; ``PYTHONPATH=src:tests python -m
+    support.pages`` writes them anew."""
+    assert (ROOT / page).read_text() == pages.text(page)
 
 
-def test_the_table_of_causes_is_the_codes():
-    """docs/incidents.md says which kind follows from which, and by what link; on failure, paste ``table`` there."""
-    rows = ["| cause | may bring, if they share it |", "|---|---|"]
-    for cause, effects in CONSEQUENCES.items():
-        told = (f"{k.name.lower()} ({', '.join(sorted(n.value for n in links))})" for k, links in effects.items())
-        rows.append(f"| `{cause.name.lower()}` | {'; '.join(told)} |")
-    table = "\n".join(rows) + "\n"
-    (found,) = re.findall(r"<!-- causes -->\n(.*?)<!-- /causes -->", (DOCS / "incidents.md").read_text(), re.S)
-    assert found == table
+def test_every_kind_is_on_every_page():
+    """A section that says what it means, what usually causes it, and what to do; and a row of each table."""
+    sections = re.split(r"^## ", pages.sections(), flags=re.M)[1:]
+    assert [section.partition("\n")[0] for section in sections] == [kind.name.lower() for kind in Kind]
+    for part in ("**What it means.** ", "**Usual causes.** ", "**What to do next.** "):
+        assert [section for section in sections if not section.partition(part)[2].strip()] == []
+    for table in (pages.what_it_finds(), pages.consequences(), pages.remedies()):
+        assert {kind.name.lower() for kind in Kind} <= set(re.findall(r"`(\w+)`", table))
 
 
 def test_the_table_of_diagnoses_is_that_of_the_runs():

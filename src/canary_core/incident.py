@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from canary_core.kinds.causes import ORDER
+from canary_core.kinds import registry
 from canary_core.kinds.classes import Diagnosis
 from canary_core.records import Kind
 from canary_core.violation import Violation
@@ -17,7 +17,7 @@ NAMED = 8
 
 @dataclass(slots=True, eq=False)
 class Incident:
-    """Findings of one cause. ``root`` is the first one by cause (`causes.ORDER`), ``findings`` are the first
+    """Findings of one cause. ``root`` is the first one by cause (`precedes`), ``findings`` are the first
     `MOST_KEPT` in the order in which they were told, the root among them; ``kinds`` counts all. ``number`` counts a
     Canary's incidents from 1, 0 until it was told. ``told``: whether its ``incident`` event was due, after which the
     root stays. ``diagnoses``: what probably happened, the surest first; empty until somebody has looked. ``bundle``:
@@ -46,7 +46,7 @@ class Incident:
         """All findings but the root, by kind, causes first."""
         rest = dict(self.kinds)
         rest[self.root.kind] -= 1
-        return {kind: rest[kind] for kind in sorted(rest, key=ORDER.__getitem__) if rest[kind]}
+        return {kind: rest[kind] for kind in registry.load() if rest.get(kind)}
 
     def add(self, violation: Violation) -> None:
         """One more finding of the same cause."""
@@ -102,7 +102,8 @@ _OF_THE_ROOT = (
 def precedes(one: Violation, other: Violation) -> bool:
     """Whether ``one`` comes before ``other`` in a chain of causes: an earlier forward; in one forward what was so
     before it, then what it did, then what happened after it; of these an earlier kind."""
-    return (one.step, one.phase, ORDER[one.kind]) < (other.step, other.phase, ORDER[other.kind])
+    first, second = registry.of(one.kind).place, registry.of(other.kind).place
+    return (one.step, one.phase, first) < (other.step, other.phase, second)
 
 
 def total(incidents: Iterable[Incident]) -> dict[Kind, int]:

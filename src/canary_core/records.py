@@ -165,7 +165,7 @@ class NullBytes(IntEnum):
 
 
 class Kind(IntEnum):
-    """Kind of a finding. The value is the index of its counter."""
+    """Kinds of findings; `canary_core.kinds` has a file for each. The value is the index of its counter."""
 
     SLOT_RANGE = 0
     """A table names a slot beyond the region."""

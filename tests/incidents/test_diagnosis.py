@@ -7,7 +7,8 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_core import Kind
-from canary_core.kinds.classes import CLASSES, SURE
+from canary_core.kinds.classes import SURE
+from canary_core.kinds.registry import classes
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def first(guarded):
     guarded.decode()
     guarded.canary.drain()
     (incident,) = guarded.canary.incidents
-    assert all(d.sure in SURE and d.name in CLASSES and d.evidence for d in incident.diagnoses)
+    assert all(d.sure in SURE and classes()[d.name] is d.what and d.evidence for d in incident.diagnoses)
     return incident, incident.diagnoses[0]
 
 
@@ -220,5 +221,4 @@ def test_what_a_connector_brought_back_wrong_is_named():
     (incident,) = tier.g.canary.incidents
     (diagnosis,) = incident.diagnoses
     assert (incident.root.kind, diagnosis.name, diagnosis.sure) == (Kind.ARRIVAL, "load_back", "likely")
-    assert diagnosis.name in CLASSES
     assert "1 of 4 sources differs: layer 0 V" in diagnosis.evidence[0]

@@ -8,6 +8,8 @@ from support.any_finding import FINDINGS
 
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.incident import Incident
+from canary_core.kinds import registry
+from canary_core.kinds.classes import UNKNOWN
 
 
 @settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -19,6 +21,7 @@ def test_a_diagnosis_has_no_none_and_no_empty_name(found):
         incident.add(violation)
     incident.diagnoses = diagnose(incident, None, ())
     assert incident.diagnoses
+    assert {d.what for d in incident.diagnoses} <= {*registry.of(incident.root.kind).classes, UNKNOWN}
     for text in (str(incident), *(text for d in incident.diagnoses for text in d.evidence)):
         text = re.sub(r"None of these|request -1\b|request (0|77)\b", "NAME", text)
         assert "None" not in text

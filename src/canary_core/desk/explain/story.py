@@ -13,8 +13,9 @@ from canary_core.desk.explain.timeline import Moment, timeline
 from canary_core.desk.incidents.bundle import Bundle, redacted, state_of
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.evidence import Evidence, fingerprints
-from canary_core.desk.incidents.patterns import Pattern, patterns
+from canary_core.desk.incidents.patterns import patterns
 from canary_core.incident import Incident
+from canary_core.kinds.case import Pattern
 from canary_core.kinds.classes import Diagnosis
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER
 from canary_core.region import RegionKind

@@ -6,10 +6,10 @@ from itertools import groupby, pairwise
 
 from canary_core.desk.incidents.evidence import Evidence
 from canary_core.incident import Incident
+from canary_core.kinds.facts import NAMELESS
 from canary_core.ops.histories import Happening
 from canary_core.records import FREED_BY, HISTORY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER, Phase, State
 from canary_core.runtime.journal import Entry
-from canary_core.violation import NAMELESS
 
 _TOLD = {
     "alloc": "handed out",

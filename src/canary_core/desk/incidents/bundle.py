@@ -35,12 +35,13 @@ import torch
 from torch import Tensor
 
 from canary_core.desk.incidents.circumstances import Circumstances
-from canary_core.desk.incidents.evidence import Copy, Evidence, SourceFacts
-from canary_core.desk.incidents.patterns import Pattern
+from canary_core.desk.incidents.evidence import Evidence, SourceFacts
 from canary_core.desk.incidents.slot_history import call_fields, call_of, life_of, life_rows
 from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.incident import Incident
+from canary_core.kinds import registry
+from canary_core.kinds.case import Copy, Pattern
 from canary_core.kinds.classes import Diagnosis
 from canary_core.ops import hashing
 from canary_core.records import POSITION, PREFIX_HASH, TOKEN, Kind, Phase, State
@@ -313,7 +314,8 @@ class Bundle:
     @property
     def diagnoses(self) -> list[Diagnosis]:
         """As they were worked out when the bundle was written."""
-        return [Diagnosis(d["diagnosis"], d["sure"], tuple(d["evidence"])) for d in self.incident["diagnoses"]]
+        told, known = self.incident["diagnoses"], registry.classes()
+        return [Diagnosis(known[d["diagnosis"]], d["sure"], tuple(d["evidence"])) for d in told]
 
     def rebuilt(self) -> Incident:
         """The incident, as far as the bundle tells."""
@@ -440,7 +442,7 @@ def _numbers(lines: Sequence[str], columns: int) -> Tensor:
 
 def violation_of(fields: Mapping[str, Any]) -> Violation:
     """A finding from `Violation.fields`. Raises KeyError, TypeError or ValueError for what is none."""
-    values = {name: fields[name] for name in Violation.__slots__ if name in fields}
+    values = {name: fields[name] for name in Violation.__dataclass_fields__ if name in fields}
     values["kind"], values["phase"] = Kind[fields["kind"].upper()], Phase[fields["phase"].upper()]
     if "stored_state" in values:
         values["stored_state"] = State[fields["stored_state"].upper()]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from canary_core.batch import BatchView
 from canary_core.incident import Incident
+from canary_core.kinds.case import Copy
 from canary_core.ops import hashing, histories
 from canary_core.ops.histories import Happening
 from canary_core.ops.state import RegionState
@@ -63,17 +64,6 @@ class SourceFacts:
     chunks: int
     chunk_bytes: int
     words: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """The bytes that were found in ``slot`` of ``source`` are those that the records say belong to ``other_slot`` of
-    ``other_source``."""
-
-    slot: int
-    source: str
-    other_slot: int
-    other_source: str
 
 
 @dataclass(slots=True, eq=False)

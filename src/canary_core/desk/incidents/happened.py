@@ -1,10 +1,10 @@
-"""What happened to slots before an incident: by what the device noted of each, else by the calls that the host saw. The
-slots of those are not always sure."""
+"""Events of slots before an incident: by the device's notes of each slot, else by the calls that the host saw, whose
+slots are not always sure."""
 
 from collections.abc import Sequence
 
 from canary_core.desk.incidents.evidence import Evidence
-from canary_core.violation import Violation
+from canary_core.kinds.facts import Facts
 
 
 def last_of_all(evidence: Evidence, slots: Sequence[int], event: str, noted: str) -> int | None:
@@ -26,7 +26,7 @@ def _last_call(evidence: Evidence, slots: Sequence[int], event: str) -> int | No
     return calls[-1].step if calls and slots and told.issuperset(slots) else None
 
 
-def handed_out_late(evidence: Evidence, root: Violation) -> str:
+def handed_out_late(evidence: Evidence, root: Facts) -> str:
     """Whether the slot was handed out again shortly before."""
     life = evidence.life(root.slot)
     if life:

@@ -15,11 +15,12 @@ from canary_core.desk.incidents.bundle import Dossier, write_aftermath, write_bu
 from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.evidence import Taken, take
-from canary_core.desk.incidents.patterns import Pattern, patterns
+from canary_core.desk.incidents.patterns import patterns
 from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
 from canary_core.incident import Incident
+from canary_core.kinds.case import Pattern
 from canary_core.runtime.streams import capturing
 
 MOST_WAITING = 8

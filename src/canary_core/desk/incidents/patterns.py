@@ -1,12 +1,12 @@
-"""What the bytes of a damaged slot look like: a flipped bit, zeros, NaN, all the same, or another slot's."""
+"""`patterns`: shapes of damaged bytes: a flipped bit, zeros, NaN, one byte all over, or none of these."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from canary_core.desk.incidents.evidence import Evidence, SourceFacts, fingerprints, keys
+from canary_core.kinds.case import Pattern
 from canary_core.ops import hashing
 
 MOST_BITS = 4
@@ -15,42 +15,13 @@ MOST_BITS = 4
 _NUMBERS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """The bytes of one slot in one source, which are not what was recorded.
-
-    shape: ``bit`` (few bits of one word), ``word`` (one word), ``two_bits`` (one bit in each of two words), ``zeros``,
-    ``constant`` (every byte the same), ``nan`` (most numbers are NaN or infinite), ``other``.
-    words, old, new: which 32-bit words changed, as they were and as they are, where the fingerprint's algebra tells:
-    a sum of words times odd keys, so one changed word leaves ``difference / key`` behind. byte: the value of a
-    ``constant``. not_finite: share of the numbers that are NaN or infinite.
-    """
-
-    slot: int
-    source: str
-    shape: str
-    words: tuple[int, ...] = ()
-    old: tuple[int, ...] = ()
-    new: tuple[int, ...] = ()
-    byte: int | None = None
-    not_finite: float = 0.0
-
-    @property
-    def bits(self) -> tuple[int, ...]:
-        """The bits that changed, counted from the slot's first one."""
-        out = []
-        for word, old, new in zip(self.words, self.old, self.new, strict=True):
-            out += [word * 32 + bit for bit in range(32) if (old ^ new) >> bit & 1]
-        return tuple(out)
-
-
 MOST_PATTERNS = 192
 """Slots and sources that are looked at: it takes a thread a millisecond each."""
 
 
 def patterns(evidence: Evidence) -> Iterator[Pattern]:
-    """Of slots and sources whose bytes were taken and differ from what was recorded: of all, or of `MOST_PATTERNS` from
-    everywhere among them."""
+    """The pattern of each slot and source whose bytes were taken and differ from what was recorded; of at most
+    `MOST_PATTERNS`, from everywhere among them."""
     differs = evidence.differs[evidence.read] if evidence.read else evidence.differs[:0]
     places = differs.nonzero().tolist()
     for place, column in places[:: max(1, -(-len(places) // MOST_PATTERNS))]:

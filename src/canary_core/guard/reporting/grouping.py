@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from canary_core.events import Event
 from canary_core.incident import Incident, total
-from canary_core.kinds.causes import CONSEQUENCES, NEAR_STEPS, Link, links
+from canary_core.kinds import registry
+from canary_core.kinds.links import NEAR_STEPS, Link
 from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 
@@ -29,6 +30,7 @@ class Incidents:
     """
 
     def __init__(self, tell: Callable[[Event], None], limit: int, tell_incident: Callable[[Incident], None]) -> None:
+        registry.load()
         self._tell_event = tell
         self._limit = limit
         self._tell_incident = tell_incident
@@ -179,5 +181,5 @@ def _follows(link: Link, violation: Violation, incident: Incident) -> bool:
         return False
     if incident.told:
         # What was told before is the cause, or the same.
-        return any(link in CONSEQUENCES[kind].get(violation.kind, ()) for kind in incident.kinds)
-    return any(link in links(kind, violation.kind) for kind in incident.kinds)
+        return any(link in registry.of(kind).brings.get(violation.kind, ()) for kind in incident.kinds)
+    return any(link in registry.links(kind, violation.kind) for kind in incident.kinds)

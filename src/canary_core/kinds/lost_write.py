@@ -1,0 +1,79 @@
+"""`lost_write`: a forward should have written the slot, and its bytes are what they were before."""
+
+from collections.abc import Iterator
+
+from canary_core.kinds.case import Case
+from canary_core.kinds.classes import Class, Diagnosis
+from canary_core.kinds.facts import counted
+from canary_core.kinds.finding_kind import FindingKind, Sentence
+from canary_core.kinds.links import OWNERS, Link
+from canary_core.kinds.page import KERNEL, Page, Wrong
+from canary_core.records import Kind
+
+LOST_WRITE = Class(
+    "lost_write",
+    "a store that never ran, or went elsewhere, in all layers",
+    ("vllm#43869", "sglang#32477", "vllm#47282"),
+    ("Look at the slot list of that forward, and at findings of other slots in the same step.",),
+)
+
+LOST_WRITE_OF_A_LAYER = Class(
+    "lost_write_of_a_layer",
+    "a store of one layer or half that never ran, or went elsewhere",
+    ("vllm#47282", "sglang#38031"),
+    ("Look at this layer's store: its mask, its grid, a condition that skips it.",),
+)
+
+
+def _diagnose(case: Case) -> Iterator[Diagnosis]:
+    lost = case.of(Kind.LOST_WRITE)
+    sources = sorted({v.source for v in lost if v.source})
+    layers = {v.layer for v in lost}
+    listed = ", ".join([*sources[:4], *(["..."] if len(sources) > 4 else [])])
+    where = f" of {listed}" if listed else ""
+    told = [f"{len({v.slot for v in lost})} slots{where} were not written at step {case.root.step}"]
+    elsewhere = case.of(Kind.BYTES)
+    if elsewhere:
+        slot = counted("slot", elsewhere[0].slot)
+        told.append(f"the bytes of {slot} changed at the same time: the store may have gone there")
+    everything = len(sources) == case.sources if case.sources else len(layers) > 1
+    yield Diagnosis(LOST_WRITE if everything else LOST_WRITE_OF_A_LAYER, "likely", tuple(told))
+
+
+KIND = FindingKind(
+    kind=Kind.LOST_WRITE,
+    place=140,
+    sentences=(
+        Sentence(
+            "{reader} should have written {token} at {position} to {where}, whose bytes are what they were before: "
+            "the store went elsewhere or never ran."
+        ),
+    ),
+    brings={
+        Kind.LOST_WRITE: {Link.STEP, *OWNERS},
+        Kind.UNWRITTEN: OWNERS,
+        Kind.BYTES: {Link.STEP, *OWNERS},
+    },
+    diagnose=_diagnose,
+    classes=(LOST_WRITE, LOST_WRITE_OF_A_LAYER),
+    page=Page(
+        wrong=Wrong.WRITE,
+        means="""
+        A forward should have written the slot, and its bytes are what they were before.
+        """,
+        causes="""
+        The store went to another place, or did not run. `bytes` findings elsewhere at the same time show where it went.
+        """,
+        next_steps="""
+        Look at the store of this layer and half: its slot list, its mask, its grid. Two tokens with the very same
+        embedding look like a lost write, too; the engine plugins dismiss those, also where tensor-parallel ranks have
+        the rows.
+
+        **Where it is not seen.** Hybrid models whose groups of layers take turns on the same memory (vLLM,
+        Transformers' continuous batching): in a slot that another group had before, this group does not know what the
+        bytes were. With `CANARY_STORE_CHECK` (in the profiles `hunt` and `ci`) it looks at them as they are handed out,
+        and the write is told.
+        """,
+        remedies=(KERNEL,),
+    ),
+)

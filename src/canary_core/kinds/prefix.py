@@ -1,0 +1,49 @@
+"""`prefix`: the slot's prefix is not the prefix of the slot before it: it belongs to another sequence."""
+
+from canary_core.kinds.finding_kind import FindingKind, Sentence
+from canary_core.kinds.links import READ
+from canary_core.kinds.page import TABLE, Page, Wrong
+from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
+from canary_core.records import Kind
+
+KIND = FindingKind(
+    kind=Kind.PREFIX,
+    place=180,
+    sentences=(
+        Sentence(
+            "{reader} will read {position} from {where}, which {writer} computed{written} for another identity: "
+            "{stored_identity}; {reader} has {identity}. A prefix hit across identities: the key of the prefix cache "
+            "lacks what tells them apart.",
+            when=lambda v: bool(v.identity),
+        ),
+        Sentence(
+            "{reader} will read {position} from {where}, whose prefix is not the one before it: it belongs to a "
+            "sequence that {writer} wrote{written}."
+        ),
+    ),
+    brings={
+        Kind.PREFIX: READ,
+    },
+    diagnose=read_wrongly,
+    classes=READ_WRONGLY,
+    page=Page(
+        wrong=Wrong.READ,
+        means="""
+        The slot, or the whole row, belongs to another sequence: its prefix hash does not continue the hash of the slot
+        before it.
+        """,
+        causes="""
+        A stale page table. A wrong match of a prefix. A page that two requests got.
+        """,
+        next_steps="""
+        Token and position of the slot may be right; what came before it is not. `stored_request` is the sequence that
+        it belongs to. For a recurrent state it means that the state is not the one of this prefix.
+
+        With `identity` the tokens are right, and were computed for something else: another LoRA adapter, cache salt or
+        extra key (`stored_identity`). One finding is told for each such hit, at position 0. Look at the key of the
+        prefix cache: what tells the two apart is not in it. Adapters are told by their name or id. Of salts and keys,
+        which may be secrets, a digest is told: the same one is the same text.
+        """,
+        remedies=(TABLE,),
+    ),
+)
