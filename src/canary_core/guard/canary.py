@@ -134,7 +134,7 @@ class Canary:
             from canary_core.watchers.ledger import Ledger
 
             self._ledger = Ledger(self, self.slots, self._switch)
-            self.step.late.append(self._ledger)
+            self.step.reader.late.append(self._ledger)
         return self._ledger
 
     @property

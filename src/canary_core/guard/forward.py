@@ -12,7 +12,6 @@ from canary_core.records import Clock
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import Switch
-from canary_core.watchers.ledger import Ledger
 
 UNENDED_FORWARDS = 1024
 """Forwards without an `Step.end`, after which it counts as forgotten: nothing that they find is told."""
@@ -21,7 +20,6 @@ UNENDED_FORWARDS = 1024
 class Facade(Protocol):
     """What a step needs of its `Canary`, which plugins are told of."""
 
-    ledger: Ledger
     sampled: SampledTokens
 
     def tell_stats(self) -> None:

@@ -11,7 +11,7 @@ from canary_core.guard.listener import Listeners, StepListener
 from canary_core.guard.overhead import Overhead
 from canary_core.guard.pause import Pause
 from canary_core.guard.recorder import Recorder
-from canary_core.guard.reporting.findings import Findings
+from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.read_times import ReadTimes
 from canary_core.guard.reporting.reader import Reader
 from canary_core.guard.slots import SlotEvents
@@ -61,7 +61,7 @@ class Step:
     a forward, `Pause` lets forwards pass by.
     """
 
-    def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Findings) -> None:
+    def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Reporter) -> None:
         workspace, config = slots.workspace, slots.workspace.config
         self._canary = canary
         self._switch = switch
@@ -93,7 +93,7 @@ class Step:
         """How often `end` was called."""
         self._listeners = Listeners(switch)
         self._reads_at = ReadTimes(config, workspace.device)
-        self.reader = Reader(workspace, findings, self._recorder, slots.audit, canary.ledger)
+        self.reader = Reader(workspace, findings, self._recorder, slots.audit)
         """Reads what the device has counted and found."""
 
     @property

@@ -21,7 +21,7 @@ def always(found: Facts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence on what happened and what usually causes it, for findings for which ``when`` holds. Names in braces are
+    """A sentence on what happened and its usual cause, for findings for which ``when`` holds. Names in braces are
     those of `Facts.words`."""
 
     text: str

@@ -3,27 +3,26 @@
 import time
 
 from canary_core.guard.recorder import Recorder
-from canary_core.guard.reporting.findings import Findings
+from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.runtime.workspace import Workspace
 from canary_core.watchers.audit.running import RunningAudit
-from canary_core.watchers.ledger import Ledger
+from canary_core.watchers.late import Late
 
 
 class Reader:
     """Starts a late read of the counters, tells what the last one brought, and does what else is done no more often:
-    sets how far the scrub goes, asks for a probe of the alarm, and has the ledger, the audit and the watch looked at.
+    sets how far the scrub goes, asks for a probe of the alarm, and has the audit and the watch looked at.
     `ReadTimes` says when."""
 
-    def __init__(
-        self, workspace: Workspace, findings: Findings, recorder: Recorder, audit: RunningAudit, ledger: Ledger
-    ) -> None:
+    def __init__(self, workspace: Workspace, findings: Reporter, recorder: Recorder, audit: RunningAudit) -> None:
         self._workspace = workspace
         self._findings = findings
         self._recorder = recorder
         self._scrub = recorder.scrub
         self._audit = audit
-        self._ledger = ledger
+        self.late: list[Late] = []
+        """Watchers that are read with the counters."""
         self.lookout: Lookout | None = None
         """Told that forwards go on."""
 
@@ -36,7 +35,8 @@ class Reader:
             snapshot = self._findings.collect()
             self._scrub.adjust(captured)
             self._findings.alarm.step(now, not self._scrub.pace.off, captured)
-            self._ledger.send()
+            for late in self.late:
+                late.send()
         if self.lookout is not None:
             self.lookout.look_back(now)
         self._recorder.overhead.read()
@@ -44,4 +44,5 @@ class Reader:
         if snapshot is not None:
             self._findings.open(snapshot, forwards)
             self._scrub.observe(snapshot.counters)
-        self._ledger.read()
+        for late in self.late:
+            late.read()
