@@ -3,12 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from canary_core.adapters import BatchAdapter, PoolAdapter
 from canary_core.batch import BatchView, ReadTable, SlotTable, StateCheckpoints
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
 from canary_core.events import Event, Level
-from canary_core.guard.attach import attach, report_unguarded
 from canary_core.guard.canary import Canary
 from canary_core.guard.listener import StepListener
 from canary_core.guard.sampling import SampledTokens
@@ -26,6 +24,8 @@ from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
 
 if TYPE_CHECKING:
+    from canary_core.adapters import BatchAdapter, PoolAdapter
+    from canary_core.guard.attach import attach, report_unguarded
     from canary_core.ops.payload import PayloadCheck, PayloadLayout, PayloadRecords, check_payload, fingerprint_bytes
     from canary_core.ops.record_buffers import RecordBuffers
     from canary_core.patches import Patches
@@ -113,6 +113,8 @@ __all__ = [
 ]
 
 _WHEN_ASKED = {
+    "adapters": ("BatchAdapter", "PoolAdapter"),
+    "guard.attach": ("attach", "report_unguarded"),
     "ops.payload": ("PayloadCheck", "PayloadLayout", "PayloadRecords", "check_payload", "fingerprint_bytes"),
     "ops.record_buffers": ("RecordBuffers",),
     "patches": ("Patches",),

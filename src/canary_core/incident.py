@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from canary_core.kinds import registry
-from canary_core.kinds.classes import Diagnosis
 from canary_core.records import Kind
 from canary_core.violation import Violation
+
+if TYPE_CHECKING:
+    from canary_core.kinds.classes import Diagnosis
 
 MOST_KEPT = 512
 """Findings that an incident keeps; more are counted."""
@@ -33,7 +36,7 @@ class Incident:
     pages: set[tuple[str, int]] = field(default_factory=set)
     requests: dict[str, None] = field(default_factory=dict)
     told: bool = False
-    diagnoses: tuple[Diagnosis, ...] = ()
+    diagnoses: "tuple[Diagnosis, ...]" = ()
     bundle: str | None = None
 
     @property

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from canary_core.errors import AttachError
 from canary_core.guard.slot_arguments import SlotArguments
-from canary_core.ops import contents, cross_region, payload
+from canary_core.ops import contents, payload
 from canary_core.ops.payload import PayloadLayout
-from canary_core.ops.record_buffers import RecordBuffers
 from canary_core.ops.state import RegionState
 from canary_core.records import POSITION, STEP_WRITTEN, UNPARKED, State
 from canary_core.region import KVSource, Placement
@@ -19,6 +18,9 @@ from canary_core.runtime.event_queue import QueuedEvent
 from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.watchers.audit.running import RunningAudit
+
+if TYPE_CHECKING:
+    from canary_core.ops.record_buffers import RecordBuffers
 
 Owner = int | Callable[[], int | Tensor]
 """Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
@@ -223,6 +225,8 @@ class SlotEvents:
         other = self._state(source, "expect_prefix")
         state = self._told("expect_prefix", region, slots=slots, lengths=lengths, writers=writers)
         if state is not None and other is not None:
+            from canary_core.ops import cross_region
+
             cross_region.expect_sequences(state, other, slots, lengths=lengths, writers=writers)
 
     def payload_layout(self, region: str) -> PayloadLayout | None:
@@ -268,15 +272,19 @@ class SlotEvents:
                 apply = partial(contents.import_records, self.workspace.backend, state, slots, rows, writer)
                 self._queue.put_arrival(apply, slots, rows)
 
-    def record_buffers(self, region: str) -> RecordBuffers:
+    def record_buffers(self, region: str) -> "RecordBuffers":
         """What is known of all slots of ``region``, as tables that a transfer engine can send beside the KV. They are
         this Canary's own and go on changing: not to be written to, but for their stamps. Raises `AttachError` for a
         region that is not guarded."""
+        from canary_core.ops.record_buffers import RecordBuffers
+
         return RecordBuffers.of(self._require(region))
 
-    def empty_buffers(self, region: str) -> RecordBuffers:
+    def empty_buffers(self, region: str) -> "RecordBuffers":
         """Tables of the same shape with nothing in them, to receive such rows. Raises `AttachError` for a region that
         is not guarded."""
+        from canary_core.ops.record_buffers import RecordBuffers
+
         return RecordBuffers.inbox(self._require(region))
 
     def carry_over(self, old: "SlotEvents", region: str, source: Tensor, destination: Tensor) -> None:

@@ -3,16 +3,19 @@
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from canary_core.errors import CanaryError
-from canary_core.kinds.classes import UNKNOWN, Class
-from canary_core.kinds.finding_kind import FindingKind, always
-from canary_core.kinds.links import Link
 from canary_core.records import Kind
+
+if TYPE_CHECKING:
+    from canary_core.kinds.classes import Class
+    from canary_core.kinds.finding_kind import FindingKind
+    from canary_core.kinds.links import Link
 
 
 @cache
-def load() -> Mapping[Kind, FindingKind]:
+def load() -> "Mapping[Kind, FindingKind]":
     """All kinds, from causes to effects. A Canary calls it at its start, so that no file is read when something is
     found. Raises `CanaryError` where a kind has no file, or a wrong one."""
     kinds = [_read(kind) for kind in Kind]
@@ -23,26 +26,30 @@ def load() -> Mapping[Kind, FindingKind]:
     return {kind.kind: kind for kind in sorted(kinds, key=lambda kind: kind.place)}
 
 
-def of(kind: Kind) -> FindingKind:
+def of(kind: Kind) -> "FindingKind":
     """The `FindingKind` of ``kind``."""
     return load()[kind]
 
 
 @cache
-def links(one: Kind, other: Kind) -> frozenset[Link]:
+def links(one: Kind, other: Kind) -> "frozenset[Link]":
     """Links that two findings of these kinds may have, whichever is the cause: findings of one read come in no causal
     order."""
     return frozenset(of(one).brings.get(other, frozenset()) | of(other).brings.get(one, frozenset()))
 
 
 @cache
-def classes() -> Mapping[str, Class]:
+def classes() -> "Mapping[str, Class]":
     """All classes that a diagnosis may name, by name."""
+    from canary_core.kinds.classes import UNKNOWN
+
     named = {what.name: what for kind in load().values() for what in kind.classes}
     return {**named, UNKNOWN.name: UNKNOWN}
 
 
-def _read(kind: Kind) -> FindingKind:
+def _read(kind: Kind) -> "FindingKind":
+    from canary_core.kinds.finding_kind import FindingKind, always
+
     name = f"canary_core.kinds.{kind.name.lower()}"
     try:
         found = import_module(name).KIND

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,8 +10,10 @@ from torch import Tensor
 from canary_core.batch import BatchView, ReadTable, SlotTable
 from canary_core.errors import ConfigError
 from canary_core.ops.blocks import BlockShape
-from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.state import RegionState
+
+if TYPE_CHECKING:
+    from canary_core.ops.compile_process import CompileProcess
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
 EventOp = Callable[[RegionState, Tensor, int | Tensor, int], None]
@@ -50,7 +53,7 @@ class Backend:
     """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
     compile_together: Callable[[Callable[[], None]], None] | None = None
     """Compiles what the ops that a function calls need, side by side, and launches none of them."""
-    compile_beside: Callable[[Callable[[], None], Sequence[CompileProcess]], CompileProcess | None] | None = None
+    compile_beside: "Callable[[Callable[[], None], Sequence[CompileProcess]], CompileProcess | None] | None" = None
     """Has another process compile that, but for what the given ones compile; None where nothing is left."""
 
 

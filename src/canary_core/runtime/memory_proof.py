@@ -3,14 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.state import RegionState
-from canary_core.ops.torch import plan
 from canary_core.records import STEP_WRITTEN, Descriptor, Status
+
+if TYPE_CHECKING:
+    from canary_core.ops.torch.plan import Places
 
 LOOKED_FORWARDS = 16
 """First forwards of a region that are looked at, at most."""
@@ -106,6 +109,8 @@ class MemoryProof:
         planned = state.scratch.plan[: min(view.tokens, TOKENS), 0]
         writes = planned > 0
         places, read = _sample(state, view, table)
+        from canary_core.ops.torch import plan
+
         _, status = plan.lookup(state.region, table, places)
         bad = (read & (status != Status.OK)).sum() + (writes & ((planned >> 32) - 1 != Status.OK)).sum()
         self._add(self.tallies[self.rows[name]][:1], (read.sum() + writes.sum())[None], bad[None], (1, 2))
@@ -132,8 +137,10 @@ class MemoryProof:
         tallies += torch.stack(((count > 0).long(), failed.long(), count, bad), dim=1)
 
 
-def _sample(state: RegionState, view: BatchView, table: SlotTable) -> tuple[plan.Places, Tensor]:
+def _sample(state: RegionState, view: BatchView, table: SlotTable) -> "tuple[Places, Tensor]":
     """`PLACES` positions of each of the first `ROWS` requests, and which of them the forward reads."""
+    from canary_core.ops.torch import plan
+
     rows = plan.rows(state.region, view, table)
     count = min(view.rows, ROWS)
     first, end = rows.read_first[:count, None], rows.prefix[:count, None]
