@@ -3,7 +3,7 @@
 Each step rewrites all bytes of its requests' states, so a look reads them once to fingerprint them and once more
 before the next forward. By arithmetic, at 4.15 TB/s: 64 requests of Qwen3-Next's shape (36 layers of 2 MiB and 48 KiB)
 are 4.9 GB, so either pass is 1.2 ms. Measured on an H200 (torch 2.11, triton 3.6, commit efd0125): 1.25 ms to
-fingerprint and 1.26 ms to compare by the tile that is kept (`kernels.tiles.LONG_TILE`); docs/tuning.md has the others.
+fingerprint and 1.26 ms to compare by the tile that is kept (`kernels.tiles.LONG_TILE`); history/tuning.md has others.
 Both passes for one decode of 256 (``CANARY_STATE_INTERVAL``) are 0.01 ms a step by arithmetic; to each step come the
 launches for the mapping and for marking bytes as not known.
 """

@@ -22,16 +22,18 @@ from canary_core.records import Kind
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 EXAMPLES = ROOT / "examples"
+HISTORY = ROOT / "benchmarks" / "history"
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
         *DOCS.rglob("*.md"),
+        *HISTORY.glob("*.md"),
         *ROOT.glob("plugins/*/*.md"),
         *EXAMPLES.glob("*.md"),
         *EXAMPLES.glob("*/*.md"),
     ]
 )
-TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]
+TODAY = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent != HISTORY]
 """Pages about what is, not what was."""
 
 page_of_today = pytest.mark.parametrize("page", TODAY, ids=lambda p: str(p.relative_to(ROOT)))
@@ -76,6 +78,13 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_evidence_is_short():
+    """docs/evidence.md has what holds, and the table of blindness; the sittings before are in benchmarks/history."""
+    text = (DOCS / "evidence.md").read_text()
+    assert len(text.splitlines()) <= 300
+    assert "\n## Blindness" in text
+
+
 @page_of_today
 def test_python_examples_parse(page):
     """No example has a typing error."""
@@ -97,11 +106,12 @@ def test_links_lead_somewhere(page):
     assert lost == []
 
 
-def test_every_page_is_in_the_index():
-    """docs/README.md leads to each page."""
-    index = DOCS / "README.md"
-    named = {(DOCS / t).resolve() for t in re.findall(r"\]\(([^)#\s]+)", index.read_text())}
-    assert [str(p.relative_to(ROOT)) for p in sorted(DOCS.rglob("*.md")) if p != index and p not in named] == []
+@pytest.mark.parametrize("folder", [DOCS, HISTORY], ids=lambda f: f.name)
+def test_every_page_is_in_the_index(folder):
+    """A folder's README.md leads to each of its pages."""
+    index = folder / "README.md"
+    named = {(folder / t).resolve() for t in re.findall(r"\]\(([^)#\s]+)", index.read_text())}
+    assert [str(p.relative_to(ROOT)) for p in sorted(folder.rglob("*.md")) if p != index and p not in named] == []
 
 
 @page_of_today

@@ -54,7 +54,8 @@ VERIFY_TILE = WRITE_TILE = Tile(32, 1, 1, sum_words=4, stages=4, programs=0)
 # that were loaded. Columns are 4 words for each thread of all warps: then a thread has the same words of all sources,
 # and adds them up without the others.
 LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
-"""It has many warps, since few requests make few programs; docs/tuning.md has the tiles it was measured against."""
+"""It has many warps, since few requests make few programs; benchmarks/history/tuning.md has what it was measured
+against."""
 LOOKED_UP = 128
 """Tokens of a batch that a program looks at together for long slots."""
 
