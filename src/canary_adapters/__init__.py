@@ -7,13 +7,16 @@ pools and tables neither read from a device nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint
-from canary_adapters.block_breaches import BlockBreach, report_breaches
-from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort
+from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breaches, report_breaches
+from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
 from canary_adapters.block_lists import BlockLists, GivenBlocks, RequestBlocks, metadata_blocks, moved_states
+from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
+from canary_adapters.layer_numbers import layer_numbers
 from canary_adapters.lengths import PrefixLens, UniformLens
+from canary_adapters.lmcache import lmcache_storage
 from canary_adapters.on_stream import OnStream
 from canary_adapters.pools import (
     GrowingPool,
@@ -29,6 +32,7 @@ from canary_adapters.pools import (
 )
 from canary_adapters.probe import ProbedPiece, probe_layout
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
+from canary_adapters.sampled_tokens import sampled_tokens
 from canary_adapters.sources import (
     CHECKED_DTYPES,
     PackedPage,
@@ -40,7 +44,7 @@ from canary_adapters.sources import (
     row_source,
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
-from canary_adapters.token_table import TABLE_STEP, token_table, unknown_tokens
+from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
 from canary_core.ops.upload import upload
 
 __all__ = [
@@ -52,7 +56,11 @@ __all__ = [
     "BlockEvents",
     "BlockGroup",
     "BlockLists",
+    "BlockLoad",
+    "BlockMessage",
+    "BlockReplay",
     "BlockSort",
+    "BlockSweep",
     "DraftForwards",
     "EmbeddedRequests",
     "EmbeddingFilter",
@@ -70,17 +78,22 @@ __all__ = [
     "Part",
     "PrefixLens",
     "ProbedPiece",
+    "Prompts",
     "RegionPool",
     "RequestBlocks",
     "RollCall",
     "RowPool",
     "UniformLens",
     "WindowPool",
+    "add_event",
     "answer",
     "block_table",
+    "count_breaches",
     "default_store",
     "growing_source",
     "kv_layers",
+    "layer_numbers",
+    "lmcache_storage",
     "metadata_blocks",
     "moved_states",
     "packed_page_padding",
@@ -92,6 +105,7 @@ __all__ = [
     "require_disjoint",
     "ring_table",
     "row_source",
+    "sampled_tokens",
     "slot_table",
     "stacked_layers",
     "token_table",

@@ -1,10 +1,15 @@
 """What a scheduler must not say of its blocks, whatever they hold, as findings."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from canary_adapters.block_events import BlockGroup
-from canary_core import Canary, Kind, Phase, Violation
+from canary_core import Canary, Event, Kind, Phase, Violation
+
+MOST_BREACHES = 32
+"""Breaches of one sweep that are told; what comes after them usually has the same cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +19,39 @@ class BlockBreach:
     rule: str
     block: int
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSweep:
+    """One look at a scheduler's blocks: how many are cached, and what is wrong."""
+
+    cached: int
+    breaches: tuple[BlockBreach, ...]
+
+    @classmethod
+    def of(cls, cached: int, breaches: Iterable[BlockBreach]) -> "BlockSweep":
+        """The first `MOST_BREACHES` of ``breaches``."""
+        return cls(cached, tuple(islice(breaches, MOST_BREACHES)))
+
+    def report(self, canary: Canary, group: BlockGroup) -> None:
+        """Tells what was found, and that there was a sweep. ``group``: one that has the blocks."""
+        new = report_breaches(canary, group, self.breaches)
+        canary.tell(Event("sweep", "warning" if new else "info", {"nodes": self.cached, "findings": new}))
+        canary.count("sweeps")
+
+
+def count_breaches(counts: Mapping[int, int], held: Counter[int], free: Counter[int]) -> Iterator[BlockBreach]:
+    """Where reference counts contradict what has the blocks. ``counts``: of each block. ``held``: how many requests
+    have it; others may have it, too. ``free``: how often it is in the free list."""
+    for block, count in counts.items():
+        if count < 0:
+            yield BlockBreach("ref_negative", block, f"block {block} was released {-count} times too often")
+        if held[block] > max(count, 0):
+            yield BlockBreach("ref_low", block, f"{held[block]} requests have block {block}, its count says {count}")
+        if free[block] and count > 0:
+            yield BlockBreach("in_use_free", block, f"block {block} is in the free list, and its count says {count}")
+        if free[block] > 1:
+            yield BlockBreach("free_twice", block, f"block {block} is in the free list more than once")
 
 
 def report_breaches(canary: Canary, group: BlockGroup, breaches: Sequence[BlockBreach]) -> int:

@@ -25,6 +25,16 @@ class BlockEvent:
     group: int | None = None
 
 
+def add_event(events: list[BlockEvent], new: BlockEvent) -> None:
+    """``new`` happened after ``events``: one more, or part of the last one where it is the same request's of the same
+    sort. Without blocks it is none."""
+    last = events[-1] if events else None
+    if last is not None and (last.sort, last.request, last.group) == (new.sort, new.request, new.group):
+        last.blocks += new.blocks
+    elif new.blocks:
+        events.append(new)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
     """A region of which an engine hands out blocks. ``number``: that of the engine's group. ``block``: slots of one."""

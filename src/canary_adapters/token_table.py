@@ -1,6 +1,6 @@
 """The requests' own tokens as `BatchView.expected_tokens`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,3 +33,47 @@ def unknown_tokens(rows: int, longest: int, device: torch.device) -> Tensor:
     through `Tensor.numpy`, whose views cost a fifth of torch's, and copy it with ``to(device, non_blocking=True)``."""
     width = -(-min(longest, MOST_TOKENS // rows) // TABLE_STEP) * TABLE_STEP
     return torch.full((rows, width), UNKNOWN, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+
+
+class Prompts:
+    """The prompts of an engine's requests, by name, as expected tokens of the forwards that compute them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._prompts: dict[str, Tensor] = {}
+        # Those whose prompt may not be computed whole yet.
+        self._open: set[str] = set()
+
+    def give(self, request: str, tokens: Tensor) -> None:
+        """``tokens``, int64 ``[n]`` on the host, are the prompt of ``request``, which begins."""
+        self._prompts[request] = tokens
+        self._open.add(request)
+
+    def again(self, request: str) -> None:
+        """The prompt of ``request`` is computed anew, as after a preemption."""
+        if request in self._prompts:
+            self._open.add(request)
+
+    def drop(self, request: str) -> None:
+        """The request is over."""
+        self._prompts.pop(request, None)
+        self._open.discard(request)
+
+    def table(
+        self, requests: Sequence[str], computed: Callable[[], Sequence[int]], new: Sequence[int]
+    ) -> Tensor | None:
+        """`token_table` of those of ``requests`` that compute their prompt. ``computed``, ``new``: tokens that each has
+        before the forward, and gets by it; the host's idea of them, which may be too high. None if no request computes
+        its prompt, as in decode, which costs next to nothing."""
+        if self._open.isdisjoint(requests):
+            return None
+        prompts = [self._prompts.get(name) for name in requests]
+        counts = computed()
+        ends = [count + more for count, more in zip(counts, new, strict=True)]
+        open_ = [prompt is not None and count < len(prompt) for prompt, count in zip(prompts, counts, strict=True)]
+        self._open.difference_update(name for name, is_open in zip(requests, open_, strict=True) if not is_open)
+        if not any(open_):
+            return None
+        longest = max(end for end, is_open in zip(ends, open_, strict=True) if is_open)
+        known = [prompt if is_open else None for prompt, is_open in zip(prompts, open_, strict=True)]
+        return token_table(known, int(longest), self._device)

@@ -123,8 +123,8 @@ def test_requests_with_embeddings_are_known():
     requests.notice(output)
     assert "given" in requests.embedded
     assert "text" not in requests.embedded
-    assert requests.expected(["given"], lambda: [0], [2]) is None
-    assert requests.expected(["text"], lambda: [0], [2]) is not None
+    assert requests.prompts.table(["given"], lambda: [0], [2]) is None
+    assert requests.prompts.table(["text"], lambda: [0], [2]) is not None
 
 
 @LLAMA

@@ -52,15 +52,6 @@ def test_requests_that_get_each_others_token_are_named(engine):
 
 
 @pytest.mark.without_engine
-def test_what_follows_the_last_token_comes_last():
-    """vLLM lists what follows a row's drafts from the left; rows with fewer of them move to the right."""
-    tokens = torch.tensor([[11, 12, 13], [21, -1, -1], [31, 32, -1]], dtype=torch.int32)
-    given = sampled.to_the_right(tokens, [2, 0, 1])
-    assert given.tolist() == [[11, 12, 13], [-1, -1, 21], [-1, 31, 32]]
-    assert sampled.to_the_right(tokens, [2, 2, 2]) is tokens
-
-
-@pytest.mark.without_engine
 def test_what_was_rejected_or_is_of_an_unfinished_prompt_is_left_out():
     """The V2 runner's rejected tokens and chunks of prompts: -1, and the row's number."""
     output = SimpleNamespace(

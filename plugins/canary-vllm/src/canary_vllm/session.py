@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import BlockLists, DraftForwards, EmbeddingFilter, EmbeddingShards, Mark, moved_states, upload
+from canary_adapters import (
+    BlockLists,
+    BlockReplay,
+    DraftForwards,
+    EmbeddingFilter,
+    EmbeddingShards,
+    Mark,
+    moved_states,
+    upload,
+)
 from canary_core import (
     BatchAdapter,
     BatchView,
@@ -26,7 +35,6 @@ from canary_core import (
     report_unguarded,
 )
 from canary_vllm.allocator import messages
-from canary_vllm.allocator.lifetime import Lifetime
 from canary_vllm.arrivals.loads import Loads
 from canary_vllm.batches import sampled
 from canary_vllm.batches.forward import Prepared, V1Batches, V2Batches, padding
@@ -93,7 +101,7 @@ class Session:
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK
-        self.lifetime = Lifetime(self.canary, self.groups, self.requests, config.lifetime)
+        self.lifetime = BlockReplay(self.canary, self.groups, self.requests.writers.id, config.lifetime)
         self._shards = EmbeddingShards(partial(embeddings.part, runner), lambda: self.canary.forwards)
         names = [r.name for r in regions]
         self._filter = EmbeddingFilter(self._shards.row, self._shards, names, self.requests.embedded)

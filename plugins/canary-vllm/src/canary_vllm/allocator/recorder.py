@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from canary_adapters import BlockEvent, BlockSort
+from canary_adapters import BlockEvent, BlockLoad, BlockMessage, BlockSort, add_event
 from canary_core import Event, Patches, emit
 from canary_vllm.allocator import messages
-from canary_vllm.allocator.messages import Load, Message
 from canary_vllm.prefix_cache.structure import sweep
 
 
@@ -33,7 +32,7 @@ class BlockRecorder:
     def __init__(self, scheduler: Any, sweep_interval: int = 0) -> None:
         self._sweep_interval = sweep_interval
         self._manager, self._requests = scheduler.kv_cache_manager, scheduler.requests
-        self._message = Message(0)
+        self._message = BlockMessage(0)
         self._request: str | None = None
         self._fresh: set[int] = set()
         self._patches = Patches(self._guard)
@@ -61,7 +60,7 @@ class BlockRecorder:
         new = [self._requests.get(request.req_id) for request in output.scheduled_new_reqs]
         self._message.salts = {r.request_id: r.cache_salt for r in new if getattr(r, "cache_salt", None)}
         messages.attach(output, self._message)
-        self._message = Message(self._message.number + 1, broken=self._message.broken)
+        self._message = BlockMessage(self._message.number + 1, broken=self._message.broken)
         self._fresh.clear()
 
     def close(self) -> None:
@@ -72,14 +71,8 @@ class BlockRecorder:
         self._put(sort, [block.block_id for block in blocks if not block.is_null], group)
 
     def _put(self, sort: BlockSort, numbers: list[int], group: int | None = None) -> None:
-        if not numbers or self._message.broken is not None:
-            return
-        events = self._message.events
-        last = events[-1] if events else None
-        if last is not None and (last.sort, last.request, last.group) == (sort, self._request, group):
-            last.blocks += numbers
-        else:
-            events.append(BlockEvent(sort, self._request, numbers, group))
+        if self._message.broken is None:
+            add_event(self._message.events, BlockEvent(sort, self._request, numbers, group))
 
     def _touched(self, _: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
         self._note("share", blocks)
@@ -164,7 +157,7 @@ class BlockRecorder:
         # With embeddings in the place of tokens the prefix can't be known.
         if getattr(request, "prompt_embeds", None) is None:
             tokens = list(request.all_token_ids[: first + brought])
-            self._message.loads.append(Load(request.request_id, tokens, first, brought_to))
+            self._message.loads.append(BlockLoad(request.request_id, tokens, first, brought_to))
 
     @contextmanager
     def _guard(self, where: str) -> Iterator[None]:

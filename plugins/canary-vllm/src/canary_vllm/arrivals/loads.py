@@ -1,14 +1,12 @@
 """`Loads`: tells the ledger what a connector may store, and what it brings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from canary_adapters import upload
+from canary_adapters import BlockLoad, BlockMessage, upload
 from canary_core import Arrival, Canary, Origin, Patches
-from canary_vllm.allocator.messages import Load, Message
 from canary_vllm.arrivals.held import Held, computed_before
 from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors
@@ -18,10 +16,10 @@ from canary_vllm.pools.pool import Group
 class Loads:
     """For one runner whose engine has a connector, whichever it is.
 
-    The scheduler says which blocks a connector will fill, and with which tokens (`Message.loads`). Where the request is
-    computed in the same step, the connector loads while the forward runs: the blocks are expected before it, and they
-    are there when the runner asks the connector for errors. Else the request waits until they are there, and is
-    computed in a later step: before that forward they are there.
+    The scheduler says which blocks a connector will fill, and with which tokens (`BlockMessage.loads`). Where the
+    request is computed in the same step, the connector loads while the forward runs: the blocks are expected before it,
+    and they are there when the runner asks the connector for errors. Else the request waits until they are there, and
+    is computed in a later step: before that forward they are there.
 
     What may be stored are the complete blocks of each forward: whatever a connector stores, and when, is among them.
     """
@@ -35,11 +33,11 @@ class Loads:
         self._origin = origin
         # With asynchronous scheduling the host learns a step late which of them were accepted.
         self._held = Held(requests.blocks, 2 * drafted + 1 if drafted else 0)
-        self._waiting: dict[str, list[Load]] = {}
+        self._waiting: dict[str, list[BlockLoad]] = {}
         self._landing: list[tuple[Arrival, frozenset[int]]] = []
         self._patches = Patches(canary.guard)
 
-    def scheduled(self, output: Any, message: Message | None) -> None:
+    def scheduled(self, output: Any, message: BlockMessage | None) -> None:
         """Before the forward of ``output``, after the events of ``message`` were told."""
         if not self._patches.done:
             connector = connectors.instance()
@@ -48,7 +46,7 @@ class Loads:
         self._held.notice(output)
         for name in output.finished_req_ids:
             self._waiting.pop(name, None)
-        now: dict[str, list[Load]] = {}
+        now: dict[str, list[BlockLoad]] = {}
         for load in message.loads if message is not None else ():
             now.setdefault(load.request, []).append(load)
         for name, computed in computed_before(output):
@@ -94,20 +92,8 @@ class Loads:
             # The next load may write to blocks that were given back meanwhile.
             self._canary.slots.settle()
 
-    def _arrivals(self, load: Load, computed: int) -> Sequence[tuple[Arrival, frozenset[int]]]:
-        """What ``load`` brings to each region, with the numbers of its blocks. ``computed``: how many tokens of the
-        request count as computed now; what is beyond failed, or is computed again."""
-        tokens = load.tokens[:computed]
-        position = np.arange(load.first, len(tokens))
-        found = []
+    def _arrivals(self, load: BlockLoad, computed: int) -> Iterator[tuple[Arrival, frozenset[int]]]:
         for group in self._groups:
-            if not len(position) or group.number >= len(load.blocks):
-                continue
-            blocks = np.array(load.blocks[group.number], dtype=np.int64)
-            block = blocks[position // group.block - load.first // group.block]
-            slots = np.where(block > 0, block * group.block + position % group.block, -1)
-            writer, anchor = self._requests.writers.id(load.request), self._requests.writers.anchor(load.request)
-            on_device = upload(slots.tolist(), self._canary.device)
-            arrival = Arrival(group.region, on_device, tokens, self._origin, group.block, anchor, writer)
-            found.append((arrival, frozenset(block.tolist())))
-        return found
+            found = load.arrival(group, computed, self._origin, self._requests.writers, self._canary.device)
+            if found is not None:
+                yield found

@@ -55,7 +55,7 @@ class V1Batches(BatchAdapter[Any]):
             positions=runner.positions[:tokens],
             writers=self._requests.ids(names),
             tables=tables,
-            expected_tokens=self._requests.expected(names, computed, new),
+            expected_tokens=self._requests.prompts.table(names, computed, new),
             anchors=self._requests.writers.anchors(names, prefix_lens.device),
         )
 
@@ -92,7 +92,7 @@ class V2Batches(BatchAdapter[Prepared]):
             positions=inputs.positions[:tokens],
             writers=self._requests.ids(names),
             tables=tables,
-            expected_tokens=self._requests.expected(names, most.tolist, new),
+            expected_tokens=self._requests.prompts.table(names, most.tolist, new),
             anchors=self._requests.writers.anchors(names, prefix_lens.device),
         )
 

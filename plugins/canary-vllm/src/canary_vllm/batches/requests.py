@@ -1,12 +1,12 @@
 """`Requests`: what a runner's process knows of the requests by the scheduler's own messages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canary_adapters import EmbeddedRequests, RequestBlocks, token_table, upload
+from canary_adapters import EmbeddedRequests, Prompts, RequestBlocks, upload
 from canary_core import Writers
 from canary_vllm.allocator import messages
 
@@ -20,9 +20,7 @@ class Requests:
     def __init__(self, writers: Writers, device: torch.device) -> None:
         self.writers = writers
         self._device = device
-        self._prompts: dict[str, Tensor] = {}
-        # Those whose prompt may not be computed whole yet.
-        self._open: set[str] = set()
+        self.prompts = Prompts(device)
         self.blocks = RequestBlocks()
         self.embedded = EmbeddedRequests()
         self._names: list[str] = []
@@ -31,14 +29,14 @@ class Requests:
     def notice(self, output: Any) -> None:
         """Takes the scheduler's message for the next forward."""
         for name in output.finished_req_ids:
-            self._prompts.pop(name, None)
-            self._open.discard(name)
+            self.prompts.drop(name)
             self.blocks.drop(name)
         cached = output.scheduled_cached_reqs
         for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if more is not None:
                 (self.blocks.give if name in cached.resumed_req_ids else self.blocks.extend)(name, more)
-        self._open.update(name for name in output.scheduled_cached_reqs.resumed_req_ids if name in self._prompts)
+        for name in cached.resumed_req_ids:
+            self.prompts.again(name)
         for new in output.scheduled_new_reqs:
             self.blocks.give(new.req_id, new.block_ids)
             # Another request may have had this name; a session's next turn drops the end of its last answer.
@@ -51,8 +49,7 @@ class Requests:
             if getattr(new, "prompt_embeds", None) is not None:
                 self.embedded.add(new.req_id)
             elif tokens is not None:
-                self._prompts[new.req_id] = upload(tokens, torch.device("cpu"))
-                self._open.add(new.req_id)
+                self.prompts.give(new.req_id, upload(tokens, torch.device("cpu")))
 
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to. The requests
@@ -61,23 +58,3 @@ class Requests:
             self._names = list(names)
             self._ids = upload([self.writers.id(name) for name in names], self._device, torch.int32)
         return self._ids
-
-    def expected(
-        self, names: Sequence[str], computed: Callable[[], Sequence[int]], new: Sequence[int]
-    ) -> Tensor | None:
-        """The requests' own tokens by position for those that compute their prompt, as
-        `BatchView.expected_tokens`. ``computed``, ``new``: tokens that each has before the forward, and gets by it; the
-        host's idea of them, which may be too high. None if no request computes its prompt, as in decode, which costs
-        next to nothing."""
-        if self._open.isdisjoint(names):
-            return None
-        prompts = [self._prompts.get(name) for name in names]
-        counts = computed()
-        ends = [count + more for count, more in zip(counts, new, strict=True)]
-        open_ = [prompt is not None and count < len(prompt) for prompt, count in zip(prompts, counts, strict=True)]
-        self._open.difference_update(name for name, is_open in zip(names, open_, strict=True) if not is_open)
-        if not any(open_):
-            return None
-        longest = max(end for end, is_open in zip(ends, open_, strict=True) if is_open)
-        known = [prompt if is_open else None for prompt, is_open in zip(prompts, open_, strict=True)]
-        return token_table(known, int(longest), self._device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import upload
+from canary_adapters import sampled_tokens
 
 Given = tuple[Tensor, Sequence[int]]
 """Tokens ``[rows, n]``, and rows whose token is no one's: prompts that are not at their end."""
@@ -17,7 +17,7 @@ def of_v1(runner: Any, output: Any, drafts: Any) -> Given:
     """``output`` of `_sample`; ``drafts``: the metadata of what was drafted, None for nothing."""
     tokens: Tensor = output.sampled_token_ids
     without = runner.discard_request_mask.np[: len(tokens)].nonzero()[0].tolist()
-    return to_the_right(tokens, None if drafts is None else drafts.num_draft_tokens), without
+    return sampled_tokens(tokens, None if drafts is None else drafts.num_draft_tokens), without
 
 
 def of_v2(output: Any, inputs: Any) -> Given:
@@ -29,14 +29,4 @@ def of_v2(output: Any, inputs: Any) -> Given:
     if tokens.shape[1] > 1:
         tokens = tokens.where(torch.arange(tokens.shape[1], device=tokens.device) < output.num_sampled[:, None], -1)
         drafts = (inputs.cu_num_logits_np[1 : rows + 1] - inputs.cu_num_logits_np[:rows] - 1).tolist()
-    return to_the_right(tokens, drafts), unfinished.nonzero()[0].tolist()
-
-
-def to_the_right(tokens: Tensor, drafts: Sequence[int] | None) -> Tensor:
-    """``tokens`` ``[rows, n]`` with what follows a row's last new token in the last column. vLLM has what follows its
-    first draft in the first one. ``drafts``: how many each row has."""
-    columns = tokens.shape[1]
-    if drafts is None or all(count + 1 == columns for count in drafts):
-        return tokens
-    column = torch.arange(columns, device=tokens.device) + (upload(drafts, tokens.device)[:, None] + 1 - columns)
-    return tokens.gather(1, column.clamp(min=0)).where(column >= 0, -1)
+    return sampled_tokens(tokens, drafts), unfinished.nonzero()[0].tolist()

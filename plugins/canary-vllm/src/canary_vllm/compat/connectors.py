@@ -1,21 +1,11 @@
 """What the plugin asks of a KV connector, and what is known of those that vLLM brings along."""
 
-import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from canary_adapters import lmcache_storage
 from canary_core import Origin
-
-LMCACHE_SHARED = (
-    "remote_url", "remote_storage_plugins", "storage_plugins", "external_backends", "local_disk", "enable_p2p",
-    "enable_pd", "enable_xpyd", "gds_path", "weka_path", "maru_path", "enable_controller", "remote_config_url",
-)  # fmt: skip
-"""Settings of LMCache that let others store where it loads from: servers, other engines, disks of earlier runs, and
-settings that a server may add. Old names are among them."""
-LOSSY = ("cachegen", "kivi")
-"""Its serializers that do not give back what they were given."""
 
 
 def origin(runner: Any, private: Sequence[str]) -> Origin | None:
@@ -44,31 +34,10 @@ def _simple_offloading(extra: Mapping[str, Any]) -> tuple[bool, bool]:
     return extra.get("backend", "cpu") != "cpu", False
 
 
-def _lmcache(extra: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Its settings are in a file, in the environment, and in vLLM's configuration; the last one counts."""
-    settings: dict[str, Any] = {}
-    path = os.environ.get("LMCACHE_CONFIG_FILE")
-    if path:
-        settings |= pkgutil.resolve_name("yaml:safe_load")(Path(path).read_text()) or {}
-    for variable, value in os.environ.items():
-        if variable.startswith("LMCACHE_"):
-            settings[variable.removeprefix("LMCACHE_").lower()] = value
-    settings |= {k.removeprefix("lmcache.").lower(): v for k, v in extra.items() if k.startswith("lmcache.")}
-    shared = any(_on(settings.get(name)) for name in LMCACHE_SHARED)
-    # A storage that is chosen in here only.
-    shared = shared or "enable_nixl_storage" in str(settings.get("extra_config"))
-    lossy = str(settings.get("remote_serde", "")).lower() in LOSSY or _on(settings.get("enable_blending"))
-    return shared, lossy
-
-
-def _on(value: Any) -> bool:
-    return str(value).strip().lower() not in ("", "none", "null", "false", "0", "no", "off", "[]", "{}")
-
-
 _KNOWN: Mapping[str, Callable[[Mapping[str, Any]], tuple[bool, bool]]] = {
     "OffloadingConnector": _offloading,
     "SimpleCPUOffloadConnector": _simple_offloading,
-    "LMCacheConnectorV1": _lmcache,
+    "LMCacheConnectorV1": lmcache_storage,
 }
 """Connector: whether others may store there, and whether what it brings is not bit by bit what it was given. Of all
 others it is not known, so they count as shared."""

@@ -1,7 +1,6 @@
 """One attention layer: what it keeps, and vLLM's own operation that stores into its cache."""
 
 import inspect
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,18 +77,6 @@ def _scales_in(impl: Any, cache: Tensor) -> Iterator[None]:
         yield
     finally:
         impl._k_scale_cache, impl._v_scale_cache = kept
-
-
-def number(name: str) -> int:
-    """The number of the layer that vLLM calls ``name``, such as ``model.layers.3.self_attn.attn``."""
-    found = re.findall(r"\.(\d+)\.", f".{name}.")
-    return int(found[0]) if found else 0
-
-
-def numbers(names: Sequence[str]) -> dict[str, int]:
-    """The number of each layer; all are counted where two have the same, as two attentions of one block."""
-    given = {name: number(name) for name in names}
-    return given if len(set(given.values())) == len(given) else {name: i for i, name in enumerate(names)}
 
 
 def element_type(layer: Any, cache: Tensor) -> torch.dtype | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_adapters import BlockGroup, JoinedPools, Part, RegionPool, row_source
+from canary_adapters import BlockGroup, JoinedPools, Part, RegionPool, layer_numbers, row_source
 from canary_core import AttachError, KVSource, PoolAdapter, Region, RegionKind, Uncovered
 from canary_vllm.compat import layers, runners
 from canary_vllm.pools.layout import Layouts
@@ -115,7 +115,7 @@ class VLLMPool(PoolAdapter):
     def _states(self, names: Sequence[str], number: int, page: int) -> Region:
         """The recurrent states of a group: each layer's tensors have a row for each block. ``page``: tokens after which
         a request goes on in another block, and the state before stays in the prefix cache; 1 where it has one block."""
-        every, given = runners.layers(self._runner), layers.numbers(names)
+        every, given = runners.layers(self._runner), layer_numbers(names)
         sources = [
             row_source(tensor, Part(half, given[name]))
             for name in names
@@ -127,7 +127,7 @@ class VLLMPool(PoolAdapter):
         return Region(region, blocks, tuple(sources), kind=RegionKind.STATE, null_slot=0)
 
     def _sources(self, names: Sequence[str], pages: int, page: int) -> Iterator[KVSource]:
-        every, given = runners.layers(self._runner), layers.numbers(names)
+        every, given = runners.layers(self._runner), layer_numbers(names)
         for name in names:
             layer = every.get(name)
             tensors = runners.layer_tensors(layer)

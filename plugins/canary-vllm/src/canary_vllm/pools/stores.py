@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from canary_adapters import layer_numbers
 from canary_core import Canary, Patches
-from canary_vllm.compat import layers, runners
+from canary_vllm.compat import runners
 from canary_vllm.pools.pool import Group
 
 
@@ -15,7 +16,7 @@ def follow_stores(patches: Patches, canary: Canary, runner: Any, groups: Sequenc
     every, places = runners.layers(runner), dict[Any, tuple[int, str]]()
     for group in groups if canary.step.stores.on else ():
         described = {source.layer for source in canary.regions[group.region].sources}
-        given = layers.numbers(group.layers).items()
+        given = layer_numbers(group.layers).items()
         places |= {every[name].impl: (number, group.region) for name, number in given if number in described}
 
     def stored(_: Any, impl: Any, *__: Any, **___: Any) -> None:

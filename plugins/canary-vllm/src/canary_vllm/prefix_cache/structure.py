@@ -2,45 +2,22 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from canary_adapters import BlockBreach
-
-MOST_BREACHES = 32
-"""Breaches of one sweep that are told; what comes after them usually has the same cause."""
+from canary_adapters import BlockBreach, BlockSweep, count_breaches
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
-    """One sweep: how many blocks are cached, and what is wrong."""
-
-    cached: int
-    breaches: tuple[BlockBreach, ...]
-
-
-def sweep(manager: Any) -> Swept:
+def sweep(manager: Any) -> BlockSweep:
     """Looks at all blocks of vLLM's `KVCacheManager` between two calls of its scheduler. Only what can't be right is
     told: others than requests may have blocks, too."""
     pool = manager.block_pool
-    found = _breaches(pool, _held(manager), _free(pool))
+    counts = {block.block_id: block.ref_cnt for block in pool.blocks if not block.is_null}
     cached = sum(block.block_hash is not None for block in pool.blocks)
-    return Swept(cached, tuple(breach for _, breach in zip(range(MOST_BREACHES), found, strict=False)))
+    return BlockSweep.of(cached, chain(count_breaches(counts, _held(manager), _free(pool)), _stale(pool)))
 
 
-def _breaches(pool: Any, held: Counter[int], free: Counter[int]) -> Iterator[BlockBreach]:
-    for block in pool.blocks:
-        number, count = block.block_id, block.ref_cnt
-        if block.is_null:
-            continue
-        if count < 0:
-            yield BlockBreach("ref_negative", number, f"block {number} was released {-count} times too often")
-        if held[number] > max(count, 0):
-            yield BlockBreach("ref_low", number, f"{held[number]} requests have block {number}, its count says {count}")
-        if free[number] and count > 0:
-            yield BlockBreach("in_use_free", number, f"block {number} is in the free list, and its count says {count}")
-        if free[number] > 1:
-            yield BlockBreach("free_twice", number, f"block {number} is in the free list more than once")
+def _stale(pool: Any) -> Iterator[BlockBreach]:
     for key, blocks in pool.cached_block_hash_to_block._cache.items():
         for block in blocks.values() if isinstance(blocks, dict) else (blocks,):
             if key != block.block_hash and key not in pool.cached_block_hashes_by_block.get(block.block_id, ()):

@@ -1,0 +1,112 @@
+"""Blocks of a scheduler that is another process than its workers: messages that travel with its batches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from canary_adapters.block_breaches import BlockSweep
+from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup
+from canary_adapters.upload import upload
+from canary_core import Arrival, Canary, Event, Origin, Writers
+
+
+@dataclass(slots=True)
+class BlockLoad:
+    """KV of ``request`` comes from elsewhere, from position ``first`` on. ``tokens``: all of its tokens up to the last
+    one that is brought. ``blocks``: of each group, the blocks from that of position ``first`` on, 0 for none."""
+
+    request: str
+    tokens: list[int]
+    first: int
+    blocks: list[list[int]]
+
+    def arrival(
+        self, group: BlockGroup, computed: int, origin: Origin, known: Writers, device: torch.device
+    ) -> tuple[Arrival, frozenset[int]] | None:
+        """What comes to ``group``, with the numbers of its blocks; None for nothing. ``computed``: how many tokens of
+        the request count as computed now; what is beyond failed, or is computed again."""
+        tokens = self.tokens[:computed]
+        position = torch.arange(self.first, len(tokens), device="cpu")
+        if not len(position) or group.number >= len(self.blocks):
+            return None
+        size = group.block
+        block = upload(self.blocks[group.number], position.device)[position // size - self.first // size]
+        slots = upload(torch.where(block > 0, block * size + position % size, -1).tolist(), device)
+        anchor, writer = known.anchor(self.request), known.id(self.request)
+        arrival = Arrival(group.region, slots, tokens, origin, size, anchor, writer)
+        return arrival, frozenset(block.tolist())
+
+
+@dataclass(slots=True)
+class BlockMessage:
+    """All that happened to blocks since the message before. ``number`` counts up by one, so that a worker notices a
+    loss. ``broken``: why blocks can't be followed any more, None if they can. ``loads``: what is brought. ``swept``:
+    what a sweep of the prefix cache came to, None if there was none. ``salts``: those of new requests, by name."""
+
+    number: int
+    events: list[BlockEvent] = field(default_factory=list)
+    broken: str | None = None
+    loads: list[BlockLoad] = field(default_factory=list)
+    swept: BlockSweep | None = None
+    salts: dict[str, str] = field(default_factory=dict)
+
+
+LOST, NEVER = 3, 64
+"""So many outputs in a row without a message show that the scheduler is not followed any more, or never was: an
+engine's warm-up has none."""
+
+
+class BlockReplay:
+    """Replays, in a worker, messages of the scheduler before the forward with whose batch they came.
+
+    All groups take their blocks from one pool, and a block belongs to one group at a time.
+    ``blocks``: what it tells of them. ``writer``, ``judged``: see `BlockEvents`.
+    """
+
+    def __init__(
+        self, canary: Canary, groups: Sequence[BlockGroup], writer: Callable[[str], int], judged: bool = True
+    ) -> None:
+        self._canary = canary
+        self._groups = groups
+        self.blocks = BlockEvents(canary, groups, writer, judged)
+        self._next: int | None = None
+        self._over = False
+        self._missing = 0
+
+    def replay(self, message: BlockMessage | None, given: Callable[[], Sequence[Sequence[Sequence[int]]]]) -> None:
+        """``message``: None where the scheduler is not followed. ``given``: blocks by group, of each request that got
+        any with this batch, handed out or found in the prefix cache. A hit may be of a block that this very step
+        writes; where nobody tells which, none is judged."""
+        if message is not None and not self._over:
+            if message.broken is not None:
+                self._end(message.broken)
+            elif self._next is not None and message.number != self._next:
+                self._end(f"message {message.number} of the scheduler came where {self._next} was due")
+        if message is None and not self._over:
+            self._missing += 1
+            if self._missing == (NEVER if self._next is None else LOST):
+                self._end(
+                    f"{self._missing} outputs of the scheduler came without word of its blocks; see hooks_left_out"
+                )
+        if message is None or self._over:
+            lists = given()
+            hits = [(g.number, [b for blocks in lists for b in blocks[g.number] if b]) for g in self._groups]
+            self.blocks.tell([BlockEvent("forget", None, blocks, number) for number, blocks in hits if blocks])
+            return
+        if self._next is None and message.number == 0:
+            # What the engine wrote before the scheduler gave any block away, to warm up, is nobody's.
+            for group in self._groups:
+                self._canary.slots.clear(group.region, None)
+        self._next, self._missing = message.number + 1, 0
+        self.blocks.tell(message.events)
+        if message.swept is not None:
+            # All groups have the pool's blocks.
+            message.swept.report(self._canary, self._groups[0])
+
+    def _end(self, reason: str) -> None:
+        self._over = True
+        regions = [group.region for group in self._groups]
+        for region in regions:
+            self._canary.slots.end_lifetime(region)
+        self._canary.tell(Event("lifetime_off", "error", {"reason": reason, "regions": regions}))
