@@ -7,8 +7,8 @@ import torch
 
 from canary_adapters.block_breaches import BlockSweep
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup
-from canary_adapters.upload import upload
 from canary_core import Arrival, Canary, Event, Origin, Writers
+from canary_core.ops.upload import upload
 
 
 @dataclass(slots=True)

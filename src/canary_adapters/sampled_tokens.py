@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from canary_adapters.upload import upload
+from canary_core.ops.upload import upload
 
 
 def sampled_tokens(tokens: Tensor, drafts: Sequence[int] | None) -> Tensor:
