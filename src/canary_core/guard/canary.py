@@ -13,19 +13,19 @@ from torch import Tensor
 
 from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig, Mode, ScrubBudget
-from canary_core.errors import AttachError, CanaryError
+from canary_core.errors import CanaryError
 from canary_core.events import Event
-from canary_core.guard.coverage import Coverage
+from canary_core.guard.coverage import Coverage, require_together
+from canary_core.guard.reading import Reading
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
-from canary_core.guard.summary import Summary
 from canary_core.incident import Incident
 from canary_core.ops.state import RegionState
 from canary_core.place import Place
-from canary_core.records import Counter, Kind
+from canary_core.records import Kind
 from canary_core.region import Region, Uncovered
 from canary_core.runtime.journal import Journal
 from canary_core.runtime.telling import hook_manager
@@ -74,7 +74,7 @@ class Canary:
         warms_up: bool = False,
         witness: Witness | None = None,
     ) -> None:
-        _require_together(regions)
+        require_together(regions)
         self.config = config or CanaryConfig.load()
         self.writers = writers or Writers()
         on = self.config.mode != "off"
@@ -112,6 +112,7 @@ class Canary:
         """What happens around a forward."""
         self._lookout = Lookout(self._switch, self._findings.read_back, self.witness, self._findings.alarm)
         self.step.reader.lookout = self._lookout
+        self._reading = Reading(self._workspace, self._switch, self._findings, self.step)
         self._start_up: StartUp | None = None
         self.audit.forget = self.slots.forget
         self._attached = on
@@ -303,58 +304,21 @@ class Canary:
     def stats(self) -> dict[str, Any]:
         """The counters as of the last host read, by lower-case name of `records.Counter`; what was reported by name of
         `Kind`, ``violations``, their sum, and what plugins `count`."""
-        if not self.states:
-            return {"violations": 0, "forwards": 0}
-        found = self._findings
-        named = {c.name.lower(): found.counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
-        kinds = {k.name.lower(): n for k, n in found.delivered.items() if n}
-        late = {"repeated": found.repeated, "dismissed": found.dismissed}
-        withheld = sum(found.memory.withheld.values())
-        for name, number in (("withheld", withheld), ("incidents", found.incidents.total)):
-            if number:
-                late[name] = number
-        total = sum(found.delivered.values())
-        return {
-            "violations": total,
-            "forwards": self.forwards,
-            **named,
-            **late,
-            **kinds,
-            **self.audit.counts,
-            **(self._ledger.stats() if self._ledger is not None else {}),
-            **self.step.tables.stats(),
-            **self.step.stores.stats(),
-            **{name: number for name, number in self.left_out.items() if number},
-            **self._findings.alarm.stats(),
-            **self.witness.stats(),
-            **self._counts,
-        }
+        ledger = self._ledger.stats() if self._ledger is not None else {}
+        return {**self._reading.stats(), **ledger, **self._counts}
 
     @property
     def left_out(self) -> dict[str, int]:
         """What bounds of Canary's own left unchecked, untold or without a name, by reason: the table of
         docs/how-it-works.md, "Bounds, and how full they are"."""
-        if not self.states:
-            return {}
-        tables = self.step.tables
-        return {
-            "tokens_beyond_bound": self.step.tokens_cut,
-            "tables_left": tables.tables_left,
-            "table_rows_left": tables.rows_left,
-            "tables_skipped": tables.skipped,
-            "rows_dropped": self._findings.dropped,
-            "findings_forgotten": self._findings.forgotten,
-            "misuses_untold": self._switch.misuses_untold,
-            "names_forgotten": self.writers.forgotten,
-            "identities_forgotten": self.writers.anchors_forgotten,
-        }
+        return self._reading.left_out()
 
     def scrub_stats(self) -> dict[str, float]:
         """What the scrub comes to. ``scrub_coverage``: how often it went round all pools in search of slots of running
         requests. ``scrub_share``: of the time; once a forward's length is known. ``live_period_s``: seconds in which
         each slot of a running request was compared, ``scrub_period_s``: seconds for every written slot; from the end of
         the first round on. Time in which the engine idles doesn't count."""
-        return self.step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS]) if self.states else {}
+        return self._reading.scrub()
 
     def overhead_stats(self) -> dict[str, float]:
         """What Canary costs, measured now and then in the engine itself: ``overhead_host`` and, on a GPU,
@@ -395,12 +359,7 @@ class Canary:
     def detection_s(self) -> float | None:
         """At most so many seconds after a flip in KV that requests use is it told, at the pace of now; None where
         that is not known, or nothing compares bytes. What waits for the host to read the counters is not in it."""
-        if not self.states or self.config.bytes == "off":
-            return None
-        if self.config.read_check == -1:
-            return self.step.scrub.step_s
-        scrub = self.scrub_stats()
-        return scrub.get("live_period_s", scrub.get("scrub_period_s"))
+        return self._reading.detection_s()
 
     def tell(self, event: Event) -> None:
         """Hands ``event`` to every plugin, with the fields of `place`; a broken one never stops the engine."""
@@ -442,27 +401,7 @@ class Canary:
         if self not in _open:
             return
         _open.discard(self)
-        found = self._findings
-        summary = Summary(
-            config=self.config,
-            regions=self.regions,
-            forwards=self.forwards,
-            unchecked=self.step.unchecked,
-            ends=self.step.ends,
-            counters=found.counters,
-            events=self.slots.counts,
-            findings={kind.name.lower(): number for kind, number in found.delivered.items() if number},
-            incidents=found.incidents.total,
-            withheld=sum(found.memory.withheld.values()),
-            repeated=found.repeated,
-            dismissed=found.dismissed,
-            misuses=self._switch.misuses,
-            went_on=self.enabled,
-            coverage_ratio=self.coverage.ratio,
-            witness=self.witness,
-            alarm_tests=self._findings.alarm.passed,
-        )
-        self.tell(summary.event())
+        self.tell(self._reading.summary(self.coverage.ratio, self.slots.counts).event())
 
     def _give_up(self) -> None:
         if self._start_up is not None:
@@ -482,20 +421,6 @@ class Canary:
         }
         self.tell(Event("attached", fields=fields))
         self.tell(self.coverage.event())
-
-
-def _require_together(regions: Sequence[Region]) -> None:
-    if not regions:
-        raise AttachError("a Canary needs at least one region, got none; did the pool adapter recognise the pool?")
-    names = [r.name for r in regions]
-    if len(set(names)) != len(names):
-        raise AttachError(f"regions must have different names, got {names}")
-    for region in regions:
-        if region.device != regions[0].device:
-            raise AttachError(
-                f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
-                f"{regions[0].device}; make one Canary a device"
-            )
 
 
 def _calls(canary: Canary | None) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from canary_core.boxes import Box, box_of, boxes_of
+from canary_core.errors import AttachError
 from canary_core.events import Event, size_text
 from canary_core.region import Region, Uncovered
 from canary_core.watchers.audit.extents import clipped, distinct_bytes
@@ -161,3 +162,18 @@ def _percent(part: int, whole: int) -> str:
     if part == whole and whole:
         return "100 %"
     return f"{int(1000 * part / whole) / 10 if whole else 0.0} %"
+
+
+def require_together(regions: Sequence[Region]) -> None:
+    """Raises `AttachError` if one Canary can't guard ``regions``: none, two of one name, or of several devices."""
+    if not regions:
+        raise AttachError("a Canary needs at least one region, got none; did the pool adapter recognise the pool?")
+    names = [r.name for r in regions]
+    if len(set(names)) != len(names):
+        raise AttachError(f"regions must have different names, got {names}")
+    for region in regions:
+        if region.device != regions[0].device:
+            raise AttachError(
+                f"all regions must be on one device, got {region.name!r} on {region.device} and {regions[0].name!r} on "
+                f"{regions[0].device}; make one Canary a device"
+            )

@@ -49,9 +49,9 @@ class Reporter:
         self._config = workspace.config
         self._states = list(workspace.states.values())
         self._switch = switch
-        self._writers = canary.writers
-        self._audit = canary.audit
-        self._witness = canary.witness
+        self.writers = canary.writers
+        self.audit = canary.audit
+        self.witness = canary.witness
         self.read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
@@ -113,7 +113,7 @@ class Reporter:
             self._switch.tell(Event("silence", "error", {"reason": reason}))
         if moved:
             self._notice(snapshot.counters)
-        self._witness.recorded(self._recorded(snapshot.counters) - self._recorded(self.counters))
+        self.witness.recorded(self._recorded(snapshot.counters) - self._recorded(self.counters))
         self.counters = snapshot.counters
         self.alarm.see(snapshot.counters)
         if snapshot.tallies is not None:
@@ -169,9 +169,9 @@ class Reporter:
         the region's memory is known to be the engine's (`WrongMemory`) are told later, or not."""
         stand = []
         if violations:
-            self._audit.look()
+            self.audit.look()
         for violation in violations:
-            if violation.region in self._audit.moved:
+            if violation.region in self.audit.moved:
                 self.dismissed += 1
                 continue
             if self._repeats(violation):
@@ -270,7 +270,7 @@ class Reporter:
         freed = row[Row.FREED] not in (-1, 0)
         whose = None
         if kind is Kind.PREFIX and row[Row.POSITION] == 0 and stored:
-            whose = self._writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
+            whose = self.writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
         value = row[Row.STORED_VALUE] if stored or kind in (Kind.WRITE_SLOT, Kind.READ_TABLE) else None
         if kind is Kind.WRITE_INPUT and value == -1:
             # Nothing is known of the sampler.
@@ -293,11 +293,11 @@ class Reporter:
             stored_token=row[Row.STORED_TOKEN] if stored else None,
             stored_value=value,
             found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
-            request=self._writers.name(row[Row.WRITER]),
-            stored_request=self._writers.name(row[Row.STORED_WRITER]) if written else None,
+            request=self.writers.name(row[Row.WRITER]),
+            stored_request=self.writers.name(row[Row.STORED_WRITER]) if written else None,
             step_written=_known(row[Row.STEP_WRITTEN]) if written else None,
             step_freed=(row[Row.FREED] & 0xFFFFFFFF or None) if freed else None,
-            freed_by=self._writers.name(row[Row.FREED] >> 32) if freed else None,
+            freed_by=self.writers.name(row[Row.FREED] >> 32) if freed else None,
             rank=self._config.rank,
             detail=self.table_names[row[Row.FOUND_VALUE]] if kind is Kind.READ_TABLE else None,
             identity=whose and whose[0],

@@ -1,0 +1,102 @@
+"""`Reading`: the numbers of one Canary, as of the last host read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from canary_core.guard.reporting.findings import Reporter
+from canary_core.guard.step import Step
+from canary_core.guard.summary import Summary
+from canary_core.records import Counter
+from canary_core.runtime.workspace import Switch, Workspace
+
+
+class Reading:
+    """Gathers what the parts of a Canary count. Empty, or None, in off mode."""
+
+    def __init__(self, workspace: Workspace, switch: Switch, findings: Reporter, step: Step) -> None:
+        self._config = workspace.config
+        self._states = workspace.states
+        self._switch = switch
+        self._findings = findings
+        self._step = step
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the device, findings by kind, and what the parts count, by name."""
+        if not self._states:
+            return {"violations": 0, "forwards": 0}
+        found, step = self._findings, self._step
+        named = {c.name.lower(): found.counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
+        late = {"withheld": sum(found.memory.withheld.values()), "incidents": found.incidents.total}
+        return {
+            "violations": sum(found.delivered.values()),
+            "forwards": step.forwards,
+            **named,
+            "repeated": found.repeated,
+            "dismissed": found.dismissed,
+            **{name: number for name, number in late.items() if number},
+            **self._kinds(),
+            **found.audit.counts,
+            **step.tables.stats(),
+            **step.stores.stats(),
+            **{name: number for name, number in self.left_out().items() if number},
+            **found.alarm.stats(),
+            **found.witness.stats(),
+        }
+
+    def left_out(self) -> dict[str, int]:
+        """See `Canary.left_out`."""
+        if not self._states:
+            return {}
+        tables, found = self._step.tables, self._findings
+        return {
+            "tokens_beyond_bound": self._step.tokens_cut,
+            "tables_left": tables.tables_left,
+            "table_rows_left": tables.rows_left,
+            "tables_skipped": tables.skipped,
+            "rows_dropped": found.dropped,
+            "findings_forgotten": found.forgotten,
+            "misuses_untold": self._switch.misuses_untold,
+            "names_forgotten": found.writers.forgotten,
+            "identities_forgotten": found.writers.anchors_forgotten,
+        }
+
+    def scrub(self) -> dict[str, float]:
+        """See `Canary.scrub_stats`."""
+        slots = self._findings.counters[Counter.SCRUBBED_SLOTS] if self._states else 0
+        return self._step.scrub.stats(slots) if self._states else {}
+
+    def detection_s(self) -> float | None:
+        """See `Canary.detection_s`."""
+        if not self._states or self._config.bytes == "off":
+            return None
+        if self._config.read_check == -1:
+            return self._step.scrub.step_s
+        scrub = self.scrub()
+        return scrub.get("live_period_s", scrub.get("scrub_period_s"))
+
+    def summary(self, coverage_ratio: float, events: Mapping[str, Mapping[str, int]]) -> Summary:
+        """The whole life of a Canary that guards ``coverage_ratio`` of the engine's KV. ``events``: of each region, how
+        many of each kind were told."""
+        found, step = self._findings, self._step
+        return Summary(
+            config=self._config,
+            regions={name: state.region for name, state in self._states.items()},
+            forwards=step.forwards,
+            unchecked=step.unchecked,
+            ends=step.ends,
+            counters=found.counters,
+            events=events,
+            findings=self._kinds(),
+            incidents=found.incidents.total,
+            withheld=sum(found.memory.withheld.values()),
+            repeated=found.repeated,
+            dismissed=found.dismissed,
+            misuses=self._switch.misuses,
+            went_on=self._switch.enabled,
+            coverage_ratio=coverage_ratio,
+            witness=found.witness,
+            alarm_tests=found.alarm.passed,
+        )
+
+    def _kinds(self) -> dict[str, int]:
+        return {kind.name.lower(): number for kind, number in self._findings.delivered.items() if number}
