@@ -17,8 +17,9 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core.desk.incidents import bundle as bundles
-from canary_core.desk.incidents.bundle import GIVEN_UP_S, PARTIAL, BundleError, read_bundle
+from canary_core.desk.incidents import bundle_writer
+from canary_core.desk.incidents.bundle import PARTIAL, BundleError, read_bundle
+from canary_core.desk.incidents.bundle_writer import GIVEN_UP_S
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.patterns import patterns
 from canary_core.ops.histories import Happening
@@ -142,7 +143,7 @@ def test_a_full_disk_is_one_event_and_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         put(handle)
 
-    monkeypatch.setattr("canary_core.desk.incidents.bundle.os.fsync", full)
+    monkeypatch.setattr("canary_core.desk.incidents.bundle_writer.os.fsync", full)
     guarded = broken(tmp_path)
     assert list(tmp_path.iterdir()) == []
     (event,) = guarded.findings.told("bundle_failed")
@@ -153,15 +154,15 @@ def test_a_full_disk_is_one_event_and_leaves_nothing(tmp_path, monkeypatch):
 WRITER = """
 import os, sys
 from pathlib import Path
-import canary_core.desk.incidents.bundle as bundle
+from canary_core.desk.incidents import bundle_writer
 sys.path.insert(0, sys.argv[2])
-put, calls = bundle._put, []
+put, calls = bundle_writer._put, []
 def slow(path, content):
     put(path, content[: len(content) // 2])
     print("writing", flush=True)
     import time; time.sleep(60)
 if sys.argv[3] == "slow":
-    bundle._put = slow
+    bundle_writer._put = slow
 from test_bundle import broken
 broken(Path(sys.argv[1]))
 print("done", flush=True)
@@ -201,7 +202,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_half_bundle(tmp_path
 def test_bundles_of_processes_that_look_alike_have_names_of_their_own(tmp_path, monkeypatch):
     """Pods that share a directory: the same host, process and number, maybe within a second."""
     for _ in range(2):
-        monkeypatch.setattr(bundles, "_count", itertools.count(1))
+        monkeypatch.setattr(bundle_writer, "_count", itertools.count(1))
         broken(tmp_path)
     # But for the time, which comes first, and what is random.
     alike = [path.name.split("-")[2:-1] for path in tmp_path.glob("incident-*")]

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, ReadTable, SlotTable
 from canary_core.errors import ConfigError
-from canary_core.ops.blocks import BlockShape
 from canary_core.ops.state import RegionState
 
 if TYPE_CHECKING:
+    from canary_core.ops.blocks import BlockShape
     from canary_core.ops.compile_process import CompileProcess
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
@@ -45,7 +45,7 @@ class Backend:
     verify: Callable[[RegionState, Tensor], None]
     adopt: Callable[[RegionState, Tensor], None]
     note: NoteOp
-    gather_blocks: Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]
+    gather_blocks: "Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]"
     compare_tables: Callable[[RegionState, ReadTable, int, bool], bool]
     note_store: Callable[[RegionState, BatchView, Sequence[int]], None]
     compare_stores: BatchOp

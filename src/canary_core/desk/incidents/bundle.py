@@ -16,44 +16,30 @@ Without ``CANARY_INCIDENT_TOKENS`` there is neither a token id nor a prefix hash
 """
 
 import hashlib
-import itertools
 import json
-import os
-import platform
-import secrets
-import shutil
-import socket
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib import metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.evidence import Evidence, SourceFacts
-from canary_core.desk.incidents.slot_history import call_fields, call_of, life_of, life_rows
+from canary_core.desk.incidents.slot_history import call_of, life_of
 from canary_core.errors import CanaryError
-from canary_core.events import Event
 from canary_core.incident import Incident
 from canary_core.kinds import registry
 from canary_core.kinds.case import Copy, Pattern
 from canary_core.kinds.classes import Diagnosis
 from canary_core.ops import hashing
-from canary_core.records import POSITION, PREFIX_HASH, TOKEN, Kind, Phase, State
+from canary_core.records import POSITION, Kind, Phase, State
 from canary_core.violation import Violation
 
 FORMAT, VERSION = "canary-incident", 3
 
 OLDEST = 2
 """Version of the oldest bundles that are read. Those before 3 have no ``lives``."""
-
-MOST_CELLS = 60_000
-"""Slots times sources in one bundle: what keeps it below 5 MB."""
 
 MOST_FILE_BYTES = 64 << 20
 """A larger file is not read."""
@@ -64,180 +50,9 @@ PARTIAL = ".partial-"
 PREFIX = "incident-"
 """How a bundle's name begins."""
 
-GIVEN_UP_S = 600.0
-"""Age of a half-written bundle from which on nobody is writing it, whatever machine or container it is of."""
-
-_count = itertools.count(1)
-
 
 class BundleError(CanaryError):
     """A directory is no bundle, or not a whole one; or no bundle could be written."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Dossier:
-    """An incident with all that is known of it."""
-
-    incident: Incident
-    evidence: Evidence | None
-    patterns: Sequence[Pattern]
-    circumstances: Circumstances
-
-
-def write_bundle(directory: Path, dossier: Dossier, most: int) -> Path:
-    """Writes a bundle into ``directory``, which is made if it isn't there, and gives its path. A directory of another
-    name is filled, brought to the disk and then renamed, so whoever sees the bundle sees all of it.
-
-    Raises `BundleError` if there are ``most`` bundles already, OSError where nothing can be written; then nothing is
-    left behind."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _sweep(directory)
-    there = [p for p in directory.iterdir() if p.name.startswith(PREFIX)]
-    if len(there) >= most:
-        raise BundleError(
-            f"{directory} has {len(there)} bundles and CANARY_INCIDENT_MOST is {most}; move some elsewhere"
-        )
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    # One process may have several Canaries, each with an incident 1. Pods that share a folder may have processes of the
-    # same number, and the name of one host.
-    name = f"{PREFIX}{stamp}-{_host()}-{os.getpid()}-{next(_count)}-{secrets.token_hex(3)}"
-    partial = directory / f"{_own()}{os.getpid()}-{name}"
-    partial.mkdir()
-    try:
-        files = _files(dossier)
-        for file, content in files.items():
-            _put(partial / file, content)
-        _put(partial / "manifest.json", _manifest(files))
-        _to_disk(partial)
-        os.rename(partial, directory / name)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    _to_disk(directory)
-    return directory / name
-
-
-def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float, Event]], tokens: bool) -> None:
-    """Adds ``after.json`` to a bundle, at once or not at all. Raises OSError where that can't be."""
-    after = {
-        "findings": incident.total,
-        "kinds": _kinds(incident),
-        "last_step": incident.last_step,
-        "events": [_event(moment, event, tokens) for moment, event in events],
-    }
-    partial = path / ".after.json"
-    _put(partial, _json(after))
-    os.rename(partial, path / "after.json")
-
-
-def _sweep(directory: Path) -> None:
-    """Removes what processes of this machine that were killed have left half-written, once it is `GIVEN_UP_S` old:
-    others may write here, too, and two machines may look alike from within."""
-    for left in directory.glob(f"{_own()}*"):
-        process = left.name.removeprefix(_own()).partition("-")[0]
-        if process.isdigit() and int(process) != os.getpid() and not _runs(int(process)) and _is_old(left):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_old(path: Path) -> bool:
-    try:
-        return time.time() - path.stat().st_mtime > GIVEN_UP_S
-    except OSError:
-        return False
-
-
-def _own() -> str:
-    """How names of what this machine is about to write begin; of a container, which numbers its processes anew."""
-    try:
-        space = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        space = 0
-    return f"{PARTIAL}{_host()}-{space}-"
-
-
-def _host() -> str:
-    return "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64]
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _put(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _to_disk(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, default=str, separators=(",", ":")).encode()
-
-
-def _manifest(files: Mapping[str, bytes]) -> bytes:
-    listed = {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in files.items()}
-    about = {"format": FORMAT, "version": VERSION, "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    return _json({**about, "process": os.getpid(), "files": listed})
-
-
-def _files(dossier: Dossier) -> dict[str, bytes]:
-    circumstances, evidence = dossier.circumstances, dossier.evidence
-    tokens = circumstances.tokens
-    files = {
-        "incident.json": _json(_incident(dossier.incident, tokens)),
-        "about.json": _json({**circumstances.about, "versions": versions()}),
-        "events.jsonl": b"".join(_json(_event(*told, tokens)) + b"\n" for told in circumstances.events),
-    }
-    if evidence is not None:
-        files["evidence.json"] = _json(_evidence(evidence, dossier.patterns, circumstances))
-        files["history.json"] = _json([call_fields(call, evidence.names) for call in evidence.history])
-        if circumstances.content:
-            files["bytes.bin"] = b"".join(bytes(evidence.words[s.name].numpy().tobytes()) for s in evidence.sources)
-    return files
-
-
-def versions() -> dict[str, str]:
-    """Of Python, the machine, and what of ours and of engines is installed."""
-    out = {"python": sys.version.split()[0], "platform": f"{platform.system()} {platform.machine()}"}
-    for name in ("canary-core", "torch", "triton", "sglang", "vllm", "transformers", "flashinfer-python"):
-        try:
-            out[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        out["device"] = torch.cuda.get_device_name()
-    return out
-
-
-def _incident(incident: Incident, tokens: bool) -> dict[str, object]:
-    return {
-        "number": incident.number,
-        "root": _violation(incident.root, tokens),
-        "findings": [_violation(v, tokens) for v in incident.findings],
-        "total": incident.total,
-        "kinds": _kinds(incident),
-        "last_step": incident.last_step,
-        "requests": list(incident.requests),
-        "diagnoses": [d.fields() for d in incident.diagnoses],
-    }
-
-
-def _kinds(incident: Incident) -> dict[str, int]:
-    return {kind.name.lower(): number for kind, number in incident.kinds.items()}
 
 
 def redacted(violation: Violation) -> Violation:
@@ -245,55 +60,6 @@ def redacted(violation: Violation) -> Violation:
     if violation.kind is Kind.PREFIX:
         violation = replace(violation, stored_value=None, found_value=None)
     return replace(violation, token=None, stored_token=None)
-
-
-def _violation(violation: Violation, tokens: bool) -> dict[str, object]:
-    return (violation if tokens else redacted(violation)).fields()
-
-
-_PRIVATE = ("token", "stored_token", "explanation")
-"""Fields of events that may name tokens."""
-
-_PLACES = ("bundle", "directory")
-"""Fields of events that are paths."""
-
-
-def _event(moment: float, event: Event, tokens: bool) -> dict[str, object]:
-    left_out = _PLACES if tokens else (*_PRIVATE, *_PLACES)
-    fields = {k: v for k, v in event.fields.items() if k not in left_out}
-    return {"time": round(moment, 6), "event": event.name, "level": event.level, **fields}
-
-
-def _evidence(evidence: Evidence, seen: Sequence[Pattern], circumstances: Circumstances) -> dict[str, object]:
-    rows = max(8, min(len(evidence.slots), MOST_CELLS // max(len(evidence.sources), 1)))
-    records = evidence.records[:rows].clone()
-    if not circumstances.tokens:
-        records[:, [TOKEN, PREFIX_HASH, PREFIX_HASH + 1]] = 0
-    return {
-        "region": evidence.region,
-        "kind": evidence.kind,
-        "slot_count": evidence.slot_count,
-        "page_size": evidence.page_size,
-        "sources": [asdict(s) for s in evidence.sources],
-        "slots": evidence.slots[:rows].tolist(),
-        "records": records.tolist(),
-        "stored": _hex(evidence.stored[:rows]),
-        "found": _hex(evidence.found[:rows]),
-        "read": [row for row in evidence.read if row < rows] if circumstances.content else [],
-        "patterns": [asdict(p) for p in seen],
-        "copies": [asdict(c) for c in evidence.copies],
-        "looked_up": evidence.looked_up,
-        "right_slot": evidence.right_slot,
-        "reader_began": evidence.reader_began,
-        "table": evidence.table,
-        "lives": [life_rows(evidence.lives.get(slot, ())) for slot in evidence.slots[:rows].tolist()],
-        "names": {str(writer): name for writer, name in evidence.names.items()},
-    }
-
-
-def _hex(values: Tensor) -> list[str]:
-    """One line of 16 digits for each value, a row's values one after the other."""
-    return ["".join(f"{v & (1 << 64) - 1:016x}" for v in row) for row in values.tolist()]
 
 
 @dataclass(slots=True, eq=False)

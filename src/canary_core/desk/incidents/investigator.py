@@ -11,7 +11,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from canary_core.config import CanaryConfig
-from canary_core.desk.incidents.bundle import Dossier, write_aftermath, write_bundle
+from canary_core.desk.incidents.bundle_writer import Dossier, write_aftermath, write_bundle
 from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.evidence import Taken, take
