@@ -27,20 +27,12 @@ UNFINISHED = {
     "kit/conformance": 0.102,
     "kit/faults": 0.109,
     "kit/scaffold": 0.086,
-    "ops": 0.088,
-    "ops/kernels": 0.079,
-    "ops/torch": 0.091,
     "plugins": 0.097,
-    "runtime": 0.097,
-    "watchers": 0.080,
-    "watchers/audit": 0.101,
-    "watchers/ledger": 0.103,
-    "watchers/prefix_cache": 0.111,
 }
 """Rooms that are still above `LIMIT`, with the share that they have come down to. Lower it, never raise it."""
 
 
-RIDDLES = 269
+RIDDLES = 196
 """Docstrings that still begin with "What ..." or "Whoever ...". Lower it, never raise it."""
 
 
@@ -75,7 +67,7 @@ def test_pages_name_only_what_exists(page):
 
 def test_a_name_that_is_gone_is_found():
     """A member of another class, a module's name for what it only imports, and a word from nowhere are no names."""
-    named = {"Region.slots", "Region.plan", "launch.TableConstants", "rebound" + "_slots_of"}
+    named = {"Region.slots", "Region.plan", "launch.TableConstants", "kernels.plan.lookup", "rebound" + "_slots_of"}
     assert {n for n in named if words.code().lacks(n)} == named - {"Region.slots"}
 
 

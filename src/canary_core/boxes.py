@@ -23,17 +23,17 @@ class Box:
 
     @property
     def end(self) -> int:
-        """Address after its last byte."""
+        """Address after the last byte."""
         return self.start + sum(stride * (count - 1) for stride, count in self.dims) + self.length
 
     @property
     def runs(self) -> int:
-        """How many runs it has."""
+        """Number of runs."""
         return prod(count for _, count in self.dims)
 
     @property
     def size(self) -> int:
-        """Its bytes, where no two runs share any."""
+        """Number of bytes, if no two runs overlap."""
         return min(self.runs * self.length, self.end - self.start)
 
     def merged(self) -> "Box":
@@ -50,7 +50,7 @@ class Box:
         return Box(self.start, length, tuple(reversed(dims)))
 
     def starts(self) -> Tensor:
-        """Where its runs start: int64 ``[runs]``."""
+        """Starts of the runs: int64 ``[runs]``."""
         found = torch.tensor([self.start], device="cpu")
         for stride, count in self.dims:
             found = (found[:, None] + torch.arange(count, device="cpu") * stride).flatten()

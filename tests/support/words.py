@@ -16,7 +16,7 @@ from canary_core.records import Kind
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*ROOT.glob("src/*/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
 ELSEWHERE = {
-    "packages": ("torch", "triton", "pydantic", "sglang", "vllm", "transformers", "signal"),
+    "packages": ("torch", "triton", "pydantic", "rich", "sglang", "vllm", "transformers", "signal"),
     "SGLang": (
         "ForwardBatch", "GenerationBatchResult", "KVArgs", "MambaPool", "Req", "init_memory_pool", "mamba_cache_cpu",
         "NoOpMHATokenToKVPool", "HiMambaRadixCache", "LMCRadixCache", "MambaRadixCache", "EagleDraftInput",
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "arguments and examples": ("PARENT", "CNRYLGR1", "canary_my_engine", "MyEngine"),
 }  # fmt: skip
 """Names that docstrings and pages may use though no code of ours has them, by where they come from."""
-FILE = re.compile(r"[\w/-]+\.(py|cuh|md|json|jsonl|toml|txt|jinja)")
+FILE = re.compile(r"[\w/-]+\.(py|cuh|md|json|jsonl|toml|txt|jinja|bin)")
 COMPOSED = re.compile(r"(?:kv_canary|ledger|swept|unguarded)_(\w+?)(?:_range|_tokens|_forward_tokens)?")
 """Metrics and fields whose names the code puts together from parts."""
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
@@ -105,6 +105,8 @@ class Code:
     """Names of files, also of those that the code writes."""
     members: dict[str, set[str]] = field(default_factory=dict)
     """Class or module → its members, own and inherited from classes of ours; a name of two has those of both."""
+    packages: dict[str, set[str]] = field(default_factory=dict)
+    """Module → folders that have one of this name."""
     open: set[str] = field(default_factory=set)
     """Classes with a base that is not ours, whose members nobody here can list."""
 
@@ -116,7 +118,15 @@ class Code:
             return False
         if any(part not in self.words and not self._composes(part) for part in parts):
             return True
-        return any(a in self.members and a not in self.open and not self._has(a, b) for a, b in pairwise(parts))
+        return any(self._apart(a, b) for a, b in pairwise(parts)) or self._misplaced(parts)
+
+    def _apart(self, owner: str, member: str) -> bool:
+        return owner in self.members and owner not in self.open and not self._has(owner, member)
+
+    def _misplaced(self, parts: list[str]) -> bool:
+        *_, package, module, member = ("", "", *parts)
+        known = self.packages.get(module)
+        return bool(known and package) and package not in known and member in self.members[module]
 
     def _composes(self, name: str) -> bool:
         parts = COMPOSED.fullmatch(name)
@@ -150,6 +160,7 @@ def code() -> Code:
         if file not in SOURCES:
             continue
         module = file.parent.name if file.stem == "__init__" else file.stem
+        found.packages.setdefault(module, set()).add(file.parents[file.stem == "__init__"].name)
         beside = {f.stem for f in file.parent.iterdir()} if file.stem == "__init__" else set()
         reexports = bool(beside) or "__all__" in _bound(tree.body)
         found.members.setdefault(module, set()).update(beside, _bound(tree.body, reexports))

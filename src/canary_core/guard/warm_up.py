@@ -18,7 +18,7 @@ from canary_core.runtime.streams import capturing
 
 
 def row_counts(steps: Sequence[int], most: int) -> list[int]:
-    """The largest batch of each step that is not beyond ``most`` rows."""
+    """The largest batch of each step, up to ``most`` rows."""
     below = [step for step in steps if step < most]
     return [*below, most] if steps and most > 0 else []
 
@@ -26,8 +26,8 @@ def row_counts(steps: Sequence[int], most: int) -> list[int]:
 def compile_all(
     backend: Backend, states: Mapping[str, RegionState], batches: Sequence[BatchView], also: Callable[[], None]
 ) -> None:
-    """Compiles what `warm_up` needs, and what ``also`` launches, side by side where the back end can; launches none of
-    it. Raises `AttachError` while a graph is captured."""
+    """Compiles everything needed by `warm_up`, and everything launched by ``also``, side by side if the back end can;
+    launches nothing. Raises `AttachError` during a graph capture."""
     _require_no_capture(states)
     if backend.compile_together is not None and _compiles(states):
         with _no_trace(states):
@@ -41,8 +41,8 @@ def compile_beside(
     also: Callable[[], None],
     running: Sequence[CompileProcess],
 ) -> CompileProcess | None:
-    """Has another process compile what `compile_all` would, but for what those that are ``running`` compile. None where
-    nothing is left, or this back end can't. Raises `AttachError` while a graph is captured."""
+    """`compile_all` in another process, without the jobs of ``running``. None where nothing is left, or the back end
+    can't. Raises `AttachError` during a graph capture."""
     _require_no_capture(states)
     if backend.compile_beside is None or not _compiles(states):
         return None
@@ -69,7 +69,7 @@ def _compiles(states: Mapping[str, RegionState]) -> bool:
 
 @contextmanager
 def _no_trace(states: Mapping[str, RegionState]) -> Iterator[None]:
-    """Puts back what ops count and where they go on."""
+    """Context: restores the ops' counters, clock and cursors."""
     shared = next(iter(states.values())).shared
     kept = [shared.counters, shared.clock, *(state.cursors for state in states.values())]
     copies = [tensor.clone() for tensor in kept]
@@ -96,7 +96,7 @@ def _launch(backend: Backend, states: Mapping[str, RegionState], batches: Sequen
 
 
 def _launch_longest(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """Those of the ops that are given a batch that take twice as long to compile as any other."""
+    """The ops on a batch that take twice as long to compile as any other."""
     state.require_capacity(batch)
     # Nothing is compared, and nothing listed.
     state.cursors[Cursor.SCRUB_SLOTS].fill_(0)
@@ -107,7 +107,7 @@ def _launch_longest(backend: Backend, state: RegionState, batch: BatchView, tabl
 
 
 def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """The other ops that are given a batch, after `check` of all: nothing is planned."""
+    """The other ops on a batch, after `check` of all: nothing is planned."""
     backend.record(state, batch, table)
     if state.region.tokens_per_slot == 1:
         lens = batch.prefix_lens
@@ -125,7 +125,7 @@ def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, tabl
 
 
 def _launch_beside(backend: Backend, state: RegionState) -> None:
-    """The ops that are given slots, or look for them; after `_launch_forward`, so that there are none to look for."""
+    """The ops that are given slots, or look for slots; after `_launch_forward`, so that there are none to look for."""
     if state.sources:
         backend.scrub(state, False)
         backend.scrub(state, True)

@@ -1,1 +1,1 @@
-"""What runs on the device: every op twice (``kernels``, ``reference``), with the memory it works on."""
+"""Work on the device: every op twice (``kernels``, ``torch``), with its memory."""

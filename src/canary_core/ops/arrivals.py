@@ -1,5 +1,5 @@
-"""Slots whose bytes come without a forward and without records, of a sequence whose tokens are known: the records that
-they get, and whether a forward was there first. In torch on every device; never waits for it."""
+"""Slots with bytes from elsewhere, without a forward and without records, of a sequence with known tokens: making their
+records, and seeing whether a forward was there first. In torch on every device; never waits for the device."""
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from canary_core.records import (
 
 
 def sequence_rows(layout: PayloadLayout, tokens: Tensor, first: int, hashes: Tensor) -> Tensor:
-    """The payload rows, without fingerprints, of the positions from ``first`` on: int64
-    ``[n, PAYLOAD_FINGERPRINTS]`` on the host. ``tokens``, ``hashes``: int64 ``[n]`` there, each position's token and
-    prefix hash, 0 where that is not known."""
+    """The payload rows, without fingerprints, of the positions from ``first`` on: int64 ``[n, PAYLOAD_FINGERPRINTS]``
+    on the host. ``tokens``, ``hashes``: int64 ``[n]`` on the host, each position's token and prefix hash, 0 where
+    unknown."""
     rows = torch.zeros(len(tokens), PAYLOAD_FINGERPRINTS, dtype=torch.int64, device="cpu")
     # Another exporter than this Canary: who wrote it, and when, is said anew where they are imported.
     rows[:, PAYLOAD_STAMP] = layout.stamp ^ 1
@@ -38,15 +38,15 @@ def sequence_rows(layout: PayloadLayout, tokens: Tensor, first: int, hashes: Ten
 
 
 def expect(state: RegionState, slots: Tensor, rows: Tensor, writer: int) -> None:
-    """``slots`` (integer ``[n]``) are of the sequence that ``rows`` (`sequence_rows`, on the device) tells; what bytes
-    they have is not known yet."""
+    """Records ``slots`` (integer ``[n]``) as part of the sequence in ``rows`` (`sequence_rows`, on the device), with
+    unknown bytes."""
     fingerprints = rows.new_zeros(len(rows), len(state.sources))
     payload.import_records(state, slots, torch.cat((rows, fingerprints), dim=1), writer)
 
 
 def still_expected(state: RegionState, slots: Tensor, rows: Tensor) -> Tensor:
-    """Which of ``slots`` are still what `expect` made of them with the same ``rows``: nobody was given them and no
-    forward has written there, or is about to. bool ``[n]``."""
+    """Whether each of ``slots`` still has the record made by `expect` with the same ``rows``, neither handed out since
+    nor written, or about to be, by a forward: bool ``[n]``."""
     slot, inside = _inside(state, slots)
     record = state.records[slot]
     wanted = rows[:, PAYLOAD_RECORD:].contiguous().view(torch.int32).view(-1, RECORD_WORDS)
@@ -63,7 +63,7 @@ def _inside(state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_flight(state: RegionState, slot: Tensor, inside: Tensor) -> Tensor:
-    """Which slots the forward writes that was checked and is not recorded yet, if there is one."""
+    """Whether each slot is written by a forward already checked and not yet recorded, if there is one."""
     clock = state.shared.clock
     claimed = state.scratch.claiming_step(state.scratch.claims[slot]) == clock[Clock.NEXT]
     return inside & claimed & (clock[Clock.NEXT] != clock[Clock.STEP])

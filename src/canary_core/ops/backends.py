@@ -22,12 +22,11 @@ NoteOp = Callable[[RegionState, Tensor, int, int | Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The ops in the order in which a step runs them: `fingerprint_record` in place of the two before it where nothing
-    comes between. `baseline` runs once, at attach, `verify` and `adopt` where bytes
-    arrive, with records or without, `note` where slots get other content without a forward, `gather_blocks` for the
-    ledger, `compare_tables` where attention has got its tables (last argument: whether to wait for a compiler; gives
-    whether it was launched), `note_store` where a layer has stored what it computed, and `compare_stores` before
-    `record`."""
+    """The ops in the order of a step: `fingerprint_record` stands for the two ops before it where nothing comes
+    between. `baseline` runs once, at attach; `verify` and `adopt` where bytes arrive, with records or without; `note`
+    where the content of slots changes without a forward; `gather_blocks` for the ledger; `compare_tables` once
+    attention has its tables (last argument: whether to wait for a compiler; returns whether the op was launched);
+    `note_store` after a layer has stored its KV, and `compare_stores` before `record`."""
 
     name: str
     baseline: Callable[[RegionState], None]
@@ -50,16 +49,16 @@ class Backend:
     note_store: Callable[[RegionState, BatchView, Sequence[int]], None]
     compare_stores: BatchOp
     row_steps: tuple[int, ...] = ()
-    """Batches of up to so many rows share what has to be compiled for them; empty where nothing has."""
+    """Upper bounds of rows: batches up to the same bound share compiled kernels; empty where nothing is compiled."""
     compile_together: Callable[[Callable[[], None]], None] | None = None
-    """Compiles what the ops that a function calls need, side by side, and launches none of them."""
+    """Compiles the ops called by a function, side by side, and launches none of them."""
     compile_beside: "Callable[[Callable[[], None], Sequence[CompileProcess]], CompileProcess | None] | None" = None
-    """Has another process compile that, but for what the given ones compile; None where nothing is left."""
+    """The same in another process, without the jobs of the given processes; None where nothing is left."""
 
 
 def choose(name: str, device: torch.device) -> Backend:
-    """The back end called ``name`` (``auto``: triton where the pool is on a GPU, else torch) for pools on ``device``.
-    Raises `ConfigError` where it can't run."""
+    """The back end called ``name`` (``auto``: triton for a pool on a GPU, else torch) for pools on ``device``. Raises
+    `ConfigError` if it can't run there."""
     if name == "auto":
         name = "torch" if device.type == "cpu" else "triton"
     if name == "torch":

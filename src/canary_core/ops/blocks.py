@@ -1,12 +1,11 @@
-"""`BlockShape`: what makes a block, and how a list of slots names blocks."""
+"""`BlockShape`: size of a block, and the form of a list of blocks."""
 
 from typing import NamedTuple
 
 
 class BlockShape(NamedTuple):
-    """A block has ``slots`` slots. ``paged``: a block is a page of the pool, and is listed by its number, page ``n``
-    having the slots from ``n * slots`` on; else all of its slots are listed, in the order of their sequence, and blocks
-    one after the other."""
+    """A block has ``slots`` slots. ``paged``: a block is a page of the pool and is listed by number, page ``n`` with
+    the slots from ``n * slots`` on; otherwise all slots are listed, in the order of the sequence, block after block."""
 
     slots: int
     paged: bool = False

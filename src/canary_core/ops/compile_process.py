@@ -1,4 +1,4 @@
-"""`CompileProcess`: compiles for this process in another one, which leaves it the interpreter's lock and the GPU."""
+"""`CompileProcess`: compiles in a process of its own, without the engine's interpreter lock and GPU."""
 
 import os
 import subprocess
@@ -9,28 +9,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 MODULE = "canary_core.ops.kernels.compile_child"
-"""What that process runs."""
+"""The module run by the process."""
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 MOST_WAIT_S = 120.0
-"""After so long it is given up."""
+"""Longest wait for the process, before it is ended."""
 
 
 class CompileProcess:
-    """Compiles into Triton's disk cache, beside whatever this process does; it has no part of the GPU, and ends when
-    this process does. What it leaves undone is compiled by whoever launches it first.
+    """Compiles into Triton's disk cache, beside the engine's process; uses no GPU, and ends with the engine's process.
+    The first launch compiles whatever is left undone.
 
-    ``work``: what it compiles, as `canary_core.ops.kernels.compile_jobs` packs it. ``keys``: the names of that.
-    ``folder``: Triton's cache now, None where that is none. ``remember`` notes for later starts that all of it is in
-    the cache. Raises `OSError` where there can be no such process.
+    ``work``: jobs packed by `canary_core.ops.kernels.compile_jobs`. ``keys``: names of the jobs. ``folder``: Triton's
+    current cache, None for none. ``remember`` notes for later starts that all jobs are in the cache. Raises `OSError`
+    where no such process can start.
     """
 
     def __init__(self, work: bytes, keys: frozenset[str], folder: str | None, remember: Callable[[], object]) -> None:
         self.keys = keys
         self.remember = remember
         self.seconds = 0.0
-        """How long it took, once it has ended."""
+        """Duration of the process, known after the end."""
         self._folder = folder
         self._began = time.perf_counter()
         command = [sys.executable, "-m", MODULE, str(os.getpid())]
@@ -50,24 +50,23 @@ class CompileProcess:
 
     @property
     def code(self) -> int | None:
-        """0 once all is compiled; another number where something is left, None while it runs."""
+        """0 once all is compiled; another number where something is left, None while the process runs."""
         return self._process.returncode
 
     def wait(self) -> None:
-        """Until it has ended; ends it where that takes too long."""
+        """Waits for the end; ends the process after `MOST_WAIT_S`."""
         self._thread.join(MOST_WAIT_S)
         self.end()
 
     def end(self) -> None:
-        """Ends it now."""
+        """Ends the process now."""
         if self._thread.is_alive():
             self._process.kill()
             self._thread.join()
 
     @contextmanager
     def same_cache(self) -> Iterator[None]:
-        """Within it Triton looks where the process has put what it compiled. ``torch.compile`` gives Triton another
-        cache as soon as it is used."""
+        """Context: Triton looks in the process's cache. ``torch.compile`` gives Triton another cache on first use."""
         before = os.environ.get(CACHE_VARIABLE)
         if self._folder is None or before == self._folder:
             yield

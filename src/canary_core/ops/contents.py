@@ -1,5 +1,5 @@
-"""What slots hold changes without a forward: records and histories follow. In torch on every device, but for the note
-in the histories; never waits for it."""
+"""Changes of slots' contents without a forward: records and histories follow. In torch on every device, but for the
+note in the histories; never waits for the device."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from canary_core.records import CONTENT, POSITION, STATES, Happened, State
 
 
 def copy(backend: Backend, state: RegionState, source: Tensor, destination: Tensor) -> None:
-    """What is known of slots ``source`` is known of ``destination``; both integer ``[n]``."""
+    """Copies the records of slots ``source`` to ``destination``; both integer ``[n]``."""
     payload.import_records(state, destination, payload.export_records(state, source))
     backend.note(state, destination, Happened.COPY, source)
 
@@ -24,7 +24,7 @@ def import_records(backend: Backend, state: RegionState, slots: Tensor, rows: Te
 
 
 def mark(backend: Backend, state: RegionState, slots: Tensor, new: State) -> None:
-    """``slots`` (integer ``[n]``) hold nothing, or what nobody knows: ``new`` is UNWRITTEN or UNKNOWN."""
+    """Marks ``slots`` (integer ``[n]``) as empty or unknown: ``new`` is UNWRITTEN or UNKNOWN."""
     if not len(slots):
         return
     _, slot, anything = payload.entries(state, slots.long())
@@ -39,7 +39,7 @@ def mark(backend: Backend, state: RegionState, slots: Tensor, new: State) -> Non
 
 
 def mark_all(state: RegionState, new: State) -> None:
-    """As `mark`, in place: a list of all slots of a large pool takes gigabytes that nobody has."""
+    """`mark` for all slots, in place: a list of all slots of a large pool would take gigabytes."""
     state.records[:, POSITION].bitwise_and_(-STATES).bitwise_or_(int(new))
     if new is State.UNKNOWN:
         state.fingerprints.zero_()
@@ -47,9 +47,9 @@ def mark_all(state: RegionState, new: State) -> None:
 
 
 def expect(state: RegionState, slots: Tensor) -> None:
-    """What was written in ``slots`` becomes unknown, while another stream may be at the same records: freed or parked
-    or not stays as that one has it, and whoever reads them sees one or the other. For that it is not noted in the
-    histories, which that stream may be at, too."""
+    """Turns written ``slots`` into unknown ones, while another stream may work on the same records: the bits for freed
+    and parked stay as the other stream sets them, and a reader sees either the old or the new state. No note in the
+    histories, in use by the other stream, too."""
     if len(slots):
         _, slot, anything = payload.entries(state, slots.long())
         words = state.records[:, POSITION]
@@ -67,7 +67,7 @@ def forget_releases(state: RegionState) -> None:
 
 
 def carry_over(state: RegionState, old: RegionState, source: Tensor, destination: Tensor) -> None:
-    """What ``old`` knows of slots ``source`` is known of ``destination``; the step and the sequences go on."""
+    """Copies the records of slots ``source`` of ``old`` to ``destination``; step and sequences go on."""
     state.records[destination] = old.records[source]
     state.fingerprints[destination] = old.fingerprints[source]
     if state.histories is not None and old.histories is not None:

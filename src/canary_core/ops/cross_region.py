@@ -1,5 +1,5 @@
-"""Sequences of which two regions keep something, such as the KV of a prefix and the recurrent state after it: what is
-reused together must have the same prefix hash."""
+"""Sequences kept in two regions, such as the KV of a prefix and the recurrent state after the prefix: parts reused
+together must have the same prefix hash."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from canary_core.records import CHAINS, POSITION, PREFIX_HASH, STATES, UNPARKED,
 def expect_sequences(
     state: RegionState, source: RegionState, slots: Tensor, *, lengths: Tensor, writers: Tensor
 ) -> None:
-    """Before a forward: in ``state`` each of its rows must read a slot of the sequence whose last token ``source`` has
-    in ``slots``, else `check` raises a PREFIX finding. For requests that are new to a region with one slot for each
-    sequence: it has no slot before to compare with.
+    """Before a forward: each row must read a slot of ``state`` that belongs to the sequence whose last token ``source``
+    has in ``slots``, else `check` raises a PREFIX finding. For requests new to a region with one slot per sequence,
+    where no earlier slot can be compared.
 
     slots: integer ``[rows]``, slots of ``source``. lengths, writers: integer ``[rows]``, prefix length and writer id of
-    each row. Rows are left as they are if ``source`` has no sure record of them, or if their writer is not known (-1).
+    each row. Rows are left alone if ``source`` has no sure record of them, or the writer is unknown (-1).
     Never captured; never waits for the device.
     """
     slots, lengths, writers = slots.long(), lengths.long(), writers.long()

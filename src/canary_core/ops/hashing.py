@@ -5,8 +5,8 @@ scan; `mix` is a bijection of (position, token), so any single different token o
 
 Bytes fingerprint of one slot in one source: ``salt(source) + sum(word[i] * key[i])  (mod 2**64)`` over the slot's
 32-bit little-endian words (a chunk's tail is padded with zero bytes). Addition commutes, so any tiling agrees. Keys are
-odd and depend on the word's index alone; the salt sets sources apart, so a fingerprint carried to another one doesn't
-fit there.
+odd and depend on the word's index alone; the salt sets sources apart, so a fingerprint of one source does not fit
+another.
 
 Let ``v`` (0 to 31) be the lowest bit in which any word changed. Seen with certainty, because keys are odd:
 
@@ -15,10 +15,10 @@ Let ``v`` (0 to 31) be the lowest bit in which any word changed. Seen with certa
   words could they cancel, and only if the two keys' sum or difference were 0 modulo 2**33; a test looks at every pair.
 
 Any other change is missed with probability ``2**(v - 63)``: ``2**-63`` if a word's lowest bit changed, ``2**-48`` if
-signs of bfloat16 did (bit 15), ``2**-32`` at worst, for four words or more that differ in their top bits only. The
+signs of bfloat16 did (bit 15), ``2**-32`` at worst, for four words or more with changes in their top bits only. The
 probability is over the keys (multilinear hashing: Carter & Wegman, 1979; Lemire & Kaser, "Strongly universal string
-hashing is fast", 2014), and ours are fixed and public: it holds against faults, which know nothing of them, not against
-somebody who writes to the pool with a collision in mind.
+hashing is fast", 2014), and Canary's are fixed and public: it holds against faults, which know nothing of the keys, not
+against an attacker who writes to the pool with a collision in mind.
 
 The finaliser is splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014).
 """
@@ -34,7 +34,7 @@ SALT_SEED = 0x13198A2E03707344
 ANCHOR_SEED = 0x0082EFA98EC4E6C9
 WEIGHT_SEED = 0x452821E638D01377
 SURE_WORDS = 97873
-"""Keys from the first on of which no two have a sum or a difference that is 0 modulo 2**33."""
+"""Number of leading keys without a pair whose sum or difference is 0 modulo 2**33."""
 _MASK = (1 << 64) - 1
 
 
@@ -73,8 +73,8 @@ def salts(sources: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def weights(slots: int, device: torch.device | str = "cpu") -> Tensor:
-    """The odd int64 multipliers of the fingerprints of a block's slots, by their place in the block, ``[slots]``: slots
-    that changed places make another value."""
+    """The odd int64 multipliers of the fingerprints of a block's slots, by place in the block, ``[slots]``: exchanged
+    slots make another value."""
     return splitmix(torch.arange(slots, dtype=torch.int64, device=device) + signed(WEIGHT_SEED)) | 1
 
 

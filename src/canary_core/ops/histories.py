@@ -1,5 +1,5 @@
-"""Histories of slots, read: `Happening` is one thing that happened, `life` all of it in order. The layout is in
-`canary_core.records`."""
+"""Histories of slots, read: `Happening` is one event of a slot, `life` all events in order. `canary_core.records` has
+the layout."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from canary_core.records import HISTORY_EVENT_BITS, HISTORY_NUMBER_BITS, Happened
 
 NOBODY = (1 << HISTORY_NUMBER_BITS) - 1
-"""A writer that is not known."""
+"""An unknown writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """One thing that happened to a slot. ``event``: a lower-case name of `Happened`. ``who``: the writer id, -1 if
-    unknown; of a copy the slot that it came from. ``every``: it happened to all slots of the region at once."""
+    """One event of a slot. ``event``: a lower-case name of `Happened`. ``who``: the writer id, -1 if unknown; of a copy
+    the source slot. ``every``: the event concerned all slots of the region at once."""
 
     step: int
     event: str
@@ -22,8 +22,8 @@ class Happening:
 
 
 def read(row: Sequence[int], now: int, every: bool = False) -> list[Happening]:
-    """The entries of one row of `RegionState.histories`, oldest first. ``now``: the step at which it was taken, which
-    says what the step numbers were, of which the row has the low bits."""
+    """The entries of one row of `RegionState.histories`, oldest first. ``now``: step at which the row was taken;
+    completes the steps, stored by their low bits."""
     events = []
     for word in reversed(row):
         what = word & (1 << HISTORY_EVENT_BITS) - 1
@@ -35,8 +35,9 @@ def read(row: Sequence[int], now: int, every: bool = False) -> list[Happening]:
 
 
 def life(own: Sequence[Happening], every: Iterable[Happening]) -> list[Happening]:
-    """``own``, a slot's events, with those of all slots where they belong, oldest first. In one step what takes a slot
-    from its request comes before, all else after: nobody knows better, and engines empty a pool that nobody uses."""
+    """``own``, a slot's events, merged with the events of all slots, oldest first. Within one step, events that take
+    the slot from its request come before, all others after: the true order is unknown, and engines empty a pool out of
+    use."""
     out = list(own)
     for event in dict.fromkeys(every):
         place = len(out)

@@ -1,4 +1,4 @@
-"""`LaunchCache`: what the kernels' host side remembers of a region, so that a forward costs it as little as can be."""
+"""`LaunchCache`: launches and arguments kept for a region by the kernels' host side, so that a forward costs little."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,8 +6,8 @@ from canary_core.batch import BatchView, SlotTable
 
 
 class Arguments(NamedTuple):
-    """Consecutive arguments of a kernel: as Triton's compiler wants to see them, as a compiled kernel takes them
-    (addresses for tensors), and a number that stands for all that compiled code may depend on in them."""
+    """Consecutive arguments of a kernel: as seen by Triton's compiler, as passed to a compiled kernel (addresses for
+    tensors), and a number for everything about them that compiled code may depend on."""
 
     objects: tuple[Any, ...]
     raw: list[int | None]
@@ -15,11 +15,11 @@ class Arguments(NamedTuple):
 
 
 class TableConstants(NamedTuple):
-    """Compile-time constants of a batch: what is fixed for an engine, and its rows rounded up to one of
+    """Compile-time constants of a batch: constants of the engine, and the rows rounded up to one of
     `kernels.launch.ROW_STEPS`.
 
-    `ALIGN`: a region's ``group_tokens``. `POOL`: how a table's numbers become slots; rows and slots of a ``pool_page``,
-    slots and rows of a ``page_ring``, 0 where there is none.
+    `ALIGN`: a region's ``group_tokens``. `POOL`: translation of a table's numbers to slots; rows and slots of a
+    ``pool_page``, slots and rows of a ``page_ring``, 0 where there is none.
     """
 
     PAGE_SIZE: int
@@ -33,20 +33,20 @@ class TableConstants(NamedTuple):
 
 
 class Launch(Protocol):
-    """A kernel with all that stays the same from forward to forward. columns: see `kernels.launch.Launcher`."""
+    """A kernel with its arguments common to all forwards. columns: see `kernels.launch.Launcher`."""
 
     columns: int
 
     def __call__(self, grid: tuple[int, int], given: Arguments = ...) -> None:
-        """Launches on the current stream with ``given`` after the arguments that stay the same."""
+        """Launches on the current stream, with ``given`` after the common arguments."""
 
     def ready(self, grid: tuple[int, int], given: Arguments) -> bool:
-        """Whether nothing has to be compiled for that; if something has, it begins in a thread."""
+        """Whether such a launch needs no compilation; otherwise compilation begins in a thread."""
 
 
 class GroupLaunch(NamedTuple):
-    """A kernel that reads bytes, for one source group. blocks: how many programs share its sources; programs: how many
-    over slots fill the device then; slots, abreast: those of the tile that it was compiled for."""
+    """A kernel that reads bytes, for one source group. blocks: programs sharing the group's sources; programs: programs
+    over slots that fill the device then; slots, abreast: fields of the tile compiled in."""
 
     blocks: int
     programs: int
@@ -56,15 +56,15 @@ class GroupLaunch(NamedTuple):
 
 
 class TableLaunches(NamedTuple):
-    """The launches, by op, of batches that have the same compile-time constants."""
+    """The launches, by op, of batches with the same compile-time constants."""
 
     constants: TableConstants
     by_op: dict[str, Launch]
 
 
 class BatchArguments(NamedTuple):
-    """What kernels need of one batch, and which batch and table that is. numbers: those of ``given`` that are no
-    addresses; they stay the same for many forwards."""
+    """Kernel arguments of a batch, cached by (batch, table). numbers: the arguments in ``given`` other than addresses;
+    the same for many forwards."""
 
     batch: BatchView
     table: SlotTable
@@ -74,20 +74,19 @@ class BatchArguments(NamedTuple):
 
 
 Key = tuple[str, TableConstants | None]
-"""An op, and the compile-time constants of a batch if it has any."""
+"""An op, and the compile-time constants of a batch, if it has any."""
 
 TableKey = tuple[int, int, int, tuple[int, int] | None, int]
-"""What differs in `TableConstants` from batch to batch: a table's page size, ring, stored tokens and pool page, and the
-number of a step of batch rows."""
+"""The parts of `TableConstants` that differ from batch to batch: a table's page size, ring, stored tokens and pool
+page, and the number of a step of batch rows."""
 
 
 class LaunchCache:
-    """What was worked out for launches on one region. Addresses of the region's tensors are among it: whoever puts
-    another tensor in the place of one must call `clear`.
+    """Cached launches on one region, addresses of the region's tensors included: replacing a tensor requires `clear`.
 
-    by_op: the launch of each op. by_table: those of ops that have compile-time constants of a batch. by_group: of each
-    op that reads bytes, one for each group of sources. batch: the kernels' arguments of the last batch, which several
-    ops of a forward take. listed: the argument of the scrub.
+    by_op: the launch of each op. by_table: launches of ops with compile-time constants of a batch. by_group: of each op
+    that reads bytes, one for each group of sources. batch: the kernels' arguments of the last batch, common to several
+    ops of a forward. listed: the argument of the scrub.
     """
 
     __slots__ = ("batch", "by_group", "by_op", "by_table", "listed")

@@ -1,7 +1,7 @@
-"""What the records say of slots, and the verdict on slots that are read as a position of a sequence.
+"""Records of slots, and the verdict on slots read as a position of a sequence.
 
-One rule for all that judge in torch: the reference of the check before a forward, and sweeps of a prefix cache on the
-host. `kernels.check` has it once more, for the device.
+One rule for all judges in torch: the reference of the check before a forward, and sweeps of a prefix cache on the host.
+`kernels.check` has the rule once more, for the device.
 """
 
 from dataclasses import dataclass
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
     from canary_core.ops.state import RegionState
 
 NOTHING = -1
-"""The verdict on a place with which nothing is wrong."""
+"""The verdict on a faultless place."""
 
 KINDS = (Kind.SLOT_RANGE, Kind.NULL_SLOT, Kind.UNWRITTEN, Kind.FREED, Kind.POSITION, Kind.TOKEN, Kind.PREFIX)
-"""What `verdict` can find; of several that hold, the first is reported."""
+"""Possible verdicts; the first that holds is reported."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """The record behind each place, all ``[n]``; ``usable`` says whether there is one (else the rest is of any slot).
+    """The record behind each place, all ``[n]``; ``usable`` says whether there is one (else the fields are of any
+    slot).
 
-    ``state`` is `State.FREED` or what the slot holds: whether it is parked is nothing to who reads it. ``word`` is the
-    record's position word, ``freed`` its words `STEP_FREED` and `FREED_BY` as one number.
+    ``state`` is `State.FREED` or the content: a reader does not care whether the slot is parked. ``word`` is the
+    record's position word, ``freed`` the words `STEP_FREED` and `FREED_BY` as one number.
     """
 
     slot: Tensor
@@ -57,8 +58,8 @@ class Seen:
 
     @classmethod
     def of(cls, records: Tensor, slot: Tensor, status: Tensor) -> "Seen":
-        """From ``records``, int32 ``[n, RECORD_WORDS]``: those of ``slot`` where ``status`` is `Status.OK`, of any slot
-        elsewhere. On the device of its arguments."""
+        """From ``records``, int32 ``[n, RECORD_WORDS]``: the records of ``slot`` where ``status`` is `Status.OK`, of
+        any slot elsewhere. On the device of the arguments."""
         word = records[:, POSITION].long()
         return cls(
             slot=slot,
@@ -88,13 +89,13 @@ class Seen:
 
     def continues(self, position: Tensor, before: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """Whether the prefix hash of each place, read as ``position``, continues ``before``, the hash of the position
-        before it; and the hash that would. Where the slot's own hash is unknown (0), or ``before`` is not ``known``, it
-        does."""
+        before; and the hash that would. True where the slot's own hash is unknown (0), or ``before`` is not
+        ``known``."""
         should_be = before + hashing.mix(self.token, position)
         return (self.hash == should_be) | (self.hash == 0) | ~known, should_be
 
     def fields(self) -> dict[Row, Tensor]:
-        """What a finding says of the stored record; -1 where the slot has none."""
+        """The stored record as fields of a finding; -1 where the slot has none."""
         stored = {
             Row.STORED_TOKEN: self.token,
             Row.STORED_POSITION: self.word,
@@ -112,10 +113,10 @@ def see(state: "RegionState", slot: Tensor, status: Tensor) -> Seen:
 
 
 def verdict(seen: Seen, position: Tensor, expected: Tensor, linked: Tensor) -> Tensor:
-    """The first of `KINDS` that holds of each place, int64 ``[n]``, `NOTHING` for none.
+    """The first of `KINDS` that holds for each place, int64 ``[n]``, `NOTHING` for none.
 
-    position: int64 ``[n]``, as which it is read. expected: int64 ``[n]``, the request's own token there, negative where
-    it is not known. linked: bool ``[n]``, whether its prefix hash fits what is known of the sequence.
+    position: int64 ``[n]``, the position read. expected: int64 ``[n]``, the request's own token there, negative where
+    unknown. linked: bool ``[n]``, whether the prefix hash fits the known sequence.
     """
     placed = seen.holds(position)
     own = (expected < 0) | (expected == seen.token)

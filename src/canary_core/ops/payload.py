@@ -1,8 +1,8 @@
-"""Records that travel with bytes: for KV that is kept in host memory, sent over a network, or copied on the device.
-Payloads are laid out as `canary_core.records` says.
+"""Records that travel with bytes: for KV kept in host memory, sent over a network, or copied on the device.
+`canary_core.records` has the layout of a payload.
 
-`export_records` takes what is known of slots when their bytes leave, `import_records` puts it back where they arrive,
-and in between `check_payload` compares the bytes with it, on the host and without a GPU, by the same fingerprint
+`export_records` makes the payload of slots when their bytes leave, `import_records` restores the records on arrival,
+and in between `check_payload` compares bytes and payload, on the host and without a GPU, by the same fingerprint
 (`fingerprint_bytes`).
 """
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from canary_core.ops.state import RegionState
 
 BLOCK_WORDS = 1 << 16
-"""Words that `fingerprint_bytes` takes at a time: its scratch then stays in a core's cache."""
+"""Words taken at a time by `fingerprint_bytes`, so that the scratch stays in a core's cache."""
 
 _OWNED = int(State.FREED | State.PARKED)
-"""The bits of a state that say who has a slot, whatever it holds."""
+"""The bits of a state for the owner of a slot, independent of content."""
 
 _NONCE = os.urandom(16)
 """Tells this process's payloads from another's."""
@@ -78,10 +78,10 @@ class SourceLayout:
 
 @dataclass(frozen=True, slots=True)
 class PayloadLayout:
-    """What a region's payloads mean; plain values, so that it may be pickled for another process.
+    """Meaning of a region's payloads, as plain values, picklable for another process.
 
-    ``sources`` are in the order of their fingerprints. ``origin``, 32 bits, is the Canary that exported: elsewhere its
-    writer ids and steps mean nothing. Payloads fit regions whose layout has the same ``digest``.
+    ``sources`` are in the order of the fingerprints. ``origin``, 32 bits, is the exporting Canary: its writer ids and
+    steps mean nothing elsewhere. A payload fits regions whose layout has the same ``digest``.
     """
 
     sources: tuple[SourceLayout, ...]
@@ -105,8 +105,8 @@ class PayloadLayout:
         return known
 
     def read(self, payload: Tensor) -> "PayloadRecords":
-        """What the rows of ``payload`` (int64 ``[n, words]``, on any device) say of the slots they were exported of.
-        Never waits for the device."""
+        """Known facts in the rows of ``payload`` (int64 ``[n, words]``, on any device) about the exported slots. Never
+        waits for the device."""
         known, record = _records_of(self, payload)
         word = record[:, POSITION].long()
         written = known & (word & CONTENT == State.WRITTEN)
@@ -119,16 +119,16 @@ class PayloadLayout:
 
     @property
     def stamp(self) -> int:
-        """First word of every payload row of this layout."""
+        """First word of every payload row of the layout."""
         return self.digest << 32 | self.origin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PayloadRecords:
-    """Rows of a payload, read: all ``[n]``, where the payload is.
+    """Rows of a payload, read: all ``[n]``, on the payload's device.
 
-    known: bool, whether the row is of this layout; if not, the rest of it means nothing. written: bool, whether the
-    slot held a token that a forward had written. tokens, positions: int64, that token and its position.
+    known: bool, whether the row is of the layout; if not, the other fields mean nothing. written: bool, whether the
+    slot held a token written by a forward. tokens, positions: int64, the token and its position.
     """
 
     known: Tensor
@@ -142,9 +142,9 @@ _layouts: "WeakKeyDictionary[RegionState, PayloadLayout]" = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A slot in host memory whose bytes are not those that were recorded: row ``row`` of the payload, in ``source``.
+    """A slot in host memory whose bytes differ from the recorded ones: row ``row`` of the payload, in ``source``.
 
-    ``writer`` and ``step_written`` are those of the Canary that exported.
+    ``writer`` and ``step_written`` are those of the exporting Canary.
     """
 
     row: int
@@ -159,8 +159,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class PayloadCheck:
-    """What `check_payload` found. ``checked`` and ``skipped`` count (row, source) pairs; skipped are those whose bytes
-    were unknown, or never written, when they were exported."""
+    """Result of `check_payload`. ``checked`` and ``skipped`` count (row, source) pairs; skipped are pairs with bytes
+    unknown, or never written, at the export."""
 
     differences: tuple[Difference, ...]
     checked: int
@@ -168,7 +168,7 @@ class PayloadCheck:
 
 
 def fingerprint_bytes(data: Tensor | Array, chunk_bytes: int, column: int) -> Tensor:
-    """The fingerprint that the device has for a source's slots with these bytes: int64 ``[n]``.
+    """The fingerprint of a source's slots with the given bytes, equal to the device's: int64 ``[n]``.
 
     data: ``[n, ...]``, each row the bytes of one slot, its chunks of ``chunk_bytes`` bytes one after the other; uint8,
     or any dtype for its raw bytes. A numpy array or a tensor, on any device. column: index of the source among the
@@ -194,11 +194,11 @@ def fingerprint_bytes(data: Tensor | Array, chunk_bytes: int, column: int) -> Te
 
 
 def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Tensor | Array]) -> PayloadCheck:
-    """Compares bytes in host memory with the payload that was exported with them.
+    """Compares bytes in host memory with the payload exported beside them.
 
-    payload: int64 ``[n, layout.words]``. data: source name → its bytes of the same ``n`` slots, as `fingerprint_bytes`
-    takes them; any of the layout's sources. Of a longer row only its first bytes are fingerprinted
-    (``CANARY_BYTES=partial``). Raises `AttachError` for a source that the layout lacks, or other numbers of slots.
+    payload: int64 ``[n, layout.words]``. data: source name → bytes of the same ``n`` slots, in the form of
+    `fingerprint_bytes`; any of the layout's sources. Of a longer row only the first bytes are fingerprinted
+    (``CANARY_BYTES=partial``). Raises `AttachError` for a source unknown to the layout, or another number of slots.
     """
     payload = payload.cpu()
     if payload.dim() != 2 or payload.shape[1] != layout.words:
@@ -232,8 +232,8 @@ def check_payload(layout: PayloadLayout, payload: Tensor, data: Mapping[str, Ten
 
 
 def export_records(state: "RegionState", slots: Tensor) -> Tensor:
-    """What is known of ``slots`` (integer ``[n]``): int64 ``[n, layout.words]`` on the region's device. Rows of numbers
-    that are no slots are zero, which is imported as unknown. Never waits for the device."""
+    """Payload of ``slots`` (integer ``[n]``): int64 ``[n, layout.words]`` on the region's device. Rows of numbers
+    beyond the region are zero, imported as unknown. Never waits for the device."""
     slots = slots.long()
     inside = (slots >= 0) & (slots < state.region.slots)
     slot = torch.where(inside, slots, 0)
@@ -244,12 +244,12 @@ def export_records(state: "RegionState", slots: Tensor) -> Tensor:
 
 
 def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer: int = -1) -> None:
-    """``slots`` (integer ``[n]``, each at most once) hold what ``payload`` (``[n, layout.words]``, on the region's
-    device) was exported with. Numbers that are no slots are left out. Never waits for the device.
+    """Sets the records of ``slots`` (integer ``[n]``, each at most once) from ``payload`` (``[n, layout.words]``, on
+    the region's device). Numbers beyond the region are left out. Never waits for the device.
 
-    A slot becomes *unknown* where the payload is of another layout. Where it lacks the fingerprint of bytes that the
-    slot has, those bytes are not compared, and what the slot is stays known. Who wrote it, and when, is kept only from
-    the same Canary; else it is ``writer``, now. Freed or parked or not is the slot's own, not the payload's.
+    A slot becomes *unknown* where the payload is of another layout. Bytes without a fingerprint in the payload are not
+    compared, and the rest of the record holds. Writer and step are kept from the same Canary only; otherwise the writer
+    is ``writer``, the step now. The bits for freed and parked stay the slot's own.
     """
     layout = PayloadLayout.of(state)
     slots = slots.long()
@@ -278,16 +278,16 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
 
 
 def entries(state: "RegionState", slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``slots`` (int64 ``[n]``, n at least 1) without those that are no slots, and without a wait for the device: these
-    repeat the first one that is, since the same value written twice does no harm. Gives the index and the slot of
-    each, and whether there is any; if not, the slots must be left as they are."""
+    """``slots`` (int64 ``[n]``, n at least 1) without numbers beyond the region, and without a wait for the device: the
+    first valid slot takes their place, since the same value written twice does no harm. Returns index and slot of each,
+    and whether any is valid; if not, the slots must be left alone."""
     inside = (slots >= 0) & (slots < state.region.slots)
     entry = torch.where(inside, torch.arange(len(slots), device=slots.device), inside.int().argmax())
     return entry, slots[entry].clamp(0, state.region.slots - 1), inside.any()
 
 
 def _records_of(layout: PayloadLayout, payload: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows are of this layout, bool ``[n]``, and the records in them, int32 ``[n, RECORD_WORDS]``."""
+    """Whether each row is of the layout, bool ``[n]``, and the records in the rows, int32 ``[n, RECORD_WORDS]``."""
     known = payload[:, PAYLOAD_STAMP] >> 32 == layout.digest
     record = payload[:, PAYLOAD_RECORD:PAYLOAD_FINGERPRINTS].contiguous().view(torch.int32)
     return known, record.view(-1, RECORD_WORDS)

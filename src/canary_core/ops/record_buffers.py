@@ -1,4 +1,4 @@
-"""`RecordBuffers`: what is known of slots, as buffers that a transfer engine sends beside those of the KV."""
+"""`RecordBuffers`: records as buffers that a transfer engine sends beside those of the KV."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from canary_core.records import PAYLOAD_STAMP
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordBuffers:
-    """A payload of all slots of a region, in three tables that a transfer engine can register like those of the KV: one
-    row for each slot, so that page ``i`` of the KV and page ``i`` of these travel together.
+    """A payload of all slots of a region, in three tables that a transfer engine can register beside the KV's: one row
+    for each slot, so page ``i`` of the KV and page ``i`` of the tables travel together.
 
-    stamps: int64 ``[slots]``; records: int32 ``[slots, 8]``; fingerprints: int64 ``[slots, sources]``. layout: what the
-    rows mean in this region; rows of another layout say nothing.
+    stamps: int64 ``[slots]``; records: int32 ``[slots, 8]``; fingerprints: int64 ``[slots, sources]``. layout: meaning
+    of the rows in the region; rows of another layout say nothing.
 
-    The sending side gives its own tables away (`of`), the receiving side has an `inbox`, reads from it what has arrived
-    (`payload`) and clears it for the next transfer.
+    The sender registers the region's own tables (`of`); the receiver has an `inbox`, reads arrived rows (`payload`),
+    and clears them for the next transfer.
     """
 
     layout: PayloadLayout
@@ -29,15 +29,15 @@ class RecordBuffers:
 
     @classmethod
     def of(cls, state: RegionState) -> "RecordBuffers":
-        """The region's own tables, which go on changing, each row stamped as this region's. Zeroed stamps make all of
-        them unknown to whoever receives them."""
+        """The region's own live tables, each row stamped with the region's layout. Zeroed stamps make every row unknown
+        to a receiver."""
         layout = PayloadLayout.of(state)
         stamps = torch.full((state.region.slots,), layout.stamp, dtype=torch.int64, device=state.records.device)
         return cls(layout, stamps, state.records, state.fingerprints)
 
     @classmethod
     def inbox(cls, state: RegionState) -> "RecordBuffers":
-        """Tables of the same shapes with nothing in them."""
+        """Empty tables of the same shapes."""
         stamps = torch.zeros(state.region.slots, dtype=torch.int64, device=state.records.device)
         tables = torch.zeros_like(state.records), torch.zeros_like(state.fingerprints)
         return cls(PayloadLayout.of(state), stamps, *tables)
@@ -48,9 +48,9 @@ class RecordBuffers:
         return self.stamps.nbytes + self.records.nbytes + self.fingerprints.nbytes
 
     def payload(self, slots: Tensor) -> Tensor:
-        """The rows of ``slots`` (int64 ``[n]``, -1 for none) as `import_records` takes them: int64
-        ``[n, layout.words]``. If rows of some slots have arrived and of others not, the transfer was cut short: those
-        without say that nothing was written there. Never waits for the device."""
+        """The rows of ``slots`` (int64 ``[n]``, -1 for none) for `import_records`: int64 ``[n, layout.words]``. If only
+        some rows have arrived, the transfer was cut short: the missing rows say that nothing was written. Never waits
+        for the device."""
         inside = slots >= 0
         slot = torch.where(inside, slots, 0)
         stamps = torch.where(inside, self.stamps[slot], 0)
@@ -62,6 +62,6 @@ class RecordBuffers:
         return torch.where(missing[:, None], nothing, rows * inside[:, None])
 
     def clear(self, slots: Tensor) -> None:
-        """Rows of ``slots`` (int64 ``[n]``, -1 for none) hold nothing any more. Slot 0, which stands for none here,
-        must be one that never travels: the null slot."""
+        """Empties the rows of ``slots`` (int64 ``[n]``, -1 for none). Slot 0 stands for none here and must never
+        travel: the null slot."""
         self.stamps.index_fill_(0, slots.clamp(min=0), 0)

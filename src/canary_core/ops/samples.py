@@ -1,4 +1,4 @@
-"""`Samples`: device memory for what the sampler gave, of the one region whose forwards are compared with it."""
+"""`Samples`: device memory for sampled tokens, in the one region whose forwards are compared with them."""
 
 import torch
 from torch import Tensor
@@ -17,22 +17,23 @@ FIRST_ROWS = 256
 
 
 class Samples:
-    """Sampled tokens, on their way from the sampler to the forward that computes them.
+    """Sampled tokens, on the way from the sampler to the forward that computes them.
 
     | tensor | shape                             | written by                | read by                            |
     |--------|-----------------------------------|---------------------------|------------------------------------|
     | ends   | int64 ``[1 + rows]``              | `record`                  | `check` of the next forward        |
-    | given  | int64 ``[SAMPLE_TOKENS, rows]``   | `give`, after the sampler | `check`, which empties it          |
+    | given  | int64 ``[SAMPLE_TOKENS, rows]``   | `give`, after the sampler | `check`, and emptied there         |
     | table  | int64 ``[writers * tokens]``      | `check`                   | `record`                           |
     | tails  | int64 ``[rows, tokens, words]``   | `check`                   | `record`                           |
 
-    ends: how many rows the last forward had; then each row's sample without its token, as of the position after its
-    last new token: 0 for a row without new tokens or without a writer. given: column ``r`` is of row ``r`` of that
-    forward; the last is the token for the position after its last new token, the one before that for the last new
-    token's own position, and so on. table: see `records`. tails: see `TAIL_WORDS`.
+    ends: number of rows of the last forward; then each row's sample without a token, as of the position after the last
+    new token: 0 for a row without new tokens or without a writer.
+    given: column ``r`` belongs to row ``r`` of the last forward; the last entry is the token for the position after the
+    last new token, the one before for the last new token's own position, and so on.
+    table: see `records`. tails: see `TAIL_WORDS`.
 
-    Each is used on the stream of the forwards or ordered with it, so no two of these ever overlap. Nothing is allocated
-    but where a batch has more rows than any before.
+    Every use is on the stream of the forwards or ordered with it, so no two uses overlap. Memory is allocated only for
+    a batch with more rows than any before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,8 +46,8 @@ class Samples:
         self._allocate(FIRST_ROWS)
 
     def grow(self, batch: BatchView) -> bool:
-        """Makes room for the batch's rows; gives whether tensors were replaced. What was given is kept. Outgrown
-        tensors are, too: a captured graph may still use them."""
+        """Makes room for the batch's rows; returns whether tensors were replaced. Given tokens are kept, and so are
+        outgrown tensors: a captured graph may still use them."""
         rows = self.rows
         if batch.rows <= rows:
             return False
@@ -58,7 +59,7 @@ class Samples:
         return True
 
     def give(self, tokens: Tensor, without: tuple[int, ...] = ()) -> None:
-        """What the sampler gave for the forward that was recorded last: int32 or int64 ``[rows]`` or ``[rows, n]``, see
+        """Takes the sampled tokens of the last recorded forward: int32 or int64 ``[rows]`` or ``[rows, n]``, see
         `sampling.SampledTokens.give`. One copy on the current stream, one more for each row of ``without``."""
         columns = tokens.shape[0]
         if tokens.dim() == 1:
@@ -78,7 +79,7 @@ class Samples:
 
     @property
     def memory_bytes(self) -> int:
-        """Of all that was ever allocated."""
+        """Bytes of all tensors ever allocated."""
         return sum(t.nbytes for t in (self.table, self.given, self.ends, self.tails, *self._outgrown))
 
     def _allocate(self, rows: int) -> None:

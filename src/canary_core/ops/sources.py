@@ -1,4 +1,4 @@
-"""`SourceTable`: the fingerprinted sources of a region, and what kernels must know of them."""
+"""`SourceTable`: the fingerprinted sources of a region, and their description for kernels."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES, Descriptor
 from canary_core.region import PARTIAL_BYTES, KVSource, Placement, Region, Role
 
 NARROW_WORDS = 16
-"""Most words a slot of a narrow source that shares a launch with a wide one: they are read at once."""
+"""Most words in a slot of a narrow source that shares a launch with a wide one: all are read at once."""
 
 MOVING = (
     Descriptor.ADDRESS,
@@ -27,7 +27,7 @@ MOVING = (
     Descriptor.CHUNK_STRIDE,
     Descriptor.PRESENT,
 )
-"""Words of a descriptor that differ where a source's bytes have moved."""
+"""Words of a descriptor that change when a source's bytes move."""
 
 BEST_ALIGNMENT = 16
 """See `KVSource.alignment`."""
@@ -44,7 +44,7 @@ _FLOAT_BITS: dict[torch.dtype, tuple[int, int, int]] = {
 
 
 class SourceShape(NamedTuple):
-    """What of a source is a compile-time constant in a kernel."""
+    """The compile-time constants of a source in a kernel."""
 
     page_size: int
     chunks: int
@@ -63,10 +63,10 @@ class SourceShape(NamedTuple):
 
 
 class SourceGroup(NamedTuple):
-    """Sources that one kernel launch takes together: ``columns[i, j]`` is the index, among the region's sources, of the
-    i-th one of shape ``shapes[j]``; int32 ``[n, shapes]`` on the device.
+    """Sources of one kernel launch: ``columns[i, j]`` is the index, among the region's sources, of the i-th source of
+    shape ``shapes[j]``; int32 ``[n, shapes]`` on the device.
 
-    A program takes one row of them: one source, or a wide one and a narrow one that goes with it, such as its scales.
+    A program takes one row: one source, or a wide and a narrow source together, such as K and its scales.
     """
 
     shapes: tuple[SourceShape, ...]
@@ -74,14 +74,14 @@ class SourceGroup(NamedTuple):
 
 
 class SourceTable(Sequence[KVSource]):
-    """The fingerprinted sources of a region, in the order of their fingerprints: a sequence of `KVSource`.
+    """The fingerprinted sources of a region, in the order of the fingerprints: a sequence of `KVSource`.
 
     With ``CANARY_BYTES=partial`` each is cut to its first bytes, with ``off`` there are none. Tensors keep their
-    addresses for life, so captured graphs stay valid, `rebind` included.
+    addresses for life, so captured graphs stay valid, also after `rebind`.
 
-    bound: the sources, another tuple after each `rebind` or `rebind_alike`. descriptors: int64
-    ``[sources, DESCRIPTOR_WORDS]``, see `Descriptor`. keys: int64, one for each word of the longest slot, and salts:
-    int64 ``[sources]``, at least one of each, see `hashing`. groups: sources that byte kernels take in one launch.
+    bound: the sources, another tuple after each `rebind` or `rebind_alike`. descriptors: int64 ``[sources,
+    DESCRIPTOR_WORDS]``, see `Descriptor`. keys: int64, one for each word of the longest slot, and salts: int64
+    ``[sources]``, at least one of each, see `hashing`. groups: sources of one launch each, for byte kernels.
     """
 
     def __init__(self, region: Region, config: CanaryConfig) -> None:
@@ -133,7 +133,7 @@ class SourceTable(Sequence[KVSource]):
         return self.descriptors.nbytes + self.keys.nbytes + self.salts.nbytes
 
     def groups_of(self, columns: Sequence[int]) -> tuple[SourceGroup, ...]:
-        """The parts of `groups` that have only sources of ``columns``, indices. Waits for the device."""
+        """The parts of `groups` with sources of ``columns`` (indices) only. Waits for the device."""
         parts = []
         for group in self.groups:
             rows = [row for row in group.columns.tolist() if set(row) <= set(columns)]
@@ -166,10 +166,9 @@ class SourceTable(Sequence[KVSource]):
         return reshaped
 
     def rebind_alike(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> bool:
-        """As `rebind`, at a fraction of its cost: source ``i`` lies in ``tensors[i]`` now, as
-        ``places[i % len(places)]`` says. Gives whether it did so: only where the tensors of one place have one shape,
-        strides, type and device, the sources of one place differ in nothing but tensor and name, and kernels stay the
-        same."""
+        """`rebind` at a fraction of the cost: source ``i`` moves to ``tensors[i]``, laid out as ``places[i %
+        len(places)]``. Returns whether the move was made: only if the tensors of one place agree in shape, strides,
+        type and device, the sources of one place differ in tensor and name only, and kernels stay the same."""
         count = len(places)
         if len(tensors) != len(self) or self._config.bytes != "all" or not count or len(self) % count:
             return False
@@ -190,8 +189,8 @@ class SourceTable(Sequence[KVSource]):
         return True
 
     def let_go(self) -> None:
-        """The engine gives the tensors up: none is kept, here or by the region. Nothing may read them until they are
-        bound anew."""
+        """Releases the tensors when the engine gives them up, here and in the region. No op may read them until
+        `rebind`."""
         if self.gone:
             return
         if self._bound is None and self._turns is not None:
@@ -205,22 +204,22 @@ class SourceTable(Sequence[KVSource]):
         self._moved, self.gone, self._region_gone = ((), ()), True, True
 
     def _descriptors(self) -> Tensor:
-        """Those of all sources on the host."""
+        """Descriptors of all sources, on the host."""
         rows = [descriptor(s, self._config.non_finite) for s in self.bound]
         return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, DESCRIPTOR_WORDS)
 
     def _send(self) -> None:
-        """The descriptors to the device. From pinned memory of its own, so that the host does not wait, neither now nor
-        to write the next ones."""
+        """Sends the descriptors to the device, from pinned memory of their own, so that the host waits neither now nor
+        before the next change."""
         if len(self):
             self.descriptors.copy_(pinned(self._rows, self.descriptors.device), non_blocking=True)
 
 
 class _Turns(NamedTuple):
-    """Sources of which each ``turns``-th is alike. ``sources``: all of them, without their tensors; ``first``: those of
-    the first turn, ``types``: type and device of the tensor of each. ``repeat``: whether they are alike at all, and
-    aligned as well as can be. ``addresses`` and ``rows_but_addresses``: the words of descriptors on the host that may
-    change, ``[sources]`` and ``[sources / turns, turns, words]``."""
+    """Sources that repeat after every ``turns``. ``sources``: all, without tensors; ``first``: the first turn,
+    ``types``: type and device of each tensor. ``repeat``: whether the sources do repeat, with the best alignment.
+    ``addresses`` and ``rows_but_addresses``: the changing words of descriptors on the host, ``[sources]`` and
+    ``[sources / turns, turns, words]``."""
 
     sources: tuple[KVSource, ...]
     turns: int
@@ -232,7 +231,7 @@ class _Turns(NamedTuple):
 
     @classmethod
     def of(cls, sources: Sequence[KVSource], count: int, rows: Tensor) -> "_Turns":
-        """Those of ``sources``, whose descriptors are ``rows``."""
+        """The turns of ``sources`` with descriptors ``rows``."""
         kept = [[word for place, word in enumerate(row) if place not in MOVING] for row in rows.tolist()]
         repeat = all(words == kept[i % count] for i, words in enumerate(kept)) and all(
             source.alignment == BEST_ALIGNMENT and not source.offset_bytes for source in sources
@@ -266,7 +265,7 @@ class _Turns(NamedTuple):
         return words
 
     def moved(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> tuple[KVSource, ...]:
-        """The sources where they are now."""
+        """The sources at the new place."""
         turns = [places[i % self.turns] for i in range(len(tensors))]
         return tuple(
             replace(source, tensor=tensor, **place._asdict())
@@ -275,13 +274,13 @@ class _Turns(NamedTuple):
 
 
 def _bits(addresses: Sequence[int], places: Sequence[Placement]) -> int:
-    """All that say how bytes are aligned."""
+    """Bitwise or of everything that decides the alignment."""
     strides = [n for p in places for n in (p.page_stride_bytes, p.slot_stride_bytes, p.chunk_stride_bytes)]
     return reduce(or_, addresses, reduce(or_, strides, 0))
 
 
 def _same_layout(tensors: Sequence[Tensor], dtype: torch.dtype, device: int) -> bool:
-    """Whether all have the shape and strides of the first, and this type and device."""
+    """Whether all tensors have the shape and strides of the first, and the given type and device."""
     shape, strides = tensors[0].shape, tensors[0].stride()
     for tensor in tensors:
         if tensor.shape != shape or tensor.stride() != strides:
@@ -292,7 +291,7 @@ def _same_layout(tensors: Sequence[Tensor], dtype: torch.dtype, device: int) -> 
 
 
 def _within(tensor: Tensor, source: KVSource, place: Placement, slots: int) -> bool:
-    """Whether all slots of ``source`` that have bytes lie within ``tensor`` itself, which its storage has."""
+    """Whether all slots of ``source`` with bytes lie within ``tensor`` itself, and so within its storage."""
     page, slot, chunk, present = place
     if min(page, slot, chunk) < 0 or not 0 < present <= source.page_size:
         return False
@@ -303,8 +302,8 @@ def _within(tensor: Tensor, source: KVSource, place: Placement, slots: int) -> b
 
 
 def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[SourceGroup, ...]:
-    """The sources by shape, in order of first appearance. A shape shares its group with the next one that is narrow
-    beside it and has as many sources."""
+    """The sources by shape, in order of first appearance. A shape shares its group with the next much narrower shape of
+    as many sources."""
     by_shape: dict[SourceShape, list[int]] = {}
     for index, source in enumerate(sources):
         by_shape.setdefault(SourceShape.of(source), []).append(index)
@@ -320,7 +319,7 @@ def source_groups(sources: Sequence[KVSource], device: torch.device) -> tuple[So
 
 
 def descriptor(source: KVSource, non_finite: bool) -> list[int]:
-    """A source as `Descriptor` words. ``non_finite``: whether its floats are looked at, if it has any."""
+    """A source as `Descriptor` words. ``non_finite``: whether floats are checked, if the source has any."""
     exponent, increment, carry = _FLOAT_BITS.get(source.dtype, (0, 0, 0)) if source.dtype and non_finite else (0, 0, 0)
     sure = source.role is Role.DATA and source.slot_bytes >= LOST_WRITE_BYTES
     return [
@@ -330,7 +329,7 @@ def descriptor(source: KVSource, non_finite: bool) -> list[int]:
 
 
 def _fingerprinted(sources: Sequence[KVSource], share: str) -> tuple[KVSource, ...]:
-    """The sources as ``CANARY_BYTES`` wants them fingerprinted."""
+    """The sources cut as ``CANARY_BYTES`` says."""
     if share == "off":
         return ()
     if share == "partial":

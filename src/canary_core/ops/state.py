@@ -1,4 +1,4 @@
-"""`RegionState`: all device memory that Canary keeps for one region, allocated once; `Shared`: what regions share."""
+"""`RegionState`: all device memory kept for one region, allocated once; `Shared`: memory common to the regions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ FIRST_TOKENS = 8192
 """Capacity of a region's scratch before a batch asks for more, beside `FIRST_ROWS`."""
 
 HISTORY_SHARE = 100
-"""Histories take at most one in so many bytes of what they are about."""
+"""Histories take at most one in so many bytes of the region's slots."""
 
 HISTORY_FREE_BYTES = 16 << 20
-"""Or so much, if that is more: it is too little to matter, however small the slots are."""
+"""Or this much, if more: too little to matter, however small the slots are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,11 +63,10 @@ class Shared:
 
 
 class Scratch:
-    """What the ops of one forward hand to each other in one region: `check` fills it, the ops after the forward read
-    it.
+    """Memory passed between the ops of one forward in one region: filled by `check`, read by the ops after the forward.
 
-    claims: int64 ``[slots]``, who claimed each slot for writing last, see `claim`. heads:
-    int64 ``[rows]``, each row's prefix hash before its new tokens, 0 for unknown. plan: int64 ``[tokens, PLAN_WORDS]``.
+    claims: int64 ``[slots]``, the last claim of each slot for writing, see `claim`. heads: int64 ``[rows]``, each row's
+    prefix hash before its new tokens, 0 for unknown. plan: int64 ``[tokens, PLAN_WORDS]``.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -78,8 +77,8 @@ class Scratch:
         self._outgrown: list[Tensor] = []
 
     def grow(self, batch: BatchView) -> bool:
-        """Makes room for the batch's rows and tokens; gives whether a tensor was replaced. Rare: sizes double. Outgrown
-        tensors are kept, because a captured graph may still use them."""
+        """Makes room for the batch's rows and tokens; returns whether a tensor was replaced. Rare: sizes double.
+        Outgrown tensors are kept, because a captured graph may still use them."""
         grown = False
         if batch.rows > self._rows:
             self._outgrown.append(self.heads)
@@ -95,41 +94,43 @@ class Scratch:
 
     @staticmethod
     def claim(step: Tensor, token: Tensor) -> Tensor:
-        """What `claims` has where token number ``token`` of forward ``step`` is written, see `CLAIM_TOKEN_BITS`."""
+        """The entry of `claims` for a slot written by token number ``token`` of forward ``step``, see
+        `CLAIM_TOKEN_BITS`."""
         return (step << CLAIM_TOKEN_BITS) + token + 1
 
     @staticmethod
     def claiming_token(claims: Tensor) -> Tensor:
-        """Which token of its forward made each of ``claims``."""
+        """Token number of each of ``claims`` within its forward."""
         return (claims & ((1 << CLAIM_TOKEN_BITS) - 1)) - 1
 
     @staticmethod
     def claiming_step(claims: Tensor) -> Tensor:
-        """Which forward made each of ``claims``."""
+        """Forward of each of ``claims``."""
         return claims >> CLAIM_TOKEN_BITS
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that was ever allocated."""
+        """All tensors ever allocated."""
         return self.claims, self.heads, self.plan, *self._outgrown
 
     @property
     def memory_bytes(self) -> int:
-        """Of all that was ever allocated."""
+        """Bytes of all tensors ever allocated."""
         return sum(t.nbytes for t in self.tensors)
 
 
 class RegionState:
     """One region's device memory. Tensors keep their addresses for life, so captured graphs stay valid.
 
-    records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``, 0 for not known. chains: see `CHAINS`.
-    cursors: see `Cursor`. histories: int64 ``[slots + 1, HISTORY]``, see `Happened`; None where that would be too much
-    for what the slots hold. listed: int32 ``[2, slots]``, slots that a scrub compares, see `ScrubWord.LIST`. sources:
-    what is fingerprinted. scratch: what the ops of one forward hand to each other.
-    launches: what the back ends remember of this region. reads: whether forwards compare bytes before they read them.
-    samples: what the sampler gave, None in regions that are not compared with it.
-    stores: int64 ``[slots, sources]``, fingerprints of what the forward that runs has stored so far, 0 for not known;
-    empty where these are not compared (``CANARY_STORE_CHECK``).
+    records: int32 ``[slots, 8]``. fingerprints: int64 ``[slots, sources]``, 0 for unknown. chains: see `CHAINS`.
+    cursors: see `Cursor`.
+    histories: int64 ``[slots + 1, HISTORY]``, see `Happened`; None where they would be too large beside the slots.
+    listed: int32 ``[2, slots]``, slots to compare by a scrub, see `ScrubWord.LIST`. sources: the fingerprinted sources.
+    scratch: memory passed between the ops of one forward. launches: the back ends' cache for the region.
+    reads: whether forwards compare bytes before reading them. samples: the sampled tokens, None in regions not compared
+    with the sampler.
+    stores: int64 ``[slots, sources]``, fingerprints of bytes stored so far by the running forward, 0 for unknown; empty
+    without ``CANARY_STORE_CHECK``.
     """
 
     def __init__(self, region: Region, index: int, shared: Shared, config: CanaryConfig) -> None:
@@ -172,26 +173,26 @@ class RegionState:
             self.launches.clear()
 
     def follow_sampler(self) -> None:
-        """From the next forward on its tokens are compared with what the sampler gave. Never captured."""
+        """Compares tokens with the sampler's from the next forward on. Never captured."""
         if self.samples is None:
             self.samples = Samples(self.records.device)
             self.launches.clear()
 
     def forget_written(self) -> None:
-        """After a forward and before `record`, instead of `fingerprint`: what bytes the written slots have now is not
-        known. Passes over all slots' fingerprints, so it is meant for regions of few slots. May be captured."""
+        """After a forward and before `record`, instead of `fingerprint`: makes the written slots' bytes unknown. Passes
+        over all slots' fingerprints, so meant for regions of few slots. May be captured."""
         written = self.scratch.claiming_step(self.scratch.claims) == self.shared.clock[Clock.NEXT]
         self.fingerprints.masked_fill_(written[:, None], 0)
 
     def release(self) -> None:
-        """Gives the memory back that grows with the region, whoever still has its tensors: no op may be launched here
-        any more, and no graph may hold one."""
+        """Frees all memory that grows with the region, whoever still holds the tensors: afterwards no op may be
+        launched here, and no graph may hold one."""
         histories = () if self.histories is None else (self.histories,)
         for tensor in (self.records, self.fingerprints, self.listed, self.stores, *histories, *self.scratch.tensors):
             tensor.untyped_storage().resize_(0)
 
     def forget_nulls(self) -> None:
-        """What bytes the null slots have is not known: they are looked at as if for the first time."""
+        """Makes the null slots' bytes unknown: the next look counts as the first."""
         nulls = self.region.null_range
         self.fingerprints[nulls.start : nulls.stop].zero_()
 
@@ -202,12 +203,12 @@ class RegionState:
 
     @property
     def pool_bytes(self) -> int:
-        """Fingerprinted bytes of all slots: what a round of the scrub reads where all are written."""
+        """Fingerprinted bytes of all slots: the bytes read by a round of the scrub if all are written."""
         return self.region.slots * self.sources.slot_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory of ours for this region."""
+        """Canary's device memory for the region, in bytes."""
         tensors = (self.records, self.fingerprints, self.chains, self.cursors, self.listed, self.stores)
         own = sum(t.nbytes for t in tensors)
         own += 0 if self.histories is None else self.histories.nbytes
@@ -220,13 +221,13 @@ class RegionState:
             self.launches.clear()
 
     def rebind_alike(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> bool:
-        """As `rebind`, see `SourceTable.rebind_alike`: the launches stay what they are."""
+        """As `rebind`, see `SourceTable.rebind_alike`: the launches stay the same."""
         return self.sources.rebind_alike(tensors, places)
 
 
 def _judged_nulls(region: Region) -> int:
-    """Those that attention may read. What padded rows leave in a state, a ring or a compressed pool is read by nobody
-    else."""
+    """Number of null slots that attention may read. Writes of padded rows to a state, a ring or a compressed pool are
+    read by nobody else."""
     if region.kind not in (RegionKind.FULL, RegionKind.WINDOW):
         return 0
     return len(region.null_range) if region.null_reads is None else region.null_reads

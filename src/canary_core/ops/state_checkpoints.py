@@ -1,4 +1,4 @@
-"""Records of the states that a forward copied into checkpoint slots: see `StateCheckpoints`."""
+"""Records of the states copied by a forward into checkpoint slots: see `StateCheckpoints`."""
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from canary_core.records import Clock, Status
 
 
 def record_checkpoints(backend: Backend, state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """After `record`: records what the forward copied into the slots of ``table.checkpoints``. Their bytes are always
-    fingerprinted, since nothing may write there for long. They are judged as other writes are, and, where that is said
-    of them, as copies of the row's own state: reports BYTES where they are not. Slots that are none, and positions that
-    are no new ones of their row, are left out.
+    """After `record`: records the copies in the slots of ``table.checkpoints``. Their bytes are always fingerprinted,
+    since a checkpoint may stay unwritten for long. They are judged like other writes, and, where ``copied``, as copies
+    of the row's own state: reports BYTES for a difference. Slots beyond the region, and positions other than the row's
+    new ones, are left out.
 
-    It is the ops of every forward once more, with another plan, which is worked out in a few small launches that
-    allocate: not for a forward that is captured. Never waits for the device.
+    Runs the ops of every forward once more, with another plan, made in a few small launches that allocate: not for a
+    captured forward. Never waits for the device.
     """
     made = table.checkpoints
     if made is None or state.region.tokens_per_slot != 1:
@@ -37,8 +37,8 @@ def record_checkpoints(backend: Backend, state: RegionState, batch: BatchView, t
 
 
 def _places(state: RegionState, batch: BatchView, made: StateCheckpoints) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the index into ``token_ids`` of its checkpoint's token, whether it has a checkpoint at all (if not,
-    the index is 0), and whether that token is its last one. All ``[rows]``."""
+    """For each row: the index into ``token_ids`` of the checkpoint's token, whether the row has a checkpoint (if not,
+    the index is 0), and whether the token is the row's last. All ``[rows]``."""
     slots, positions = made.slots, made.positions
     prefix, new = batch.prefix_lens.long().clamp(min=0), batch.new_lens.long().clamp(min=0)
     token = new.cumsum(0) - new + positions - prefix
@@ -50,14 +50,14 @@ def _places(state: RegionState, batch: BatchView, made: StateCheckpoints) -> tup
 
 
 def _own_slots(state: RegionState, token: Tensor, chosen: Tensor) -> Tensor:
-    """The slots that the forward wrote for the tokens ``token`` of the rows ``chosen``: int64 ``[rows]``, -1 for
+    """The slots written by the forward for the tokens ``token`` of the rows ``chosen``: int64 ``[rows]``, -1 for
     none."""
     word, slot = state.scratch.plan[token, 0], state.scratch.plan[token, 1]
     return torch.where(chosen & (word >> 32 == int(Status.OK) + 1), slot, -1)
 
 
 def _compare(backend: Backend, state: RegionState, own: Tensor, copies: Tensor) -> None:
-    """Slots ``copies`` must have the bytes that slots ``own`` have now; both int64 ``[rows]``, -1 for none."""
+    """Slots ``copies`` must have the present bytes of slots ``own``; both int64 ``[rows]``, -1 for none."""
     backend.adopt(state, own)
     entry, copy, anything = payload.entries(state, copies)
     known = state.fingerprints[own[entry].clamp(min=0)]

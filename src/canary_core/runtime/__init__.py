@@ -1,1 +1,1 @@
-"""What the host does around the ops: which stream, in which order, how much, and what is read back when."""
+"""The host's work around the ops: streams, order, and read-back."""

@@ -1,4 +1,4 @@
-"""`EventQueue`: what the host issued between two forwards, and when it takes effect."""
+"""`EventQueue`: events issued by the host between two forwards, and the moment they take effect."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from canary_core.runtime.streams import capturing, current
 
 @dataclass(slots=True, eq=False)
 class QueuedEvent:
-    """Something that the host issued between two forwards.
+    """An event issued by the host between two forwards.
 
-    ``apply`` does it, with ``tensors``. These are valid after the events ``ready``; if there are none, one is recorded
-    on the current stream when the event is queued. ``arrival``: it changes what slots hold, not only who owns them.
-    ``frees``: slots that it is about may be handed out anew.
-    Events of one ``key`` in a row are applied together, with all their tensors.
+    ``apply`` performs the event, with ``tensors``. They are valid after the events ``ready``; without any, one is
+    recorded on the current stream when the event is queued. ``arrival``: changes the content of slots, not only their
+    owners. ``frees``: slots of the event may be handed out anew. Consecutive events of one ``key`` are applied
+    together, with all their tensors.
     """
 
     apply: Callable[[list[Tensor]], None]
@@ -28,10 +28,10 @@ class QueuedEvent:
 
 
 class EventQueue:
-    """Events in the order in which the host issues them, from whatever stream.
+    """Events in the order issued by the host, from any stream.
 
-    They take effect on the stream of the forwards on ``device``: after all forwards that were issued before them, and
-    before the next one. Never while a graph is captured, which would replay them.
+    They take effect on the stream of the forwards on ``device``: after all forwards issued before them, and before the
+    next one. Never during a graph capture, since a replay would repeat them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,16 +45,16 @@ class EventQueue:
 
     @property
     def frees_nothing(self) -> bool:
-        """Whether since `joined` nothing was issued after which slots may be written anew."""
+        """Whether no event since `joined` lets slots be written anew."""
         return not self._freed and not self._deferred
 
     def joined(self) -> None:
-        """Forwards that are issued from now on come after what was recorded so far."""
+        """Later forwards are issued after all records so far."""
         self._freed = False
 
     def defer(self, tell: Callable[[], None]) -> None:
-        """For events that are cheaper told as one: ``tell`` puts them. It is called once, before any other event is
-        queued or takes effect, so the order stays what it was."""
+        """For events cheaper to report as one: ``tell`` puts them. Called once, before any other event is queued or
+        takes effect, so the order stays the same."""
         if tell not in self._deferred:
             self._deferred.append(tell)
 
@@ -76,8 +76,9 @@ class EventQueue:
             self._waiting.append(event)
 
     def put_arrival(self, apply: Callable[[], None], *tensors: Tensor) -> None:
-        """Slots get other content, by ``apply``, which uses ``tensors``: now, or, where events of the allocator still
-        wait for the next forward, after those; applied to a slot later, they would take it back."""
+        """Changes the content of slots, by ``apply``, which uses ``tensors``: now, or, where events of the allocator
+        still wait for the next forward, after those; applied later to the same slot, such an event would undo the
+        change."""
         self._tell_deferred()
         self._freed = True
         if self._waiting and not capturing(self._device):
@@ -86,7 +87,7 @@ class EventQueue:
             apply()
 
     def settle(self) -> None:
-        """Applies what waits on the current stream: after all forwards issued so far, before the next."""
+        """Applies waiting events on the current stream: after all forwards issued so far, before the next."""
         if not (self._waiting or self._deferred) or capturing(self._device):
             return
         self._tell_deferred()
@@ -101,7 +102,7 @@ class EventQueue:
             event.apply(event.tensors)
 
     def settle_arrivals(self) -> None:
-        """Called before what slots hold is read: as `settle`, if anything that waits changes it."""
+        """Before reading the content of slots: as `settle`, if any waiting event changes it."""
         if any(event.arrival for event in self._waiting):
             self.settle()
 

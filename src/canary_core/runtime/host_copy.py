@@ -7,10 +7,10 @@ from canary_core.runtime.streams import current
 
 
 class HostCopy:
-    """Copies of ``tensors``, as they are where the current stream has got to when this is made.
+    """Copies of ``tensors``, as of the current stream's present place.
 
-    On a GPU they go to pinned memory, and what they are copied from is kept until it was read; it must not be written
-    to by another stream meanwhile. On a CPU nothing is copied: they are the tensors themselves. Never captured.
+    On a GPU the copies go to pinned memory, and the originals are kept until read; no other stream may write to them
+    meanwhile. On a CPU nothing is copied: the tensors themselves are used. Never captured.
 
     tensors: the copies, in order; valid once they have `arrived`.
     """
@@ -22,8 +22,8 @@ class HostCopy:
         self.start(*tensors)
 
     def start(self, *tensors: Tensor) -> None:
-        """Copies ``tensors``, which are like those that this was made with, or their first rows, to the same memory on
-        the host. The copies before must have arrived and been read."""
+        """Copies ``tensors``, of the same form as the constructor's, or their first rows, to the same memory on the
+        host. Earlier copies must have arrived and been read."""
         if self._ready is None:
             return
         self._sources = tensors

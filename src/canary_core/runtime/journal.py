@@ -1,4 +1,4 @@
-"""`Journal`: the last events of slots, as the host issued them, for whoever asks later who had a slot and when."""
+"""`Journal`: the last events of slots, as issued by the host, for later questions about a slot's owners."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 LENGTH = 1024
-"""Calls that are remembered."""
+"""Calls kept."""
 
 MOST_KEPT_BYTES = 1 << 14
 """Of a GPU's tensor of slots: keeping a larger one, or a view of one, alive would cost the engine memory."""
@@ -15,10 +15,10 @@ MOST_KEPT_BYTES = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One call of `SlotEvents`. ``step``: how many forwards had begun. ``event``: the name of the call. ``writer``: who
-    has done it, a writer id, -1 if unknown. ``slots``: integer ``[n]``, pages of ``page_slots`` slots each; None where
-    they were not kept, or are all of the region. ``other``: of a copy, where it went. ``sure``: whether ``slots`` are a
-    copy; else they are the engine's own tensor, which it may have written to since."""
+    """One call of `SlotEvents`. ``step``: number of forwards begun. ``event``: name of the call. ``writer``: writer id
+    of the caller, -1 if unknown. ``slots``: integer ``[n]``, pages of ``page_slots`` slots each; None where not kept,
+    or for all of the region. ``other``: target of a copy. ``sure``: whether ``slots`` are a copy; else they are the
+    engine's own tensor, possibly changed since."""
 
     step: int
     event: str
@@ -43,7 +43,7 @@ class Journal:
         return len(self._entries)
 
     def note(self, event: str, region: str, slots: Mapping[str, Tensor], writer: object = -1, page: int = 1) -> None:
-        """A call happened. ``slots``: its tensors of slots by argument, the one that it is about first."""
+        """Notes a call. ``slots``: tensors of slots by argument, the main one first."""
         tensors = list(slots.values())
         kept = [_kept(tensor) for tensor in tensors]
         first = tensors[0] if tensors else None

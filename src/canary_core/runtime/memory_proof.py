@@ -1,4 +1,4 @@
-"""`MemoryProof`: whether an adapter describes the memory that the engine uses, by the first forwards."""
+"""`MemoryProof`: whether an adapter describes the engine's memory, judged by the first forwards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from canary_core.ops.torch.plan import Places
 
 LOOKED_FORWARDS = 16
-"""First forwards of a region that are looked at, at most."""
+"""Most forwards of a region looked at, from the first on."""
 
 AGREEING_FORWARDS = 4
-"""Forwards that must all say the same before the memory counts as wrong."""
+"""Forwards that must all agree before the memory counts as wrong."""
 
 TOKENS, ROWS, PLACES = 256, 64, 8
-"""New tokens, requests, and positions of each request, of one forward that are looked at."""
+"""New tokens, requests, and positions of each request, looked at in one forward."""
 
 
 class Tally(IntEnum):
@@ -30,28 +30,28 @@ class Tally(IntEnum):
     write, each of the others about the first writes of one source."""
 
     FORWARDS = 0
-    """That had any to look at."""
+    """Number of forwards with something to look at."""
     FAILED = 1
-    """Of those, in which nearly none was as it should be: at least half of the entries were no slots, at least nine of
-    ten writes left the bytes as they were."""
+    """Of these, forwards with nearly nothing right: at least half of the entries were no slots, or at least nine of ten
+    writes left the bytes unchanged."""
     COUNT = 2
     BAD = 3
 
 
 class Proof(IntEnum):
-    """What a row of the tallies says."""
+    """Verdict of a row of the tallies."""
 
     NONE = 0
     """Nothing yet."""
     SUSPECT = 1
-    """All forwards so far failed, and they were too few to be sure."""
+    """All forwards so far failed, too few to be sure."""
     RIGHT = 2
-    """The engine was seen to use this memory, or the first forwards are over."""
+    """The engine was seen to use the described memory, or the first forwards are over."""
     WRONG = 3
 
 
 def proof_of(forwards: int, failed: int) -> Proof:
-    """What so many forwards say."""
+    """Verdict of so many forwards."""
     if not forwards:
         return Proof.NONE
     if failed < forwards:
@@ -61,8 +61,8 @@ def proof_of(forwards: int, failed: int) -> Proof:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstWrites:
-    """Slots that a forward has written (int64 ``[n]``), which of them nobody wrote before, and the fingerprints that
-    were known of their bytes, int64 ``[n, sources]``."""
+    """Slots written by a forward (int64 ``[n]``), whether each was never written before, and the earlier fingerprints
+    of their bytes, int64 ``[n, sources]``."""
 
     slots: Tensor
     first: Tensor
@@ -81,7 +81,7 @@ class MemoryProof:
         lengths = [1 + len(state.sources) for state in states.values()]
         self.tallies = torch.zeros(sum(lengths), len(Tally), dtype=torch.int64, device=device)
         self.rows: dict[str, slice] = {}
-        """Which rows are of which region."""
+        """The rows of each region."""
         end = 0
         for name, length in zip(states, lengths, strict=True):
             self.rows[name] = slice(end, end + length)
@@ -95,12 +95,12 @@ class MemoryProof:
         return not self._left.get(region)
 
     def end(self, region: str) -> None:
-        """What is asked of the region is known: its next forwards are not looked at."""
+        """The region is decided: its next forwards are not looked at."""
         self._left[region] = 0
         self.looks = any(self._left.values())
 
     def look(self, state: RegionState, view: BatchView, table: SlotTable) -> None:
-        """After `check` of a forward: are the entries that it reads, and the slots that it will write, slots?"""
+        """After `check` of a forward: looks whether the entries to read, and the slots to write, are slots."""
         name = state.region.name
         if not view.tokens or self.over(name):
             return
@@ -125,20 +125,20 @@ class MemoryProof:
         return FirstWrites(slots, usable & (state.records[slots, STEP_WRITTEN] == 0), state.fingerprints[slots])
 
     def compare(self, state: RegionState, writes: FirstWrites) -> None:
-        """After that: has the forward changed the bytes of ``writes``, where they were known?"""
+        """After the forward: looks whether it changed the bytes of ``writes``, where known."""
         sure = state.sources.descriptors[:, Descriptor.SURE] != 0
         judged = writes.first[:, None] & (writes.before != 0) & sure
         same = judged & (state.fingerprints[writes.slots] == writes.before)
         self._add(self.tallies[self.rows[state.region.name]][1:], judged.sum(0), same.sum(0), (9, 10))
 
     def _add(self, tallies: Tensor, count: Tensor, bad: Tensor, share: tuple[int, int]) -> None:
-        """``share``: from which share of bad ones on the forward has failed."""
+        """Adds to the tallies. ``share``: smallest share of bad ones in a failed forward."""
         failed = (count > 0) & (bad * share[1] >= count * share[0])
         tallies += torch.stack(((count > 0).long(), failed.long(), count, bad), dim=1)
 
 
 def _sample(state: RegionState, view: BatchView, table: SlotTable) -> "tuple[Places, Tensor]":
-    """`PLACES` positions of each of the first `ROWS` requests, and which of them the forward reads."""
+    """`PLACES` positions of each of the first `ROWS` requests, and whether the forward reads each."""
     from canary_core.ops.torch import plan
 
     rows = plan.rows(state.region, view, table)
@@ -151,6 +151,6 @@ def _sample(state: RegionState, view: BatchView, table: SlotTable) -> "tuple[Pla
 
 
 def decided(tallies: Sequence[Sequence[int]], over: bool) -> list[Proof]:
-    """What each row of one region's ``tallies`` says. ``over``: no more forwards are looked at."""
+    """Verdict of each row of one region's ``tallies``. ``over``: no more forwards are looked at."""
     found = [proof_of(row[Tally.FORWARDS], row[Tally.FAILED]) for row in tallies]
     return [Proof.RIGHT if over and proof is Proof.SUSPECT else proof for proof in found]

@@ -1,4 +1,4 @@
-"""`SideStream`: a stream of Canary's own, for work that a forward needn't wait for."""
+"""`SideStream`: a stream of Canary's own, for work beside a forward."""
 
 from collections.abc import Callable
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from canary_core.runtime.streams import LeanEvent, capturing, current_of, switch_to
 
 LOOKED_AFTER, MOST_KEPT = 4, 16
-"""Forwards whose tensors are kept before the device is asked for the first time whether it is done with them, and at
+"""Numbers of forwards whose tensors are kept: before the device is first asked whether it is done with them, and at
 most."""
 
 
 class SideStream:
-    """A stream beside the one of the forwards. As a context, also within itself: what is issued there runs after all
-    that was issued on the current stream before, or before the last `mark`. `join` is for whoever needs it done.
+    """A stream beside the forwards' stream. As a context, also nested: work issued within runs after all work issued
+    before on the current stream, or before the last `mark`. `join` is for everybody who needs the work done.
 
-    Its priority is high: what runs there is short, and kernels of a forward would fill the device.
+    High priority: the work is short, and kernels of a forward would fill the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,10 +31,10 @@ class SideStream:
         self._to_side = self._to_main = switch_to(self._stream)
         self._depth = 0
         self.inside = False
-        """Whether what is issued now is issued there."""
+        """Whether the present work is issued there."""
         self._marked = False
         self.open = False
-        """Whether something was issued there that not everybody waits for yet."""
+        """Whether work was issued there without a `join` for good since."""
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -58,8 +58,8 @@ class SideStream:
             self.open = True
 
     def mark(self) -> None:
-        """What is issued next on this stream waits for what the current one has to do by now, and for nothing after; so
-        does what was postponed, which is issued now. Not captured."""
+        """The next work on this stream waits for the present work of the current one, and for nothing later; postponed
+        work is issued now, and waits the same way. Not captured."""
         self._begun.record(self._current())
         self._begun.wait(self._stream)
         self._marked = True
@@ -67,20 +67,20 @@ class SideStream:
             self.issue_postponed()
 
     def unmark(self) -> None:
-        """Takes the last `mark` back, if nothing came of it."""
+        """Takes an unused `mark` back."""
         self._marked = False
 
     def postpone(self, issue: Callable[[], None]) -> None:
-        """``issue`` issues work that comes after what the current stream, the forwards', has to do by now: not yet, but
-        at `issue_postponed`, or the next `mark` or `join`, whichever is first. Kernels of a sampler that were to start
-        beside it would share processors with it and take twice as long, and nobody waits for it before the next
+        """Postpones ``issue``, which issues work to run after the present work of the current stream, the forwards':
+        until `issue_postponed`, or the next `mark` or `join`, whichever is first. Kernels of a sampler starting beside
+        the work would share processors and take twice as long, and nobody waits for the work before the next
         forward."""
         self._postponed.append((self._current(), issue))
         self.open = True
 
     def issue_postponed(self) -> None:
-        """What was postponed is issued now, to run after what the current stream has to do by now, or after the last
-        `mark`, which goes on to hold. Not captured."""
+        """Issues postponed work now, to run after the present work of the current stream, or after the last `mark`,
+        which stays valid. Not captured."""
         if not self._postponed:
             return
         marked = self._marked
@@ -96,14 +96,14 @@ class SideStream:
         self._marked = marked
 
     def reads(self, *tensors: Tensor | None) -> None:
-        """Work on this stream, issued by now, reads ``tensors``: their memory is handed out on no stream before that is
-        done. They are kept until the device says so: to tell torch's allocator of each costs more, and once again when
-        it is given up."""
+        """Work on this stream, issued by now, reads ``tensors``: their memory is handed out on no stream before the end
+        of the work. They are kept until the device is done: telling torch's allocator about each costs more, and once
+        again on release."""
         self._read.append(tensors)
 
     def join(self, for_good: bool = False, live: bool = False) -> None:
-        """What the current stream does from now on comes after what was issued here. ``for_good``: so does all that is
-        issued from now on, on any stream that matters. ``live``: no graph is captured, as the caller knows."""
+        """Later work of the current stream waits for the work issued here. ``for_good``: so does all later work, on any
+        stream that matters. ``live``: no graph is captured, as the caller knows."""
         if not self.open or self.inside:
             # Within itself, what is issued comes after what was issued before anyway.
             return
@@ -119,8 +119,8 @@ class SideStream:
             self.open = False
 
     def _let_go(self) -> None:
-        """Before `_done` is recorded again: what was kept when that was recorded last is read no more if it has passed.
-        What was told of since is kept from now on."""
+        """Before `_done` is recorded again: releases the tensors kept up to its last record if that has passed, and
+        keeps the later ones from now on."""
         if len(self._kept) >= LOOKED_AFTER and self._done.query():
             self._kept.clear()
         elif len(self._kept) >= MOST_KEPT:
@@ -132,6 +132,5 @@ class SideStream:
         self._read.clear()
 
     def follow(self) -> None:
-        """What the current stream does from now on comes after what was issued here before the last `join`, whoever
-        called that."""
+        """Later work of the current stream waits for the work issued here before the last `join`, called by anybody."""
         self._done.wait(self._current())

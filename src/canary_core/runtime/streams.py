@@ -1,4 +1,4 @@
-"""What the host may do on a device's streams just now."""
+"""State of a device's streams: current stream, capture, events."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,8 +19,8 @@ def capturing(device: torch.device) -> bool:
 
 
 class LeanEvent:
-    """A `torch.cuda.Event` without torch's Python around each call, at two thirds of its cost. ``record`` and ``wait``
-    want a stream."""
+    """A `torch.cuda.Event` without torch's Python around each call, at two thirds of the cost. ``record`` and ``wait``
+    need a stream."""
 
     __slots__ = ("query", "record", "wait")
 
@@ -32,13 +32,13 @@ class LeanEvent:
 
 
 def current_handle(device: torch.device) -> int:
-    """Handle of the current stream of a GPU, which tells it from others, at a tenth of the cost of
+    """Handle of the current stream of a GPU, different for each stream, at a tenth of the cost of
     `torch.cuda.current_stream`; Triton asks in the same way."""
     return torch._C._cuda_getCurrentRawStream(0 if device.index is None else device.index)
 
 
 def current(device: torch.device) -> torch.cuda.Stream:
-    """The current stream of a GPU: `torch.cuda.current_stream` at a tenth of its cost."""
+    """The current stream of a GPU: `torch.cuda.current_stream` at a tenth of the cost."""
     return current_of(device)()
 
 
@@ -59,7 +59,7 @@ def current_of(device: torch.device) -> Callable[[], torch.cuda.Stream]:
 
 
 def make_current(stream: torch.cuda.Stream) -> None:
-    """`torch.cuda.set_stream`, at a third of its cost."""
+    """`torch.cuda.set_stream`, at a third of the cost."""
     switch_to(stream)()
 
 
@@ -69,13 +69,13 @@ def switch_to(stream: torch.cuda.Stream) -> Callable[[], None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all that was issued to the device."""
+    """Waits for all work issued to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class StreamSet:
-    """The streams on which something happened, bit by bit. On a CPU there are none."""
+    """The streams of a work done bit by bit. Empty on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -87,9 +87,9 @@ class StreamSet:
             self._streams[current_handle(self._device)] = current(self._device)
 
     def only_current(self) -> bool:
-        """Whether all of it was issued on the current stream, so that what that does next comes after it."""
+        """Whether all of the work was issued on the current stream, so that later work there runs after it."""
         return self._device is None or self._streams.keys() <= {current_handle(self._device)}
 
     def ready(self) -> list[torch.cuda.Event]:
-        """Events after which all of it is done: one for each stream, recorded now."""
+        """Events after which all of the work is done: one for each stream, recorded now."""
         return [stream.record_event() for stream in self._streams.values()]

@@ -1,4 +1,4 @@
-"""`Witness`: tokens that the engine itself says it has computed, beside those that Canary has recorded."""
+"""`Witness`: tokens computed by the engine's own account, beside the tokens recorded by Canary."""
 
 import time
 import weakref
@@ -10,24 +10,24 @@ from threading import Lock
 from canary_core.events import Event
 
 LOOK_S = 5.0
-"""Least time between two looks that are compared."""
+"""Least time between two compared looks."""
 
 SETTLED_READS = 4
-"""Reads of the counters after which what was computed before the first of them must be in them: engines tell of a
-forward some steps early or late, and a record may run beside the next forward."""
+"""Reads of the counters after which earlier tokens must be counted: engines report a forward some steps early or late,
+and a record may run beside the next forward."""
 
 PASSED_LOOKS = 3
-"""Looks that show that tokens are computed while Canary is not called, after which that counts as so."""
+"""Looks with tokens computed but no call of Canary, after which the engine counts as unguarded."""
 
 LEAST_TOKENS, LEAST_SHARE = 16, 0.001
-"""What is missing is told from so many tokens on, and from so large a share of what was computed since the last time.
-At the end, when all is counted, the summary tells of any token."""
+"""Least number of missing tokens, and least share of the tokens computed since the last report, for a report. At the
+end, when all is counted, the summary reports any token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was known at one moment: seconds of `time.monotonic`, tokens that were computed, reads of the counters that
-    have arrived, and how many forwards Canary had been called for."""
+    """Figures of one moment: seconds of `time.monotonic`, computed tokens, reads of the counters arrived, and forwards
+    Canary was called for."""
 
     when: float
     computed: int
@@ -36,14 +36,14 @@ class Look:
 
 
 class Witness:
-    """Counts the tokens that an engine's own books say it has computed, and compares them with those whose KV Canary
-    has recorded: the hooks that guard an engine can't hide that they are not called. One for each model that an engine
-    runs; Canaries that follow each other, or share a model, may share it.
+    """Counts the tokens computed by the engine's own books, and compares them with the tokens whose KV Canary has
+    recorded: so the hooks that guard an engine can't hide that they are not called. One for each model of an engine;
+    Canaries that follow each other, or share a model, may share it.
 
-    The engine's side calls `computed`, or lets `follow` read a counter of the engine's, with a figure that does not
-    come from the hooks that guard: a scheduler's output, the length of an answer. A token in one forward counts once,
-    drafts too, padding never. Without a figure nothing is compared. All of it may be called from any thread, and does
-    nothing on a device.
+    The engine's side calls `computed`, or lets `follow` read a counter of the engine's, with a figure independent of
+    the guarding hooks: a scheduler's output, the length of an answer. A token in one forward counts once, drafts too,
+    padding never. Without a figure nothing is compared. All methods may be called from any thread, and do nothing on a
+    device.
     """
 
     def __init__(self) -> None:
@@ -62,13 +62,13 @@ class Witness:
         self._passing = self._passed_before = False
         self._followed: list[tuple[Callable[[], int], int]] = []
         self.why: Callable[[], str | None] | None = None
-        """Gives why forwards pass unguarded now, as for `explain`; None where they do not."""
+        """Returns why forwards pass unguarded now, as for `explain`; None where they do not."""
         self.calls: Callable[[], int] | None = None
-        """Gives how often Canary was called for a forward, guarded or not; None where only reads say that it goes
-        on."""
+        """Returns the number of Canary's calls for a forward, guarded or not; None where only reads of the counters
+        show progress."""
 
     def computed(self, tokens: int) -> None:
-        """The engine says that forwards have computed ``tokens`` more."""
+        """Forwards have computed ``tokens`` more by the engine's account."""
         why = None if self.why is None else self.why()
         with self._lock:
             self._computed += tokens
@@ -77,24 +77,24 @@ class Witness:
                 self._passing = True
 
     def follow(self, read: Callable[[], int]) -> None:
-        """``read`` gives a number that the engine itself keeps: tokens computed so far, which only grows. What comes
-        from now on counts, as if told by `computed`. It is called every few seconds, from any thread."""
+        """Counts the growth of ``read()`` from now on, as if reported by `computed`: a number kept by the engine
+        itself, of tokens computed so far, never falling. Called every few seconds, from any thread."""
         with self._lock:
             self._followed.append((read, read()))
 
     def explain(self, reason: str, tokens: int) -> None:
-        """So many of them are not guarded for a reason that is known and was told, or write no KV. ``reason``: a short
-        name that stays the same, such as ``paused``."""
+        """So many tokens are unguarded for a known and reported reason, or write no KV. ``reason``: a short, stable
+        name, such as ``paused``."""
         if tokens:
             with self._lock:
                 self._explained[reason] += tokens
 
     def dropped(self, tokens: int) -> None:
-        """So many of them have left no KV: a forward without a cache, or what a window has passed at once."""
+        """So many tokens have left no KV: a forward without a cache, or tokens passed at once by a window."""
         self.computed(-tokens)
 
     def recorded(self, tokens: int) -> None:
-        """A read of the counters has arrived, which says that ``tokens`` more were recorded."""
+        """A read of the counters has arrived: ``tokens`` more were recorded."""
         with self._lock:
             self._guarded += tokens
             self._reads += 1
@@ -115,20 +115,20 @@ class Witness:
 
     @property
     def explained(self) -> Mapping[str, int]:
-        """Tokens that are not guarded, by reason."""
+        """Unguarded tokens, by reason."""
         with self._lock:
             return dict(self._explained)
 
     @property
     def missing(self) -> int:
-        """Tokens that were computed, and of which nothing is known. Above 0 for a moment while forwards run."""
+        """Computed tokens without any trace. Above 0 for a moment while forwards run."""
         self._poll()
         with self._lock:
             return self._missing(self._computed)
 
     @property
     def ratio(self) -> float | None:
-        """Guarded tokens among those computed, 1 at most; None as long as the engine has told of none."""
+        """Guarded tokens among the computed ones, 1 at most; None until the engine reports any."""
         computed = self.computed_tokens
         return min(self._guarded / computed, 1.0) if computed else None
 
@@ -146,8 +146,8 @@ class Witness:
         }
 
     def share(self, of: object) -> tuple[int, int]:
-        """Computed and guarded tokens as ``of`` reports them, one of those that share this: the first one reports those
-        of all, until it is gone; the next one those that came since, so that their sum is right."""
+        """Computed and guarded tokens for the report of ``of``, one of the sharers: the first one reports the tokens of
+        all, until it is gone; the next one those since, so that the sum is right."""
         self._poll()
         with self._lock:
             if self._reporter is None or self._reporter() is None:
@@ -191,15 +191,14 @@ class Witness:
             return self._told(self._shortfall)
 
     def settle(self) -> Event | None:
-        """As `look`, where all that was computed is counted by now, as after a drain: any token that is missing is
-        told."""
+        """As `look`, once everything computed is counted, as after a drain: any missing token is reported."""
         self._poll()
         with self._lock:
             self._shortfall = self._missing(self._computed)
             return self._told(self._shortfall, at_least=1)
 
     def sentence(self, missing: int) -> str:
-        """Says that ``missing`` tokens are not guarded."""
+        """Sentence about ``missing`` unguarded tokens."""
         known = ", ".join(f"{number} more {reason}" for reason, number in self._explained.items())
         return (
             f"{missing} of {self._computed} tokens that the engine says it computed were never seen"
@@ -209,7 +208,7 @@ class Witness:
         )
 
     def _poll(self) -> None:
-        """What followed counters have grown by."""
+        """Adds the growth of followed counters."""
         for number, (read, before) in enumerate(self._followed):
             now = read()
             with self._lock:

@@ -1,5 +1,4 @@
-"""`Writers`: gives requests the small numbers under which their slots are remembered, and the anchors of their prefix
-hashes."""
+"""`Writers`: gives requests small numbers for their slots' records, and the anchors of their prefix hashes."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from canary_core.runtime.identities import Identities
 class Writers:
     """Request ids ↔ writer ids. Ids count up from 0 and are not reused; the last ``capacity`` names are remembered.
 
-    ``identities``: what requests may be computed for beside their tokens."""
+    ``identities``: conditions of requests' computation beside the tokens.
+    """
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity
@@ -27,11 +27,11 @@ class Writers:
         self.identities = Identities(capacity)
         self._anchors: OrderedDict[str, int] = OrderedDict()
         self.anchors_forgotten = 0
-        """Requests beyond ``capacity`` whose identity is not known any more: their next rows have the common anchor."""
+        """Requests beyond ``capacity`` with a forgotten identity: their next rows have the common anchor."""
         self._last: tuple[list[str], Tensor | None] | None = None
 
     def id(self, request: str) -> int:
-        """Writer id of a request; the same request gets the same id as long as it is remembered."""
+        """Writer id of a request; the same request keeps its id as long as it is remembered."""
         known = self._ids.get(request)
         if known is not None:
             self._ids.move_to_end(request)
@@ -47,16 +47,16 @@ class Writers:
         return new
 
     def known(self, request: str) -> int | None:
-        """The id that the request has now, None if it has none. Gives it none, and doesn't count as a use."""
+        """The present id of a request, None if there is none. Neither gives an id nor counts as a use."""
         return self._ids.get(request)
 
     def name(self, writer: int) -> str | None:
-        """The request of a writer id, None if it was forgotten or never given."""
+        """The request of a writer id, None if forgotten or never given."""
         return self._names.get(writer)
 
     def forget(self, request: str) -> None:
-        """The request's history no longer holds (a fork or a reused name): it gets a new id next time. What it wrote
-        under the old one keeps its name, for the last ``capacity`` of them."""
+        """Ends the request's history (a fork or a reused name): the next use gets a new id. Slots written under the old
+        id keep the name, for the last ``capacity`` requests."""
         self._last = None
         self._anchors.pop(request, None)
         old = self._ids.pop(request, None)
@@ -70,7 +70,8 @@ class Writers:
     def identify(
         self, request: str, *, lora: str | None = None, cache_salt: str | None = None, extra_key: str | None = None
     ) -> None:
-        """What the request is computed for beside its tokens, see `Identities.anchor`. Holds until it is forgotten."""
+        """Sets the conditions of the request's computation beside its tokens, see `Identities.anchor`. Holds until
+        `forget`."""
         self._last = None
         self._anchors.pop(request, None)
         if lora is cache_salt is extra_key is None:
@@ -94,9 +95,9 @@ class Writers:
         return found
 
     def anchors(self, requests: Sequence[str], device: torch.device) -> Tensor | None:
-        """`BatchView.anchors` of these rows; None where all have the common one, for which nothing is looked at as long
-        as no request was identified. Those of the call before, in the same order, cost one comparison of lists, others
-        one small copy from pinned memory, on the current stream. Must not be written to."""
+        """`BatchView.anchors` of the rows; None where all have the common anchor, found without a look as long as no
+        request was identified. The same requests as in the last call, in the same order, cost one comparison of lists,
+        others one small copy from pinned memory, on the current stream. The result must not be written to."""
         if not self._anchors:
             return None
         if self._last is None or self._last[0] != requests:

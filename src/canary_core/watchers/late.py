@@ -7,7 +7,7 @@ class Late(Protocol):
     """Called at each read of the counters, between forwards, never captured."""
 
     def send(self) -> None:
-        """Starts the copy of what was gathered, on the current stream. Never waits."""
+        """Starts the copy of gathered rows, on the current stream. Never waits."""
 
     def read(self) -> None:
         """Judges what has arrived. Never waits."""

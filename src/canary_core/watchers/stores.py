@@ -1,4 +1,4 @@
-"""`StoreCheck`: whether what a layer stored is still there when the forward has ended."""
+"""`StoreCheck`: whether bytes stored by a layer are the same at the end of the forward."""
 
 from collections.abc import Collection
 
@@ -9,12 +9,11 @@ from canary_core.runtime.workspace import Switch, Workspace
 
 
 class StoreCheck:
-    """With ``CANARY_STORE_CHECK``: a plugin tells after each layer's store that it was issued (`stored`); what the new
-    slots hold of this layer is fingerprinted at once, and compared with what they hold when the forward is recorded.
-    In regions of one token a slot. A layer of which nothing was told is not judged, nor is one whose store is replayed
-    from a CUDA graph.
+    """With ``CANARY_STORE_CHECK``: a plugin reports each layer's store once issued (`stored`); the layer's bytes in the
+    new slots are fingerprinted at once, and compared when the forward is recorded. In regions of one token a slot. A
+    layer without a report is not judged, nor is a store replayed from a CUDA graph.
 
-    noted: how many stores of a layer were fingerprinted.
+    noted: number of fingerprinted stores of a layer.
     """
 
     def __init__(self, workspace: Workspace, switch: Switch) -> None:
@@ -25,10 +24,10 @@ class StoreCheck:
         self._columns: dict[tuple[str, int, frozenset[str] | None], tuple[int, ...]] = {}
         self.noted = 0
         self.on = any(state.stores.numel() for state in workspace.states.values())
-        """Whether stores are looked at. Then the writes of a forward are planned before it."""
+        """Whether stores are checked. Then the writes of a forward are planned before it."""
 
     def begin(self, view: BatchView) -> None:
-        """A forward of ``view`` was checked, on the stream on which it is issued next."""
+        """A forward of ``view`` was checked, on the stream of the forward's own launches."""
         if not self.on:
             return
         if self._stale:
@@ -60,12 +59,12 @@ class StoreCheck:
             self._workspace.backend.compare_stores(state, view, table)
 
     def end(self, compared: bool) -> None:
-        """The forward is recorded, or was abandoned: what was noted and not ``compared`` says nothing of the next."""
+        """The forward is recorded, or was abandoned: notes not ``compared`` are void for the next one."""
         self._stale |= self._view is not None and not compared
         self._view = None
 
     def stats(self) -> dict[str, int]:
-        """What was looked at so far; nothing where nothing was."""
+        """Counts of checked stores; empty without any."""
         return {"noted_stores": self.noted} if self.noted else {}
 
 

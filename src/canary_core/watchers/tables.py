@@ -1,4 +1,4 @@
-"""`TableCheck`: now and then, whether attention was given the slots that the engine keeps for its requests."""
+"""`TableCheck`: at intervals, whether attention was given the slots in the engine's own tables."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ from canary_core.runtime.workspace import Switch, Workspace
 
 
 class TableCheck:
-    """Compares tables that attention backends are given (`ReadTable`) with those that the engine keeps.
+    """Compares tables given to attention backends (`ReadTable`) with the engine's own tables.
 
     Backends make lists and page tables of their own for each forward, or keep them in the buffers of CUDA graphs; the
-    check of a forward sees only what they are made from. An engine's plugin asks before each forward whether a
-    comparison is `due`, and if so gives `compare` what it can: once the backend has its tables, and while nobody writes
-    to what they were made from. Every ``interval`` forwards one table is compared whole, one after the other; in such a
-    forward there is no scrub, so that no forward has a launch more, but where every forward is compared. 0: never.
+    check of a forward sees only their origin. An engine's plugin asks before each forward whether a comparison is
+    `due`, and if so passes its tables to `compare`: once the backend has its own, and while nobody writes to the
+    engine's. Every ``interval`` forwards one table is compared whole, one after the other; such a forward has no scrub,
+    so that no forward has an extra launch, except if every forward is compared. 0: never.
 
-    ``names``: the names of the tables that were compared, by their number in a finding.
+    ``names``: names of the compared tables, by their number in a finding.
     """
 
     def __init__(self, workspace: Workspace, switch: Switch, interval: int) -> None:
@@ -41,13 +41,13 @@ class TableCheck:
         self.skipped = 0
         """How often a table was due and could not be judged."""
         self.rows_left = 0
-        """Rows of compared tables that did not fit in one comparison and wait for a later one."""
+        """Rows of compared tables beyond one comparison, left for a later one."""
         self.tables_left = 0
-        """Tables that lay ready beside one that was compared, and wait for a later turn."""
+        """Tables ready beside a compared one, left for a later turn."""
 
     @property
     def due(self) -> bool:
-        """Whether tables of the forward that comes, or runs, are to be compared. See `skip` for where they can't be."""
+        """Whether tables of the next, or running, forward are to be compared. If they can't be: `skip`."""
         return self._forwards >= self._interval > 0 and self._switch.enabled and not self.paused
 
     def compare(self, tables: Sequence[ReadTable]) -> None:
@@ -67,8 +67,8 @@ class TableCheck:
             self._launch(table)
 
     def skip(self) -> None:
-        """The tables of this forward can't be judged; those of the next one are due, after more such forwards in a row
-        those of the second, fourth and so on, at last of each ``interval``-th: to try costs the host something."""
+        """The tables of the forward can't be judged; the next forward's are due, after more such forwards in a row the
+        second, fourth and so on, and finally each ``interval``-th: a try costs the host something."""
         self.skipped += 1
         pause = min(1 << min(self._skips, 16), self._interval)
         self._skips += 1
@@ -81,7 +81,7 @@ class TableCheck:
             self._switch.tell(Event("tables_left_out", "info", {"backend": backend, "reason": reason}))
 
     def stats(self) -> dict[str, int]:
-        """What was compared so far; nothing where nothing was."""
+        """Counts of comparisons so far; zeros are left out."""
         counts = {
             "tables_compared": self.compared,
             "tables_skipped": self.skipped,
@@ -101,7 +101,7 @@ class TableCheck:
         self._forwards += 1
 
     def follow(self) -> None:
-        """What the current stream does from now on comes after the last comparison."""
+        """Later work of the current stream waits for the last comparison."""
         if self._done is not None:
             self._done.wait(current(self._workspace.device))
 

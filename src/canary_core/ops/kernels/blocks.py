@@ -22,10 +22,10 @@ from canary_core.ops.state import RegionState
 from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SLOT, BLOCK_SUM, BLOCK_VALUES, Block
 
 SLOT_TILE = 16
-"""Slots of a block that a program takes at a time."""
+"""Slots of a block taken at a time by a program."""
 
 SOURCE_TILE = 64
-"""Sources whose fingerprints it takes at a time."""
+"""Sources whose fingerprints are taken at a time by a program."""
 
 WARPS = 4
 
@@ -152,7 +152,7 @@ def gather_blocks_kernel(
 
 @triton.jit
 def listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED: tl.constexpr):
-    """The slots at places of a block, and which of them are live ones of the region."""
+    """The slots at places of a block, and whether each is a live slot of the region."""
     slot = tl.where(m, begin + o_place, -1)
     if not PAGED:
         slot = tl.load(p_block + o_place, mask=m, other=-1).to(tl.int64)

@@ -57,7 +57,7 @@ from canary_core.records import (
 )
 
 TILE = CHECK_TILE
-"""Slots that a program checks at a time."""
+"""Slots checked at a time by a program."""
 WARPS = 4
 REGISTERS = 80
 PROGRAMS_PER_PROCESSOR = 6
@@ -117,8 +117,8 @@ def check_kernel(
     POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (every row has
-    one at least, for its head), tiles of ``token_ids`` that belong to no row."""
+    """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (at least one per
+    row, for the head), tiles of ``token_ids`` outside of every row."""
     RING_PAGE: tl.constexpr = POOL[2]
     RING_ROWS: tl.constexpr = POOL[3]
     o_row = tl.arange(0, ROWS)
@@ -333,7 +333,7 @@ def judge(
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
     JUDGED: tl.constexpr,
 ):  # fmt: skip
-    """Judges and reports places of a suspect tile, each with the record before it."""
+    """Judges and reports places of a suspect tile, each with the record before."""
     m = position < end
     slot, status = lookup(
         p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
@@ -391,7 +391,7 @@ def add_pairs(a, b, c, d):
 
 @triton.jit
 def ended_at(p_chains, writer, length):
-    """The hash with which the writer's sequence ended, and whether it is known to have ended at ``length``."""
+    """The final hash of the writer's sequence, and whether the sequence is known to have ended at ``length``."""
     p_entry = p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2
     hash = tl.load(p_entry + 1)
     known = (writer >= 0) & (length > 0) & (tl.load(p_entry) == ((writer << 32) | length)) & (hash != 0)

@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: the mix of the prefix hash, slot look-up, and reporting."""
+"""Device functions common to several kernels: the mix of the prefix hash, slot look-up, and reporting."""
 
 import triton
 import triton.language as tl
@@ -102,8 +102,7 @@ def lookup(
     p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """`reference.plan.lookup`: slot and status of int64 positions, of the table row that begins at element
-    ``row_first``."""
+    """`ops.torch.plan.lookup`: slot and status of int64 positions, of the table row from element ``row_first`` on."""
     element, column, present = find_entry(row_first, position, width, extent, PAGE_SIZE, RING, GROUP)
     entry = tl.load(p_table + element, mask=m & present, other=-1)
     slot, status = resolve_entry(
@@ -119,8 +118,7 @@ def find_entry(
     row_first, position, width, extent,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Which element of a table has the entry of each position, the position's column, and whether there is such an
-    element."""
+    """The element of a table with the entry of each position, the position's column, and whether the element exists."""
     column = position.to(tl.int64)
     if GROUP > 1:
         column = (column + 1) * GROUP - 1
@@ -144,8 +142,8 @@ def resolve_entry(
 
 @triton.jit
 def readable(prefix, new, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
-    """How many positions before ``prefix`` a forward of ``new`` tokens reads, in a region with a window or in a ring,
-    where it reads if it completes a group. In the type of ``prefix``."""
+    """Number of positions before ``prefix`` read by a forward of ``new`` tokens, in a region with a window, or in a
+    ring, where only a forward that completes a group reads. In the type of ``prefix``."""
     count = tl.minimum(prefix, WINDOW - 1)
     if ALIGN > 0:
         end = prefix + tl.maximum(new, 0).to(prefix.dtype)
@@ -171,7 +169,7 @@ def report(
     p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, stored_token, stored_position,
     stored_value, found_value, writer, stored_writer, step_written, freed, step,
 ):  # fmt: skip
-    """Counts the findings where ``m`` and keeps a row of each that the ring has room for. Blocks of one shape."""
+    """Counts the findings where ``m`` and keeps rows of as many as the ring has room for. Blocks of one shape."""
     tl.atomic_add(p_counters + kind, 1, mask=m)
     number = tl.atomic_add(p_counters + COUNT_ROWS + tl.zeros_like(kind), 1, mask=m)
     drained = tl.load(p_counters + COUNT_DRAINED)
@@ -203,8 +201,7 @@ def report_record(
     p_counters, p_ring, ring_rows, kind, m, region, source, slot, position, token, p_record, usable, stored_value,
     found_value, writer, step,
 ):  # fmt: skip
-    """`report` with what the record of each slot says, which is at ``p_record``; -1 where there is none (``usable``
-    false)."""
+    """`report` with the fields of each slot's record at ``p_record``; -1 where there is none (``usable`` false)."""
     m_record = m & usable
     first = tl.load(p_record, mask=m_record, other=-1)
     written = tl.load(p_record + 2, mask=m_record, other=-1)

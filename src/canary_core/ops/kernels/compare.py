@@ -1,6 +1,5 @@
-"""read_check, scrub, verify: the kernels of `canary_core.ops.torch.compare`, and what they share: what the bytes of
-a tile are, against what was recorded of them. How programs go over slots and sources is told in `fingerprint`.
-"""
+"""read_check, scrub, verify: the kernels of `canary_core.ops.torch.compare`, and their common part: the bytes of a tile
+against the recorded fingerprints. `fingerprint` explains how programs go over slots and sources."""
 
 import triton
 import triton.language as tl
@@ -39,7 +38,7 @@ from canary_core.records import (
 )
 
 LIST_TILE = tl.constexpr(1024)
-"""Slots that the program which lists slots passes at a time."""
+"""Slots passed at a time by the listing program."""
 
 CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
@@ -76,8 +75,8 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 
 def scrub(state: RegionState, probed: bool = False) -> None:
-    """As `canary_core.ops.torch.compare.scrub`. One launch a source group; may be captured. ``probed`` is a kernel
-    of its own, so that the usual one pays nothing for it."""
+    """As `canary_core.ops.torch.compare.scrub`. One launch a source group; may be captured. ``probed`` is a kernel of
+    its own, so that the usual one pays nothing."""
     given = state.launches.listed
     if given is None:
         given = state.launches.listed = arguments(state.listed)
@@ -104,8 +103,8 @@ def read_check_kernel(
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which share tiles of `SLOTS` readable places, by groups of sources. A program takes
-    tiles that follow each other and walks through the rows of the batch: where it is, is a few numbers, while tiles in
-    turns keep all rows in registers across the loop."""
+    consecutive tiles and walks through the rows of the batch: its place is a few numbers, while tiles in turns would
+    keep all rows in registers across the loop."""
     N: tl.constexpr = len(STRIPS) // STRIP
     source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
     strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
@@ -159,8 +158,8 @@ def begin_stretch(
     p_cursors, p_prefix, p_new, rows,
     WINDOW: tl.constexpr, ALIGN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The first of the tiles that this program compares: its row of the batch, and which of the row's tiles it is; and
-    how many there are, which follow each other, from the last row's last one to the first row's first one too."""
+    """The first tile of the program: its row of the batch, and its number within the row; and the number of consecutive
+    tiles. After the last tile of the last row comes the first of the first row."""
     o_row = tl.arange(0, ROWS)
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0) // GROUP
     b_first = tl.zeros_like(b_prefix)
@@ -188,8 +187,8 @@ def begin_row(
     p_prefix, p_new, p_rows, i_row, rows, table_stride,
     WINDOW: tl.constexpr, ALIGN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Where a row of the batch begins in the table, the first place that it reads, and the end of those; of no row, no
-    place. After the last row comes the first one again."""
+    """The row's first element in the table, the first place to read, and the end of the places; none for no row. After
+    the last row comes the first again."""
     i_row = tl.where(i_row < rows, i_row, i_row - rows)
     prefix = tl.maximum(tl.load(p_prefix + i_row, mask=i_row < rows, other=0).to(tl.int32), 0) // GROUP
     first = tl.zeros_like(prefix)
@@ -206,7 +205,7 @@ def load_entries(
     p_table, row_first, position, prefix, width, extent,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The table's entries of a tile, for the places from ``position`` on that are before ``prefix``."""
+    """The table's entries of a tile, for the places from ``position`` to before ``prefix``."""
     o_position = position + tl.arange(0, SLOTS)
     element, _column, m = find_entry(row_first, o_position, width, extent, PAGE_SIZE, RING, GROUP)
     return tl.load(p_table + element, mask=(o_position < prefix) & m, other=-1)
@@ -221,7 +220,7 @@ def scrub_kernel(
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs but one over tiles of `SLOTS` listed slots, by groups of sources. The first program
-    of the first group makes the next list, since it takes the longest."""
+    of the first group makes the next list, since listing takes the longest."""
     scrub_tiles(
         p_words, p_cursors, p_listed, region, slots, p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
         p_records, p_counters, p_clock, p_ring, ring_rows, STRIPS, SLOTS, ABREAST, False,
@@ -236,7 +235,7 @@ def scrub_probed_kernel(
     p_listed,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """As `scrub_kernel`, with the probe that `Cursor.PROBE` asks for."""
+    """As `scrub_kernel`, with the probe of `Cursor.PROBE`."""
     scrub_tiles(
         p_words, p_cursors, p_listed, region, slots, p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
         p_records, p_counters, p_clock, p_ring, ring_rows, STRIPS, SLOTS, ABREAST, True,
@@ -249,7 +248,7 @@ def scrub_tiles(
     p_records, p_counters, p_clock, p_ring, ring_rows,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr, PROBED: tl.constexpr,
 ):  # fmt: skip
-    """One program of a scrub: lists the next slots, or compares tiles of those that are listed."""
+    """One program of a scrub: lists the next slots, or compares tiles of listed slots."""
     N: tl.constexpr = len(STRIPS) // STRIP
     source = describe(p_descriptors, p_columns, p_salts, N, 0, ABREAST)
     strip = describe(p_descriptors, p_columns, p_salts, N, N - 1, ABREAST)
@@ -287,7 +286,7 @@ def scrub_tiles(
 
 @triton.jit
 def list_next(p_words, p_cursors, p_counters, p_listed, region, slots):
-    """As `canary_core.ops.torch.compare._list_next`, by one program. It reads one word a slot that it passes."""
+    """As `canary_core.ops.torch.compare._list_next`, by one program. Reads one word for each slot passed."""
     p_now, p_next = p_cursors + CURSOR_SCRUB, p_cursors + CURSOR_SCRUB_NEXT
     half = 1 - (tl.load(p_now + PLACE_LIST) >> 32)
     p_half = p_listed + half * slots
@@ -375,16 +374,17 @@ def compare(
     region, slot, m, position, p_writers, i_row, phase,
     STRIPS: tl.constexpr, EAGER: tl.constexpr, probe=None,
 ):  # fmt: skip
-    """Compares the bytes of written slots, each a row of the tile, with their fingerprints and reports BYTES; gives how
-    many bytes were compared. ``source``: see `fold.describe`; ``strip``: the narrow source that goes with it, if
-    `STRIPS` has one. A fingerprint of 0 is not known and is not compared. ``probe``: the source, plus one, of which the
-    tile's first slot reports PROBE; 0 for none. Then the whole tile's fingerprints are taken with all bits turned
-    round, so that it is looked at closely.
+    """Compares the bytes of written slots, each a row of the tile, with their fingerprints and reports BYTES; returns
+    the number of bytes compared. ``source``: see `fold.describe`; ``strip``: the narrow source beside the wide one, if
+    `STRIPS` has one. A fingerprint of 0 is unknown and not compared. ``probe``: the source, plus one, whose fingerprint
+    of the tile's first slot reports PROBE; 0 for none. A probe inverts all bits of the whole tile's fingerprints, so
+    that the tile is looked at closely.
 
-    Only where bytes differ, which is rare, it is looked at whether the slot was written and its fingerprint known:
-    these checks cost the other slots no register. Two exceptions: without `EAGER` (for tiles of which many slots hold
-    nothing) it is looked at first whether a slot was written, and of long slots, which take long to read and of which
-    most are not known, whether the fingerprint is."""
+    Only after a difference, which is rare, the kernel asks whether the slot was written and its fingerprint known: so
+    these checks cost other slots no register. Two exceptions: without `EAGER` (for tiles with many empty slots) the
+    kernel first asks whether a slot was written; and for long slots, slow to read and mostly unknown, whether the
+    fingerprint is known.
+    """
     ABREAST: tl.constexpr = len(source[0].shape) > 0
     if not EAGER:
         m = m & is_written(tl.load(p_records + slot * 4, mask=m, other=0))
@@ -469,5 +469,5 @@ def compare(
 
 @triton.jit
 def is_written(first):
-    """Whether the record that begins with ``first`` says that its slot holds something that was written."""
+    """Whether the record with head ``first`` describes a written slot."""
     return (first >> 32 & READ_STATE) == WRITTEN

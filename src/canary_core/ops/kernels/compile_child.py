@@ -1,7 +1,7 @@
-"""What a `CompileProcess` runs: ``python -m canary_core.ops.kernels.compile_child PARENT``, with packed jobs as input.
+"""Program of a `CompileProcess`: ``python -m canary_core.ops.kernels.compile_child PARENT``, with packed jobs as input.
 
-It fills Triton's disk cache for the process whose id is ``PARENT``, and ends with it. It loads nothing on the GPU. Its
-exit status says whether all is compiled.
+Fills Triton's disk cache for the process ``PARENT``, and ends with it. Loads nothing on the GPU. The exit status says
+whether everything is compiled.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process as soon as its parent has ended."""
+    """Ends the process as soon as its parent has ended."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)
@@ -48,7 +48,7 @@ def _end_with(parent: int) -> None:
 
 @contextmanager
 def _alone(folder: Path | None) -> Iterator[None]:
-    """One process at a time is within it, for each ``folder``."""
+    """Context for one process at a time, for each ``folder``."""
     if folder is None:
         yield
         return
@@ -69,7 +69,7 @@ def _launchers() -> Callable[..., Any] | None:
 
 
 def _compile(launcher: Callable[..., Any] | None, job: CompileJob) -> bool:
-    """Whether it succeeded."""
+    """Whether the job succeeded."""
     try:
         kernel = job.compile()
         if launcher is not None:

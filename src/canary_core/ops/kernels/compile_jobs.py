@@ -1,6 +1,6 @@
-"""`CompileJob`: what Triton would compile for a launch, as data that another process can compile from.
+"""`CompileJob`: Triton's compilation of a launch, as data for another process.
 
-Both processes give it to `triton.compile`, so both come to the same entry of Triton's disk cache.
+Both processes pass the job to `triton.compile`, so both come to the same entry of Triton's disk cache.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 COMPILED = "canary"
-"""Name of an empty file in Triton's cache, which says that certain jobs are done."""
+"""Name of an empty file in Triton's cache: certain jobs are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +31,27 @@ class CompileJob:
     target: Any
     options: dict[str, Any]
     key: str = field(init=False)
-    """A name that another start gives it, too, unless the kernel's code or Triton has changed."""
+    """The job's name, the same in another start unless the kernel's code or Triton has changed."""
 
     def __post_init__(self) -> None:
         parts = triton.__version__, self.source.hash(), self.target, sorted(self.options.items())
         object.__setattr__(self, "key", hashlib.sha256(repr(parts).encode()).hexdigest())
 
     def compile(self) -> Any:
-        """Compiles it into the cache, or finds it there."""
+        """Compiles into the cache, or finds the entry there."""
         return triton.compile(self.source, target=self.target, options=self.options)
 
 
 class _Told(Exception):
-    """Leaves Triton's `JITFunction.run` with what would have been compiled."""
+    """Leaves Triton's `JITFunction.run` with the job in place of a compilation."""
 
     def __init__(self, job: CompileJob) -> None:
         self.job = job
 
 
 def job_of(kernel: Any, warm_up: Callable[[], object]) -> CompileJob | None:
-    """What ``warm_up``, a call of ``kernel.warmup``, would compile; None where that was compiled in this process.
-    Compiles nothing. Raises `RuntimeError` where Triton is not made as those whose sources were read (3.4 to 3.9)."""
+    """The compilation that ``warm_up``, a call of ``kernel.warmup``, would do; None if already done in this process.
+    Compiles nothing. Raises `RuntimeError` for a Triton unlike the releases read (3.4 to 3.9)."""
     try:
         # Triton sets the attribute when it meets a device, and calls it to compile.
         kernel.device_caches[triton.runtime.driver.active.get_current_device()]
@@ -85,7 +85,7 @@ class _Pickler(pickle.Pickler):
 
 class _Unpickler(pickle.Unpickler):
     def persistent_load(self, name: Any) -> Any:
-        """The kernel of that name."""
+        """The kernel of a name."""
         module, kernel = name
         return getattr(importlib.import_module(module), kernel)
 
@@ -98,12 +98,12 @@ def pack(jobs: Sequence[CompileJob]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[CompileJob]:
-    """The jobs that `pack` was given."""
+    """The jobs packed by `pack`."""
     return [CompileJob(*parts) for parts in _Unpickler(io.BytesIO(packed)).load()]
 
 
 class Stamp:
-    """Where Triton's cache says that ``jobs`` are done. It may say so of what was deleted since."""
+    """A note in Triton's cache that ``jobs`` are done. The note may outlive deleted entries."""
 
     def __init__(self, jobs: Sequence[CompileJob]) -> None:
         keys = "".join(sorted(job.key for job in jobs))
@@ -111,16 +111,16 @@ class Stamp:
 
     @property
     def there(self) -> bool:
-        """Whether it says so."""
+        """Whether the note is there."""
         return self._place.get_file(COMPILED) is not None
 
     def put(self) -> None:
-        """From now on it does, where the cache can be written to."""
+        """Makes the note, if the cache can be written to."""
         with suppress(OSError):
             self._place.put(b"", COMPILED)
 
     @property
     def folder(self) -> Path | None:
-        """Its own within Triton's cache; None where that is no folder."""
+        """The note's folder in Triton's cache; None if the cache is no folder."""
         folder = getattr(self._place, "cache_dir", None)
         return None if folder is None else Path(folder)

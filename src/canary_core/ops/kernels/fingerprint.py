@@ -1,9 +1,9 @@
 """fingerprint and baseline: the kernels of `canary_core.ops.torch.fingerprint`.
 
-Each program takes tiles of slots through one source, or through one and the narrow strip that goes with it, such as its
-scales: a slot is then looked up once for both. Sources alike in shape share a launch: Llama needs one, DeepSeek-V4's
-window pool too. Long slots, such as recurrent states, go one by one through several sources abreast. How large tiles
-are is in `tiles`, what happens to one in `fold`.
+Each program takes tiles of slots through one source, or through a source and its narrow strip, such as its scales: one
+look-up of a slot serves both. Sources of the same shape share a launch: Llama needs one, DeepSeek-V4's window pool too.
+Long slots, such as recurrent states, go one by one through several sources abreast. `tiles` has the sizes of tiles,
+`fold` the work on one.
 """
 
 import triton
@@ -70,8 +70,8 @@ def fingerprint_kernel(
     p_tokens, p_writers, tokens, judged_nulls,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: programs of source groups, times any number of programs over the batch's tokens, and one more that looks at
-    a null slot where there are any."""
+    """Grid: programs of source groups, times any number of programs over the batch's tokens, and one more for a null
+    slot where there are any."""
     fingerprint_written(
         p_records, p_claims, p_plan, p_counters, p_clock, p_ring, ring_rows, region, null_first, p_descriptors,
         p_columns, p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, tokens, judged_nulls,
@@ -85,8 +85,8 @@ def fingerprint_written(
     p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, tokens, judged_nulls,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """A program takes tiles of `SLOTS` tokens; where sources are `ABREAST`, it looks up `SLOTS` tokens that are far
-    apart and takes their slots one at a time."""
+    """A program takes tiles of `SLOTS` tokens; where sources are `ABREAST`, it looks up `SLOTS` tokens far apart and
+    takes their slots one at a time."""
     step = tl.load(p_clock + CLOCK_NEXT)
     recorded = tl.zeros((), tl.int64)
     apart = tl.num_programs(1) - (judged_nulls > 0).to(tl.int32)
@@ -137,8 +137,8 @@ def record_tile(
     p_fingerprints, sources, p_tokens, p_writers, step, o_token, word, slot, usable, recorded,
     STRIPS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Fingerprints and judges what tokens ``o_token`` wrote to ``slot``, a row of the tile each; gives ``recorded`` and
-    the bytes of them."""
+    """Fingerprints and judges the bytes written by tokens ``o_token`` to ``slot``, a row of the tile each; returns
+    ``recorded`` plus their number of bytes."""
     # All that is small is asked for before the bytes and looked at after them.
     claim = tl.load(p_claims + slot, mask=usable, other=0)
     token = tl.load(p_tokens + o_token, mask=usable, other=0).to(tl.int64)
@@ -182,7 +182,7 @@ def look_at_null(
     sources, null, step,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Whether all numbers of the null slot ``null`` are finite: only its first row of the tile is read."""
+    """Whether all numbers of the null slot ``null`` are finite: reads the first row of the tile only."""
     for s in tl.static_range(len(STRIPS) // STRIP):
         source = describe(p_descriptors, p_columns, p_salts, len(STRIPS) // STRIP, s, ABREAST)
         if ABREAST[0] > 0:

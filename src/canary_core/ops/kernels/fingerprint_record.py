@@ -1,6 +1,6 @@
-"""fingerprint_record: `fingerprint` and `record` of a forward that wrote little, in one launch.
+"""fingerprint_record: `fingerprint` and `record` of a forward with few writes, in one launch.
 
-Neither waits for the other, since `check` has kept what fingerprints are judged by (see `records.PLAN_WORDS`).
+Neither waits for the other, since `check` has kept the old records for `fingerprint` (see `records.PLAN_WORDS`).
 """
 
 import triton.language as tl
@@ -28,16 +28,16 @@ from canary_core.ops.kernels.tiles import WRITE_TILE, constants, is_long
 from canary_core.ops.state import RegionState
 
 FEW_ROWS, FEW_TOKENS = 256, 1024
-"""Most of a batch that counts as little: a prefill's fingerprints want all registers, and its records many warps."""
+"""Largest batch with few writes: a prefill's fingerprints want all registers, and its records many warps."""
 TILE = 32
-"""New tokens that a program records at a time: what a warp has lanes for."""
+"""New tokens recorded at a time by a program: one for each lane of a warp."""
 RECORDING = tl.constexpr(16)
-"""Columns of programs that record, beside those that fingerprint."""
+"""Columns of recording programs, beside the fingerprinting ones."""
 
 
 def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """As `canary_core.ops.torch.fingerprint_record.fingerprint_record`. One launch, and one more for each source
-    group but the first; where the forward wrote much, or slots are long, those of both ops. May be captured."""
+    """As `canary_core.ops.torch.fingerprint_record.fingerprint_record`. One launch, and one more for each source group
+    but the first; for a forward with many writes, or long slots, the launches of both ops. May be captured."""
     groups = state.sources.groups
     given, launches = batch_arguments(state, batch, table)
     little = 0 < batch.tokens <= FEW_TOKENS and batch.rows <= FEW_ROWS
@@ -75,7 +75,7 @@ def fingerprint_record_kernel(
     TILE: tl.constexpr,
     STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: as that of `fingerprint_kernel`, and `RECORDING` columns of programs more, which record."""
+    """Grid: as in `fingerprint_kernel`, and `RECORDING` more columns of recording programs."""
     i_recording = tl.program_id(0) - (tl.num_programs(0) - RECORDING)
     if i_recording < 0:
         fingerprint_written(

@@ -1,7 +1,7 @@
-"""The fingerprint of a tile: where a slot's bytes lie in a source, how they are loaded, and their sum.
+"""The fingerprint of a tile: places of a slot's bytes in a source, their loads, and their sum.
 
-The rows of a tile are slots of one source, or sources abreast that a long slot has; then what describes a source is a
-block (see `tiles.Tile`).
+The rows of a tile are slots of one source, or sources abreast of one long slot; in the latter case a source's
+description is a block (see `tiles.Tile`).
 
 The inner loop is a masked 16-byte load, a widening multiply and an add per 4 bytes: memory is the limit, not
 arithmetic.
@@ -13,8 +13,8 @@ import triton.language as tl
 from canary_core.records import DESCRIPTOR_WORDS, Descriptor
 
 STRIP = tl.constexpr(8)
-"""How many constants of each source of a group are in ``STRIPS``, one flat tuple, which begins with those of the wide
-source and goes on with those of the narrow one, if there is one. Kernels know them by number:
+"""Number of constants for each source of a group in ``STRIPS``, one flat tuple, first the wide source's and then the
+narrow one's, if there is one. Kernels know the constants by number:
 
 | number            | constant              |
 |-------------------|-----------------------|

@@ -1,4 +1,5 @@
-"""note: the kernel of `canary_core.ops.torch.histories`, and how other kernels note what they do to slots."""
+"""note: the kernel of `canary_core.ops.torch.histories`, and the device functions by which other kernels note
+events."""
 
 import triton
 import triton.language as tl
@@ -78,8 +79,8 @@ def replaces(new, old):
 
 @triton.jit
 def newest(p_histories, slot, m):
-    """The entries of each slot that stay where another one comes. Apart from `push`, so that a kernel can ask for them
-    with what else it loads: the wait is one then."""
+    """The older entries of each slot, kept beneath a new one. Apart from `push`, so that a kernel can load them with
+    its other loads, for one wait."""
     p_entry = p_histories + slot * ENTRIES
     first = tl.load(p_entry, mask=m, other=0)
     second = tl.load(p_entry + 1, mask=m, other=0)
@@ -89,8 +90,8 @@ def newest(p_histories, slot, m):
 
 @triton.jit
 def newest_once(p_histories, slot, new, m):
-    """As `newest`, where a slot may be there several times, with the same ``new``. It is the newest entry then, and all
-    but the first of them find it there: an atomic shows who was first."""
+    """As `newest`, for a slot that may be there several times, with the same ``new``. All but the first find ``new`` as
+    the newest entry: an atomic shows the first."""
     p_entry = p_histories + slot * ENTRIES
     second = tl.load(p_entry + 1, mask=m, other=0)
     third = tl.load(p_entry + 2, mask=m, other=0)
@@ -100,8 +101,8 @@ def newest_once(p_histories, slot, new, m):
 
 @triton.jit
 def push(p_histories, slot, new, first, second, third, m):
-    """Puts ``new`` before the entries that `newest` gave, of each slot where ``m``; no slot is there twice, but after
-    `newest_once`."""
+    """Puts ``new`` before the entries returned by `newest`, for each slot where ``m``; no slot may be there twice,
+    except after `newest_once`."""
     p_entry = p_histories + slot * ENTRIES
     m_move = m & (replaces(new, first) == 0)
     tl.store(p_entry, new, mask=m)

@@ -1,8 +1,8 @@
-"""What the host sides of the kernels share: their arguments, and a launch that costs a few microseconds.
+"""The common host side of the kernels: arguments, and a launch of a few microseconds.
 
-Triton's own launch looks at each argument and at each constant of the module again, every time: tens of microseconds
-for kernels with as many as ours. Here arguments are looked at once for as long as they live, a region's once for good
-and a batch's once a forward, and a kernel that was compiled for their like is launched directly.
+Triton's own launch inspects every argument and every constant of the module each time: tens of microseconds for long
+argument lists. Here arguments are inspected once in their life, a region's once for good and a batch's once a forward,
+and a kernel already compiled for such arguments is launched directly.
 """
 
 import inspect
@@ -28,25 +28,25 @@ from canary_core.ops.sources import SourceGroup
 from canary_core.ops.state import RegionState
 
 INTERPRETED_PROGRAMS = 3
-"""Programs on the interpreter: few, so that each of them goes round its loop."""
+"""Programs on the interpreter: few, so that each goes round its loop."""
 
 VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "expected_width", "expected_stride")
-"""Parameters that differ from batch to batch: nothing is compiled anew for a 1 or a multiple of 16 among them. No
-address is made of them, but for ``expected_stride``: how long the sequences are, where each forward has a new list."""
+"""Parameters that differ from batch to batch: no new compilation for a 1 or a multiple of 16. None is part of an
+address, except ``expected_stride``: the length of sequences, where each forward has a new list."""
 
 UNALIGNED = ("p_slots", "p_write_slots", "p_expected")
-"""Parameters that engines cut out of larger tensors, wherever those begin: nothing is compiled anew for that."""
+"""Parameters cut by engines out of larger tensors, at any offset: no new compilation for another alignment."""
 
 SPECIALISED_LESS = "do_not_specialize_on_alignment" in inspect.signature(triton.jit).parameters
 
 KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
-"""Whether `_launch_of` knows the C function of this Triton."""
+"""Whether `_launch_of` knows the C function of the installed Triton."""
 
 ROW_STEPS = (256, 1024, 4096, 16384, 65536)
-"""Batch rows that kernels are compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
+"""Batch rows compiled for; fewer steps mean fewer pauses to compile while an engine serves."""
 
 MOST_PROGRAMS = 32768
-"""Programs over slots or tokens; CUDA allows 65,535 in that dimension of a grid."""
+"""Most programs over slots or tokens; CUDA allows 65,535 in the same dimension of a grid."""
 
 MOST_COMPILERS = 8
 """Threads that compile at a time: the rest of the machine is the engine's."""
@@ -55,15 +55,15 @@ _kinds: dict[tuple[Any, ...], int] = {}
 _instead: ContextVar["Callable[[Launcher, tuple[int, int], Arguments], object] | None"] = ContextVar(
     "_instead", default=None
 )
-"""Within `compile_together` and `compile_beside`: what is done with a kernel that is not compiled yet, in place of a
-launch. Other threads launch meanwhile."""
+"""Set within `compile_together` and `compile_beside`: takes a kernel not yet compiled, in place of a launch. Other
+threads go on launching."""
 _compiling = threading.RLock()
-"""Held by who compiles and loads kernels that somebody else may be about to launch."""
+"""Held while kernels are compiled and loaded, against a launch by somebody else."""
 
 
 def jit(*varying: str) -> Callable[[Any], Any]:
-    """`triton.jit` for kernels that are compiled as seldom as can be: nothing about the parameters ``varying`` is built
-    into them, nor how `UNALIGNED` ones are aligned, where this Triton can leave that out."""
+    """`triton.jit` for rarely compiled kernels: nothing about the parameters ``varying`` is built in, nor the alignment
+    of `UNALIGNED` ones, if the installed Triton can leave it out."""
     options = {"do_not_specialize_on_alignment": UNALIGNED} if SPECIALISED_LESS else {}
     decorate: Callable[[Any], Any] = triton.jit(do_not_specialize=varying, **options)
     return decorate
@@ -73,7 +73,7 @@ NO_ARGUMENTS = Arguments((), [], -1)
 
 
 def arguments(*objects: Tensor | int | None) -> Arguments:
-    """Looks at each of ``objects`` the way Triton specialises on it: type, alignment to 16, equality to 1."""
+    """Inspects each of ``objects`` the way Triton specialises: type, alignment to 16, equality to 1."""
     raw: list[int | None] = []
     seen: list[Any] = []
     # Each forward has a dozen tensors of its own.
@@ -101,11 +101,11 @@ def joined(first: Arguments, second: Arguments) -> Arguments:
 
 
 class Launcher:
-    """One kernel for one region, with all that stays the same from forward to forward: its first arguments, its
-    compile-time constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``.
+    """One kernel for one region, with everything common to all forwards: the first arguments, the compile-time
+    constants in the order of the kernel's parameters, and Triton's options, such as ``num_warps``.
 
-    device: index of the GPU, None on a CPU. columns: programs in the grid's first dimension, where they are always as
-    many."""
+    device: index of the GPU, None on a CPU. columns: programs in the grid's first dimension, where the number is fixed.
+    """
 
     __slots__ = (
         "_compiled", "_compiling", "_constants", "_fixed", "_options", "_raw", "_unread", "columns", "device", "kernel",
@@ -128,8 +128,8 @@ class Launcher:
         self._compiling: dict[int, threading.Thread] = {}
 
     def ready(self, grid: tuple[int, int], given: Arguments) -> bool:
-        """Whether a launch with such arguments has nothing to compile. If it has, that begins in a thread, and some
-        later call gives True. For work that can be left out meanwhile; never captured."""
+        """Whether a launch with such arguments needs no compilation. If not, compilation begins in a thread, and some
+        later call returns True. For work that can be left out meanwhile; never captured."""
         if given.kind in self._compiled:
             return True
         thread = self._compiling.get(given.kind)
@@ -152,7 +152,7 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, int], given: Arguments = NO_ARGUMENTS) -> None:
         """Launches on the current stream with ``given`` after the fixed arguments. Never reads back, never allocates
-        device memory; compiles when it meets arguments of a new kind."""
+        device memory; compiles on arguments of a new kind."""
         compiled = self._compiled.get(given.kind)
         if compiled is None:
             instead = _instead.get()
@@ -171,9 +171,9 @@ class Launcher:
 
 
 def _launch_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches a kernel, given a grid of three numbers, a stream, a function, then what comes second here, then
-    the kernel's arguments. Without hooks of profilers, and without Triton's Python between where the C function that it
-    calls is known and needs no memory: nearly half of a launch's host time."""
+    """Function and constants that launch a kernel: called with a grid of three numbers, a stream, a function, the
+    constants, then the kernel's arguments. Without hooks of profilers; and without Triton's Python in between, where
+    the C function is known and needs no memory: nearly half of a launch's host time."""
     run, metadata = compiled.run, compiled.packed_metadata
     known = KNOWN_LAUNCHER and type(run).__name__ == "CudaLauncher"
     if known and not (run.global_scratch_size or run.profile_scratch_size):
@@ -183,8 +183,8 @@ def _launch_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 def compile_together(launches: Callable[[], None]) -> None:
-    """Compiles what ``launches`` would launch for the first time, side by side, and launches none of it: all is ready
-    then. Where this Triton can't, nothing happens, and the first launches compile one after the other."""
+    """Compiles everything that ``launches`` would launch for the first time, side by side, without launching: all is
+    ready then. A Triton without this ability does nothing, and the first launches compile one after the other."""
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None:
         return
@@ -202,8 +202,8 @@ def compile_together(launches: Callable[[], None]) -> None:
 
 
 def _make_ready(compiled: tuple[int | None, Any]) -> None:
-    """What is left to do before a kernel can be launched: it is loaded, and Triton up to 3.6 has a C compiler make a
-    launcher for its parameters, a third of a second each."""
+    """The last steps before a kernel's first launch: loading; and Triton up to 3.6 has a C compiler make a launcher for
+    the parameters, a third of a second each."""
     device, kernel = compiled
     # An error comes again with the launch, where it is told.
     with suppress(Exception):
@@ -215,9 +215,9 @@ def _make_ready(compiled: tuple[int | None, Any]) -> None:
 
 
 def compile_beside(launches: Callable[[], None], running: Sequence[CompileProcess]) -> CompileProcess | None:
-    """Has another process compile what ``launches`` would launch for the first time, but for what those that are
-    ``running`` compile; launches and compiles none of it here. None where all of it was compiled in an earlier start,
-    or where this can't be."""
+    """Compiles in another process everything that ``launches`` would launch for the first time, except the jobs of
+    ``running``; nothing is launched or compiled here. None where everything was compiled in an earlier start, or where
+    no process is possible."""
     # An error comes again with the launch, where it is told.
     with suppress(Exception):
         jobs = copy_context().run(_jobs_of, launches)
@@ -229,7 +229,7 @@ def compile_beside(launches: Callable[[], None], running: Sequence[CompileProces
 
 
 def _jobs_of(launches: Callable[[], None]) -> dict[str, CompileJob]:
-    """By name, in the order of ``launches``. What it says of the next launches is for a context of its own."""
+    """Jobs by name, in the order of ``launches``. Runs in a context of its own, since it changes what launches do."""
     jobs: dict[str, CompileJob] = {}
 
     def note(launcher: Launcher, grid: tuple[int, int], given: Arguments) -> None:
@@ -245,7 +245,7 @@ def _jobs_of(launches: Callable[[], None]) -> dict[str, CompileJob]:
 
 def region_arguments(state: RegionState) -> Arguments:
     """``p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows,
-    region, slots, null_first, null_end``: what every kernel takes first."""
+    region, slots, null_first, null_end``: the first arguments of every kernel."""
     shared, scratch, null = state.shared, state.scratch, state.region.null_range
     return arguments(
         state.records.view(torch.int64), state.records, scratch.claims, scratch.plan, scratch.heads, state.chains,
@@ -263,8 +263,8 @@ def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
 def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableLaunches]:
     """``p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map,
     p_write_slots, expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows,
-    tokens``, and the launches with the compile-time constants that go with them. Looked at once a forward, the numbers
-    only where one has changed."""
+    tokens``, and the launches with the matching compile-time constants. Made once a forward, the numbers only after a
+    change."""
     cache = state.launches
     last = cache.batch
     if last is not None and last.batch is batch and last.table is table:
@@ -289,7 +289,7 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
 
 
 def _table_launches(state: RegionState, table: SlotTable, rows: int) -> TableLaunches:
-    """Those for a batch of ``rows`` rows with ``table``."""
+    """Launches for a batch of ``rows`` rows with ``table``."""
     step = bisect_left(ROW_STEPS, rows)
     key = table.page_size, table.ring_slots, table.stored_tokens, table.pool_page, step
     known = state.launches.by_table.get(key)
@@ -317,15 +317,15 @@ def processors(device: torch.device) -> int:
 
 
 def register_limit(state: RegionState, registers: int) -> dict[str, int]:
-    """Triton's option to give a kernel that waits for memory no more than ``registers`` a thread, so that more of it is
-    resident; only NVIDIA's back end has it."""
+    """Triton's option to limit a memory-bound kernel to ``registers`` a thread, so that more threads are resident; only
+    NVIDIA's back end has the option."""
     nvidia = state.records.device.type == "cuda" and torch.version.hip is None
     return {"maxnreg": registers} if nvidia else {}
 
 
 def programs(state: RegionState, per_processor: int) -> int:
-    """Size of a persistent grid: it depends on the device only, so a captured launch fits every batch. 0 a processor
-    gives `MOST_PROGRAMS`."""
+    """Size of a persistent grid: depends on the device only, so a captured launch fits every batch. 0 a processor gives
+    `MOST_PROGRAMS`."""
     device = state.records.device
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
@@ -333,8 +333,8 @@ def programs(state: RegionState, per_processor: int) -> int:
 
 
 def launch_over(state: RegionState, op: str, kernel: Any, tiles: Tiles, slots: Tensor) -> None:
-    """Launches ``kernel`` once for each source group of the region, over a list of slots; its arguments after those of
-    `group_launches` are the list and its length."""
+    """Launches ``kernel`` once for each source group of the region, over a list of slots; the list and its length
+    follow the arguments of `group_launches`."""
     given = arguments(slots, slots.shape[0])
     for launch in group_launches(state, op, kernel, tiles):
         needed = max(-(-slots.shape[0] // launch.slots), 1)

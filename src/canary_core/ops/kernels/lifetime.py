@@ -1,7 +1,8 @@
 """lifetime: the kernel of `canary_core.ops.torch.lifetime`. One launch an event; atomics show duplicates.
 
-All events are one kernel, to which the event is a number: a start compiles two of them (who did it is a number, or one
-a slot), not ten."""
+All events are one kernel, with the event as a number: a start compiles two kernels (one writer for all, or one a slot),
+not ten.
+"""
 
 import triton
 import triton.language as tl
@@ -86,10 +87,11 @@ def lifetime_kernel(
 ):  # fmt: skip
     """Grid: one program for each `TILE` slots, or pages of ``page_slots`` slots, of the event.
 
-    An atomic changes the word of each page's first slot and gives what it was; where the event does not apply to that,
-    a second one takes the change back. ``moved`` are those to which it applies, one of several with the same slot: all
-    else of the page is theirs alone. ``noted`` are those whose pages' histories are written, one of several as well:
-    whether the event applies or not, it happened."""
+    An atomic changes the word of each page's first slot and returns the old word; a second one takes the change back
+    where the event does not apply. ``moved``: pages to which the event applies, one of several with the same slot; the
+    rest of such a page belongs to the one program. ``noted``: pages whose histories are written, also one of several:
+    the event happened, whether it applies or not.
+    """
     o_slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m = o_slot < count
     slot = tl.load(p_slots + o_slot, mask=m, other=0).to(tl.int64) * page_slots
@@ -176,5 +178,5 @@ def lifetime_kernel(
 
 @triton.jit
 def held(word):
-    """Which slots hold something of a request, by their position words."""
+    """Whether slots hold content of a request, by their position words."""
     return ((word & CONTENT_BITS) == WRITTEN) | ((word & CONTENT_BITS) == ALLOCATED)

@@ -1,7 +1,7 @@
 """record: the kernel of `canary_core.ops.torch.record`, one launch over a persistent grid of row tiles.
 
-The prefix hash is a sum, so a tile of new tokens needs the head of its row, the sum of the mixes before the tile (which
-it adds up itself: no program waits for another) and a scan of its own.
+The prefix hash is a sum, so a tile of new tokens needs the head of its row, the sum of the mixes before the tile (added
+up by the same program: no program waits for another) and a scan of its own.
 """
 
 import triton
@@ -39,9 +39,9 @@ from canary_core.records import (
 )
 
 TILE = 256
-"""New tokens that a program records at a time."""
+"""New tokens recorded at a time by a program."""
 TILES_AT_ONCE = tl.constexpr(8)
-"""Tiles before its own of which a program loads the tokens together."""
+"""Number of earlier tiles whose tokens a program loads together."""
 WARPS = 8
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -105,7 +105,7 @@ def record_written(
     expected_width, expected_stride, rows, tokens, i_program, n_programs,
     GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What one of ``n_programs`` does, which share the tiles of all rows' new tokens."""
+    """The work of one of ``n_programs`` programs, which share the tiles of all rows' new tokens."""
     o_row = tl.arange(0, ROWS)
     b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
     b_new = tl.maximum(tl.load(p_new + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
@@ -224,8 +224,8 @@ def report_tokens(
     planned, status, wrong, elsewhere, lost, freed, writer, step,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Reports a tile's tokens. One of them may have several findings, so each kind is reported by itself; in a loop,
-    since Triton takes long to compile a report."""
+    """Reports a tile's tokens. A token may have several findings, so each kind is reported by itself; in a loop, since
+    Triton takes long to compile a report."""
     none = tl.full((TILE,), -1, tl.int64)
     for i_kind in range(6):
         input, again = i_kind == 2, i_kind == 5
@@ -256,7 +256,7 @@ def judge_tail(
     p_samples, p_tails, p_counters, p_ring, ring_rows, region, p_expected, expected_width, expected_stride, i_row,
     writer, step,
 ):  # fmt: skip
-    """Judges and reports the last slots that a row reads, as `check` noted them."""
+    """Judges and reports a row's last read slots, noted by `check`."""
     o_last = tl.arange(0, KEPT).to(tl.int64)
     p_tail = p_tails + (i_row.to(tl.int64) * KEPT + o_last) * TAIL
     tail = tl.load(p_tail)

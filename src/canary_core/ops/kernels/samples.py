@@ -1,4 +1,4 @@
-"""What the sampler gave, within `check` and `record`: the parts of their kernels that use `canary_core.ops.samples`."""
+"""Sampled tokens within `check` and `record`: the parts of their kernels for `canary_core.ops.samples`."""
 
 import triton
 import triton.language as tl
@@ -42,7 +42,7 @@ def sample_arguments(state: RegionState) -> Arguments:
 
 @triton.jit
 def remember(p_samples, p_given, p_ends, sample_rows):
-    """As `reference.samples.remember`; for one program, which others don't wait for."""
+    """As `ops.torch.samples.remember`; for one program, without a wait by others."""
     o_back = tl.arange(0, KEPT).to(tl.int64)
     n_rows = tl.load(p_ends)
     for first in range(0, n_rows, ROWS_AT_ONCE):
@@ -69,7 +69,7 @@ def note_tail(
     null_first, null_end,
     PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """As `reference.samples.note_tails`, for one row."""
+    """As `ops.torch.samples.note_tails`, for one row."""
     o_last = tl.arange(0, KEPT).to(tl.int64)
     position = prefix - KEPT + o_last
     m = position >= tl.maximum(read_first, 1)
@@ -90,8 +90,7 @@ def note_tail(
 
 @triton.jit
 def sampled(p_samples, writer, position, m):
-    """`reference.samples.sampled`: the token that the sampler gave the writer for each position, -1 where that is not
-    known."""
+    """`ops.torch.samples.sampled`: the token sampled for the writer at each position, -1 where unknown."""
     # The writer may be a scalar, whose comparison Triton 3.9's interpreter does not take beside a block's.
     m = m & (tl.where(writer >= 0, position, 0) > 0) & (position < POSITION_VALUES)
     kept = tl.maximum(writer, 0) % KEPT_WRITERS * KEPT + tl.where(m, position, 0) % KEPT
@@ -102,7 +101,7 @@ def sampled(p_samples, writer, position, m):
 
 @triton.jit
 def note_ends(p_ends, p_writers, b_prefix, b_new, o_row, rows):
-    """As `reference.samples.note_ends`; for one program. Blocks of all rows."""
+    """As `ops.torch.samples.note_ends`; for one program. Blocks of all rows."""
     m_row = o_row < rows
     writer = tl.load(p_writers + o_row, mask=m_row, other=-1).to(tl.int64)
     end = b_prefix.to(tl.int64) + b_new.to(tl.int64)

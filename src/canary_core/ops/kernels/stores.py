@@ -14,7 +14,7 @@ from canary_core.ops.state import RegionState
 from canary_core.records import PLAN_WORDS, Clock, Kind, Phase
 
 TILE = 64
-"""New tokens whose noted fingerprints a program compares at a time."""
+"""New tokens whose noted fingerprints are compared at a time by a program."""
 WARPS = 4
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -25,8 +25,8 @@ PHASE_POST = tl.constexpr(int(Phase.POST_FORWARD))
 
 
 def note_store(state: RegionState, batch: BatchView, columns: Sequence[int]) -> None:
-    """As `canary_core.ops.torch.stores.note_store`. One launch a source group that has one of ``columns``. Never
-    captured: the first launch for these waits for the device."""
+    """As `canary_core.ops.torch.stores.note_store`. One launch for each source group with one of ``columns``. Never
+    captured: the first launch of a set of columns waits for the device."""
     if not batch.tokens:
         return
     op = f"note_store {','.join(map(str, columns))}"
@@ -51,7 +51,7 @@ def compare_stores(state: RegionState, batch: BatchView, table: SlotTable) -> No
 
 @triton.jit
 def planned(p_plan, p_claims, step, o_token, tokens):
-    """Plan word and slot of each token, and whether it won its slot."""
+    """Plan word and slot of each token, and whether the token won its slot."""
     m = o_token < tokens
     word = tl.load(p_plan + o_token * PLAN, mask=m, other=0)
     slot = tl.load(p_plan + o_token * PLAN + 1, mask=m, other=0)

@@ -12,9 +12,9 @@ from canary_core.ops.state import RegionState
 from canary_core.records import Clock, Kind, Phase
 
 TILE = 512
-"""Positions that a program compares at a time."""
+"""Positions compared at a time by a program."""
 PARTS = 16
-"""Programs that share a row: each takes every 16th of its tiles, so that one long request does not take them all."""
+"""Programs per row: each takes every 16th tile, so that one long request is shared."""
 WARPS = 4
 PROGRAMS_PER_PROCESSOR = 4
 
@@ -32,9 +32,9 @@ VARYING = (
 
 
 def compare_tables(state: RegionState, table: ReadTable, name: int, wait: bool = True) -> bool:
-    """As `canary_core.ops.torch.tables.compare_tables`. One launch; never reads back. Engines give their tables as
-    they like, so not all of it is compiled when they start: without ``wait`` that begins beside the engine, and
-    meanwhile nothing is launched."""
+    """As `canary_core.ops.torch.tables.compare_tables`. One launch; never reads back. Not every form of an engine's
+    tables is compiled at start: without ``wait`` compilation begins beside the engine, and nothing is launched
+    meanwhile."""
     launcher, given = _launch(state, table)
     grid = programs(state, PROGRAMS_PER_PROCESSOR), 1
     if not wait and not launcher.ready(grid, given):
@@ -66,7 +66,7 @@ def _launch(state: RegionState, table: ReadTable) -> tuple[Launch, Arguments]:
 
 
 def _named(given: Arguments, name: int) -> Arguments:
-    """``given`` with this ``name``, for which nothing else is compiled."""
+    """``given`` with another ``name``, without further compilation."""
     objects, raw = list(given.objects), list(given.raw)
     objects[NAME] = raw[NAME] = name
     return Arguments(tuple(objects), raw, given.kind)
@@ -132,8 +132,8 @@ def compare_tables_kernel(
 
 @triton.jit
 def number_at(p_entries, row_first, position, width, extent, page, ring, m):
-    """`reference.plan.numbers`: the number of a slot that the row beginning at element ``row_first`` has for int64
-    positions, and whether it has an entry."""
+    """`ops.torch.plan.numbers`: the slot number at int64 positions in the row from element ``row_first`` on, and
+    whether there is an entry."""
     column = position
     if ring > 0:
         column = position % ring

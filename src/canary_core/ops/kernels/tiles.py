@@ -1,4 +1,4 @@
-"""How the byte kernels go over a region: which slots of which sources a program takes together."""
+"""Shapes of the byte kernels' work: the slots and sources taken together by a program."""
 
 from typing import NamedTuple
 
@@ -12,16 +12,16 @@ COLUMNS = 32
 
 
 class Tile(NamedTuple):
-    """How a kernel goes over slots: how many a program looks up together, its warps, how many loads of a slot are in
-    flight (``unrolled``), and how many words of a slot one load takes (``columns``).
+    """Path of a kernel over slots: slots looked up together by a program, its warps, loads of a slot in flight
+    (``unrolled``), and words of a slot in one load (``columns``).
 
-    ``abreast``: 0 where a program reads the slots that it looked up together, each a row of the tile, in one source.
-    Otherwise it reads them one after another, and the rows are ``abreast`` sources of one slot; columns and loads are
-    powers of two then.
+    ``abreast``: 0 where a program reads the looked-up slots together, each a row of the tile, in one source. Otherwise
+    it reads them one after another, and the rows are ``abreast`` sources of one slot; columns and loads are powers of
+    two then.
 
-    ``sum_words``: how many words a thread adds up at once, so that it keeps one sum of them. ``stages``: of how many
-    rounds of loads the words are on their way, through shared memory; None keeps them in registers. ``registers``: most
-    of a thread, 0 for no limit. ``programs``: of a multiprocessor; 0 where each tile has a program of its own.
+    ``sum_words``: words added up at once by a thread, so that it keeps one sum. ``stages``: rounds of loads in flight
+    through shared memory; None keeps the words in registers. ``registers``: most per thread, 0 for no limit.
+    ``programs``: per multiprocessor; 0 for one program per tile.
     """
 
     slots: int
@@ -54,10 +54,9 @@ VERIFY_TILE = WRITE_TILE = Tile(32, 1, 1, sum_words=4, stages=4, programs=0)
 # that were loaded. Columns are 4 words for each thread of all warps: then a thread has the same words of all sources,
 # and adds them up without the others.
 LONG_TILE = Tile(1, 16, 2, columns=2048, abreast=2)
-"""It has many warps, since few requests make few programs; benchmarks/history/tuning.md has what it was measured
-against."""
+"""Many warps, since few requests make few programs; benchmarks/history/tuning.md has the tiles measured beside it."""
 LOOKED_UP = 128
-"""Tokens of a batch that a program looks at together for long slots."""
+"""Tokens of a batch looked at together by a program for long slots."""
 
 WRITE_TILES = Tiles(WRITE_TILE, LONG_TILE._replace(slots=LOOKED_UP))
 READ_CHECK_TILES = Tiles(READ_CHECK_TILE, LONG_TILE._replace(slots=READ_TILE))
@@ -77,7 +76,7 @@ def is_long(state: RegionState, group: SourceGroup) -> bool:
 
 
 def constants(shapes: tuple[SourceShape, ...], tile: Tile, sources: int) -> dict[str, object]:
-    """Compile-time constants of a kernel that takes ``sources`` sources, or pairs of them, of these shapes by ``tile``:
+    """Compile-time constants of a kernel for ``sources`` sources, or pairs of sources, of these shapes with ``tile``:
     see `fold.STRIP` and `fold.describe`."""
     first, *narrow = shapes
     block, unrolled = loads(first, tile)
@@ -88,8 +87,9 @@ def constants(shapes: tuple[SourceShape, ...], tile: Tile, sources: int) -> dict
 
 
 def loads(shape: SourceShape, tile: Tile) -> tuple[int, int]:
-    """Words of a load, loads in flight. Loads of a tile of slots are the widest up to its columns that divide a slot,
-    so that no lane is masked off, else all columns. Of a long slot only the last round has such lanes."""
+    """Words of a load, loads in flight. Loads of a tile of slots have the largest width up to the tile's columns that
+    divides a slot, so that no lane is masked off, else all columns. Of a long slot only the last round has masked
+    lanes."""
     words = shape.words
     if tile.abreast:
         block = min(tile.columns, _whole(shape))
@@ -105,5 +105,5 @@ def loads(shape: SourceShape, tile: Tile) -> tuple[int, int]:
 
 
 def _whole(shape: SourceShape) -> int:
-    """Words of a load that has all of a slot, as a strip's must."""
+    """Words of a load of a whole slot, as needed by a strip."""
     return 1 << (shape.words - 1).bit_length()

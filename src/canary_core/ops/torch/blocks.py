@@ -1,5 +1,5 @@
-"""adopt and gather_blocks: what the ledger needs of the device: fingerprints of bytes that came without a forward, and
-what is known of a block of slots as one row."""
+"""adopt and gather_blocks: the ledger's ops: fingerprints of bytes that came without a forward, and the known facts
+about a block of slots as one row."""
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from canary_core.records import (
 
 
 def adopt(state: RegionState, slots: Tensor) -> None:
-    """Between forwards: the fingerprints of ``slots`` (integer ``[n]``) are those of the bytes that are there now.
-    Numbers that are no slots are left out."""
+    """Between forwards: fingerprints ``slots`` (integer ``[n]``) with their present bytes. Numbers beyond the region
+    are left out."""
     slot = slots.long()
     slot = slot[(slot >= 0) & (slot < state.region.slots)]
     for stack in stacks(state):
@@ -38,9 +38,9 @@ def adopt(state: RegionState, slots: Tensor) -> None:
 
 
 def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Tensor, first: int) -> None:
-    """Between forwards: says in ``rows[first : first + n]`` (int64 ``[any, BLOCK_VALUES + sources]``, contiguous) what
-    is known of ``n`` blocks, which ``slots`` (integer) lists as `BlockShape` says. Laid out as `canary_core.records`
-    says. Slots that are none add nothing."""
+    """Between forwards: fills ``rows[first : first + n]`` (int64 ``[any, BLOCK_VALUES + sources]``, contiguous) with
+    the block rows of ``n`` blocks, listed by ``slots`` (integer) in the form of `BlockShape`. `canary_core.records` has
+    the layout. Numbers beyond the region add nothing."""
     page_slots = block.slots
     place = torch.arange(page_slots, device=slots.device)
     slot = slots.long()[:, None] * page_slots + place if block.paged else slots.long().view(-1, page_slots)

@@ -1,4 +1,4 @@
-"""check: before a forward, every slot it will read must hold the position, token and prefix that it is read as."""
+"""check: before a forward, every slot to read must hold the expected position, token and prefix."""
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from canary_core.records import (
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """Reports mapping findings of all readable places; plans and claims the slots to be written; notes each row's head
-    (the prefix hash where its new tokens begin) and, where tokens are compared with the sampler's, its tail; takes over
-    what the sampler gave for the last forward; advances clock and cursors.
+    (the prefix hash before the new tokens) and, where tokens are compared with the sampler's, its tail; takes over the
+    tokens sampled for the last forward; advances clock and cursors.
 
     At most one finding a place, the first that holds of: SLOT_RANGE, NULL_SLOT, UNWRITTEN, FREED, POSITION, TOKEN,
     PREFIX. A prefix hash of 0 is unknown and never judged.
@@ -73,7 +73,7 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 
 def _chosen(state: RegionState, rows: plan.Rows, places: plan.Places) -> Tensor:
-    """Which places are in the next ``CHECK_TILES`` tiles of the batch; moves that cursor."""
+    """Whether each place is in the next ``CHECK_TILES`` tiles of the batch; moves the cursor."""
     count = rows.prefix - rows.read_first
     tiles = (count + CHECK_TILE - 1) // CHECK_TILE
     total = tiles.sum().clamp(min=1)
@@ -101,7 +101,7 @@ def anchors(batch: BatchView, row: Tensor) -> Tensor:
 
 
 def _links(batch: BatchView, rows: plan.Rows, places: plan.Places, seen: Seen) -> tuple[Tensor, Tensor]:
-    """Whether each place's hash continues the one before it in its row (or the anchor), and the hash that would."""
+    """Whether each place's hash continues the one before in the row (or the anchor), and the hash that would."""
     holds = seen.holds(places.position)
     before, known = torch.zeros_like(seen.hash), torch.zeros_like(holds)
     before[1:] = seen.hash[:-1]
@@ -113,7 +113,7 @@ def _links(batch: BatchView, rows: plan.Rows, places: plan.Places, seen: Seen) -
 
 
 def _chain(state: RegionState, batch: BatchView, row: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the row's request is known to have ended at ``length``, and its hash there."""
+    """Whether the row's request is known to have ended at ``length``, and the hash there."""
     writer = batch.writers[row].long()
     entry = state.chains[writer.clamp(min=0) % CHAINS]
     known = (writer >= 0) & (length > 0) & (entry[:, 0] == (writer << 32 | length)) & (entry[:, 1] != 0)
@@ -123,7 +123,7 @@ def _chain(state: RegionState, batch: BatchView, row: Tensor, length: Tensor) ->
 def _ends(
     state: RegionState, batch: BatchView, rows: plan.Rows, places: plan.Places, seen: Seen
 ) -> tuple[Tensor, Tensor]:
-    """Whether each row's last place has the hash with which its request's sequence ended; other places pass."""
+    """Whether each row's last place has the final hash of its request's sequence; other places pass."""
     prefix = rows.prefix[places.row]
     known, hash = _chain(state, batch, places.row, prefix)
     judged = (places.position == prefix - 1) & known & (seen.hash != 0)

@@ -1,4 +1,4 @@
-"""read_check, scrub, verify: the bytes of slots, against what was recorded of them."""
+"""read_check, scrub, verify: the bytes of slots, against the recorded fingerprints."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from canary_core.records import (
 def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """Before a forward and after `check`: compares the bytes of the readable slots in the next ``READ_TILES`` tiles of
     `READ_TILE` places, going round the batch. Reports BYTES. A slot whose bytes equal their fingerprint counts as
-    compared, whatever its record says: only where they differ does a kernel look whether the slot was written."""
+    compared, whatever its record says: only after a difference does a kernel ask whether the slot was written."""
     rows = plan.rows(state.region, batch, table)
     places = plan.expand(rows.read_first, rows.prefix)
     count = rows.prefix - rows.read_first
@@ -50,9 +50,9 @@ def read_check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 
 def scrub(state: RegionState, probed: bool = False) -> None:
-    """After `record`: compares the bytes of the slots that are listed (see `ScrubWord.LIST`), and lists those for the
-    next scrub. Reports BYTES. As in `read_check`, the record is asked only where bytes differ. ``probed``: the list's
-    first slot also reports PROBE, see `Cursor.PROBE`."""
+    """After `record`: compares the bytes of the listed slots (see `ScrubWord.LIST`), and lists slots for the next
+    scrub. Reports BYTES. As in `read_check`, the record is asked only where bytes differ. ``probed``: the list's first
+    slot also reports PROBE, see `Cursor.PROBE`."""
     device = state.records.device
     place = state.cursors[Cursor.SCRUB :][:SCRUB_WORDS].tolist()
     half, count = place[ScrubWord.LIST] >> 32, place[ScrubWord.LIST] & 0xFFFFFFFF
@@ -71,9 +71,9 @@ def scrub(state: RegionState, probed: bool = False) -> None:
 
 
 def _list_next(state: RegionState, place: list[int]) -> list[int]:
-    """Lists the next slots in the half that is not compared now: running ones up to their share, then parked ones, then
-    running ones again, up to ``SCRUB_SLOTS`` in all. Each sort is looked for from where it was left, in physical order,
-    no further than ``SCRUB_PASS`` and once round. Gives the `ScrubWord`s of the next scrub."""
+    """Lists the next slots in the half not under comparison: running ones up to their share, then parked ones, then
+    running ones again, up to ``SCRUB_SLOTS`` in all. The search for each sort goes on from its last place, in physical
+    order, no further than ``SCRUB_PASS`` and once round. Returns the `ScrubWord` values of the next scrub."""
     slots = state.region.slots
     most, share, passes = state.cursors[Cursor.SCRUB_SLOTS : Cursor.SCRUB_PASS + 1].clamp(max=slots).tolist()
     following, half = list(place), 1 - (place[ScrubWord.LIST] >> 32)
@@ -96,7 +96,7 @@ def _list_next(state: RegionState, place: list[int]) -> list[int]:
 
 
 def verify(state: RegionState, slots: Tensor) -> None:
-    """Between forwards: compares the bytes of ``slots`` (integer ``[n]``). Reports BYTES. Numbers that are no slots are
+    """Between forwards: compares the bytes of ``slots`` (integer ``[n]``). Reports BYTES. Numbers beyond the region are
     left out."""
     slot = slots.long()
     outside = (slot < 0) | (slot >= state.region.slots)
@@ -106,9 +106,8 @@ def verify(state: RegionState, slots: Tensor) -> None:
 
 
 def _compare(state: RegionState, seen: Seen, phase: Phase, about: dict[Row, Tensor], probe: int = -1) -> None:
-    """Where a fingerprint is 0, which says that it is not known, nothing is compared. ``probe``: the source for which
-    the first slot's fingerprint is taken with all bits turned round; a difference is a `PROBE` there, whatever the
-    record says."""
+    """Compares bytes, except where a fingerprint is 0 (unknown). ``probe``: the source for which all bits of the first
+    slot's fingerprint are inverted; a difference is a `PROBE` there, whatever the record says."""
     written = seen.usable & (seen.state == State.WRITTEN)
     # Nearly all slots that a batch reads or a scrub lists were written, so a kernel looks at the record only where
     # bytes differ.

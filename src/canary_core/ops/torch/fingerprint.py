@@ -1,4 +1,4 @@
-"""fingerprint and baseline: the bytes of slots are fingerprinted, and judged where a forward has written them."""
+"""fingerprint and baseline: fingerprints of slots' bytes, judged where a forward has written."""
 
 import torch
 
@@ -12,14 +12,14 @@ from canary_core.records import Clock, Counter, Descriptor, Kind, NullBytes, Pha
 
 
 def fingerprint(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """After a forward, before `record` or beside it: fingerprints the bytes of every slot that was written.
+    """After a forward, before `record` or beside it: fingerprints the bytes of every written slot.
 
-    Reports LOST_WRITE where a sure source's bytes are what they were although another token was written (or nothing
-    was ever written before), NON_FINITE where a float has all its exponent bits set. Bytes unchanged by a write of the
-    same token are only counted, as `UNSURE`. No new fingerprint equals one that is not known.
+    Reports LOST_WRITE where a sure source's bytes are unchanged although another token was written (or nothing was ever
+    written before), NON_FINITE where a float has all exponent bits set. Bytes unchanged by a write of the same token
+    are only counted, as `UNSURE`. No new fingerprint equals an unknown one.
 
-    Looks at one null slot as well, the next one with each step: NON_FINITE where a source that had only finite numbers
-    has others now. What was there when it was looked at first is only counted, as `UNSURE`.
+    Looks at one null slot as well, the next one with each step: NON_FINITE where a source with only finite numbers so
+    far has others now. Anything there at the first look is only counted, as `UNSURE`.
     """
     if not batch.tokens:
         return
@@ -71,7 +71,8 @@ def _look_at_null(state: RegionState) -> None:
 
 
 def baseline(state: RegionState) -> None:
-    """At attach: fingerprints every slot as it is, so that even a slot's first write can be seen to be lost."""
+    """At attach: fingerprints the present bytes of every slot, so that even a slot's first write can be seen to be
+    lost."""
     every = torch.arange(state.region.slots, device=state.records.device)
     for stack in stacks(state):
         slot = every[stack.like.has_bytes(every)]

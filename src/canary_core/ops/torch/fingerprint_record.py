@@ -1,4 +1,4 @@
-"""fingerprint_record: what a forward has written is fingerprinted and recorded, in any order."""
+"""fingerprint_record: fingerprints and records a forward's writes, in any order."""
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.state import RegionState
@@ -7,6 +7,6 @@ from canary_core.ops.torch.record import record
 
 
 def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
-    """After a forward: `fingerprint` and `record`, of which neither reads what the other writes."""
+    """After a forward: `fingerprint` and `record`, independent of each other."""
     fingerprint(state, batch, table)
     record(state, batch, table)

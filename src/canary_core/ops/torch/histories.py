@@ -1,4 +1,4 @@
-"""note: what happened to slots, in their histories. O(slots), no read-back needed."""
+"""note: events of slots, into the histories. O(slots), no read-back needed."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ _STEP = HISTORY_EVENT_BITS + HISTORY_NUMBER_BITS
 
 
 def note(state: RegionState, slots: Tensor, event: int, who: int | Tensor = -1) -> None:
-    """``event`` (a `Happened`) happened to ``slots``, integer ``[n]``, by writer id ``who``, -1 for nobody; an integer
-    tensor ``[n]`` has one for each, of a copy the slots that it came from. Numbers that are no slots, and null slots,
-    are left out; a slot that is listed twice is noted once, if ``who`` is the same. Nothing is done where the region
-    has no histories."""
+    """Notes ``event`` (a `Happened`) for ``slots``, integer ``[n]``, by writer id ``who``, -1 for nobody; an integer
+    tensor ``[n]`` has one for each slot, of a copy the source slots. Numbers beyond the region, and null slots, are
+    left out; a slot listed twice is noted once, if ``who`` is the same. Does nothing in a region without histories."""
     if state.histories is None:
         return
     slots = slots.long()
@@ -37,8 +36,8 @@ def entry(state: RegionState, event: int, who: int | Tensor) -> Tensor:
 
 
 def push(histories: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Puts ``new`` before the entries of ``slots``, int64 ``[n]``. What the same writer does again takes the place of
-    the newest entry, and so does another share after a share."""
+    """Puts ``new`` before the entries of ``slots``, int64 ``[n]``. The newest entry is replaced when the same writer
+    does the same again, and when a share follows a share."""
     old = histories[slots]
     new = new.expand(len(slots))
     other = (new ^ old[:, 0]) & (1 << _STEP) - 1

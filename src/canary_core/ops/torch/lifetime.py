@@ -1,4 +1,4 @@
-"""lifetime: what the allocator and the prefix cache do with slots. O(changed slots), no read-back needed."""
+"""lifetime: events of the allocator and the prefix cache. O(changed slots), no read-back needed."""
 
 from dataclasses import dataclass
 
@@ -24,12 +24,12 @@ from canary_core.records import (
 )
 
 _RELEASED = int(State.FREED | State.PARKED)
-"""The bits of a slot that no request has."""
+"""The bits of a slot without a request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Event:
-    """What one call is about: int64 ``slots``, the first ones of their pages, and who does it to them."""
+    """One call: int64 ``slots``, the first ones of their pages, and the writer of each."""
 
     happened: Happened
     state: RegionState
@@ -44,8 +44,8 @@ class _Event:
         return cls(happened, state, slots.long() * page_slots, writer, page_slots)
 
     def usable(self) -> Tensor:
-        """Which are live slots of the region; reports the others. It happened to all of these, whether it applies or
-        not: notes it in their pages' histories."""
+        """Whether each is a live slot of the region; reports the others. Notes the event in the live pages' histories,
+        whether it applies or not: it happened."""
         status = self.state.region.status_of(self.slots)
         self.report(Kind.NULL_SLOT, status == Status.NULL)
         self.report(Kind.SLOT_RANGE, status == Status.RANGE)
@@ -53,7 +53,7 @@ class _Event:
         return status == Status.OK
 
     def note(self, usable: Tensor) -> None:
-        """Of a page it is noted once, by its first slot."""
+        """Notes the event once for each page, by its first slot."""
         histories = self.state.histories
         if histories is None:
             return
@@ -66,8 +66,8 @@ class _Event:
         return self.state.records[self.slots * usable, POSITION]
 
     def freed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For what makes slots free: which are live slots, reporting the others; their words, for one that is listed
-        twice as the first left it; and which of them were not free before."""
+        """For events that free slots: whether each is a live slot, reporting the others; the words, for a slot listed
+        twice as left by the first entry; and whether each was not free before."""
         usable = self.usable()
         word = self.words(usable)
         fresh = usable & (word & State.FREED == 0)
@@ -75,8 +75,8 @@ class _Event:
         return usable, torch.where(fresh & _repeated(self.slots), left, word), fresh
 
     def move(self, mask: Tensor, keep: int, add: int, released: bool) -> None:
-        """All slots of the pages in ``mask``: of their position words the bits ``keep`` stay, ``add`` come. Words of a
-        slot that is ``released`` say when, and by whom; else they say that nobody did."""
+        """For all slots of the pages in ``mask``: keeps the bits ``keep`` of their position words, and adds ``add``. A
+        ``released`` slot gets step and writer of the release; any other slot gets zeros."""
         every, by = self.every(mask)
         state = self.state
         state.records[every, POSITION] = (state.records[every, POSITION] & keep) | add
@@ -109,10 +109,10 @@ class _Event:
 
 def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """The allocator handed ``slots`` (integer ``[n]``) out to writer id ``writer`` (-1: unknown; int32 ``[n]`` for one
-    each). Reports DOUBLE_ALLOC for a slot that is in use, parked or listed twice, and SLOT_RANGE or NULL_SLOT.
+    each). Reports DOUBLE_ALLOC for a slot in use, parked or listed twice, and SLOT_RANGE or NULL_SLOT.
 
-    With ``page_slots`` above 1 ``slots`` are numbers of pages of so many slots, which share one fate: a page is judged
-    by its first slot, and reported as that one.
+    With ``page_slots`` above 1 ``slots`` are numbers of pages of so many slots with one fate: a page is judged and
+    reported by its first slot.
     """
     event = _Event.of(Happened.ALLOC, state, slots, writer, page_slots)
     usable = event.usable()
@@ -125,7 +125,7 @@ def alloc(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
 
 def park(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
     """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. Reports
-    DOUBLE_FREE for a slot that is parked, free, or listed twice. A free slot stays free."""
+    DOUBLE_FREE for a slot already parked, free, or listed twice. A free slot stays free."""
     event = _Event.of(Happened.PARK, state, slots, writer, page_slots)
     usable = event.usable()
     word = event.words(usable)
@@ -136,8 +136,8 @@ def park(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: in
 
 
 def share(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """Request ``writer`` takes ``slots`` that the prefix cache has, parked or not; see `alloc`. Reports FREED for a
-    slot that is free, which it stays."""
+    """Request ``writer`` takes ``slots`` of the prefix cache, parked or not; see `alloc`. Reports FREED for a free
+    slot, and leaves it free."""
     event = _Event.of(Happened.SHARE, state, slots, writer, page_slots)
     usable = event.usable()
     word = event.words(usable)
@@ -146,8 +146,8 @@ def share(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
 
 
 def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """The prefix cache gave ``slots`` up: they are free; see `alloc`. Reports EVICTED_IN_USE for a slot that was handed
-    out or written and is not parked, DOUBLE_FREE for one that is free or listed twice."""
+    """The prefix cache gave ``slots`` up: they are free; see `alloc`. Reports EVICTED_IN_USE for a slot handed out or
+    written and not parked, DOUBLE_FREE for a free one or one listed twice."""
     event = _Event.of(Happened.EVICT, state, slots, writer, page_slots)
     usable, word, fresh = event.freed()
     event.report(Kind.DOUBLE_FREE, usable & (word & State.FREED != 0), word)
@@ -156,8 +156,8 @@ def evict(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: i
 
 
 def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: int = 1) -> None:
-    """The allocator got ``slots`` back, from ``writer``; see `alloc`. Reports DOUBLE_FREE for a slot that is free,
-    parked, or listed twice; it is free then."""
+    """The allocator got ``slots`` back from ``writer``; see `alloc`. Reports DOUBLE_FREE for a slot already free,
+    parked, or listed twice; afterwards all are free."""
     event = _Event.of(Happened.FREE, state, slots, writer, page_slots)
     usable, word, fresh = event.freed()
     event.report(Kind.DOUBLE_FREE, usable & (word & _RELEASED != 0), word)
@@ -165,14 +165,14 @@ def free(state: RegionState, slots: Tensor, writer: int | Tensor, page_slots: in
 
 
 def _held(word: Tensor) -> Tensor:
-    """Which slots hold something of a request, by their position words. Of the others no event has told, or not since
-    their bytes arrived without records."""
+    """Whether each slot has content of a request, by the position words. Other slots had no event, or none since bytes
+    arrived without records."""
     content = word & CONTENT
     return (content == State.WRITTEN) | (content == State.ALLOCATED)
 
 
 def _repeated(slots: Tensor) -> Tensor:
-    """Which entries are the second or later of their value."""
+    """Whether each entry is a repetition of an earlier one."""
     order = slots.argsort(stable=True)
     repeated = torch.zeros_like(slots, dtype=torch.bool)
     repeated[order[1:]] = slots[order][1:] == slots[order][:-1]

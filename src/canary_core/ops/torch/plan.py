@@ -17,9 +17,9 @@ from canary_core.region import Region
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """One entry per batch row, int64 ``[rows]``. The forward reads positions ``[read_first, prefix)`` and computes
-    ``[prefix, prefix + new)``, of which it stores those from ``stored_first`` on. token_zero: the index into
-    ``token_ids`` that the token at position 0 would have. Positions count slots: where a slot holds ``group`` tokens,
-    the token of its position is the last of them."""
+    ``[prefix, prefix + new)``, stored from ``stored_first`` on. token_zero: the index into ``token_ids`` of a token at
+    position 0, extrapolated. Positions count slots: where a slot holds ``group`` tokens, the token of a position is the
+    last of the group."""
 
     prefix: Tensor
     new: Tensor
@@ -70,7 +70,7 @@ def rows(region: Region, batch: BatchView, table: SlotTable) -> Rows:
 
 
 def _read_first(region: Region, prefix: Tensor, new: Tensor) -> Tensor:
-    """First position that each row reads; its prefix length where it reads nothing."""
+    """First position read by each row; the prefix length for a row without reads."""
     if not region.attention_window:
         return torch.zeros_like(prefix)
     back = region.attention_window - 1
@@ -82,7 +82,7 @@ def _read_first(region: Region, prefix: Tensor, new: Tensor) -> Tensor:
 
 
 def stored(region: Region, ranges: Rows) -> Places:
-    """The new positions that are stored: of those that share a slot of a ring, the last one."""
+    """The new positions to store: the last one of each slot of a ring."""
     if region.page_ring is None:
         return expand(ranges.stored_first, ranges.prefix + ranges.new)
     page, ring = region.page_ring
@@ -105,22 +105,22 @@ def expand(first: Tensor, end: Tensor) -> Places:
 
 
 def elements(table: SlotTable, places: Places, group: int) -> Tensor:
-    """Index of each place's entry among `SlotTable.elements`, which may lie outside of them. ``group``: see `Rows`."""
+    """Index of each place's entry in `SlotTable.elements`, possibly out of bounds. ``group``: see `Rows`."""
     first = places.row if table.rows is None else table.rows[places.row].long()
     return first * table.entries.stride(0) + _column(table, places, group) // table.page_size
 
 
 def lookup(region: Region, table: SlotTable, places: Places) -> tuple[Tensor, Tensor]:
-    """Slot and status of each place, as attention finds it. Where the status isn't OK, the slot is what was
-    found: -1 if the table has no such entry."""
+    """Slot and status of each place, as found by attention. Where the status isn't OK, the slot is the number found: -1
+    if the table has no entry."""
     number, present = numbers(table, places, region.tokens_per_slot)
     slot, status = region.resolve(number, table.pool_page)
     return torch.where(present, slot, -1), torch.where(present, status, Status.RANGE)
 
 
 def numbers(table: SlotTable, places: Places, group: int = 1) -> tuple[Tensor, Tensor]:
-    """The number of a slot that the table has for each place, int64 ``[n]``, and whether it has an entry there: bool
-    ``[n]``. ``group``: see `Rows`."""
+    """Each place's slot number in the table, int64 ``[n]``, and whether there is an entry: bool ``[n]``. ``group``: see
+    `Rows`."""
     extent = table.extent
     column, element = _column(table, places, group), elements(table, places, group)
     present = (column // table.page_size < table.width) & (element >= 0) & (element < extent)
@@ -130,7 +130,7 @@ def numbers(table: SlotTable, places: Places, group: int = 1) -> tuple[Tensor, T
 
 
 def _column(table: SlotTable, places: Places, group: int) -> Tensor:
-    """The position under which the table has each place."""
+    """Column of each place in the table."""
     column = last_token(places.position, group)
     return column % table.ring_slots if table.ring_slots else column
 
@@ -153,7 +153,7 @@ class Writes:
 
 
 def plan_writes(state: RegionState, batch: BatchView, table: SlotTable) -> Writes:
-    """Fills the plan of ``state`` for this forward, and gives what it holds."""
+    """Fills the plan of ``state`` for a forward, and returns the content."""
     plan, region = state.scratch.plan, state.region
     ranges = rows(region, batch, table)
     places = stored(region, ranges)
@@ -172,7 +172,7 @@ def plan_writes(state: RegionState, batch: BatchView, table: SlotTable) -> Write
 
 
 def planned_writes(plan: Tensor, batch: BatchView) -> Writes:
-    """What `plan_writes` planned."""
+    """The writes planned by `plan_writes`."""
     token = plan[: batch.tokens, 0].nonzero()[:, 0]
     word, slot, position, table_slot = plan[token, :PLAN_RECORD].unbind(1)
     record = plan[token, PLAN_RECORD:].view(torch.int32)
@@ -180,7 +180,7 @@ def planned_writes(plan: Tensor, batch: BatchView) -> Writes:
 
 
 def write_slots(region: Region, table: SlotTable, places: Places, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Slot and status of where the forward stores each place: the engine's own list if it has one, else the table."""
+    """Slot and status of each place to store: from the engine's own list if there is one, else from the table."""
     if table.write_slots is None:
         return lookup(region, table, places)
     listed = tokens < len(table.write_slots)

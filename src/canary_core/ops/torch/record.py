@@ -1,4 +1,4 @@
-"""record: after a forward, remember what it wrote to each slot, and check what it was given to write."""
+"""record: after a forward, records the written slots and checks the forward's input tokens."""
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 
 def _judge_tails(known: Samples, state: RegionState, batch: BatchView, rows: plan.Rows) -> None:
-    """Reports the last slots that a row reads, as `check` noted them, if they hold other tokens than were sampled."""
+    """Reports a row's last read slots, noted by `check`, if they hold other tokens than the sampled ones."""
     computing = rows.new > 0
     tails = known.tails[: batch.rows][computing].view(-1, TAIL_WORDS)
     row = torch.arange(batch.rows, device=batch.device)[computing].repeat_interleave(SAMPLE_TOKENS)
@@ -159,14 +159,15 @@ def _judge_tails(known: Samples, state: RegionState, batch: BatchView, rows: pla
 
 
 def won(state: RegionState, writes: plan.Writes) -> Tensor:
-    """Which writes go to a slot of the region that no later token of this batch is written to as well."""
+    """Whether each write goes to a slot of the region and no later token of the batch goes to the same slot."""
     usable = writes.status == Status.OK
     claim = state.scratch.claims[torch.where(usable, writes.slot, 0)]
     return usable & (claim == state.scratch.claim(state.shared.clock[Clock.NEXT], writes.token))
 
 
 def _prefix_hashes(state: RegionState, batch: BatchView, rows: plan.Rows, places: plan.Places) -> Tensor:
-    """Prefix hash of each new token: its row's head plus the mixes up to it; 0 (unknown) after an unknown head."""
+    """Prefix hash of each new token: its row's head plus the mixes up to the token; 0 (unknown) after an unknown
+    head."""
     mixes = hashing.mix(batch.token_ids[rows.token(places)], places.position)
     total = mixes.cumsum(0)
     first = rows.new_first[places.row]

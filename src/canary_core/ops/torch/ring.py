@@ -10,7 +10,7 @@ from canary_core.records import ROW_WORDS, Counter, Row
 
 
 def report(shared: Shared, kind: int, slot: Tensor, fields: Mapping[Row, Tensor | int]) -> None:
-    """Counts one finding per entry of ``slot`` (int64 ``[n]``) and keeps those that the ring has room for. The other
+    """Counts one finding per entry of ``slot`` (int64 ``[n]``) and keeps as many as the ring has room for. The other
     fields are of the same shape or one number for all; `SEQUENCE`, `KIND` and `SLOT` are filled in."""
     count = slot.shape[0]
     if count == 0:

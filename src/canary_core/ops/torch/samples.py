@@ -1,7 +1,8 @@
-"""What the sampler gave: `check` takes it over, `record` compares with it what the next forward computed.
+"""Sampled tokens: `check` takes them over, `record` compares the next forward's tokens with them.
 
-A token is compared where the forward computes it, and once more while it is among the last that are read: so it is seen
-when a forward was fed another token, and when the slots of a request go on with a token that was never sampled."""
+A token is compared when a forward computes it, and once more while among the last tokens read: so two errors are seen,
+a forward fed with another token, and slots of a request continued with a token never sampled.
+"""
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ TOKENS, POSITIONS, WRITERS = 1 << SAMPLE_TOKEN_BITS, 1 << SAMPLE_POSITION_BITS, 
 
 
 def remember(samples: Samples) -> None:
-    """Takes over what was given for the last forward, and empties `Samples.given`. Of a position for which nothing was
-    sampled what was known before is forgotten: the request goes on there with a token that nobody has told."""
+    """Takes over the tokens given for the last forward, and empties `Samples.given`. A position without a sampled token
+    forgets an earlier one: the request goes on with an unknown token."""
     rows = int(samples.ends[0])
     end, given = samples.ends[1 : 1 + rows], samples.given[:, :rows]
     for back in range(SAMPLE_TOKENS):
@@ -41,7 +42,7 @@ def remember(samples: Samples) -> None:
 
 
 def note_tails(samples: Samples, state: RegionState, batch: BatchView, rows: plan.Rows, table: SlotTable) -> None:
-    """Notes what the last slots hold that each row reads, while its table says which they are; see `TAIL_WORDS`."""
+    """Notes the content of the last slots read by each row, while the table still names them; see `TAIL_WORDS`."""
     row = torch.arange(batch.rows, device=batch.device).repeat_interleave(SAMPLE_TOKENS)
     position = rows.prefix[row] - SAMPLE_TOKENS + torch.arange(SAMPLE_TOKENS, device=batch.device).repeat(batch.rows)
     read = position >= rows.read_first[row].clamp(min=1)
@@ -55,7 +56,7 @@ def note_tails(samples: Samples, state: RegionState, batch: BatchView, rows: pla
 
 
 def sampled(samples: Samples, writer: Tensor, position: Tensor) -> Tensor:
-    """The token that the sampler gave ``writer`` for each ``position``, -1 where that is not known; int64 ``[n]``."""
+    """The token sampled for ``writer`` at each ``position``, -1 where unknown; int64 ``[n]``."""
     known = (writer >= 0) & (position > 0) & (position < POSITIONS)
     sample = samples.table[_kept(writer.clamp(min=0), torch.where(known, position, 0))]
     own = writer.clamp(min=0) % WRITERS << SAMPLE_POSITION_BITS | position
@@ -63,7 +64,7 @@ def sampled(samples: Samples, writer: Tensor, position: Tensor) -> Tensor:
 
 
 def note_ends(samples: Samples, batch: BatchView) -> None:
-    """Notes for which position of which request the sampler gives a token next."""
+    """Notes, for each row, the request and position of the next sampled token."""
     prefix, new = batch.prefix_lens.long().clamp(min=0), batch.new_lens.long().clamp(min=0)
     # As `plan.rows` cuts rows whose tokens do not fit.
     new = torch.minimum(new, (batch.tokens - (new.cumsum(0) - new)).clamp(min=0))

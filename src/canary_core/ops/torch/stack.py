@@ -1,4 +1,4 @@
-"""`Stack`: sources whose bytes are read together, and the report of what is wrong with bytes."""
+"""`Stack`: sources read together, and the report of wrong bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from canary_core.records import Descriptor, Kind, Row
 from canary_core.region import KVSource
 
 MOST_WORDS = 1 << 22
-"""How many words are read at a time, which bounds scratch memory."""
+"""Words read at a time: bounds the scratch memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """Sources that lie in one storage and differ only in where they begin: one call fingerprints all of them.
+    """Sources in one storage that differ only in their start: one call fingerprints all.
 
-    like: one of them. columns, starts: int64 ``[g]``, their indices among the region's sources and their first bytes in
-    the storage. indices: ``columns`` on the host.
+    like: one of the sources. columns, starts: int64 ``[g]``, indices among the region's sources and offsets of the
+    first bytes in the storage. indices: ``columns`` on the host.
     """
 
     like: KVSource
@@ -53,8 +53,8 @@ class Stack:
         return (byte.view(*shape, 4) << torch.tensor([0, 8, 16, 24], device=device)).sum(3)
 
     def fold(self, state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Fingerprint of each slot in each source, ``salt + sum(word * key)``, int64 ``[g, n]``; and whether one of its
-        floats has all its exponent bits set, bool ``[g, n]``."""
+        """Fingerprint of each slot in each source, ``salt + sum(word * key)``, int64 ``[g, n]``; and whether a float
+        has all exponent bits set, bool ``[g, n]``."""
         salts = state.sources.salts[self.columns][:, None]
         descriptors = state.sources.descriptors[self.columns][:, None, None]
         exponent, increment, carry = (descriptors[..., d] for d in Descriptor if d >= Descriptor.EXPONENT)
@@ -68,7 +68,7 @@ class Stack:
 
 
 def stacks(state: RegionState) -> tuple[Stack, ...]:
-    """The region's sources by what they have in common; worked out anew when the region was bound to other tensors."""
+    """The region's sources in stacks; made anew after the region was bound to other tensors."""
     known = _stacks.get(state.sources)
     if known is not None and known[0] is state.sources.bound:
         return known[1]
@@ -100,7 +100,7 @@ def stacks(state: RegionState) -> tuple[Stack, ...]:
 
 
 _stacks: WeakKeyDictionary[SourceTable, tuple[tuple[KVSource, ...], tuple[Stack, ...]]] = WeakKeyDictionary()
-"""What `stacks` gave, and for which sources."""
+"""The last result of `stacks`, with its sources."""
 
 
 def report_bytes(
@@ -110,8 +110,8 @@ def report_bytes(
     findings: Mapping[Kind, Tensor] | Mapping[int, Tensor],
     about: Mapping[Row, Tensor],
 ) -> None:
-    """One finding for each place and source of a mask of ``findings``, bool ``[g, n]``. Fields of ``about`` are one
-    number for all, or ``[n]``, or ``[g, n]`` where the sources differ in them."""
+    """Reports one finding for each place and source of a mask of ``findings``, bool ``[g, n]``. Fields of ``about`` are
+    one number for all, or ``[n]``, or ``[g, n]`` where they differ by source."""
     for kind, masks in findings.items():
         if not bool(masks.any()):
             continue

@@ -1,4 +1,4 @@
-"""note_store and compare_stores: what a layer has stored is still there when the forward has ended."""
+"""note_store and compare_stores: bytes stored by a layer must be the same at the end of the forward."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ from canary_core.records import STATES, Clock, Kind, Phase, Row, State
 
 
 def note_store(state: RegionState, batch: BatchView, columns: Sequence[int]) -> None:
-    """Within a forward, after `check` has planned its writes: fingerprints, in ``state.stores``, the bytes that its new
-    slots have in the sources ``columns`` (indices), which were stored just now. A source that shares its launch with
-    one that is not listed is left out."""
+    """Within a forward, after `check` has planned the writes: fingerprints, into ``state.stores``, the just stored
+    bytes of the new slots in the sources ``columns`` (indices). A source that shares a launch with an unlisted one is
+    left out."""
     listed = [column for group in state.sources.groups_of(columns) for row in group.columns.tolist() for column in row]
     if not listed or not batch.tokens:
         return
@@ -35,7 +35,7 @@ def note_store(state: RegionState, batch: BatchView, columns: Sequence[int]) -> 
 
 def compare_stores(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """After `fingerprint` and before `record`: reports BYTES where a source of a new slot has another fingerprint than
-    when it was stored, and forgets what was noted of these slots."""
+    at the store, and empties the notes of these slots."""
     if not batch.tokens:
         return
     writes = plan.planned_writes(state.scratch.plan, batch)

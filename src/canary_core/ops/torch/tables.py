@@ -1,4 +1,4 @@
-"""compare_tables: the table that attention was given, against the one that the engine keeps."""
+"""compare_tables: the table given to attention, against the engine's own table."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from canary_core.records import Clock, Kind, Phase, Row, Status
 
 
 def compare_tables(state: RegionState, table: ReadTable, name: int, wait: bool = True) -> bool:
-    """Before or after the `check` of a forward, and before its `record`: looks at each position that ``table`` is
-    about. Reports READ_TABLE where the engine's table has a slot and the given one names another one, or none.
-    ``name``: the number under which the host remembers `ReadTable.name`. ``wait``: for what has to be compiled. Gives
-    whether it was compared; without ``wait`` it may not be."""
+    """Before or after the `check` of a forward, and before its `record`: compares the two tables at each position of
+    ``table``. Reports READ_TABLE where the engine's table has a slot and the given one names another, or none.
+    ``name``: the host's number for `ReadTable.name`. ``wait``: for compilation. Returns whether the tables were
+    compared; always so with ``wait``."""
     region = state.region
     first = table.first.long().clamp(min=0)
     places = plan.expand(first, torch.maximum(table.end.long(), first))

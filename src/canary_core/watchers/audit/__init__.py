@@ -1,5 +1,5 @@
-"""The footprint audit: what a forward really changed in the engine's own memory, against what its adapter said.
+"""The footprint audit: a forward's real changes in the engine's own memory, against the adapter's claims.
 
 In the order in which data flows: `memory` (the engine's storages), `snapshot` (a copy from before the forward),
-`claims` (what the adapter said), `footprint` (both compared), `wording` (what that means, in sentences).
+`claims` (the adapter's claims), `footprint` (the comparison), `wording` (the result in sentences).
 """

@@ -1,4 +1,4 @@
-"""`Claims`: which slots an adapter says that a forward writes, and which may change beside it."""
+"""`Claims`: the slots a forward writes by its adapter's claim, and the slots that may change beside them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,14 +13,14 @@ from canary_core.region import Region
 
 
 class Claims:
-    """What is said of one forward. Slots are int64 ``[n]`` of a region, each once, ascending, on the pool's device."""
+    """Claims about one forward. Slots are int64 ``[n]`` of a region, each once, ascending, on the pool's device."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = {r.name: r for r in regions}
         self._written: dict[str, list[Tensor]] = {}
         self._allowed: dict[str, list[Tensor]] = {}
         self.outside: dict[str, Tensor] = {}
-        """By region, write slots that are no slots of it."""
+        """By region, write slots beyond the region."""
 
     @property
     def any_written(self) -> bool:
@@ -28,8 +28,8 @@ class Claims:
         return any(t.numel() for tensors in self._written.values() for t in tensors)
 
     def view(self, view: BatchView) -> None:
-        """All that the forward of ``view`` writes. Waits for the device. Raises `AttachError` for a region that is not
-        audited."""
+        """Claims all writes of the forward of ``view``. Waits for the device. Raises `AttachError` for a region outside
+        of the audit."""
         for name, table in view.tables.items():
             region = self._region(name)
             slot, status = _writes(region, view, table)
@@ -40,8 +40,8 @@ class Claims:
                 self.outside[name] = beyond
 
     def slots(self, name: str, slots: Tensor | None) -> None:
-        """``slots`` (None: all) of region ``name`` may change in another way. Numbers that are no slots are left out.
-        Raises `AttachError` for a region that is not audited."""
+        """Allows ``slots`` (None: all) of region ``name`` to change in another way. Numbers beyond the region are left
+        out. Raises `AttachError` for a region outside of the audit."""
         region = self._region(name)
         if slots is None:
             slots = torch.arange(region.slots, device=region.device)
@@ -49,11 +49,11 @@ class Claims:
         self._allowed.setdefault(name, []).append(slots[(slots >= 0) & (slots < region.slots)])
 
     def written(self, region: Region) -> Tensor:
-        """Slots that the forward writes."""
+        """Slots written by the forward."""
         return _joined(self._written.get(region.name, ()), region)
 
     def allowed(self, region: Region) -> Tensor:
-        """Slots that may change though the forward does not write them, the null slots with them."""
+        """Slots that may change without a write by the forward, null slots included."""
         null = torch.arange(region.null_range.start, region.null_range.stop, device=region.device)
         every = [*self._allowed.get(region.name, ()), null]
         return _joined(every, region)
@@ -71,7 +71,7 @@ def _writes(region: Region, view: BatchView, table: SlotTable) -> tuple[Tensor, 
 
 
 def _checkpoints(region: Region, view: BatchView, table: SlotTable) -> Tensor:
-    """Slots into which the forward copies states as well: those that `record_checkpoints` records."""
+    """Slots into which the forward also copies states, as recorded by `record_checkpoints`."""
     made = table.checkpoints
     if made is None:
         return torch.empty(0, dtype=torch.int64, device=region.device)

@@ -16,12 +16,12 @@ import torch
 from canary_core.boxes import Box, Dim
 
 MOST_RUNS = 1 << 21
-"""Runs that are counted one by one; where there are more, boxes count as distinct, and at most as their span."""
+"""Most runs counted one by one; beyond, boxes count as distinct, and at most as their span."""
 
 
 def joined(boxes: Iterable[Box]) -> list[Box]:
-    """The same bytes in fewer boxes: those side by side become one, and those within another's only run go away. By
-    address."""
+    """The same bytes in fewer boxes, by address: boxes side by side are joined, and boxes within another's only run go
+    away."""
     found = sorted(set(boxes), key=_order)
     while True:
         joint = sorted({box.merged() for box in _side_by_side(found)}, key=_order)
@@ -31,12 +31,12 @@ def joined(boxes: Iterable[Box]) -> list[Box]:
 
 
 def distinct_bytes(boxes: Iterable[Box]) -> int:
-    """Bytes that at least one of ``boxes`` has."""
+    """Bytes in at least one of ``boxes``."""
     return sum(_count(group) for group in _apart(joined(boxes)))
 
 
 def clipped(boxes: Iterable[Box], start: int, end: int) -> list[Box]:
-    """What of ``boxes`` lies in ``[start, end)``; a box of several runs counts where it starts."""
+    """The part of ``boxes`` within ``[start, end)``; a box of several runs counts by its start."""
     found = []
     for box in boxes:
         if box.dims:
@@ -52,8 +52,8 @@ def _order(box: Box) -> tuple[int, int, tuple[Dim, ...]]:
 
 
 def _side_by_side(boxes: Sequence[Box]) -> Iterator[Box]:
-    """Boxes of the same dims, in the order of their starts: one that begins within or at the end of the one before goes
-    with it, as long as the next run lies beyond."""
+    """Boxes of the same dims, in the order of their starts, joined: a box that begins within or at the end of the one
+    before is appended, as long as the next run lies beyond."""
     alike: dict[tuple[Dim, ...], list[Box]] = defaultdict(list)
     for box in boxes:
         alike[box.dims].append(box)
@@ -86,7 +86,7 @@ def _chained(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _apart(boxes: Sequence[Box]) -> Iterator[list[Box]]:
-    """Groups of boxes between which no byte can be shared."""
+    """Groups of boxes without a common byte between groups."""
     ends = [0, *accumulate((box.end for box in boxes), max)]
     group: list[Box] = []
     for box, reached in zip(boxes, ends, strict=False):
@@ -99,7 +99,7 @@ def _apart(boxes: Sequence[Box]) -> Iterator[list[Box]]:
 
 
 def _count(boxes: Sequence[Box]) -> int:
-    """Distinct bytes of boxes that reach over each other."""
+    """Distinct bytes of overlapping boxes."""
     most = sum(box.size for box in boxes)
     span = max(box.end for box in boxes) - boxes[0].start
     if len(boxes) == 1 or _interleave(boxes) or sum(box.runs for box in boxes) > MOST_RUNS:
@@ -113,7 +113,7 @@ def _count(boxes: Sequence[Box]) -> int:
 
 
 def _interleave(boxes: Sequence[Box]) -> bool:
-    """Whether the boxes repeat at the same strides and their first runs are apart: then all are."""
+    """Whether the boxes repeat at the same strides and their first runs are apart: then all runs are."""
     first = boxes[0]
     if any(box.dims != first.dims for box in boxes) or not first.dims:
         return False
@@ -123,7 +123,7 @@ def _interleave(boxes: Sequence[Box]) -> bool:
 
 
 def _nested(box: Box) -> bool:
-    """Whether each stride reaches over all that the smaller ones span, so that no two runs share a byte."""
+    """Whether each stride is at least the span of the smaller ones, so that no two runs overlap."""
     reach = 0
     for stride, count in reversed(box.dims):
         if reach and stride < reach:

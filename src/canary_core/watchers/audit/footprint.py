@@ -1,4 +1,4 @@
-"""`FootprintAudit`: what a forward changed in the engine's memory, against what its adapter says that it writes."""
+"""`FootprintAudit`: a forward's changes in the engine's memory, against the writes claimed by its adapter."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,21 +17,22 @@ from canary_core.watchers.audit.snapshot import Snapshot
 from canary_core.watchers.audit.wording import ClaimedWrites, Problem, Stray, Suspect
 
 SURE_SLOTS = 16
-"""Slots in which a lower layer must have changed, before a source that never did is told of (see `FootprintAudit`)."""
+"""Slots with a change in a lower layer, before a never-changing source is reported (see `FootprintAudit`)."""
 
 
 CARRIED_SLOTS = 64
-"""Of how many slots what they held is laid elsewhere at once."""
+"""Slots carried over to new tensors at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one audited forward came to.
+    """Result of one audited forward.
 
-    compared_bytes: of the engine's memory. changed_bytes: of those, what the forward changed. claimed_bytes: what of
-    that was claimed. unclaimed_bytes: what nobody claimed. written_slots: by region, how many the view names as
-    written. unchanged: by region/source, in how many of its written slots nothing changed, where that are any.
-    problems: a sentence each; none if all is well. suspects: for each problem, which part of the adapter is to blame.
+    compared_bytes: bytes of the engine's memory. changed_bytes: bytes changed by the forward; claimed_bytes: of these,
+    the claimed ones; unclaimed_bytes: the rest.
+    written_slots: by region, number of slots named as written by the view. unchanged: by region/source, number of
+    written slots without a change, where there are any.
+    problems: a sentence each; none if all is well. suspects: for each problem, the part of the adapter to blame.
     """
 
     compared_bytes: int
@@ -50,26 +51,25 @@ class Footprint:
 
 
 class FootprintAudit:
-    """Audits ``regions`` against ``pool_tensors``: every tensor in which the engine keeps KV, by the engine's own
-    names, or what gives them; that is asked again at each `begin`. It believes nothing of an adapter:
+    """Audits ``regions`` against ``pool_tensors``: every tensor with KV of the engine, by the engine's own names, or a
+    function that returns them, called again at each `begin`. Believes nothing of an adapter:
 
-    - every byte that changes between `begin` and `end` must belong to a slot that a view names as written (`claim`), or
-      to one that was named otherwise (`claim_slots`), or to a null slot, or to memory of ``uncovered`` that names its
-      tensor;
-    - every slot that a view names as written must have changed in every source that has bytes for it;
-    - no region may describe memory that is not the engine's.
+    - every byte that changes between `begin` and `end` must belong to a slot named as written by a view (`claim`), or
+      named otherwise (`claim_slots`), or to a null slot, or to memory of ``uncovered`` with a tensor;
+    - every slot named as written by a view must have changed in every source that has bytes for it;
+    - no region may describe memory outside of the engine's.
 
-    What "must have changed" means: with ``strict`` all of it, at once. For that the memory must hold random bytes
-    before, so that nothing can be written that was there already. Without ``strict``, in an engine that runs, values
-    may rightly stay equal: the same token in the same slot again, a first layer that depends on the token alone, a
-    constant scale. Then a source is told of if, over all forwards so far, it has never changed in any written slot in
-    which a source of a lower layer of its region did, and these were at least `SURE_SLOTS`; scales are not judged.
+    With ``strict`` every written slot must have changed, at once: the memory must hold random bytes before, so that no
+    write repeats the old bytes. Without ``strict``, in a running engine, values may rightly stay equal: the same token
+    in the same slot again, a first layer that depends on the token alone, a constant scale. Then a source is reported
+    if, over all forwards so far, it has never changed in any written slot with a change in a source of a lower layer of
+    its region, and there were at least `SURE_SLOTS` such slots; scales are not judged.
 
-    A forward that makes other tensors, as it does of a cache that grows, is audited where the region is rebound before
-    `end`: what each slot held is compared with what it holds in the new tensors.
+    A forward that makes other tensors, as for a growing cache, is audited where the region is rebound before `end`: the
+    old bytes of each slot are compared with the bytes in the new tensors.
 
-    Not for a hot path: it waits for the device, and takes a copy of all of the engine's KV (`Snapshot`). The same
-    forward gives the same sentences. Raises `AttachError` where ``pool_tensors`` names nothing, or what is no tensor.
+    Not for a hot path: waits for the device, and copies all of the engine's KV (`Snapshot`). The same forward gives the
+    same sentences. Raises `AttachError` where ``pool_tensors`` is empty, or names anything but tensors.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class FootprintAudit:
         return self._snapshot
 
     def moved(self) -> dict[str, list[str]]:
-        """Looks again at the engine's tensors: by region, the sources that point at none of them."""
+        """Looks again at the engine's tensors: by region, the sources outside of all of them."""
         memory = self._look()
         found = {r.name: [s.name for s in _lost(memory, r)] for r in self._regions}
         return {name: sources for name, sources in found.items() if sources}
 
     def begin(self) -> None:
-        """Before a forward, when all that was issued before has arrived: copies the engine's memory. Raises
-        `NoRoomError` where there is no room for that. Never captured."""
+        """Before a forward, after all earlier work has ended: copies the engine's memory. Raises `NoRoomError` where
+        memory is short. Never captured."""
         self._memory = self._look()
         if self._snapshot is None or self._snapshot.memory.places != self._memory.places:
             self._snapshot = None
@@ -122,15 +122,15 @@ class FootprintAudit:
         self._before = self._regions
 
     def claim(self, view: BatchView | None) -> None:
-        """Between `begin` and `end`: the forward writes what ``view`` says; None claims nothing. Raises `AttachError`
-        for a region that is not audited, `MisuseError` outside of an audited forward."""
+        """Between `begin` and `end`: claims the writes of ``view``; None claims nothing. Raises `AttachError` for a
+        region outside of the audit, `MisuseError` outside of an audited forward."""
         claims = self._open("claim")
         if view is not None:
             claims.view(view)
 
     def claim_slots(self, region: str, slots: Tensor | None) -> None:
-        """``slots`` (integer ``[n]`` of the region; None: all) change by something else than a forward, which may be at
-        work from now on. Before `begin` it is about the next audited forward. Raises `AttachError` as `claim`."""
+        """Claims ``slots`` (integer ``[n]`` of the region; None: all) as changed by something else than a forward,
+        possibly from now on. Before `begin`: for the next audited forward. Raises `AttachError` as `claim`."""
         (self._early if self._claims is None else self._claims).slots(region, slots)
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
@@ -138,15 +138,15 @@ class FootprintAudit:
         self._regions = tuple(replace(r, sources=tuple(sources)) if r.name == region else r for r in self._regions)
 
     def release(self) -> None:
-        """Gives the copy's memory back; the next `begin` takes it anew."""
+        """Frees the copy; the next `begin` makes another."""
         self._snapshot = self._claims = None
 
     def abandon(self) -> None:
-        """The forward has failed; nothing is said of it."""
+        """The forward has failed, and is not judged."""
         self._claims = None
 
     def end(self) -> Footprint:
-        """After the forward: compares, and says what is wrong. Waits for the device. Raises `MisuseError` without
+        """After the forward: compares, and lists the problems. Waits for the device. Raises `MisuseError` without
         `begin`."""
         claims, self._claims = self._open("end"), None
         if self._snapshot is None:
@@ -175,8 +175,9 @@ class FootprintAudit:
         )
 
     def _follow(self, old: Snapshot) -> Snapshot:
-        """The copy to compare with. A forward may make other tensors, as it does of a cache that grows: then what each
-        slot held is laid where its bytes are now, and what had no bytes before is the opposite of what it is now."""
+        """The copy to compare with. A forward may make other tensors, as for a growing cache: then the old bytes of
+        each slot are laid where the slot is now, and bytes new to a slot are inverted, so that they count as
+        changed."""
         memory, before = self._look(), self._memory
         if memory.places == before.places:
             return old
@@ -219,7 +220,7 @@ class FootprintAudit:
                 yield from wording.never_changed(write.region, self._never_changed(write))
 
     def _never_changed(self, write: ClaimedWrites) -> list[tuple[KVSource, int]]:
-        """Sources that this forward makes sure never change, each with the number of slots that show it."""
+        """Sources shown by this forward never to change, each with the number of slots as evidence."""
         found = []
         for j, source in enumerate(write.region.sources):
             lower = [i for i, other in enumerate(write.region.sources) if other.layer < source.layer]
@@ -260,7 +261,7 @@ class FootprintAudit:
                     yield part, slots
 
     def _accept(self, part: SlotBytes, slots: Tensor) -> int:
-        """Puts the bytes that ``slots`` have now into the copy, so that they differ no more; gives how many did."""
+        """Puts the present bytes of ``slots`` into the copy, so that they no longer differ; returns how many did."""
         count = 0
         copy = self._copy(part)
         for _, places in part.pieces(slots):
@@ -270,7 +271,7 @@ class FootprintAudit:
         return count
 
     def _accept_uncovered(self) -> None:
-        """As `_accept`, of memory that the adapter says it leaves out."""
+        """As `_accept`, for memory left out by the adapter."""
         for item in self._uncovered:
             tensor = item.tensor
             for storage, copy in self._copies():
@@ -280,7 +281,7 @@ class FootprintAudit:
                 _within(tensor, storage, copy).copy_(_within(tensor, storage, storage.data))
 
     def _described(self, index: int, places: Tensor) -> dict[str, list[tuple[KVSource, Tensor]]]:
-        """By region, its sources in storage ``index`` and which of their slots ``places`` (offsets) belong to."""
+        """By region, its sources in storage ``index`` and the slots of ``places`` (offsets)."""
         found: dict[str, list[tuple[KVSource, Tensor]]] = {}
         for region in self._regions:
             for source in region.sources:
@@ -290,7 +291,7 @@ class FootprintAudit:
         return found
 
     def _both(self, part: SlotBytes, places: Tensor) -> tuple[Tensor, Tensor]:
-        """What is at ``places`` now and what was there before, on the pool's device."""
+        """Bytes at ``places`` now and before, on the pool's device."""
         copy = self._copy(part)
         now = part.units(part.storage.data)[places]
         return now, part.units(copy)[places.to(copy.device)].to(now.device)
@@ -327,14 +328,14 @@ class FootprintAudit:
 
 
 def _within(tensor: Tensor, storage: Storage, data: Tensor) -> Tensor:
-    """The bytes of ``tensor``, which lies in ``storage``, in ``data``: the storage's bytes or a copy of them."""
+    """The bytes of ``tensor``, a part of ``storage``, in ``data``: the storage's bytes or a copy."""
     size = tensor.element_size()
     strides = (*(stride * size for stride in tensor.stride()), 1)
     return data.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - storage.start)
 
 
 def _lost(memory: EngineMemory, region: Region) -> list[KVSource]:
-    """Sources of ``region`` that point at memory which is not the engine's."""
+    """Sources of ``region`` outside of the engine's memory."""
     return [s for s in region.sources if memory.holding(s, region.slots) is None]
 
 

@@ -1,4 +1,4 @@
-"""The engine's KV memory as the engine itself names it: `EngineMemory`, and `tensors_of`, which finds its tensors."""
+"""The engine's KV memory by the engine's own names: `EngineMemory`, and `tensors_of`, the search for its tensors."""
 
 import sys
 from bisect import bisect
@@ -17,13 +17,13 @@ from canary_core.region import KVSource
 _FOREIGN = {"torch", "numpy", *sys.stdlib_module_names}
 
 PoolTensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-"""Every tensor in which an engine keeps KV, by the engine's own names; or what gives them."""
+"""Every tensor with KV of an engine, by the engine's own names; or a function that returns them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Memory of the engine that was allocated in one piece. ``data``: all its bytes, uint8 ``[n]``, in place.
-    ``tensors``: the engine's tensors that lie in it, by name."""
+    """One allocation of the engine. ``data``: all bytes, uint8 ``[n]``, in place. ``tensors``: the engine's tensors
+    within, by name."""
 
     data: Tensor
     tensors: tuple[tuple[str, Tensor], ...]
@@ -40,13 +40,12 @@ class Storage:
 
     @property
     def names(self) -> str:
-        """Its tensors, for a sentence."""
+        """The tensors' names, for a sentence."""
         shown = ", ".join(f"'{name}'" for name, _ in self.tensors[:3])
         return shown + (f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else "")
 
     def tensor_at(self, offset: int) -> tuple[str, Tensor] | None:
-        """The smallest tensor whose bytes reach over ``offset`` (bytes from the storage's start), None if there is
-        none."""
+        """The smallest tensor over ``offset`` (bytes from the storage's start), None if there is none."""
         holding = [
             (name, tensor)
             for name, tensor in self.tensors
@@ -58,7 +57,7 @@ class Storage:
 class EngineMemory:
     """The storages of the engine's KV tensors, each once, in the order of their names.
 
-    Raises `AttachError` for what is no tensor with memory. Tensors without elements are left out.
+    Raises `AttachError` for anything but a tensor with memory. Tensors without elements are left out.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -89,8 +88,7 @@ class EngineMemory:
         return frozenset((start, end) for _, start, end, _ in self._places)
 
     def holding(self, source: KVSource, slots: int) -> int | None:
-        """Index of the storage in which all of ``source``'s ``slots`` slots lie, None if that is no memory of the
-        engine's."""
+        """Index of the storage with all of ``source``'s ``slots`` slots, None if the engine has no such memory."""
         device, start = str(source.tensor.device), source.tensor.data_ptr()
         at = bisect(self._places, (device, source.address, sys.maxsize)) - 1
         if at < 0:
@@ -107,7 +105,7 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 def reach_bytes(tensor: Tensor) -> int:
-    """Bytes from the first element of ``tensor`` to the end of its last one."""
+    """Bytes from the first element of ``tensor`` to the end of the last one."""
     if not tensor.numel():
         return 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -115,13 +113,13 @@ def reach_bytes(tensor: Tensor) -> int:
 
 
 def tensors_of(thing: object, leave_out: Callable[[str, object], bool] | None = None) -> dict[str, Tensor]:
-    """The torch tensors that ``thing`` (an engine's object, of any class) holds, by where they are: attributes, also
-    those in ``__slots__``, items of lists and tuples, values of dicts, and those of the objects in them, as
-    ``k_buffer[3]`` or ``full.k["x"]``. A tensor that is met again is named once, by the shortest way there.
+    """The torch tensors held by ``thing`` (an engine's object, of any class), by place: attributes, ``__slots__``
+    included, items of lists and tuples, values of dicts, and the same of objects in them, as ``k_buffer[3]`` or
+    ``full.k["x"]``. A tensor in several places is named once, by the shortest path.
 
-    It looks into plain containers, and into objects of the packages that define the class of ``thing`` (where that is a
-    container, of its items) or one of its bases; so it does not wander into torch or the standard library.
-    ``leave_out(name, found)``: what it asks before it takes or enters something. Calls nothing of the engine: no
+    The search enters plain containers, and objects of the packages that define the class of ``thing`` (for a container,
+    of its items) or one of its bases; so it does not wander into torch or the standard library. ``leave_out(name,
+    found)``: whether to leave an object out, asked before taking or entering it. Calls nothing of the engine: no
     property, no method.
     """
     roots = [value for _, value in _inner("", thing)] if isinstance(thing, (list, tuple, set, Mapping)) else [thing]
@@ -174,7 +172,7 @@ def _what(value: object) -> str:
 def _outermost(
     found: Mapping[tuple[torch.device, int, int], list[tuple[str, Tensor]]],
 ) -> Sequence[list[tuple[str, Tensor]]]:
-    """The tensors by storage; a storage that lies within another one (memory that was wrapped again) goes with it."""
+    """The tensors by storage; a storage within another one (memory wrapped again) joins the outer one."""
     keys = sorted(found, key=lambda key: -key[2])
     kept: dict[tuple[torch.device, int, int], list[tuple[str, Tensor]]] = {}
     for key in keys:

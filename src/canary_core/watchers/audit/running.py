@@ -1,4 +1,4 @@
-"""`RunningAudit`: audits the first forwards of an engine that runs, and notices when its pool moves."""
+"""`RunningAudit`: audits the first forwards of a running engine, and notices when its pool moves."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,15 +28,15 @@ NOT_PROVEN = (
     "damage may be missed; install a tested release of the engine or a release of the plugin that supports this one, "
     "do what reason says, or set CANARY_UNTESTED=refuse"
 )
-"""Of an engine on probation whose audit could not be made."""
+"""Said of an engine on probation whose audit could not be made."""
 
 
 class RunningAudit:
-    """The audit of one Canary (``CANARY_AUDIT``): of its first ``forwards`` forwards. ``footprint``: None
-    if nobody said which tensors are the engine's; then nothing is audited, and a pool that moves is not noticed.
+    """The audit of one Canary (``CANARY_AUDIT``): of its first ``forwards`` forwards. ``footprint``: None if the
+    engine's tensors are unknown; then nothing is audited, and a moving pool is not noticed.
 
-    Nothing of it raises into the engine but `judge`, in raise mode; where nothing can be audited of an engine that is
-    newer than tested, that is at once.
+    Nothing raises into the engine except `judge`, in raise mode; at once, if nothing can be audited of an engine newer
+    than tested.
     """
 
     def __init__(self, switch: Switch, footprint: "FootprintAudit | None", forwards: int) -> None:
@@ -44,28 +44,27 @@ class RunningAudit:
         self._footprint = footprint
         self._left = forwards if switch.enabled else 0
         self.due = self._left > 0
-        """Whether the next forward is audited: then nothing of Canary runs beside it."""
+        """Whether the next forward is audited: then no work of Canary runs beside it."""
         self.open = False
         """Whether a forward is being audited."""
         self._began = 0.0
         self._told = False
         self.problems: tuple[str, ...] = ()
-        """What failed, or why nothing could be audited of an engine that is newer than tested, until `judge` is
-        called."""
+        """Failures, or the reason why an engine newer than tested can't be audited, until `judge` is called."""
         self._looked = 0.0
         self._arriving: dict[str, list[Tensor | None]] = {}
         self.results: list[Footprint] = []
-        """What each audited forward came to."""
+        """Results of the audited forwards."""
         self._skipped = False
         self.seconds = 0.0
         """How long the audit took, without the forwards."""
         self.snapshot_bytes = 0
         self.snapshot_device = ""
-        """Memory of the copy of the engine's KV, and where it is."""
+        """Memory of the copy of the engine's KV, and its device."""
         self.moved: set[str] = set()
-        """Regions that describe memory which the engine has given up."""
+        """Regions of memory given up by the engine."""
         self.forget: Callable[[str, None], None] | None = None
-        """Called with the name of a region that moved."""
+        """Called with the name of a moved region."""
         if self._left and footprint is None:
             self._skip("nobody says which tensors hold the engine's KV; implement PoolAdapter.pool_tensors()")
             self.judge()
@@ -80,14 +79,14 @@ class RunningAudit:
 
     @property
     def left(self) -> int:
-        """Forwards that are still to be audited."""
+        """Forwards left to audit."""
         return self._left
 
     def start(
         self, pool_tensors: PoolTensors, regions: Sequence[Region], uncovered: Sequence[Uncovered], forwards: int
     ) -> None:
-        """Audits the next ``forwards`` forwards, of an engine whose tensors were not there, or not known, when Canary
-        attached; see `FootprintAudit`. `let_go` ends it."""
+        """Audits the next ``forwards`` forwards, of an engine whose tensors did not exist, or were unknown, when Canary
+        attached; see `FootprintAudit`. `let_go` ends the audit."""
         if not self._switch.enabled:
             return
         self._left, self.due = forwards, forwards > 0
@@ -120,7 +119,7 @@ class RunningAudit:
             self._fall_over(error)
 
     def end(self) -> None:
-        """Right after the forward, when the host has told all events about it: compares."""
+        """Right after the forward, once the host has reported all events: compares."""
         if not self.open or self._footprint is None:
             return
         self.open = False
@@ -148,8 +147,8 @@ class RunningAudit:
             self._footprint.abandon()
 
     def claim(self, region: str, slots: Tensor | None, *, arriving: bool | None = None) -> None:
-        """Slots change by something else than a forward. ``arriving``: True, from now on and until it is said that they
-        arrived, which is False; None: now."""
+        """Claims slots as changed by something else than a forward. ``arriving``: True, from now on and until the
+        arrival is reported with False; None: now."""
         if not self._left or self._footprint is None or capturing(self._footprint.device):
             return
         try:
@@ -165,7 +164,7 @@ class RunningAudit:
 
     @property
     def follows_sources(self) -> bool:
-        """Whether it has to know where the sources of a region are: whether `rebind` does anything."""
+        """Whether the audit needs the place of a region's sources, and `rebind` does anything."""
         return self._footprint is not None
 
     def rebind(self, region: str, sources: Sequence[KVSource]) -> None:
@@ -191,13 +190,13 @@ class RunningAudit:
                 self._tell_moved(region, sources)
 
     def let_go(self) -> None:
-        """Where the engine's tensors are is not looked at any more: of a cache that each forward makes anew, which is
-        audited no more."""
+        """Stops watching the engine's tensors, unless forwards are left to audit: for a cache made anew by each
+        forward."""
         if not self._left:
             self._footprint = None
 
     def tell(self) -> None:
-        """Tells what the audit came to, once, where all forwards so far passed."""
+        """Reports the result of the audit, once, if all forwards so far passed."""
         if self._told or not self.results:
             return
         self._told = True
@@ -206,9 +205,9 @@ class RunningAudit:
         self._stop()
 
     def judge(self) -> None:
-        """Between forwards: what follows from an audit that failed, or that was promised of an engine newer than tested
-        and could not be made, once. Raises `AttachError` in raise mode; in log mode a failed one switches Canary off
-        where the engine is newer than its plugin was tested with."""
+        """Between forwards, once: acts on a failed audit, or on a missing one that was due for an engine newer than
+        tested. Raises `AttachError` in raise mode; in log mode a failure switches Canary off if the engine is newer
+        than its plugin was tested with."""
         problems, self.problems = self.problems, ()
         if self._skipped:
             self._switch.audit_skipped(problems)

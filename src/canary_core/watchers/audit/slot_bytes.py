@@ -16,7 +16,7 @@ INDEX_ENTRIES = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotBytes:
-    """The bytes of ``source``'s slots in ``storage``, in units as large as all its addresses allow."""
+    """The bytes of ``source``'s slots in ``storage``, in the largest units allowed by all addresses."""
 
     source: KVSource
     storage: Storage
@@ -41,13 +41,13 @@ class SlotBytes:
         return torch.int64 if step % 8 == 0 else torch.int32 if step % 4 == 0 else torch.uint8
 
     def units(self, data: Tensor) -> Tensor:
-        """``data`` (uint8 ``[n]``, of the storage or a copy of it) as units; a rest that fills none is left out."""
+        """``data`` (uint8 ``[n]``, of the storage or a copy) as units; an incomplete last unit is left out."""
         size = self.unit.itemsize
         return data[: data.numel() // size * size].view(self.unit)
 
     def pieces(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """``slots`` (int64 ``[n]``) in pieces: those of them that have bytes, int64 ``[m]``, and the index of each of
-        their units, int64 ``[m, units of a slot]``, on the device of ``slots``."""
+        """``slots`` (int64 ``[n]``) in pieces: the slots with bytes, int64 ``[m]``, and the index of each of their
+        units, int64 ``[m, units of a slot]``, on the device of ``slots``."""
         source, size = self.source, self.unit.itemsize
         slots = slots[source.has_bytes(slots)]
         chunk = torch.arange(source.chunks, device=slots.device) * (source.chunk_stride_bytes // size)

@@ -1,4 +1,4 @@
-"""`Snapshot`: the bytes that the engine's storages had at one moment."""
+"""`Snapshot`: the bytes of the engine's storages at one moment."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +10,13 @@ from canary_core.errors import CanaryError
 from canary_core.watchers.audit.memory import EngineMemory
 
 SHARE = 4
-"""A snapshot takes at most this part of the memory that is free: a fourth."""
+"""Largest part of the free memory for a snapshot: a fourth."""
 
 PIECE_BYTES = 64 << 20
-"""How much is compared at once: temporary memory is a few times that."""
+"""Bytes compared at once: temporary memory is a few times as much."""
 
 SHOWN_BYTES = 1 << 18
-"""Of how many differing bytes in each storage the places are given; all of them are counted."""
+"""Differing bytes per storage with a known place; all are counted."""
 
 
 class NoRoomError(CanaryError):
@@ -25,7 +25,7 @@ class NoRoomError(CanaryError):
 
 class Snapshot:
     """A copy of all storages of ``memory``: beside them where a fourth of the free memory suffices, else in host
-    memory, where that does. The memory is allocated once; `take` fills it anew. Raises `NoRoomError`."""
+    memory, if that suffices. The memory is allocated once; `take` fills it anew. Raises `NoRoomError`."""
 
     def __init__(self, memory: EngineMemory) -> None:
         self.memory = memory
@@ -34,11 +34,11 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory taken, in bytes."""
         return sum(c.numel() for c in self.copies)
 
     def take(self) -> None:
-        """Copies the storages as they are now, in the order of the current stream."""
+        """Copies the present storages, in the order of the current stream."""
         for copy, storage in zip(self.copies, self.memory.storages, strict=True):
             copy.copy_(storage.data)
 
@@ -80,7 +80,7 @@ def _place(memory: EngineMemory) -> torch.device:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on ``device``, None where the system does not say."""
+    """Free memory on ``device``, None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limits = [n for n in (_available(), _left_in_group()) if n is not None]
@@ -96,7 +96,7 @@ def _available() -> int | None:
 
 
 def _left_in_group() -> int | None:
-    """What a container's limit leaves, of control groups of version 2."""
+    """Memory left by a container's limit, of control groups of version 2."""
     try:
         most, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
         return max(int(most) - int(used), 0)

@@ -1,4 +1,4 @@
-"""What an audit found, in sentences that point at the adapter."""
+"""The result of an audit, in sentences that point at the adapter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from canary_core.region import KVSource, Region
 from canary_core.watchers.audit.memory import Storage
 
 Suspect = Literal["PoolAdapter", "BatchAdapter", "PoolAdapter or BatchAdapter"]
-"""What of an adapter is to blame: what describes the memory, what describes a forward, or one of the two."""
+"""The part of an adapter to blame: the description of memory, of a forward, or one of the two."""
 
 SHOWN = 6
-"""Most numbers or names that a sentence lists."""
+"""Most numbers or names in a sentence."""
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, in a sentence, and what is to blame."""
+    """One problem, in a sentence, and the suspect."""
 
     suspect: Suspect
     text: str
@@ -27,8 +27,8 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClaimedWrites:
-    """The slots of ``region`` that a view names as written, int64 ``[n]``; whether each source changed there, and
-    whether it has bytes of them, bool ``[n, sources]``. In host memory."""
+    """The slots of ``region`` named as written by a view, int64 ``[n]``; whether each source changed there, and whether
+    the source has bytes there, bool ``[n, sources]``. In host memory."""
 
     region: Region
     slots: Tensor
@@ -38,9 +38,8 @@ class ClaimedWrites:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stray:
-    """``count`` bytes of ``storage`` changed that nobody claims; the first of them are at ``places`` (int64 ``[n]``,
-    offsets). ``described``: by region, the sources that lie in this storage, and the slot of each place there (-1:
-    none)."""
+    """``count`` unclaimed bytes of ``storage`` changed, the first of them at ``places`` (int64 ``[n]``, offsets).
+    ``described``: by region, the sources within the storage, and each place's slot (-1: none)."""
 
     storage: Storage
     count: int
@@ -49,7 +48,7 @@ class Stray:
 
     @property
     def undescribed(self) -> Tensor:
-        """Places that no source describes."""
+        """Places outside of all sources."""
         known = torch.zeros_like(self.places, dtype=torch.bool)
         for sources in self.described.values():
             for _, slots in sources:
@@ -58,7 +57,7 @@ class Stray:
 
 
 def elsewhere(region: Region, sources: Sequence[KVSource]) -> Problem:
-    """Sources point at memory that is not the engine's."""
+    """Sources lie outside of the engine's memory."""
     return Problem(
         "PoolAdapter",
         f"{_sources(sources)} of region {region.name!r} {_verb(sources, 'points', 'point')} at memory that is none of "
@@ -76,7 +75,7 @@ def out_of_range(region: Region, numbers: Sequence[int]) -> Problem:
 
 
 def unclaimed(strays: Sequence[Stray], writes: Sequence[ClaimedWrites], any_written: bool) -> Iterator[Problem]:
-    """Bytes changed that nobody claims."""
+    """Unclaimed bytes changed."""
     for stray in strays:
         yield from _undescribed(stray, writes)
     regions: dict[str, list[tuple[KVSource, Tensor]]] = {}
@@ -99,7 +98,7 @@ def unclaimed(strays: Sequence[Stray], writes: Sequence[ClaimedWrites], any_writ
 
 
 def _undescribed(stray: Stray, writes: Sequence[ClaimedWrites]) -> Iterator[Problem]:
-    """Bytes that no source describes, by the engine's tensor."""
+    """Changed bytes outside of all sources, by the engine's tensor."""
     left = stray.undescribed
     while len(left):
         found = stray.storage.tensor_at(int(left[0]))
@@ -133,8 +132,8 @@ def _undescribed(stray: Stray, writes: Sequence[ClaimedWrites]) -> Iterator[Prob
 
 
 def _where(tensor: Tensor, places: Tensor, known: Tensor) -> str:
-    """Which indices of ``tensor``'s dimensions the bytes at ``places`` have, of those in which they differ from the
-    ``known`` ones that are described; and what may be missing."""
+    """Indices of ``tensor``'s dimensions at the bytes ``places``, in the dimensions where they differ from the
+    ``known``, described ones; and the part that may be missing."""
     mine, theirs = _coordinates(tensor, places), _coordinates(tensor, known)
     sets = [(d, sorted(set(a.tolist())), set(b.tolist())) for d, (a, b) in enumerate(zip(mine, theirs, strict=True))]
     partly = [(d, own) for d, own, _ in sets if len(own) < tensor.shape[d]]
@@ -151,7 +150,7 @@ def _where(tensor: Tensor, places: Tensor, known: Tensor) -> str:
 
 
 def _known(stray: Stray, tensor: Tensor, first: int, writes: Sequence[ClaimedWrites]) -> Tensor:
-    """Some bytes of ``tensor`` that are described: the first and last of each chunk of a few slots."""
+    """Some described bytes of ``tensor``: the first and last of each chunk of a few slots."""
     found = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for write in writes:
         for source, _ in stray.described.get(write.region.name, ()):
@@ -168,7 +167,7 @@ def _known(stray: Stray, tensor: Tensor, first: int, writes: Sequence[ClaimedWri
 
 
 def _unnamed(write: ClaimedWrites, found: Sequence[tuple[KVSource, Tensor]]) -> Problem:
-    """Slots changed that the view does not name as written."""
+    """Slots changed without being named as written."""
     region, slots = write.region, torch.cat([slots for _, slots in found]).unique()
     page = region.sources[0].page_size
     pages = sorted({slot // page for slot in slots.tolist()})
@@ -202,7 +201,7 @@ def _unnamed(write: ClaimedWrites, found: Sequence[tuple[KVSource, Tensor]]) -> 
 
 
 def _shift(write: ClaimedWrites, slots: Tensor) -> str | None:
-    """How far slots that were named and did not change lie from ``slots``, if all of them lie equally far."""
+    """Distance of the named but unchanged slots from ``slots``, if equal for all."""
     untouched = write.slots[~(write.changed & write.present).any(dim=1)]
     if not len(untouched) or len(untouched) != len(slots):
         return None
@@ -211,7 +210,7 @@ def _shift(write: ClaimedWrites, slots: Tensor) -> str | None:
 
 
 def unchanged(write: ClaimedWrites) -> Iterator[Problem]:
-    """Slots that should have changed in every source, and did not."""
+    """Slots should have changed in every source, and did not."""
     region, total = write.region, len(write.slots)
     if not total:
         return
@@ -248,7 +247,7 @@ def unchanged(write: ClaimedWrites) -> Iterator[Problem]:
 
 
 def never_changed(region: Region, found: Sequence[tuple[KVSource, int]]) -> Iterator[Problem]:
-    """Sources that have not changed in any of so many written slots."""
+    """Sources have not changed in any of so many written slots."""
     for count, items in groupby(found, key=lambda item: item[1]):
         sources = [source for source, _ in items]
         yield Problem(
@@ -260,7 +259,8 @@ def never_changed(region: Region, found: Sequence[tuple[KVSource, int]]) -> Iter
 
 
 def _inside(tensor: Tensor, places: Tensor) -> Tensor:
-    """Which bytes at ``places`` (from the start of ``tensor``) are an element's of it: bool ``[n]``."""
+    """Whether each byte at ``places`` (from the start of ``tensor``) belongs to an element of the tensor: bool
+    ``[n]``."""
     coordinates = _coordinates(tensor, places)
     element = sum((c * s for c, s in zip(coordinates, tensor.stride(), strict=True)), torch.zeros_like(places))
     return (places >= 0) & (places // tensor.element_size() == element)

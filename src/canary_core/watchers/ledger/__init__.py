@@ -1,4 +1,4 @@
-"""The ledger: KV that comes back without records is judged by what was stored under its prefix, whoever brings it."""
+"""The ledger: judges KV that comes back without records by the stored fingerprints of its prefix, whoever brings it."""
 
 from canary_core.watchers.ledger.arrival import Arrival, Origin, block_hashes
 from canary_core.watchers.ledger.ledger import Ledger

@@ -1,4 +1,4 @@
-"""`Arrival`: bytes that came without a forward; `Origin`: who brought them, and what that promises."""
+"""`Arrival`: bytes that came without a forward; `Origin`: their bringer, and its guarantees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from canary_core.ops.hashing import COMMON_ANCHOR, mix
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who brings bytes back: a connector, a host tier, another engine. ``name`` is told in findings.
+    """Bringer of bytes: a connector, a host tier, another engine. ``name`` appears in findings.
 
-    shared: others than this engine store there (a disk of earlier runs, a server of several engines), and their entries
-    are not imported before their bytes come. They may have computed the same prefix with other numerics, so a
-    difference proves nothing: it counts as unknown. An origin that brings a prefix which this engine never kept is
-    taken for shared from then on, with a ``ledger_shared`` event.
-    lossy: what it brings is not bit by bit what it was given (quantised, compressed): a difference counts as lossy.
+    shared: others store there, too (a disk of earlier runs, a server of several engines), and their entries are not
+    imported before the bytes come. They may have computed the same prefix with other numerics, so a difference proves
+    nothing and counts as unknown. An origin that brings a prefix never kept by this engine counts as shared from then
+    on, with a ``ledger_shared`` event.
+    lossy: bytes may come back changed (quantised, compressed): a difference counts as lossy.
     """
 
     name: str
@@ -31,15 +31,15 @@ class Origin:
 class Arrival:
     """Bytes for the last slots of one sequence, from ``origin``.
 
-    slots: integer ``[n]`` on the pool's device, in the order of the sequence, each at most once; numbers that are no
-    slots (a window's evicted ones) are left out.
-    tokens: all token ids of the sequence up to the last of these slots, on the host. So the first slot is of position
+    slots: integer ``[n]`` on the pool's device, in the order of the sequence, each at most once; numbers beyond the
+    region (a window's evicted slots) are left out.
+    tokens: all token ids of the sequence up to the last of the slots, on the host. So the first slot is of position
     ``len(tokens) - n``.
-    page_slots: slots of a block, the unit that is compared; block ``k`` holds positions ``k * page_slots`` and on.
-    anchor: start of the sequence's prefix hash, as in `BatchView.anchors`; 0 where it can't be judged.
-    writer: the request that they are for, -1 if unknown.
+    page_slots: slots of a block, the unit of comparison; block ``k`` holds positions ``k * page_slots`` and on.
+    anchor: start of the sequence's prefix hash, as in `BatchView.anchors`; 0 where the prefix can't be judged.
+    writer: the receiving request, -1 if unknown.
 
-    Raises `AttachError` if they don't fit together.
+    Raises `AttachError` if shapes, dtypes or lengths don't fit together.
     """
 
     region: str
@@ -67,9 +67,9 @@ class Arrival:
 class Blocks:
     """The positions of a sequence from ``first`` on, and the complete blocks among them. All on the host.
 
-    tokens, hashes: int64 ``[n]``, of each position; hashes 0 where they can't be judged. skipped: positions before the
-    first complete block. count: how many blocks. ends: int64 ``[count]``, the prefix hash at each block's last
-    position; sums: how much it grew within the block.
+    tokens, hashes: int64 ``[n]``, of each position; hashes 0 where unknown. skipped: positions before the first
+    complete block. count: number of blocks. ends: int64 ``[count]``, the prefix hash at each block's last position;
+    sums: its growth within the block.
     """
 
     first: int
@@ -99,7 +99,7 @@ class Blocks:
 
     @property
     def partial(self) -> int:
-        """Blocks of which only some positions are here."""
+        """Number of incomplete blocks."""
         rest = len(self.tokens) - self.skipped - self.count * self.page_slots
         return int(self.skipped > 0 and len(self.tokens) > 0) + int(rest > 0)
 

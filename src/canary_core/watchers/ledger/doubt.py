@@ -1,4 +1,4 @@
-"""`Doubt`: the prefixes of which the ledger has lost something. A set that never forgets, in bounded memory."""
+"""`Doubt`: prefixes with a lost entry in the ledger. A set that never forgets, in bounded memory."""
 
 from collections.abc import Iterable
 
@@ -11,10 +11,10 @@ PROBES = 4
 """Bits of an entry, of `_LINE_BITS` each chosen by 9 bits of a hash."""
 
 LINE_BYTES = 64
-"""All bits of an entry are in one cache line, so that to look it up takes one access to memory."""
+"""All bits of an entry are in one cache line, so that a look-up takes one access to memory."""
 
 SAMPLE = 4096
-"""Fresh hashes that `Doubt.ratio` looks up."""
+"""Fresh hashes looked up by `Doubt.ratio`."""
 
 _LINE_BITS = 8 * LINE_BYTES
 _BIT_SHIFTS = torch.arange(PROBES, device="cpu") * 9
@@ -22,12 +22,12 @@ _BIT = (1 << torch.arange(8, device="cpu")).to(torch.uint8)
 
 
 class Doubt:
-    """A Bloom filter over 64-bit hashes, of ``size_bytes`` bytes in whole lines, one at least; memory is taken as it
-    fills. A hash sets `PROBES` bits in one line (Putze, Sanders & Singler, "Cache-, hash- and space-efficient Bloom
-    filters", 2007). It may say of a hash that it is in doubt when it isn't, ever more often as it fills: then a
-    comparison counts as unknown, and nothing worse happens. It never errs the other way.
+    """A Bloom filter over 64-bit hashes, of ``size_bytes`` bytes in whole lines, one at least; memory is taken as the
+    filter fills. A hash sets `PROBES` bits in one line (Putze, Sanders & Singler, "Cache-, hash- and space-efficient
+    Bloom filters", 2007). A hash may be in doubt without having been added, ever more often as the filter fills: then a
+    comparison counts as unknown, and nothing worse happens. Never errs the other way.
 
-    added: how many entries were made. everything: whether all is in doubt.
+    added: number of entries made. everything: whether all hashes are in doubt.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Doubt:
 
     @property
     def size_bytes(self) -> int:
-        """Host memory that it takes."""
+        """Host memory taken, in bytes."""
         return 0 if self._bytes is None else len(self._bytes)
 
     def add(self, hashes: Iterable[int]) -> None:
@@ -60,7 +60,7 @@ class Doubt:
             places = places[self._bytes[index] & bit == 0]
 
     def has(self, hashes: Tensor) -> Tensor:
-        """Which of ``hashes``, int64 ``[n]``, are in doubt: bool ``[n]``."""
+        """Whether each of ``hashes``, int64 ``[n]``, is in doubt: bool ``[n]``."""
         if self.everything or self._bytes is None:
             return torch.full((len(hashes),), self.everything, device="cpu")
         places = self._places(hashes)
@@ -68,7 +68,7 @@ class Doubt:
         return found
 
     def ratio(self) -> float:
-        """The share of hashes that were never added and are in doubt, of a sample."""
+        """The share of never-added hashes in doubt, by a sample."""
         if self.everything or self._bytes is None:
             return float(self.everything)
         added, share = self._sampled

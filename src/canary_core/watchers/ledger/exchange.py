@@ -8,7 +8,7 @@
 | 3         | rank of the process: entries of one shard mean nothing to another                    |
 | 4         | number of entries                                                                    |
 | 5         | number of sources                                                                    |
-| 6 and on  | entries: prefix hash, sum, 1 if all that was stored under it is here, a value a source |
+| 6 and on  | entries: prefix hash, sum, 1 if the prefix has no lost entry, a value a source       |
 """
 
 import ctypes
@@ -28,7 +28,7 @@ HASH, SUM, COMPLETE, VALUES = 0, 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What entries must have in common to be compared."""
+    """Facts that two ledgers must have in common for a comparison of entries."""
 
     digest: int
     page_slots: int
@@ -44,7 +44,7 @@ class Format:
         return ctypes.string_at(table.data_ptr(), table.nbytes)
 
     def unpack(self, data: bytes | bytearray | memoryview) -> Tensor:
-        """The entries of what another ledger packed. Raises `AttachError` where they do not fit."""
+        """The entries packed by another ledger. Raises `AttachError` where the formats do not fit."""
         size = len(data)
         if size % 8 or size < HEADER_WORDS * 8:
             raise AttachError(f"ledger entries of {size} bytes are cut short; give what export gave")

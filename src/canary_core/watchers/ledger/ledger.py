@@ -1,4 +1,4 @@
-"""`Ledger`: remembers what this engine stored under each prefix, and judges bytes that come back."""
+"""`Ledger`: keeps fingerprints of stored KV under each prefix, and judges bytes that come back."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,14 +24,14 @@ from canary_core.watchers.ledger.arrival import Arrival
 from canary_core.watchers.ledger.region_ledger import Landed, RegionLedger
 
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
-"""Regions whose slots hold one token each and are written once: what a prefix hash says all about."""
+"""Regions of one token a slot, written once: the prefix hash determines the content."""
 
 DOUBT_TOLD = (0.1, 0.5)
-"""Shares of comparisons left open by doubt, at each of which a ``ledger_doubt`` event is told once."""
+"""Shares of comparisons left open by doubt, each reported once by a ``ledger_doubt`` event."""
 
 
 class LedgerHost(Protocol):
-    """What the ledger needs of its `Canary`."""
+    """The part of `Canary` used by the ledger."""
 
     writers: Writers
 
@@ -40,7 +40,7 @@ class LedgerHost(Protocol):
         """How many forwards began."""
 
     def report(self, violations: Sequence[Violation]) -> int:
-        """Tells findings that were made on the host."""
+        """Reports findings made on the host."""
 
 
 class Slots(Protocol):
@@ -60,28 +60,28 @@ class Slots(Protocol):
 
 
 class Ledger:
-    """For each complete block of each prefix that this engine computed and gave away: the fingerprints of its bytes,
-    source by source, under the prefix hash at its last token. Where bytes come back for such a prefix, whoever brings
-    them, they are compared; bytes that are none of those that were stored are an ARRIVAL finding.
+    """For each complete block of each prefix computed and given away by this engine: the fingerprints of its bytes,
+    source by source, under the prefix hash at its last token. Bytes that come back for such a prefix, from anywhere,
+    are compared; bytes unlike all the stored ones are an ARRIVAL finding.
 
-    A plugin tells three things: `keep`, of blocks that may be stored outside of the pool, when what they hold is
+    A plugin makes three calls: `keep`, for blocks that may be stored outside of the pool, once their content is
     complete and before somebody else may write there; `expect`, before bytes come for slots; `arrive`, when they are
     there. `expect` may be left out where no forward runs in between, or reads or writes the slots.
 
-    A difference is a finding only where the ledger is sure to have all that may have been stored under the prefix. It
+    A difference is a finding only where the ledger is sure to have everything possibly stored under the prefix, that
     is, as long as
 
-    - every block was told to `keep` before it could come back, and after each forward that wrote it again;
-    - what was told was known then: tokens, prefix hash and fingerprints of all its slots, else the prefix is in doubt
-      (all of the region, where not even the tokens were known, with a ``ledger_blind`` event);
-    - no entry of the prefix was evicted, and it has no more than `table.MOST_VARIANTS` different ones;
+    - `keep` was called for every block before it could come back, and after each forward that rewrote it;
+    - tokens, prefix hash and fingerprints of all slots were known at the call, else the prefix is in doubt (or the
+      whole region, if not even the tokens were known, with a ``ledger_blind`` event);
+    - no entry of the prefix was evicted, and it has at most `table.MOST_VARIANTS` different ones;
     - nobody else stores at the `Origin`, see there.
 
-    Else a difference counts as ``unknown``. All of it is told late, as findings of the device are, and never waits.
+    Otherwise a difference counts as ``unknown``. All findings come late, like the device's, and never wait.
 
     Regions of one token a slot are guarded (`KINDS`). With ``CANARY_LEDGER=0``, and without fingerprints
-    (``CANARY_BYTES=off``), nothing is kept or compared; slots whose bytes arrive are recorded all the same.
-    Calls with arguments that can't be right are refused as in `SlotEvents`. None of them may be captured in a graph.
+    (``CANARY_BYTES=off``), nothing is kept or compared; arriving slots are recorded all the same. Calls with impossible
+    arguments are refused as in `SlotEvents`. No method may be captured in a graph.
     """
 
     def __init__(self, facade: LedgerHost, slots: Slots, switch: Switch) -> None:
@@ -101,26 +101,25 @@ class Ledger:
         self._told_doubt = 0.0
 
     def keep(self, region: str, slots: Tensor, page_slots: int) -> None:
-        """``slots`` (integer ``[n]``, on the pool's device) list complete blocks of ``page_slots`` slots, one after the
-        other, each in the order of its sequence, that hold KV which may leave the pool: a connector stores them, the
-        prefix cache takes them in. Slots beyond the last complete block are left out.
+        """Keeps the complete blocks of ``page_slots`` slots listed in ``slots`` (integer ``[n]``, on the pool's
+        device), block after block, each in the order of its sequence: KV that may leave the pool, because a connector
+        stores it or the prefix cache takes it in. Slots beyond the last complete block are left out.
 
-        Call it after the forward that completed them, before the next; it takes effect with the events of
-        `Canary.slots`, in their order. To tell a block again is harmless. What the records know of the blocks is taken,
-        no byte is read.
+        Call after the forward that completed the blocks, before the next; takes effect with the events of
+        `Canary.slots`, in their order. Keeping a block again is harmless. Reads the blocks' records, and no bytes.
         """
         if self._switch.enabled and self._told("keep", region, slots, page_slots):
             self._keep(region, slots, page_slots, False)
 
     def keep_pages(self, region: str, pages: Tensor, page_slots: int) -> None:
-        """As `keep`, for blocks that are pages of the pool, by their numbers: integer ``[n]``; page ``p`` has the slots
-        from ``p * page_slots`` on, in the order of a sequence."""
+        """As `keep`, for blocks that are pages of the pool, by number: integer ``[n]``; page ``p`` has the slots from
+        ``p * page_slots`` on, in the order of a sequence."""
         if self._switch.enabled and self._told("keep_pages", region, pages, page_slots):
             self._keep(region, pages, page_slots, True)
 
     def expect(self, arrival: Arrival) -> None:
-        """The bytes of ``arrival`` will come. From now on its slots hold its tokens, so forwards that read them are
-        checked and the sequence goes on from there; their bytes are judged when they have come. The transfer must begin
+        """Announces the bytes of ``arrival``. From now on the slots hold the arrival's tokens, so forwards reading them
+        are checked and the sequence goes on from there; the bytes are judged after the arrival. The transfer must begin
         after this call. `arrive` must follow with the same object, or `give_up`."""
         if not self._switch.enabled or not self._fits("expect", arrival):
             return
@@ -137,12 +136,13 @@ class Ledger:
 
     def arrive(self, arrival: Arrival, ready: Sequence[torch.cuda.Event] = ()) -> None:
         """The bytes of ``arrival`` are there, for work on the current stream, which must be the forwards', or after the
-        events ``ready``. They are fingerprinted, so that the scrub watches them from now on, and their complete blocks
-        are compared, but for those to which a forward has written since the arrival was expected. If it was not, no
-        forward may have been issued since the transfer began, but one that was checked and is not recorded yet.
+        events ``ready``. They are fingerprinted, so that the scrub watches them from now on, and complete blocks are
+        compared, except blocks written by a forward since `expect`. Without `expect`, no forward may have been issued
+        since the transfer began, except one already checked and not yet recorded.
 
-        It takes effect at once, or where events wait for the next forward, after those; `SlotEvents.settle` ends the
-        wait. Until then nothing else may write to the slots."""
+        Takes effect at once, or where events wait for the next forward, after those; `SlotEvents.settle` ends the wait.
+        Until then nothing else may write to the slots.
+        """
         if not self._switch.enabled or not self._fits("arrive", arrival):
             return
         rows = self._expected.pop(arrival, None)
@@ -157,8 +157,8 @@ class Ledger:
             self._workspace.queue.put_arrival(apply, arrival.slots, rows)
 
     def give_up(self, arrival: Arrival) -> None:
-        """The bytes of ``arrival``, which was expected, will not come, or nobody knows what came: its slots are not
-        judged until they are written again."""
+        """The bytes of an expected ``arrival`` will not come, or are unknown: the slots are not judged until
+        rewritten."""
         if self._expected.pop(arrival, None) is not None:
             ledger = self._regions.get(arrival.region)
             if ledger is not None:
@@ -166,9 +166,8 @@ class Ledger:
             self._slots.forget(arrival.region, arrival.slots)
 
     def export(self, region: str, page_slots: int, hashes: Iterable[int] | None = None) -> bytes:
-        """The entries of ``hashes`` (None: all), to be imported by the ledger of an engine that gets the bytes. Of
-        prefixes that are in doubt the other side is told so. What was kept before is among them: waits for the device.
-        Empty where nothing is kept."""
+        """The entries of ``hashes`` (None: all), for the ledger of an engine that gets the bytes; prefixes in doubt are
+        marked. Includes everything kept before: waits for the device. Empty where nothing is kept."""
         ledger = self._ledger(region, page_slots) if self._switch.enabled else None
         if ledger is None:
             return b""
@@ -176,21 +175,21 @@ class Ledger:
         return ledger.export(hashes, self._config.rank)
 
     def import_entries(self, region: str, page_slots: int, data: bytes | bytearray | memoryview) -> int:
-        """Enters what the ledger of a peer exported: an engine whose bytes come here, with the same model, sources,
-        block size and rank. Call it before the bytes arrive. Gives how many entries there were. Raises `AttachError`
-        where they don't fit."""
+        """Enters the export of a peer's ledger: an engine whose bytes come here, with the same model, sources, block
+        size and rank. Call before the bytes arrive. Returns the number of entries. Raises `AttachError` where the
+        formats don't fit."""
         ledger = self._ledger(region, page_slots) if self._switch.enabled else None
         return ledger.import_entries(data, self._config.rank) if ledger is not None and len(data) else 0
 
     def send(self) -> None:
-        """Starts the copy of what was gathered, on the current stream, which must be that of the forwards or come after
-        it. Never waits, never captured."""
+        """Starts the copy of gathered rows, on the current stream, which must be the forwards' or come after it. Never
+        waits, never captured."""
         for ledger in self._regions.values():
             ledger.send()
 
     def read(self, wait: bool = False) -> None:
-        """Enters and judges what has come to the host, and reports what is wrong. ``wait``: all that was told so far,
-        which waits for the device."""
+        """Enters and judges rows arrived on the host, and reports findings. ``wait``: for all rows of calls so far, and
+        so for the device."""
         if wait:
             self._workspace.join()
             self._workspace.queue.settle()
@@ -222,12 +221,12 @@ class Ledger:
         return max((ledger.doubt_ratio for ledger in self._regions.values()), default=None)
 
     def stats(self) -> dict[str, float]:
-        """Of all regions: ``ledger_entries``, their ``ledger_bytes`` of host memory, and how many were ``evicted``; of
-        the blocks that left, how many were ``kept`` or ``imported``, and of how many not all was known (``unclear``);
-        of those that came back, how many were ``compared`` with an entry, ``matched``, ``differing``, ``lossy``,
-        ``unknown`` (nothing to compare with, or more may have been stored), ``rewritten`` (a forward wrote there before
-        they could be read) and ``unjudged`` (their prefix can't be known); and ``partial`` ones. All begin with
-        ``ledger_``. What is zero is left out. ``ledger_doubt_ratio`` is `doubt_ratio`."""
+        """Counts over all regions: ``ledger_entries``, their ``ledger_bytes`` of host memory, and ``evicted`` ones; of
+        the blocks that left, those ``kept`` or ``imported``, and partly unknown ones (``unclear``); of the blocks that
+        came back, those ``compared`` with an entry, ``matched``, ``differing``, ``lossy``, ``unknown`` (nothing to
+        compare with, or more may have been stored), ``rewritten`` (a forward wrote there before the read) and
+        ``unjudged`` (unknown prefix); and ``partial`` ones. All names begin with ``ledger_``. Zeros are left out.
+        ``ledger_doubt_ratio`` is `doubt_ratio`."""
         found: dict[str, float] = {}
         for ledger in self._regions.values():
             table = ledger.table
@@ -242,7 +241,7 @@ class Ledger:
         return found
 
     def _tell_doubt(self, region: str, ledger: RegionLedger) -> None:
-        """Tells once for each of `DOUBT_TOLD` that so much can't be judged any more."""
+        """Reports each of `DOUBT_TOLD` once, when such a share can't be judged any more."""
         ratio = ledger.doubt_ratio
         passed = max((share for share in DOUBT_TOLD if ratio >= share), default=0.0)
         if passed <= self._told_doubt or ledger.table.doubt.everything:
@@ -270,7 +269,8 @@ class Ledger:
                 self._workspace.queue.put(event)
 
     def _ledger(self, region: str, page_slots: int) -> RegionLedger | None:
-        """None where nothing is kept: it is off, or ``region`` is none of its."""
+        """The region's ledger; None where nothing is kept: the ledger is off, or ``region`` is not among its
+        regions."""
         if region not in self._kept:
             return None
         ledger = self._regions.get(region)
@@ -304,7 +304,7 @@ class Ledger:
             self._workspace.backend.adopt(state, torch.where(mine, arrival.slots, -1))
 
     def _rows(self, arrival: Arrival) -> Tensor:
-        """What its slots get as records, on the device. Never waits for it."""
+        """The records for the arrival's slots, on the device. Never waits for the device."""
         blocks = arrival.blocks
         layout = PayloadLayout.of(self._workspace.states[arrival.region])
         rows = arrivals.sequence_rows(layout, blocks.tokens, blocks.first, blocks.hashes)
@@ -314,7 +314,7 @@ class Ledger:
         return self._told(event, arrival.region, arrival.slots, arrival.page_slots)
 
     def _told(self, event: str, region: str, slots: Tensor, page_slots: int) -> bool:
-        """Whether the arguments can be right. Tells what is wrong."""
+        """Whether the arguments are possible. Reports misuse."""
         if not self._slots.fits(f"ledger.{event}", region, slots, page_slots):
             return False
         if region not in self._able:

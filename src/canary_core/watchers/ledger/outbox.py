@@ -1,4 +1,4 @@
-"""`Outbox`: block rows on their way from the device to the host, in the order in which they were gathered."""
+"""`Outbox`: block rows on their way from the device to the host, in the order gathered."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from canary_core.runtime.host_copy import HostCopy
 About = TypeVar("About")
 
 SLAB_ROWS = 1024
-"""Rows that are copied together."""
+"""Rows copied together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +25,9 @@ class _Slab(Generic[About]):
 
 
 class Outbox(Generic[About]):
-    """Rows are written to slabs of device memory; a full one, or what there is when it is `send`, is copied to pinned
-    memory. Slabs are used again once they were read, so that nothing is allocated as long as the host reads as fast as
-    the device writes. On a CPU nothing is copied."""
+    """Rows are written to slabs of device memory; a full slab, or on `send` a part, is copied to pinned memory. Slabs
+    are used again after the read, so that nothing is allocated as long as the host reads as fast as the device writes.
+    On a CPU nothing is copied."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         self._words = words
@@ -38,8 +38,8 @@ class Outbox(Generic[About]):
 
     def write(self, count: int, gather: Callable[[Tensor, int, int, int], None], about: Callable[[int], About]) -> None:
         """Room for ``count`` rows, in the order of the current stream: ``gather(rows, first, begin, end)`` writes rows
-        ``begin`` to ``end`` of them to ``rows``, int64 ``[any, words]``, from its row ``first`` on; ``about(begin)``
-        goes with them."""
+        ``begin`` to ``end`` to ``rows``, int64 ``[any, words]``, from row ``first`` on; ``about(begin)`` accompanies
+        them."""
         begin = 0
         while begin < count:
             slab = self._filling or self._take()
@@ -53,7 +53,7 @@ class Outbox(Generic[About]):
                 self.send()
 
     def send(self) -> None:
-        """Starts the copy of what was written, on the current stream, which has that behind it. Never waits."""
+        """Starts the copy of the written rows, on the current stream, after the writes. Never waits."""
         slab, self._filling = self._filling, None
         if slab is None:
             return
@@ -61,8 +61,8 @@ class Outbox(Generic[About]):
         self._sent.append(slab)
 
     def arrived(self, wait: bool = False) -> list[tuple[Tensor, About]]:
-        """What has arrived since it was asked last, in order, on the host: rows, which the caller owns, and what goes
-        with them. ``wait``: for all that was sent."""
+        """Rows arrived on the host since the last call, in order: rows, owned by the caller, and their ``about``.
+        ``wait``: for all rows sent."""
         found = []
         while self._sent:
             slab = self._sent[0]

@@ -1,4 +1,4 @@
-"""`RegionLedger`: what was stored of one region, and the verdict on what came back to it."""
+"""`RegionLedger`: entries of stored KV in one region, and the verdict on returning blocks."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -32,23 +32,23 @@ from canary_core.watchers.ledger.table import Match, Table
 from canary_core.watchers.ledger.wording import fold
 
 MOST_FINDINGS = 64
-"""Findings of one read that are told; `differing` in the counts says how many there were."""
+"""Most findings reported by one read; `differing` in the counts has the full number."""
 
 SUMS_SHARE = 64
-"""The `Doubt` of sums takes one part in so many of the ledger's memory, once there is any. It has none of what was
-evicted, so that to look up both errs hardly more often than to look up one."""
+"""The `Doubt` of sums takes one part in so many of the ledger's memory, once there is any. Evicted entries are not in
+it, so that looking up both errs hardly more often than looking up one."""
 
 RECENT = 4096
-"""Blocks that came back of which `RegionLedger.doubt_ratio` speaks: twice so many at most, half of it after that."""
+"""Returned blocks behind `RegionLedger.doubt_ratio`: at most twice as many, halved after that."""
 
 FEW = 64
-"""Blocks that came back, of fewer of which a share says nothing."""
+"""Fewest returned blocks for a meaningful share."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landed:
-    """What goes with the rows of an arrival, from block number ``begin`` of it on. ``expected``: whether it was told
-    before it came; ``forward``: the number of the forward after which that was; ``request``: the writer's name."""
+    """Facts about the rows of an arrival, from its block number ``begin`` on. ``expected``: whether `expect` came
+    before; ``forward``: number of the last forward before; ``request``: the writer's name."""
 
     arrival: Arrival
     expected: bool
@@ -61,10 +61,9 @@ class RegionLedger:
     """The ledger of the region ``state``, for blocks of ``page_slots`` slots, in about ``size_bytes`` of host memory.
 
     `gather` and `land` run on the stream of the forwards, in the order of events; `send` and `read` on the host. Rows
-    are read in the order in which they were gathered, so that what was kept before an arrival is known when that is
-    judged.
+    are read in the order gathered, so that everything kept before an arrival is known at the verdict.
 
-    counts: what became of blocks, by name.
+    counts: number of blocks by fate.
     """
 
     def __init__(self, state: RegionState, backend: Backend, page_slots: int, size_bytes: int) -> None:
@@ -81,23 +80,23 @@ class RegionLedger:
         self.counts: Counter[str] = Counter()
 
     def expect(self, arrival: Arrival) -> None:
-        """Until ``arrival`` was judged, or is given up: blocks of its prefixes whose bytes are not known are no
-        loss, for they will be entered when they have come."""
+        """Until the verdict on ``arrival``, or `give_up`: blocks of its prefixes with unknown bytes are no loss, since
+        they will be entered on arrival."""
         self._awaited.update(arrival.blocks.ends.tolist())
 
     def give_up(self, arrival: Arrival) -> None:
-        """What was expected will not come, or is judged now."""
+        """The arrival will not come, or is judged now."""
         self._awaited.subtract(arrival.blocks.ends.tolist())
         self._awaited = +self._awaited
 
     def gather(self, slots: Tensor, paged: bool) -> None:
-        """What is known of ``slots`` now is on its way to the table: integer ``[blocks * page_slots]``, or ``[blocks]``
-        numbers of pages."""
+        """Sends the known facts about ``slots`` on their way to the table: integer ``[blocks * page_slots]``, or
+        ``[blocks]`` numbers of pages."""
         self._gather(slots, BlockShape(self.page_slots, paged))
 
     def land(self, landed: Landed, rows: Tensor) -> None:
-        """The bytes of an arrival are there: they are fingerprinted, and what they came to is on its way to be judged.
-        ``rows``: `arrivals.sequence_rows` of it on the device."""
+        """The bytes of an arrival are there: they are fingerprinted, and the results sent on their way to the verdict.
+        ``rows``: `arrivals.sequence_rows` on the device."""
         arrival = landed.arrival
         state, slots, blocks = self.state, arrival.slots, arrival.blocks
         if not landed.expected:
@@ -112,12 +111,12 @@ class RegionLedger:
         self.counts["partial"] += blocks.partial
 
     def send(self) -> None:
-        """Starts the copy of what was gathered, on the current stream. Never waits."""
+        """Starts the copy of gathered rows, on the current stream. Never waits."""
         self._outbox.send()
 
     def read(self, wait: bool = False) -> tuple[list[Violation], list[Origin]]:
-        """Takes what has arrived on the host: what was kept is entered, what came back is judged. Gives what is wrong,
-        and the origins that turned out to be shared."""
+        """Takes rows arrived on the host: enters kept blocks, judges returned ones. Returns findings, and origins that
+        turned out to be shared."""
         found: list[Violation] = []
         shared: list[Origin] = []
         for rows, landed in self._outbox.arrived(wait):
@@ -129,8 +128,8 @@ class RegionLedger:
 
     @property
     def doubt_ratio(self) -> float:
-        """The share of comparisons that doubt leaves open: of prefixes of which nothing was ever lost, or of the blocks
-        that came back last, whichever is more."""
+        """The share of comparisons left open by doubt: of prefixes without any loss, or of the blocks returned last,
+        whichever is more."""
         returned = self._in_doubt / self._looked_up if self._looked_up >= FEW else 0.0
         prefix, sum_ = self.table.doubt.ratio(), self._sums.ratio()
         return max(1 - (1 - prefix) * (1 - sum_), returned)
@@ -167,8 +166,8 @@ class RegionLedger:
         self._outbox.write(block.blocks(len(slots)), gather, about)
 
     def _enter(self, rows: Tensor) -> None:
-        """Enters blocks that were kept. Those of which not all is known leave their prefix in doubt: whoever stored
-        them may bring them back."""
+        """Enters kept blocks. Partly unknown ones leave their prefix in doubt: somebody may have stored them and bring
+        them back."""
         flags = rows[:, BLOCK_FLAGS]
         whole = flags == Block.whole()
         kept = rows[whole]
@@ -195,7 +194,7 @@ class RegionLedger:
         self._sums.add(grown)
 
     def _doubted(self, hashes: Tensor, sums: Tensor) -> Tensor:
-        """Under which of ``hashes`` something may have been stored that the table does not have: bool ``[n]``."""
+        """Whether something missing in the table may have been stored under each of ``hashes``: bool ``[n]``."""
         return self.table.doubt.has(hashes) | self._sums.has(sums)
 
     def _judge(self, rows: Tensor, landed: Landed, shared: list[Origin], most: int) -> list[Violation]:
@@ -240,7 +239,7 @@ class RegionLedger:
         return findings
 
     def _verdict(self, match: Match, origin: Origin, doubted: bool) -> str:
-        """The name under which a block that came back counts."""
+        """The name of the count for a returned block."""
         if match.equal and not match.condemned:
             return "matched"
         if origin.lossy:

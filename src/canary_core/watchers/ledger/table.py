@@ -9,10 +9,10 @@ from torch import Tensor
 from canary_core.watchers.ledger.doubt import Doubt
 
 ENTRY_BYTES = 230
-"""Host memory of an entry beside its hash, sum and values: what a Python dict takes for it."""
+"""Host memory of an entry beside its hash, sum and values: the cost of a Python dict."""
 
 MOST_VARIANTS = 8
-"""Different bytes that are kept of one prefix; more leave it in doubt."""
+"""Most different bytes kept for one prefix; more leave the prefix in doubt."""
 
 DOUBT_SHARE = 8
 """`Doubt` takes one part in so many of the table's memory, 8 bits an entry after the table was overwritten a hundred
@@ -21,9 +21,9 @@ times."""
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the table has of one block. ``entries``: how many different bytes are stored under its hash. ``equal``: one
-    of them is these; ``condemned``: that one was found to be wrong before. ``nearest``: the index of the entry that
-    differs in the fewest sources, where none is equal."""
+    """Result of a look-up of one block. ``entries``: number of different bytes stored under the hash. ``equal``: one
+    entry equals the block; ``condemned``: the equal entry was found wrong before. ``nearest``: without an equal one,
+    the index of the entry with the fewest differing sources."""
 
     entries: int
     equal: bool = False
@@ -32,12 +32,11 @@ class Match:
 
 
 class Table:
-    """Entries: a prefix hash, what it grew by in the block, and a value for each of ``sources`` sources. There may be
-    several of one hash: bytes that were computed more than once, with other numerics.
+    """Entries: a prefix hash, its growth in the block, and a value for each of ``sources`` sources. A hash may have
+    several: bytes computed more than once, with other numerics.
 
-    Rows are used in turn. What is used moves to the front, so the one that is overwritten is among the least recently
-    used half. With one entry of a hash all of them go, and the hash is in `doubt` from then on: somebody may still have
-    what was stored.
+    Rows are used in turn. A used entry moves to the front, so an overwritten one is among the least recently used half.
+    With one entry of a hash all go, and the hash is in `doubt` from then on: somebody may still have the stored bytes.
     """
 
     def __init__(self, sources: int, size_bytes: int) -> None:
@@ -61,11 +60,11 @@ class Table:
 
     @property
     def size_bytes(self) -> int:
-        """Host memory of the entries and of what is in doubt."""
+        """Host memory of the entries and of the doubt, in bytes."""
         return self.entries * self.entry_bytes + self.doubt.size_bytes
 
     def add(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool = False) -> None:
-        """int64 ``[n]``, ``[n]`` and ``[n, sources]``. What is there already counts as used."""
+        """Adds rows: int64 ``[n]``, ``[n]`` and ``[n, sources]``. A present entry counts as used."""
         for part in range(0, len(hashes), self.capacity):
             rest = slice(part, part + self.capacity)
             given = hashes[rest], sums[rest], values[rest]
@@ -74,7 +73,7 @@ class Table:
                 given = given[0][again], given[1][again], given[2][again]
 
     def match(self, hashes: Sequence[int], values: Tensor) -> list[Match]:
-        """Compares blocks, by hash and values int64 ``[n, sources]``, with what is stored."""
+        """Compares blocks, by hash and values int64 ``[n, sources]``, with the entries."""
         pairs = [(i, number) for i, hash in enumerate(hashes) for number in self._numbers(hash)]
         found = [Match(0)] * len(hashes)
         if not pairs:
@@ -96,11 +95,11 @@ class Table:
         return found
 
     def values(self, number: int) -> Tensor:
-        """Of an entry that `match` named, until the next `add`: int64 ``[sources]``."""
+        """Values of an entry named by `match`, until the next `add`: int64 ``[sources]``."""
         return self._values[number % self.capacity]
 
     def rows(self, hashes: Iterable[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Hash, sum and values of all entries with these hashes (None: of all) that were not found to be wrong."""
+        """Hash, sum and values of all entries with the given hashes (None: of all), without those found wrong."""
         wanted = self._rows if hashes is None else hashes
         numbers = [number for hash in wanted for number in self._numbers(hash)]
         rows = torch.tensor(numbers, dtype=torch.int64, device="cpu") % self.capacity

@@ -1,4 +1,4 @@
-"""Sweeps: what a prefix cache says that its slots hold, against what Canary remembers of them."""
+"""Sweeps: a prefix cache's claims about its slots, against Canary's records."""
 
 from canary_core.watchers.prefix_cache.runs import CachedRun, FreeList
 from canary_core.watchers.prefix_cache.sweep import RecordSweep, SweepResult

@@ -1,4 +1,4 @@
-"""`Gathered`: what Canary knew of cached slots in one region at the moment of a sweep, and the verdict on it."""
+"""`Gathered`: records of cached slots in one region at the moment of a sweep, and the verdict."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from canary_core.watchers.prefix_cache.runs import Entries, FreeList
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """What the device knew of one region's slots, ``[n]`` each: every number's slot, its record (int32 ``[n, 8]``),
-    whether the number leads nowhere and whether its slot is free; the last two are None where that can't be or isn't
-    told. On the device until `on_host`."""
+    """Records of one region's slots, ``[n]`` each: every number's slot, its record (int32 ``[n, 8]``), whether the
+    number leads nowhere and whether the slot is free; the last two are None where impossible or unknown. On the device
+    until `on_host`."""
 
     state: RegionState
     slot: Tensor
@@ -26,7 +26,7 @@ class Gathered:
 
     @classmethod
     def of(cls, state: RegionState, numbers: Tensor, free: Sequence[FreeList]) -> "Gathered":
-        """Reads the records of ``numbers``, as the engine's tables have them, on the current stream."""
+        """Reads the records of ``numbers``, numbered as in the engine's tables, on the current stream."""
         region = state.region
         slot, lost = region.locate(numbers)
         records = state.records[slot.clamp(0, region.slots - 1)]
@@ -35,27 +35,27 @@ class Gathered:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are, in order."""
+        """All tensors but None, in order."""
         return [t for t in (self.slot, self.records, self.lost, self.free) if t is not None]
 
     def on_host(self, copies: Iterator[Tensor]) -> "Gathered":
-        """The same with copies of `tensors`, of which it takes as many as it needs."""
+        """The same with copies of `tensors`, taken from ``copies``."""
         slot, records = next(copies), next(copies)
         lost = None if self.lost is None else next(copies)
         return Gathered(self.state, slot, records, lost, None if self.free is None else next(copies))
 
     def seen(self) -> Seen:
-        """What the records say."""
+        """The records by field."""
         return Seen.of(self.records, self.slot, self.state.region.status_of(self.slot, self.lost))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """What is wrong with the slots of one region, on the host.
+    """Findings about the slots of one region, on the host.
 
-    entries: int64 ``[k]``, those with a finding. kinds: int64 ``[k]``. should_be: int64 ``[k]``, for `Kind.PREFIX` the
-    hash that would be right. seen: the records of all numbers that were read. judged: how many slots were compared.
-    unknown: how many of them have a record that says nothing.
+    entries: int64 ``[k]``, entries with a finding. kinds: int64 ``[k]``. should_be: int64 ``[k]``, for `Kind.PREFIX`
+    the right hash. seen: the records of all numbers read. judged: number of compared slots. unknown: of these, number
+    with an unknown record.
     """
 
     entries: Tensor
@@ -88,7 +88,7 @@ class Verdict:
         return cls(bad, kinds[bad], should_be[bad], seen, int(chosen.sum()), unknown)
 
     def rows(self, state: RegionState, entries: Entries, step: int, most: int) -> list[list[int]]:
-        """The first ``most`` findings, as the violation ring would have them (see `Row`)."""
+        """The first ``most`` findings, as rows of the violation ring (see `Row`)."""
         bad, kinds = self.entries[:most], self.kinds[:most]
         seen = self.seen[bad]
         said: dict[Row, Tensor | int] = {
@@ -109,5 +109,5 @@ class Verdict:
 
     @property
     def held(self) -> Tensor:
-        """Entries that have a slot in the region, bool ``[n]``."""
+        """Whether each entry has a slot in the region, bool ``[n]``."""
         return self.seen.status == Status.OK

@@ -1,4 +1,4 @@
-"""What a prefix cache and its allocator say of slots: `CachedRun` and `FreeList`."""
+"""A prefix cache's and its allocator's claims about slots: `CachedRun` and `FreeList`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -1
-"""A token that the cache doesn't tell."""
+"""A token not given by the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedRun:
     """Consecutive tokens of one node of a prefix cache.
 
-    node: the engine's number of it, None if it has none. first: position of the first token. slots: integer ``[n]`` on
-    the pool's device, the numbers that the engine's tables use. before: ``[1]``, the slot of the token before, None if
-    there is none or it is nowhere on the device. tokens: int64 ``[n]`` on the host, `UNKNOWN` where the cache doesn't
-    say, None for none. absent: regions in which the run must have no slots (a window that has passed).
+    node: the engine's number of the node, None if there is none. first: position of the first token. slots: integer
+    ``[n]`` on the pool's device, numbered as in the engine's tables. before: ``[1]``, the slot of the token before,
+    None without one on the device. tokens: int64 ``[n]`` on the host, `UNKNOWN` where the cache gives none, None if it
+    gives none at all. absent: regions without slots for the run (a window that has passed).
     """
 
     node: int | None
@@ -33,8 +33,8 @@ class CachedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeList:
-    """Pages of ``page_size`` slots that an allocator has free, as it has them when the runs are read: slots of
-    ``region``, or where that is None the numbers of `CachedRun.slots`. ``slots``: how many there are in all."""
+    """An allocator's free pages of ``page_size`` slots, as of the moment when the runs are read: slots of ``region``,
+    or, if None, numbers as in `CachedRun.slots`. ``slots``: number of slots in all."""
 
     region: str | None
     pages: tuple[Tensor, ...]
@@ -42,7 +42,7 @@ class FreeList:
     slots: int
 
     def contain(self, slot: Tensor) -> Tensor:
-        """Which of ``slot`` are free, bool; numbers that are no slots are not."""
+        """Whether each of ``slot`` is free, bool; False for numbers beyond the slots."""
         count = -(-self.slots // self.page_size)
         free = torch.zeros(count, dtype=torch.bool, device=slot.device)
         for pages in self.pages:
@@ -54,10 +54,10 @@ class FreeList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """The tokens of several runs, one after another, on the host. All int64 ``[n]``: number of its run, position,
-    token (`UNKNOWN` where it can't be judged), and index within the run. ``before``: where the token before the run's
-    first one is found, as an index into the numbers that were read: first all runs' slots, then `CachedRun.before` of
-    those that have one; -1 for runs without."""
+    """The tokens of several runs, one after another, on the host. All int64 ``[n]``: number of the run, position, token
+    (`UNKNOWN` where it can't be judged), and index within the run. ``before``: place of the token before each run's
+    first one, as an index into the numbers read: first all runs' slots, then `CachedRun.before` of the runs that have
+    one; -1 for none."""
 
     runs: Sequence[CachedRun]
     run: Tensor
@@ -68,7 +68,7 @@ class Entries:
 
     @classmethod
     def of(cls, runs: Sequence[CachedRun], vocabulary: int) -> "Entries":
-        """Tokens of ``vocabulary`` and above are none that a forward has seen: they can't be judged."""
+        """Entries of ``runs``. Tokens from ``vocabulary`` on were never seen by a forward, and can't be judged."""
         lengths = torch.tensor([len(run) for run in runs], device="cpu")
         count = int(lengths.sum())
         run = torch.repeat_interleave(torch.arange(len(runs), device="cpu"), lengths)
@@ -88,9 +88,9 @@ class Entries:
         return self.run.shape[0]
 
     def node(self, entry: int) -> int | None:
-        """The node that ``entry`` is of."""
+        """The node of ``entry``."""
         return self.runs[int(self.run[entry])].node
 
     def absent(self, region: str) -> Tensor:
-        """Entries of runs that must have no slots in ``region``, bool ``[n]``."""
+        """Whether each entry's run must have no slots in ``region``, bool ``[n]``."""
         return torch.tensor([region in run.absent for run in self.runs], device="cpu")[self.run]

@@ -1,5 +1,5 @@
-"""What a prefix cache must not say of its slots, whatever they hold: that a cached one is free, that a window which has
-passed still has one, or that two nodes have the same one."""
+"""Rules for a prefix cache's slots, whatever they hold: a cached slot is not free, a passed window has none, and no two
+nodes have the same one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ RULES = {
     "slot_free": "slot {slot}, which holds its position {position}, is in the allocator's free list as well",
     "window_slot": "its window has passed, but position {position} still has slot {slot} there",
 }
-"""What a finding says, by the rule that is broken."""
+"""Sentence of a finding, by the broken rule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +45,8 @@ class Breach:
 
 
 def breaches(gathered: Gathered, verdict: Verdict, entries: Entries) -> list[Breach]:
-    """In a region whose slots are the engine's by a map: windows that have passed and still have slots, and cached
-    slots that are free."""
+    """Breaches in a region with a map from the engine's slots: passed windows that still have slots, and cached slots
+    that are free."""
     region = gathered.state.region
     if region.slot_map is None:
         return []
@@ -59,8 +59,8 @@ def breaches(gathered: Gathered, verdict: Verdict, entries: Entries) -> list[Bre
 
 
 def shared_slots(numbers: Tensor, entries: Entries, most: int) -> list[tuple[int, int, int]]:
-    """Pairs of different runs that name the same slot, and that slot; the first ``most``. ``numbers``: int64 ``[n]``,
-    the runs' slots."""
+    """The first ``most`` pairs of different runs with a common slot, and the slot. ``numbers``: int64 ``[n]``, the
+    runs' slots."""
     slot, order = numbers.sort(stable=True)
     run = entries.run[order]
     twice = ((slot[1:] == slot[:-1]) & (run[1:] != run[:-1])).nonzero()[:, 0]

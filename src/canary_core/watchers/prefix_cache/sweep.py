@@ -1,7 +1,7 @@
-"""`RecordSweep`: compares what a prefix cache says that its slots hold with what Canary remembers of them.
+"""`RecordSweep`: compares a prefix cache's claims about its slots with Canary's records.
 
-The device only gathers: the records of the slots, in order with the forwards on the stream that it is called on, are
-copied to the host, and judged there once they have arrived. So a sweep needs no kernel of its own and never waits.
+The device only gathers: the slots' records, in order with the forwards on the current stream, are copied to the host
+and judged there on arrival. So a sweep needs no kernel of its own and never waits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from canary_core.watchers.prefix_cache.runs import CachedRun, Entries, FreeList
 from canary_core.watchers.prefix_cache.structure import Breach, breaches, shared_slots
 
 MOST_FINDINGS = 256
-"""Findings of one region that are decoded from one batch of runs; `SweepResult.found` counts all of them."""
+"""Most findings of one region decoded from one batch of runs; `SweepResult.found` counts all."""
 
 
 class _Slots(Protocol):
@@ -48,9 +48,9 @@ class Guard(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What one `RecordSweep.issue` came to: findings (the first of each region), how many there are in all, slots
-    compared, slots whose record says nothing. ``shared``: (index of a run, index of another, a slot that both name).
-    ``numbers``: the runs' slots one after another, on the host."""
+    """Result of one `RecordSweep.issue`: findings (the first of each region), their full number, slots compared, slots
+    with an unknown record. ``shared``: (index of a run, index of another, common slot). ``numbers``: the runs' slots
+    one after another, on the host."""
 
     findings: list[Violation]
     found: int
@@ -62,8 +62,8 @@ class SweepResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packet:
-    """One `RecordSweep.issue` on its way to the host: all runs' slots, which of them are free (if that is told), and
-    the tensors of ``regions``. ``read``: what the stream may still be reading, kept until it has."""
+    """One `RecordSweep.issue` on its way to the host: all runs' slots, whether each is free (if known), and the tensors
+    of ``regions``. ``read``: tensors the stream may still be reading, kept until the end."""
 
     runs: list[CachedRun]
     step: int
@@ -74,8 +74,8 @@ class _Packet:
 
 
 class RecordSweep:
-    """Sweeps of one `Canary`. Regions whose slots are not those of the engine's tables are left out: states, rings, and
-    windows without a map. Tokens of ``vocabulary`` and above, such as the hash of an image, are not judged."""
+    """Sweeps of one `Canary`. Regions are left out where slots are not numbered as in the engine's tables: states,
+    rings, and windows without a map. Tokens from ``vocabulary`` on, such as the hash of an image, are not judged."""
 
     def __init__(self, canary: Guard, vocabulary: int = 1 << 31) -> None:
         self._canary = canary
@@ -89,9 +89,9 @@ class RecordSweep:
         self._packets: list[_Packet] = []
 
     def issue(self, runs: Sequence[CachedRun], free: Sequence[FreeList] = ()) -> bool:
-        """Reads the records of ``runs`` on the current stream, which must be the forwards', and starts to copy them to
-        the host; False where there is nothing to read. Events that wait for the next forward take effect before.
-        Tensors of the runs and lists must keep their values until this stream has read them."""
+        """Reads the records of ``runs`` on the current stream, which must be the forwards', and starts the copy to the
+        host; False if there is nothing to read. Events waiting for the next forward take effect before. Tensors of the
+        runs and lists must keep their values until the stream has read them."""
         whole = [run.slots for run in runs]
         before = [run.before for run in runs if run.before is not None]
         if not whole or not self._states:
@@ -107,14 +107,14 @@ class RecordSweep:
         return True
 
     def collect(self) -> list[SweepResult]:
-        """Judges what has arrived, in order. Never waits."""
+        """Judges arrived batches, in order. Never waits."""
         done = []
         while self._packets and self._packets[0].copy.arrived():
             done.append(self._judge(self._packets.pop(0)))
         return done
 
     def drop(self) -> None:
-        """Forgets what is on its way."""
+        """Forgets batches on their way."""
         self._packets.clear()
 
     def _judge(self, packet: _Packet) -> SweepResult:
