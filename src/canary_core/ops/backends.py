@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -73,49 +74,45 @@ def choose(name: str, device: torch.device) -> Backend:
 
 def torch_backend() -> Backend:
     """The vectorised reference; for pools on any device, but meant for the CPU: it allocates and reads back."""
-    from canary_core.ops.torch import (
-        blocks,
-        check,
-        compare,
-        fingerprint,
-        fingerprint_record,
-        histories,
-        lifetime,
-        record,
-        stores,
-        tables,
-    )
-
-    return Backend(
-        "torch", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
-        fingerprint_record.fingerprint_record, compare.scrub,
-        lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
-        compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
-        stores.note_store, stores.compare_stores,
-    )  # fmt: skip
+    return Backend(name="torch", **_ops("torch"))
 
 
 def triton_backend() -> Backend:
     """The kernels; on the CPU only where ``TRITON_INTERPRET=1`` was set before triton was imported."""
-    from canary_core.ops.kernels import (
-        blocks,
-        check,
-        compare,
-        fingerprint,
-        fingerprint_record,
-        histories,
-        launch,
-        lifetime,
-        record,
-        stores,
-        tables,
-    )
+    from canary_core.ops.kernels import launch
 
     return Backend(
-        "triton", fingerprint.baseline, check.check, compare.read_check, fingerprint.fingerprint, record.record,
-        fingerprint_record.fingerprint_record, compare.scrub,
-        lifetime.alloc, lifetime.park, lifetime.share, lifetime.evict, lifetime.free,
-        compare.verify, blocks.adopt, histories.note, blocks.gather_blocks, tables.compare_tables,
-        stores.note_store, stores.compare_stores,
-        launch.ROW_STEPS, launch.compile_together, launch.compile_beside,
-    )  # fmt: skip
+        name="triton",
+        **_ops("kernels"),
+        row_steps=launch.ROW_STEPS,
+        compile_together=launch.compile_together,
+        compile_beside=launch.compile_beside,
+    )
+
+
+_FILES = {
+    "baseline": "fingerprint",
+    "check": "check",
+    "read_check": "compare",
+    "fingerprint": "fingerprint",
+    "record": "record",
+    "fingerprint_record": "fingerprint_record",
+    "scrub": "compare",
+    "alloc": "lifetime",
+    "park": "lifetime",
+    "share": "lifetime",
+    "evict": "lifetime",
+    "free": "lifetime",
+    "verify": "compare",
+    "adopt": "blocks",
+    "note": "histories",
+    "gather_blocks": "blocks",
+    "compare_tables": "tables",
+    "note_store": "stores",
+    "compare_stores": "stores",
+}
+"""Ops, and the file of each in ``ops/torch`` and in ``ops/kernels``."""
+
+
+def _ops(room: str) -> dict[str, Any]:
+    return {op: getattr(import_module(f"canary_core.ops.{room}.{file}"), op) for op, file in _FILES.items()}
