@@ -178,6 +178,18 @@ def test_importing_the_core_loads_nothing_of_the_desk_and_little_else():
 MOST_MODULES, MOST_LINES = 80, 11_000
 
 
+def test_an_engine_that_is_guarded_loads_no_terminal_and_no_template():
+    """Not even where something was found, diagnosed and told. (The console that structlog brings is rich's.)"""
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); from support.guarded import Guarded\n"
+        "guarded = Guarded(read_check=-1)\n"
+        "guarded.submit(); guarded.step(); guarded.engine.v[1].zero_(); guarded.decode(); guarded.canary.close()\n"
+        "assert guarded.findings.told('diagnosis')\n"
+        "print([m for m in ('jinja2', 'rich.progress', 'typer') if m in sys.modules])"
+    )
+    assert output_of(code) == "[]"
+
+
 KNOWN_CIRCLES: set[tuple[str, str]] = set()
 """Imports (who, whom) that close a circle and are still to be undone."""
 
@@ -221,5 +233,5 @@ def output_of(code: str) -> str:
     paths = [ROOT / "src", *ROOT.glob("plugins/*/src")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=ROOT
     ).stdout.strip()
