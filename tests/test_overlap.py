@@ -9,7 +9,7 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
-from canary_core import Overlap
+from canary_core import Overlap, StepListener
 from canary_core.records import COUNTERS, RECORDED
 
 
@@ -163,4 +163,16 @@ def test_a_record_that_fails_switches_canary_off_and_the_engine_goes_on(served):
     served.canary.sampled.give(torch.tensor([7]))
     assert not served.canary.enabled
     assert [event.fields["where"] for event in served.guarded.findings.told("disabled")] == ["step.after"]
+    assert served.run() == ["forward"]
+
+
+def test_once_a_listener_has_failed_nothing_is_asked_of_the_side_stream(served):
+    """It was told of the forward that comes, and has switched Canary off: the forward is the engine's alone."""
+
+    class Bad(StepListener):
+        def begin(self, batch):
+            raise RuntimeError("broken")
+
+    served.step.add(Bad())
+    assert served.run() == ["wait", "forward"]
     assert served.run() == ["forward"]

@@ -178,7 +178,8 @@ class Step:
         current, heard = self._current, bool(self._listeners.all)
         if heard:
             self._begin(batch, overlap)
-        issued_first = current.issues_first(overlap)
+        # A listener that fails switches Canary off.
+        issued_first = self._switch.enabled and current.issues_first(overlap)
         self._inside = True
         try:
             if issued_first:
