@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from support.guarded import Guarded
 from support.interpreter import hasten
 
+from canary_core.desk.incidents import investigator
 from canary_core.guard import canary
 from canary_core.plugins import hook_manager
 from canary_core.testing import Findings
@@ -26,6 +27,17 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Canary that a test leaves behind without a forward does not tell another test, a minute later, that it hears
     nothing. Tests of silence ask for it."""
     monkeypatch.setenv("CANARY_SILENCE_S", "0")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    """Incidents of a test are diagnosed while pytest still keeps its output: between its phases nobody does, and the
+    thread would write to the terminal."""
+    try:
+        return (yield)
+    finally:
+        for one in tuple(investigator._running):
+            one.wait(0.5)  # a test may have stopped the thread on purpose
 
 
 @pytest.fixture(autouse=True)
