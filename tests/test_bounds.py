@@ -10,7 +10,7 @@ from canary_adapters import unknown_tokens
 from canary_adapters.block_lists import MOST_BLOCKS, BlockLists
 from canary_core import Writers
 from canary_core.batch import tokens_cut
-from canary_core.desk.metrics.readings import Reading
+from canary_core.desk.metrics.readings import MetricReading
 from canary_core.runtime.workspace import MOST_SORTS
 
 
@@ -28,7 +28,7 @@ def test_rows_of_a_table_that_wait_for_their_turn_are_counted():
     BlockLists(g.canary).kept([range(MOST_BLOCKS), None, range(MOST_BLOCKS), range(MOST_BLOCKS)], 4)
     assert g.canary.left_out["table_rows_left"] == 2
     assert g.canary.stats()["table_rows_left"] == 2
-    assert Reading.of(g.canary).skipped["table_rows_left"] == 2
+    assert MetricReading.of(g.canary).skipped["table_rows_left"] == 2
 
 
 def test_sorts_of_misuse_beyond_the_bound_are_counted():
@@ -53,5 +53,5 @@ def test_nothing_is_left_out_of_little():
     """All reasons are there from the start, at zero, and none in the stats."""
     g = Guarded()
     assert not any(g.canary.left_out.values())
-    assert g.canary.left_out.keys() <= Reading.of(g.canary).skipped.keys()
+    assert g.canary.left_out.keys() <= MetricReading.of(g.canary).skipped.keys()
     assert not g.canary.left_out.keys() & g.canary.stats().keys()

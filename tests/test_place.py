@@ -9,7 +9,7 @@ from support.toy import ToyEngine
 
 from canary_core import CanaryConfig
 from canary_core.config.faults import FaultSpec
-from canary_core.desk.metrics.readings import Reading
+from canary_core.desk.metrics.readings import MetricReading
 from canary_core.place import Place
 
 
@@ -42,7 +42,7 @@ def test_every_event_and_metric_says_so():
     guarded.engine.k[1][2, 3] += 1
     for _ in range(3):
         guarded.decode()
-    reading = Reading.of(guarded.canary)
+    reading = MetricReading.of(guarded.canary)
     guarded.canary.close()
     names = {event.name for event in guarded.findings.events}
     assert {"attached", "coverage", "incident", "diagnosis", "summary"} <= names

@@ -3,7 +3,7 @@
 import torch
 from ledger.host_tier import HostTier
 
-from canary_core.desk.metrics.readings import Reading
+from canary_core.desk.metrics.readings import MetricReading
 
 PROMPT = list(range(5, 22))
 
@@ -40,7 +40,7 @@ def test_doubt_is_told_at_a_tenth_and_at_a_half():
     assert "CANARY_LEDGER" in tier.g.findings.told("ledger_doubt")[0].fields["reason"]
     ratio = tier.g.canary.stats()["ledger_doubt_ratio"]
     assert 0.5 < ratio <= 1
-    assert abs(Reading.of(tier.g.canary).ledger_doubt - ratio) < 0.001
+    assert abs(MetricReading.of(tier.g.canary).ledger_doubt - ratio) < 0.001
 
 
 def test_blocks_that_come_back_count_too():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import Facts
-from canary_core.kinds.links import Row
+from canary_core.kinds.links import CauseRow
 from canary_core.kinds.page import Page
 from canary_core.records import Kind, Phase
 
@@ -41,7 +41,7 @@ class FindingKind:
     kind: Kind
     place: int
     sentences: tuple[Sentence, ...]
-    brings: Row
+    brings: CauseRow
     diagnose: Rule
     classes: tuple[Class, ...]
     page: Page

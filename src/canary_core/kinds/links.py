@@ -25,7 +25,7 @@ class Link(Enum):
 NEAR_STEPS = {Link.SLOT: 1024, Link.PAGE: 1024, Link.CONTENT: 1024, Link.REQUEST: 64, Link.STEP: 1}
 """How many forwards after an incident's last finding something still links another one to it."""
 
-Row = Mapping[Kind, Set[Link]]
+CauseRow = Mapping[Kind, Set[Link]]
 """Kinds that may follow, and what links each to its cause."""
 
 OWNERS = frozenset({Link.SLOT, Link.PAGE})
@@ -34,7 +34,7 @@ OWNERS = frozenset({Link.SLOT, Link.PAGE})
 READ = OWNERS | {Link.REQUEST}
 """Links to findings of requests that read the slot."""
 
-TWO_OWNERS: Row = {
+TWO_OWNERS: CauseRow = {
     Kind.DOUBLE_FREE: OWNERS,
     Kind.EVICTED_IN_USE: OWNERS,
     Kind.DOUBLE_ALLOC: OWNERS,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from canary_core.desk.metrics.readings import Owner, Reading, Totals
+from canary_core.desk.metrics.readings import MetricReading, Owner, Totals
 
 PREFIX = "kv_canary_"
 OWNER = ("replica", "rank", "model")
@@ -30,7 +30,7 @@ class Family:
 
     name: str
     help: str
-    read: Callable[[Reading | Totals], Mapping[tuple[str, ...], float]]
+    read: Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]
     kind: Literal["counter", "gauge"] = "gauge"
     extra: tuple[str, ...] = ()
     together: Together = "sum"
@@ -45,10 +45,10 @@ class Family:
         """As Prometheus shows it."""
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
-    def samples(self, live: Sequence[Reading], ended: Mapping[Owner, Totals]) -> Iterator[Sample]:
+    def samples(self, live: Sequence[MetricReading], ended: Mapping[Owner, Totals]) -> Iterator[Sample]:
         """The values now: of the Canaries that run, and for counters also of those that have ended."""
         values: dict[tuple[str, ...], float] = {}
-        parts: list[tuple[Owner, Reading | Totals]] = [(r.owner, r) for r in live]
+        parts: list[tuple[Owner, MetricReading | Totals]] = [(r.owner, r) for r in live]
         if self.kind == "counter":
             parts += list(ended.items())
         for owner, part in parts:
@@ -62,32 +62,32 @@ class Family:
 _TOGETHER: dict[Together, Callable[[Iterable[float]], float]] = {"sum": sum, "min": min, "max": max}
 
 
-def _one(name: str) -> Callable[[Reading | Totals], Mapping[tuple[str, ...], float]]:
+def _one(name: str) -> Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]:
     """Reads one number without labels of its own; none where it is not known."""
 
-    def read(part: Reading | Totals) -> Mapping[tuple[str, ...], float]:
+    def read(part: MetricReading | Totals) -> Mapping[tuple[str, ...], float]:
         value = getattr(part, name)
         return {} if value is None else {(): float(value)}
 
     return read
 
 
-def _by_name(name: str) -> Callable[[Reading | Totals], Mapping[tuple[str, ...], float]]:
+def _by_name(name: str) -> Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]:
     """Reads numbers by a name."""
     return lambda part: {(key,): float(value) for key, value in dict(getattr(part, name)).items()}
 
 
-def _by_pair(name: str) -> Callable[[Reading | Totals], Mapping[tuple[str, ...], float]]:
+def _by_pair(name: str) -> Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]:
     """Reads numbers by kind and region."""
     return lambda part: {key: float(value) for key, value in dict(getattr(part, name)).items()}
 
 
-def _info(part: Reading | Totals) -> Mapping[tuple[str, ...], float]:
-    return {part.info: 1.0} if isinstance(part, Reading) else {}
+def _info(part: MetricReading | Totals) -> Mapping[tuple[str, ...], float]:
+    return {part.info: 1.0} if isinstance(part, MetricReading) else {}
 
 
-def _enabled(part: Reading | Totals) -> Mapping[tuple[str, ...], float]:
-    return {(part.mode,): float(part.enabled)} if isinstance(part, Reading) else {}
+def _enabled(part: MetricReading | Totals) -> Mapping[tuple[str, ...], float]:
+    return {(part.mode,): float(part.enabled)} if isinstance(part, MetricReading) else {}
 
 
 FAMILIES = (

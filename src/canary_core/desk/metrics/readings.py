@@ -1,4 +1,4 @@
-"""`Reading`: the numbers of one `Canary` as the host knows them; `Readings`: those of all in this process."""
+"""`MetricReading`: the numbers of one `Canary` as the host knows them; `Readings`: those of all in this process."""
 
 import time
 from collections import Counter as Tally
@@ -25,7 +25,7 @@ Owner = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricReading:
     """One `Canary`, as of the last time that the host read its counters. ``skipped``: what was not checked, by reason.
     ``owner``: of `Place.labels`; ``info``: machine, GPU, its address, version, profile, mode.
     ``violations``, ``incidents``: how many were found, by kind and region, whether or not each was told by itself.
@@ -64,7 +64,7 @@ class Reading:
     last_alarm_test: float | None = None
 
     @classmethod
-    def of_nobody(cls, place: Place, config: CanaryConfig) -> "Reading":
+    def of_nobody(cls, place: Place, config: CanaryConfig) -> "MetricReading":
         """Of an engine at ``place`` that should be guarded and is not, since Canary could not start or attach."""
         counts: dict[str, Any] = dict.fromkeys(("forwards", "checked_forwards", "slots_checked", "bytes_checked"), 0)
         named: dict[str, Any] = {name: {} for name in ("skipped", "violations", "incidents", "overhead")}
@@ -79,7 +79,7 @@ class Reading:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, canary: "Canary") -> "Reading":
+    def of(cls, canary: "Canary") -> "MetricReading":
         """What is known of ``canary`` now."""
         stats, scrub, overhead = canary.stats(), canary.scrub_stats(), canary.overhead_stats()
         computed, guarded = canary.witness.share(canary)
@@ -138,7 +138,7 @@ class Totals:
     guarded_tokens: int = 0
     alarm_tests: int = 0
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: MetricReading) -> None:
         """One more."""
         self.forwards += reading.forwards
         self.checked_forwards += reading.checked_forwards
@@ -157,21 +157,21 @@ class Readings:
 
     def __init__(self) -> None:
         self._lock = RLock()
-        self._last: dict[ref[Canary], Reading] = {}
+        self._last: dict[ref[Canary], MetricReading] = {}
         self._ended: dict[Owner, Totals] = {}
-        self._refused: dict[Owner, Reading] = {}
+        self._refused: dict[Owner, MetricReading] = {}
 
     def refuse(self, place: Place, config: CanaryConfig) -> None:
         """An engine is not guarded that should be; until a Canary of the same replica, rank and model is added. Where
         one runs, its own reading says how it is: nothing."""
         with self._lock:
             if all(reading.owner != place.labels for reading in self._last.values()):
-                self._refused[place.labels] = Reading.of_nobody(place, config)
+                self._refused[place.labels] = MetricReading.of_nobody(place, config)
 
     def add(self, canary: "Canary") -> None:
         """``canary`` guards a pool from now on."""
         with self._lock:
-            self._last[ref(canary)] = Reading.of(canary)
+            self._last[ref(canary)] = MetricReading.of(canary)
             self._refused.pop(canary.place.labels, None)
 
     def end(self, canary: "Canary") -> None:
@@ -179,7 +179,7 @@ class Readings:
         with self._lock:
             own = ref(canary)
             if self._last.pop(own, None) is not None:
-                self._fold(Reading.of(canary))
+                self._fold(MetricReading.of(canary))
                 canary.witness.hand_over(canary)
 
     def running(self) -> list["Canary"]:
@@ -187,7 +187,7 @@ class Readings:
         with self._lock:
             return [canary for canary in (known() for known in self._last) if canary is not None]
 
-    def take(self) -> tuple[list[Reading], dict[Owner, Totals]]:
+    def take(self) -> tuple[list[MetricReading], dict[Owner, Totals]]:
         """The readings of those that run, and the totals of the others by replica, rank and model."""
         with self._lock:
             for known in list(self._last):
@@ -196,15 +196,15 @@ class Readings:
                     # Nobody has closed it: what was read last is what is known.
                     self._fold(self._last.pop(known))
                 else:
-                    self._last[known] = Reading.of(canary)
+                    self._last[known] = MetricReading.of(canary)
             return [*self._last.values(), *self._refused.values()], dict(self._ended)
 
-    def _fold(self, reading: Reading) -> None:
+    def _fold(self, reading: MetricReading) -> None:
         self._ended.setdefault(reading.owner, Totals()).add(reading)
 
 
 def _info(place: Place, profile: str, mode: str) -> tuple[str, ...]:
-    """`Reading.info`."""
+    """`MetricReading.info`."""
     return place.host, place.gpu, place.pci, own_version(), profile, mode
 
 
@@ -233,7 +233,7 @@ def age_s(moment: float | None) -> float | None:
     return None if moment is None else max(time.time() - moment, 0.0)
 
 
-def total(readings: Iterable[Reading]) -> Totals:
+def total(readings: Iterable[MetricReading]) -> Totals:
     """All of ``readings`` in one."""
     added = Totals()
     for reading in readings:
