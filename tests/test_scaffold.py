@@ -53,8 +53,8 @@ def test_the_example_is_what_the_command_writes(tmp_path):
 
 
 def test_the_plugin_of_another_name_passes_its_tests(tmp_path):
-    """Nothing is installed and nothing was changed: its engine's tests, those under guard and the conformance suite
-    are green, and a plugin of two words has its name everywhere."""
+    """Nothing is installed and nothing was changed: the tests under guard and the conformance suite are green, and a
+    plugin of two words has its name everywhere."""
     assert new_plugin("my_acme", "--into", str(tmp_path)).exit_code == 0
     folder = tmp_path / "canary-my-acme"
     done = pytest_runs.run(folder, folder / "src")

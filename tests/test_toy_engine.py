@@ -1,8 +1,8 @@
-"""The toy engine by itself, without Canary: answers depend on the KV and on nothing else."""
+"""The toy engine of examples/canary-toy by itself, without Canary: answers depend on the KV and on nothing else."""
 
 import pytest
 import torch
-from {{ package }}.toy_engine import CHUNK, PAGE, Engine, Request
+from canary_toy.toy_engine import CHUNK, PAGE, Engine, Request
 
 PROMPT = [7, 3, 9, 200, 31, 5, 77, 12, 90, 41, 17, 66, 2, 8, 101, 54, 23, 19, 88, 4, 250]
 
