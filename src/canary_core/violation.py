@@ -9,7 +9,7 @@ from canary_core.records import Kind, Phase, State
 
 @dataclass(frozen=True, slots=True)
 class Violation(Facts):
-    """One finding: what is known of it (`Facts` says what each field is; unknown ones are None), and its sentence."""
+    """One finding: `Facts`, where unknown fields are None, with a sentence and as fields of an event."""
 
     def fields(self) -> dict[str, object]:
         """The known fields as plain values, for an event or JSON; hashes as hexadecimal text."""
@@ -30,7 +30,7 @@ class Violation(Facts):
 
     @property
     def explanation(self) -> str:
-        """A sentence on what happened and what usually causes it. It says only what is known."""
+        """A sentence on the event and the usual causes, with known facts only."""
         return registry.of(self.kind).sentence(self)
 
     def __str__(self) -> str:

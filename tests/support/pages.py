@@ -10,8 +10,7 @@ from pathlib import Path
 
 from canary_core import Kind
 from canary_core.kinds import registry
-from canary_core.kinds.finding_kind import FindingKind
-from canary_core.kinds.page import Remedy, Wrong
+from canary_core.kinds.finding_kind import FindingKind, Remedy, Wrong
 
 ROOT = Path(__file__).parents[2]
 KINDS = [registry.of(kind) for kind in Kind]

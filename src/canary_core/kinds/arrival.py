@@ -1,9 +1,8 @@
 """`arrival`: bytes that came back without a forward are not those that were stored for this prefix."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import FindingKind, Page, Remedy, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, READ, Link
-from canary_core.kinds.page import Page, Remedy, Wrong
 from canary_core.records import Kind
 
 LOAD_BACK = Class(

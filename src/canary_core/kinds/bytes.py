@@ -7,9 +7,8 @@ from canary_core.kinds.arrival import LOAD_BACK
 from canary_core.kinds.case import Case, Copy, Damage, Pattern
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import NAMELESS, named
-from canary_core.kinds.finding_kind import FindingKind, Sentence
+from canary_core.kinds.finding_kind import FindingKind, Page, Remedy, Sentence, Wrong
 from canary_core.kinds.links import READ, Link
-from canary_core.kinds.page import Page, Remedy, Wrong
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER, Kind, Phase, State
 
 FLIPPED_BIT = Class(
@@ -151,7 +150,7 @@ CLASSES = (
 )  # fmt: skip
 
 FILLS = ("zeros", "constant", "nan")
-"""Shapes of bytes that say by themselves what they are, whoever else has such."""
+"""Shapes of bytes with a diagnosis of their own, also where other slots have equal bytes."""
 
 
 def _diagnose(case: Case) -> Iterator[Diagnosis]:
@@ -200,7 +199,7 @@ def _told_bits(pattern: Pattern) -> Iterator[str]:
 
 
 def _copied(case: Case, damage: Damage) -> Iterator[Diagnosis]:
-    """The bytes that were found are those that other slots' records speak of."""
+    """Diagnoses where the bytes found belong to the records of other slots."""
     if not damage.copies:
         return
     own = [c for c in damage.copies if c.source == c.other_source]

@@ -1,9 +1,8 @@
 """`cache_structure`: the prefix cache contradicts itself, its allocator or its window map."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, TWO_OWNERS, Link
-from canary_core.kinds.page import ALLOCATOR, Page, Wrong
 from canary_core.records import Kind
 
 BROKEN_CACHE = Class(

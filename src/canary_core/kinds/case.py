@@ -1,4 +1,4 @@
-"""`Case`: an incident as a rule of diagnosis sees it. The desk makes one from an incident and its evidence."""
+"""`Case`: an incident with the evidence on it, as rules of diagnosis see both."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ from canary_core.records import Kind
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The bytes that were found in ``slot`` of ``source`` are those that the records say belong to ``other_slot`` of
-    ``other_source``."""
+    """The bytes found in ``slot`` of ``source`` belong, by the records, to ``other_slot`` of ``other_source``."""
 
     slot: int
     source: str
@@ -21,13 +20,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The bytes of one slot in one source, which are not what was recorded.
+    """The shape of a slot's bytes in one source where the bytes differ from the record.
 
     shape: ``bit`` (few bits of one word), ``word`` (one word), ``two_bits`` (one bit in each of two words), ``zeros``,
     ``constant`` (every byte the same), ``nan`` (most numbers are NaN or infinite), ``other``.
-    words, old, new: which 32-bit words changed, as they were and as they are, where the fingerprint's algebra tells:
-    a sum of words times odd keys, so one changed word leaves ``difference / key`` behind. byte: the value of a
-    ``constant``. not_finite: share of the numbers that are NaN or infinite.
+    words, old, new: the changed 32-bit words by index, before and after, where the fingerprint's algebra tells: a sum
+    of words times odd keys, so one changed word leaves ``difference / key`` behind. byte: the value of a ``constant``.
+    not_finite: share of the numbers that are NaN or infinite.
     """
 
     slot: int
@@ -39,24 +38,15 @@ class Pattern:
     byte: int | None = None
     not_finite: float = 0.0
 
-    @property
-    def bits(self) -> tuple[int, ...]:
-        """The bits that changed, counted from the slot's first one."""
-        out = []
-        for word, old, new in zip(self.words, self.old, self.new, strict=True):
-            out += [word * 32 + bit for bit in range(32) if (old ^ new) >> bit & 1]
-        return tuple(out)
-
 
 @dataclass(slots=True, eq=False)
 class Damage:
-    """Where the bytes of an incident differ, and how these places lie in requests and pages. ``cells``: slots and
-    sources that differ. ``copies``: those whose bytes belong elsewhere; ``looked_up``: of how many it was asked.
-    ``all_layers``, ``all_halves``: how many the region has, 0 where that is not known. ``positions``: of damaged slots.
-    ``every``: how far apart they are, where that is always the same and those between are intact. ``edge``: in each
-    page the first slot, or the last one, is damaged.
+    """Where the bytes of an incident differ; a cell is a slot in a source. ``copies``: cells with the bytes of another
+    cell, of ``looked_up`` cells. ``all_layers``, ``all_halves``: numbers of the region, 0 if unknown. ``every``: the
+    distance between damaged positions, if constant and with intact positions between. ``edge``: of each page only the
+    first, or only the last, slot is damaged.
 
-    Texts are parts of sentences, empty where it is not so.
+    Texts are parts of sentences, empty where they do not apply.
     """
 
     slots: list[int]
@@ -68,7 +58,6 @@ class Damage:
     cells: int
     copies: list[Copy]
     looked_up: int
-    positions: dict[int, int]
     where: str = ""
     layout: tuple[str, ...] = ()
     every: int | None = None
@@ -82,11 +71,10 @@ class Damage:
 
 @dataclass(slots=True, eq=False)
 class Case(ABC):
-    """An incident and what is known about it. ``root``: its first finding by cause; ``slots``, ``pages``: how many it
-    concerns. ``patterns``: what damaged bytes look like, of those that were looked at.
+    """An incident with the evidence on it. ``root``: the first finding by cause. ``slots``, ``pages``: numbers of
+    different ones in the findings. ``patterns``: shapes of damaged bytes.
 
-    The rest is by records and bytes. Where nobody could look at them, each answer is the one that says nothing: None,
-    0, False or an empty text.
+    The other members come from records and bytes. Without evidence they are None, 0, False or empty.
     """
 
     root: Facts
@@ -102,11 +90,11 @@ class Case(ABC):
 
     @property
     def reader(self) -> str:
-        """The request that reads or writes, in words."""
+        """The root's reading or writing request, in words."""
         return named(self.root.request) or NAMELESS
 
     def of(self, *kinds: Kind) -> list[Facts]:
-        """Findings of these kinds."""
+        """Findings of ``kinds``."""
         return [v for v in self.findings if v.kind in kinds]
 
     @property
@@ -122,22 +110,22 @@ class Case(ABC):
     @property
     @abstractmethod
     def right_slot(self) -> int | None:
-        """The slot that holds what the root's request should read there."""
+        """The slot with the right content for the root's request and position."""
 
     @property
     @abstractmethod
     def only_a_hit(self) -> bool:
-        """Whether the root's request had written nothing before, so that a prefix hit brought all that it reads."""
+        """Whether the root's request had written nothing before: a prefix hit brought everything."""
 
     @property
     @abstractmethod
     def was_cached(self) -> bool:
-        """Whether the prefix cache has, or had, what the root's slot holds."""
+        """Whether the prefix cache has, or had, the content of the root's slot."""
 
     @property
     @abstractmethod
     def handed_out_late(self) -> str:
-        """That the root's slot was handed out again shortly before it was written, as a part of a sentence."""
+        """A part of a sentence if the root's slot was handed out again shortly before the write."""
 
     @property
     @abstractmethod
@@ -150,4 +138,4 @@ class Case(ABC):
 
     @abstractmethod
     def name(self, writer: int) -> str | None:
-        """A request by its writer id."""
+        """The request with this writer id."""

@@ -1,10 +1,10 @@
-"""`Class`: a sort of bug that a finding may come from; `Diagnosis`: one that an incident points to."""
+"""`Class`: a sort of bug; `Diagnosis`: the class that an incident points to."""
 
 from dataclasses import dataclass
 
 SURE = ("certain", "likely", "possible")
-"""How sure a diagnosis is: it follows from a 64-bit fingerprint or from the engine's own events; it is what such a
-pattern usually means; it is one of several explanations."""
+"""How sure a diagnosis is: proven by a 64-bit fingerprint or the engine's own events; the usual meaning of such a
+pattern; one of several explanations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ UNKNOWN = Class(
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``sure``: one of `SURE`. ``evidence``: sentences, each something that was seen."""
+    """``sure``: one of `SURE`. ``evidence``: observations, a sentence each."""
 
     what: Class
     sure: str
@@ -40,18 +40,18 @@ class Diagnosis:
 
     @property
     def sentence(self) -> str:
-        """The class and how sure that is."""
+        """The class and the certainty."""
         verb = {"certain": "This is", "likely": "This is probably", "possible": "This may be"}[self.sure]
         return f"{verb} {self.what.title}."
 
     @property
     def bugs(self) -> tuple[str, ...]:
-        """Public bugs that it resembles."""
+        """Public bugs of the same sort."""
         return self.what.bugs
 
     @property
     def next_steps(self) -> tuple[str, ...]:
-        """What to do next."""
+        """The next things to do."""
         return self.what.next_steps
 
     def fields(self) -> dict[str, object]:

@@ -1,9 +1,8 @@
 """`double_free`: a slot was given back that was free, or parked, already."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import TWO_OWNERS
-from canary_core.kinds.page import ALLOCATOR, Page, Wrong
 from canary_core.records import Kind, State
 
 DOUBLE_FREE = Class(

@@ -1,9 +1,8 @@
 """`evicted_in_use`: the prefix cache gave up a slot that a request still has."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import TWO_OWNERS
-from canary_core.kinds.page import ALLOCATOR, Page, Wrong
 from canary_core.records import Kind, State
 
 EVICTED_IN_USE = Class(

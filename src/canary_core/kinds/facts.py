@@ -1,4 +1,4 @@
-"""`Facts`: the fields of one finding, and the words that sentences have for them."""
+"""`Facts`: the fields of one finding, as values and as parts of sentences."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from canary_core.records import Kind, Phase, State
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of one finding; `Violation` is this with its sentence. Unknown fields are None.
+    """Fields of one finding; `Violation` adds the sentence. Unknown fields are None.
 
-    ``step`` is the forward, counted from 1, whose check found it. ``node`` is the engine's number of a prefix cache's
-    node; ``rule`` names what its structure breaks, ``detail`` says how. ``origin`` brought bytes that differ in
-    ``sources``. ``identity``: of a request that reads what was computed for another one, ``stored_identity``, in words
-    (`Identities`). ``arrived``: the slot's content was copied or loaded there, the writer wrote it elsewhere.
+    ``step``: the forward of the check, counted from 1. ``node``: the engine's number of a prefix cache's node; ``rule``
+    names the broken rule of the cache's structure, ``detail`` says how. ``origin`` brought bytes with differences in
+    ``sources``. ``identity``: of the reading request, in words (`Identities`), where the content was computed for
+    another one, ``stored_identity``. ``arrived``: the content was copied or loaded into the slot and written elsewhere.
     ``window``: the region is a sliding window's, with slots of its own.
     """
 
@@ -49,8 +49,8 @@ class Facts:
     window: bool | None = None
 
     def words(self) -> dict[str, object]:
-        """Parts of sentences by name, for `Sentence.text`. Where a request, slot or step is not known, its part says so
-        or is empty."""
+        """Parts of sentences by name, for `Sentence.text`. The part for an unknown request, slot or step says so or is
+        empty."""
         return {
             "where": self._where(),
             "reader": self._reader(),
@@ -109,17 +109,16 @@ class Facts:
         return f"{counted('slot', self.slot)}{page}{source}{self._pool()}"
 
     def _pool(self) -> str:
-        """Whose slot it is, where the same number is also one of another pool."""
+        """The pool of the slot, where another pool has a slot of the same number."""
         return f" in the window pool {self.region}" if self.window else ""
 
 
 NAMELESS = "a request whose name is not known"
-"""The subject of a sentence where nobody has given the writer's number a name, or it was forgotten."""
+"""The subject of a sentence where the writer's number never had a name, or has none any more."""
 
 
 def named(request: str | None) -> str | None:
-    """A request as the subject of a sentence, None where it has no name. A name that is only a number says what it is
-    the number of."""
+    """A request as the subject of a sentence, None without a name. Digits alone become ``request 7``."""
     name = str(request) if request else None
     return f"request {name}" if name and name.lstrip("-").isdigit() else name
 

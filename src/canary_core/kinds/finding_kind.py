@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import Facts
 from canary_core.kinds.links import CauseRow
-from canary_core.kinds.page import Page
 from canary_core.records import Kind, Phase
 
 Rule = Callable[[Case], Iterator[Diagnosis]]
-"""From a case to the diagnoses that fit it, in any order; none where no pattern is recognised."""
+"""From a case to the fitting diagnoses, in any order; none where no pattern is recognised."""
 
 
 def always(found: Facts) -> bool:
@@ -21,21 +21,68 @@ def always(found: Facts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence on what happened and its usual cause, for findings for which ``when`` holds. Names in braces are
-    those of `Facts.words`."""
+    """A sentence on the event and the usual causes, for findings that fulfil ``when``. Names in braces are those of
+    `Facts.words`."""
 
     text: str
     when: Callable[[Facts], bool] = always
+
+
+class Wrong(Enum):
+    """Sorts of kinds: the rows of README.md's table, in order."""
+
+    READ = "A forward reads the wrong slot"
+    NOTHING = "A forward reads a slot that holds nothing"
+    BYTES = "The bytes of a slot changed, on any layer, in K, V or a scale"
+    WRITE = "A write went wrong"
+    ALLOCATOR = "The allocator or the prefix cache made a mistake"
+    CACHE = "The prefix cache contradicts itself"
+    ARRIVAL = "KV comes back wrong from host memory, a disk, another engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A row of docs/runbook.md, for people on call at night: the usual cause and the next action. ``when``
+    follows the kind's name where more than the kind must be seen."""
+
+    usually: str
+    do: str
+    when: str = ""
+
+
+ALLOCATOR = Remedy(
+    "a bug of the engine's allocator or prefix cache",
+    "go back to the engine's last release; turn the prefix cache off; report it with the text of "
+    "`canary explain DIR --report`",
+)
+TABLE = Remedy(
+    "a wrong table or a wrong batch, often with speculation or overlap scheduling",
+    "turn these off one by one; report it",
+)
+KERNEL = Remedy("a kernel", "another attention backend; report it")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """``means``, ``causes`` and ``next_steps``: the three parts of the kind's section in docs/findings.md, as Markdown.
+    An empty line ends a paragraph or a table; paragraphs are filled anew. ``remedies``: rows in docs/runbook.md, shared
+    with other kinds or of this kind alone."""
+
+    wrong: Wrong
+    means: str
+    causes: str
+    next_steps: str
+    remedies: tuple[Remedy, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
     """One kind of finding.
 
-    ``place``: where it stands between causes and effects; of two findings of one forward the one with the lower place
-    is the cause. ``sentences``: the first whose condition holds is told; the last one always holds. ``brings``: the
-    kinds that may follow from it, and what links each to it. ``classes``: what `diagnose` may name. ``numbers``: the
-    phases in which ``stored_value`` is a slot, a token or an index; else it is a hash.
+    ``place``: number in the order from causes to effects; of two findings of one forward the lower place is the cause.
+    ``sentences``: the first with a fulfilled condition is told; the last has none. ``brings``: the kinds that may
+    follow, and the links between cause and effect. ``classes``: the possible classes of `diagnose`. ``numbers``: phases
+    with a slot, token or index in ``stored_value``; in other phases ``stored_value`` is a hash.
     """
 
     kind: Kind
@@ -49,17 +96,17 @@ class FindingKind:
 
     @property
     def name(self) -> str:
-        """As findings and pages have it."""
+        """The name in findings and pages."""
         return self.kind.name.lower()
 
     def sentence(self, found: Facts) -> str:
-        """The sentence about ``found``, a finding of this kind. It says only what is known."""
+        """The sentence about ``found``, a finding of this kind, with known facts only."""
         text = next(sentence.text for sentence in self.sentences if sentence.when(found))
         return text.format(**found.words())
 
 
 def as_told(what: Class) -> Rule:
-    """The rule of kinds that say by themselves what happened."""
+    """The rule of kinds with a single explanation: the root's own sentence is the evidence."""
 
     def rule(case: Case) -> Iterator[Diagnosis]:
         yield Diagnosis(what, "likely", (case.explanation,))

@@ -1,4 +1,4 @@
-"""`Link`: what two findings of one cause share; and rows of consequences that several kinds have."""
+"""`Link`: a thing in common between two findings of one cause; `CauseRow`: links from a cause to effects."""
 
 from collections.abc import Mapping, Set
 from enum import Enum
@@ -7,32 +7,31 @@ from canary_core.records import Kind
 
 
 class Link(Enum):
-    """What two findings of one cause share."""
+    """A thing in common between two findings of one cause."""
 
     SLOT = "slot"
     """The same slot of the same region."""
     PAGE = "page"
-    """The same page of the same region, or the one beside it."""
+    """The same page of the same region, or a neighbour."""
     REQUEST = "request"
-    """A request that reads or writes, or the one that wrote what is read; of changed bytes only the one that wrote
-    them."""
+    """The reading or writing request, or the writer of the content read; of changed bytes only the writer."""
     STEP = "step"
     """The same forward."""
     CONTENT = "content"
-    """One has the bytes that the other should have."""
+    """One slot has the bytes of the other."""
 
 
 NEAR_STEPS = {Link.SLOT: 1024, Link.PAGE: 1024, Link.CONTENT: 1024, Link.REQUEST: 64, Link.STEP: 1}
-"""How many forwards after an incident's last finding something still links another one to it."""
+"""Forwards after an incident's last finding until the link no longer holds."""
 
 CauseRow = Mapping[Kind, Set[Link]]
-"""Kinds that may follow, and what links each to its cause."""
+"""Kinds that may follow from a cause, each with the links to the cause."""
 
 OWNERS = frozenset({Link.SLOT, Link.PAGE})
-"""Links to findings about the slot, whoever has it."""
+"""Links to findings about the slot, under any owner."""
 
 READ = OWNERS | {Link.REQUEST}
-"""Links to findings of requests that read the slot."""
+"""Links to findings of the slot's readers."""
 
 TWO_OWNERS: CauseRow = {
     Kind.DOUBLE_FREE: OWNERS,
@@ -48,4 +47,4 @@ TWO_OWNERS: CauseRow = {
     Kind.LOST_WRITE: OWNERS,
     Kind.BYTES: OWNERS,
 }
-"""Consequences of a slot that has two owners at a time."""
+"""Consequences of a slot with two owners at a time."""

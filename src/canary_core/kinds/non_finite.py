@@ -1,9 +1,8 @@
 """`non_finite`: a float KV value just written is NaN or infinite, or one that got into the null slot."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import READ, Link
-from canary_core.kinds.page import KERNEL, Page, Wrong
 from canary_core.records import Kind, Phase
 
 NON_FINITE = Class(

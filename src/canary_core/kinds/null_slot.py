@@ -1,9 +1,8 @@
 """`null_slot`: a live token is read from, or written to, the null (padding) slot."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import Link
-from canary_core.kinds.page import TABLE, Page, Wrong
 from canary_core.records import Kind, Phase
 
 PADDING = Class(

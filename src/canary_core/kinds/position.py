@@ -1,8 +1,7 @@
 """`position`: the slot holds another position than the one it is read as."""
 
-from canary_core.kinds.finding_kind import FindingKind, Sentence
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import READ
-from canary_core.kinds.page import TABLE, Page, Wrong
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind
 

@@ -1,8 +1,7 @@
 """`prefix`: the slot's prefix is not the prefix of the slot before it: it belongs to another sequence."""
 
-from canary_core.kinds.finding_kind import FindingKind, Sentence
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import READ
-from canary_core.kinds.page import TABLE, Page, Wrong
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind
 

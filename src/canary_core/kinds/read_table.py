@@ -1,9 +1,8 @@
 """`read_table`: the table that attention was given names another slot than the one that the engine keeps."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, Link
-from canary_core.kinds.page import TABLE, Page, Wrong
 from canary_core.records import Kind, Phase, State
 
 WRONG_TABLE_COPY = Class(

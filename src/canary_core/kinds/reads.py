@@ -1,4 +1,4 @@
-"""The rule of `position`, `token` and `prefix`: a slot is read that holds another position, token or sequence."""
+"""The rule of `position`, `token` and `prefix`: a forward reads another position, token or sequence than its own."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ READ_WRONGLY = (FOREIGN_PREFIX, WRONG_POSITION, STALE_TABLE, ROLLED_BACK, DOUBLE
 
 
 def read_wrongly(case: Case) -> Iterator[Diagnosis]:
-    """The root is a slot that holds another position, token or sequence than the one that is read."""
+    """Diagnoses where the root's slot holds another position, token or sequence than the request's."""
     root, right = case.root, case.right_slot
     here = f"{case.slot} at {counted('position', root.position)} of {case.reader}"
     own = root.request is not None and root.stored_request == root.request

@@ -1,4 +1,4 @@
-"""All kinds of findings, gathered: each `Kind` has the file of its name in this folder."""
+"""All kinds of findings, gathered from the files of this folder, one for each `Kind`."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @cache
 def load() -> "Mapping[Kind, FindingKind]":
-    """All kinds, from causes to effects. A Canary calls it at its start, so that no file is read when something is
-    found. Raises `CanaryError` where a kind has no file, or a wrong one."""
+    """All kinds, from causes to effects. Called at the start of a Canary, so that no finding has to wait for files.
+    Raises `CanaryError` where a kind has no file, or a wrong one."""
     kinds = [_read(kind) for kind in Kind]
     places = [kind.place for kind in kinds]
     for kind in kinds:
@@ -33,14 +33,13 @@ def of(kind: Kind) -> "FindingKind":
 
 @cache
 def links(one: Kind, other: Kind) -> "frozenset[Link]":
-    """Links that two findings of these kinds may have, whichever is the cause: findings of one read come in no causal
-    order."""
+    """Possible links between two findings, whichever is the cause: findings of one read come in no causal order."""
     return frozenset(of(one).brings.get(other, frozenset()) | of(other).brings.get(one, frozenset()))
 
 
 @cache
 def classes() -> "Mapping[str, Class]":
-    """All classes that a diagnosis may name, by name."""
+    """All classes of bugs, by name."""
     from canary_core.kinds.classes import UNKNOWN
 
     named = {what.name: what for kind in load().values() for what in kind.classes}
@@ -48,6 +47,7 @@ def classes() -> "Mapping[str, Class]":
 
 
 def _read(kind: Kind) -> "FindingKind":
+    # Not above: an import of canary_core loads no kinds and nothing of them, a Canary does.
     from canary_core.kinds.finding_kind import FindingKind, always
 
     name = f"canary_core.kinds.{kind.name.lower()}"

@@ -1,9 +1,8 @@
 """`slot_range`: a table names a slot that does not exist."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import Link
-from canary_core.kinds.page import TABLE, Page, Wrong
 from canary_core.records import Kind, Phase
 
 BROKEN_TABLE = Class(

@@ -1,9 +1,8 @@
 """`two_writers`: two tokens of one batch are written to the same slot."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, READ, Link
-from canary_core.kinds.page import KERNEL, Page, Wrong
 from canary_core.records import Kind, Phase
 
 TWO_WRITERS = Class(

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import counted
-from canary_core.kinds.finding_kind import FindingKind, Sentence
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import OWNERS, READ
-from canary_core.kinds.page import ALLOCATOR, Page, Wrong
 from canary_core.kinds.reads import STALE_TABLE
 from canary_core.records import Kind, State
 

@@ -1,9 +1,8 @@
 """`write_after_free`: a forward wrote a slot that was freed and not handed out again."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import TWO_OWNERS
-from canary_core.kinds.page import ALLOCATOR, Page, Wrong
 from canary_core.records import Kind
 
 WRITE_AFTER_FREE = Class(

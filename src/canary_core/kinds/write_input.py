@@ -1,9 +1,8 @@
 """`write_input`: a forward was given another token or position than the request's own."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import Link
-from canary_core.kinds.page import TABLE, Page, Wrong
 from canary_core.records import Kind, Phase
 
 BATCH_INPUT = Class(

@@ -1,9 +1,8 @@
 """`write_slot`: a forward writes a token to another slot than the one it will be read from."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Sentence, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, READ, Link
-from canary_core.kinds.page import TABLE, Page, Wrong
 from canary_core.records import Kind, Phase
 
 WRONG_WRITE_SLOT = Class(

@@ -1,4 +1,4 @@
-"""Where the bytes of an incident differ, and how these places lie in requests and pages, by its evidence."""
+"""`damage_of`: the `Damage` of an incident, by the evidence."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,11 +10,11 @@ from canary_core.kinds.facts import Facts, counted
 from canary_core.records import POSITION, STATES, WRITER, State
 
 EVERY = 3
-"""Damaged tokens at equal distances that are a pattern."""
+"""Fewest damaged tokens at equal distances for a pattern."""
 
 
 def damage_of(found: Sequence[Facts], evidence: Evidence | None) -> Damage:
-    """All that differs now, and what the BYTES findings ``found`` say differed."""
+    """Cells that differ now, by the evidence, or differed by the BYTES findings ``found``."""
     places = {(v.slot, v.source) for v in found if v.slot is not None and v.source is not None}
     if evidence is not None:
         rows, columns = evidence.differs.nonzero(as_tuple=True)
@@ -33,7 +33,6 @@ def damage_of(found: Sequence[Facts], evidence: Evidence | None) -> Damage:
         cells=len(places),
         copies=[] if evidence is None else [c for c in evidence.copies if (c.slot, c.source) in places],
         looked_up=0 if evidence is None else evidence.looked_up,
-        positions={},
     )
     damage.where = _where(damage)
     damage.layout = (f"{len(damage.slots)} slots, {len(sources)} of {len(by_name) or '?'} sources are damaged",)
@@ -43,10 +42,9 @@ def damage_of(found: Sequence[Facts], evidence: Evidence | None) -> Damage:
 
 
 def _place(damage: Damage, evidence: Evidence) -> None:
-    """How the damaged slots lie in their requests and pages."""
-    records = {slot: evidence.record(slot) for slot in damage.slots}
-    damage.positions = {s: r[POSITION] // STATES for s, r in records.items() if r is not None}
-    writers = {r[WRITER] for r in records.values() if r is not None}
+    """Adds the layout of the damaged slots in requests and pages."""
+    records = [evidence.record(slot) for slot in damage.slots]
+    writers = {record[WRITER] for record in records if record is not None}
     if len(writers) == 1:
         _of_one_request(damage, evidence, next(iter(writers)))
     _of_pages(damage, evidence)
@@ -84,10 +82,8 @@ def _of_pages(damage: Damage, evidence: Evidence) -> None:
         pages.setdefault(slot // size, []).append(slot % size)
     for which, place in (("first", 0), ("last", size - 1)):
         if len(pages) > 1 and all(places == [place] for places in pages.values()):
-            damage.edge, damage.edges = (
-                True,
-                (f"the {which} slot of each of {len(pages)} pages of {size} slots is damaged",),
-            )
+            damage.edge = True
+            damage.edges = (f"the {which} slot of each of {len(pages)} pages of {size} slots is damaged",)
     if len(pages) != 1:
         return
     ((page, places),) = pages.items()
@@ -104,16 +100,13 @@ def _of_pages(damage: Damage, evidence: Evidence) -> None:
 
 
 def _of_history(damage: Damage, evidence: Evidence) -> None:
-    """Whether all damaged slots, and only those, came in one way."""
-    for event, noted, name in (("import_records", "arrive", "arrived"), ("share", "share", "shared")):
-        step = last_of_all(evidence, damage.slots, event, noted)
-        if step is not None:
-            text = (
-                f"step {step}"
-                if name == "arrived"
-                else f"every damaged slot is one that a prefix hit brought, the last one at step {step}"
-            )
-            setattr(damage, name, text)
+    """Adds whether all damaged slots came with a load, or with a prefix hit."""
+    arrived = last_of_all(evidence, damage.slots, "import_records", "arrive")
+    if arrived is not None:
+        damage.arrived = f"step {arrived}"
+    shared = last_of_all(evidence, damage.slots, "share", "share")
+    if shared is not None:
+        damage.shared = f"every damaged slot is one that a prefix hit brought, the last one at step {shared}"
 
 
 def _where(damage: Damage) -> str:

@@ -1,4 +1,4 @@
-"""`diagnose`: what probably happened, by the rule of the root's kind, which sees the evidence as a `Case`."""
+"""`diagnose`: the likely classes of an incident, by the rule of the root's kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ def diagnose(incident: Incident, evidence: Evidence | None, patterns: Sequence[P
 
 @dataclass(slots=True, eq=False)
 class _Known(Case):
-    """A case by its evidence."""
+    """A case with the evidence, if there is any."""
 
     incident: Incident
     evidence: Evidence | None

@@ -1,4 +1,4 @@
-"""Events of slots before an incident: by the device's notes of each slot, else by the calls that the host saw, whose
+"""Events of slots before an incident: by the device's notes of each slot, else by the host's journal of calls, where
 slots are not always sure."""
 
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from canary_core.kinds.facts import Facts
 
 
 def last_of_all(evidence: Evidence, slots: Sequence[int], event: str, noted: str) -> int | None:
-    """The last step at which ``event`` happened to one of ``slots``, if it happened to all of them; None if not. Where
-    the device noted what happened to each, as ``noted``, that decides; else the calls that the host saw."""
+    """The last step at which ``event`` happened to one of ``slots``; None unless the event happened to all. By the
+    device's notes, as ``noted``, where every slot has notes; else by the host's journal."""
     lives = [evidence.life(slot) for slot in slots]
     if not all(lives):
         return _last_call(evidence, slots, event)
@@ -43,7 +43,7 @@ def handed_out_late(evidence: Evidence, root: Facts) -> str:
 
 
 def was_cached(evidence: Evidence, slot: int | None) -> bool:
-    """Whether the prefix cache has, or had, what the slot holds."""
+    """Whether the prefix cache has, or had, the slot's content."""
     life = evidence.life(slot)
     if life or slot is None:
         return any(h.event in ("share", "park") for h in life)

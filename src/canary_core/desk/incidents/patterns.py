@@ -1,4 +1,4 @@
-"""`patterns`: shapes of damaged bytes: a flipped bit, zeros, NaN, one byte all over, or none of these."""
+"""`patterns`: shapes of damaged bytes: a flipped bit, zeros, NaN, one byte all over, or another."""
 
 from collections.abc import Iterator
 
@@ -10,18 +10,18 @@ from canary_core.kinds.case import Pattern
 from canary_core.ops import hashing
 
 MOST_BITS = 4
-"""Changed bits of one word that still count as flips."""
+"""Most changed bits of one word for a flip."""
 
 _NUMBERS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 MOST_PATTERNS = 192
-"""Slots and sources that are looked at: it takes a thread a millisecond each."""
+"""Most slots and sources to look at, a millisecond each."""
 
 
 def patterns(evidence: Evidence) -> Iterator[Pattern]:
-    """The pattern of each slot and source whose bytes were taken and differ from what was recorded; of at most
-    `MOST_PATTERNS`, from everywhere among them."""
+    """A pattern for each slot and source with bytes in the evidence that differ from the record; at most
+    `MOST_PATTERNS`, spread over all."""
     differs = evidence.differs[evidence.read] if evidence.read else evidence.differs[:0]
     places = differs.nonzero().tolist()
     for place, column in places[:: max(1, -(-len(places) // MOST_PATTERNS))]:
@@ -60,7 +60,7 @@ Flip = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _one_word(words: Tensor, column: int, stored: int) -> Flip | None:
-    """The one word that could have changed alone, and what it was: ``stored - found = (old - new) * key``."""
+    """The only word that can have changed alone, before and after: ``stored - found = (old - new) * key``."""
     key = keys(len(words))
     difference = torch.tensor(_signed(stored - int(fingerprints(words[None], column)[0])), device="cpu")
     new = words.long() & 0xFFFFFFFF
@@ -74,8 +74,8 @@ def _one_word(words: Tensor, column: int, stored: int) -> Flip | None:
 
 
 def _two_bits(words: Tensor, column: int, stored: int) -> Flip | None:
-    """The one pair of bits, in two words, that could have flipped: each bit's own change is looked for in what is left
-    without another's."""
+    """The only pair of bits, in two words, that can have flipped: the change by each bit is looked up among the
+    differences that the other bits leave."""
     key = keys(len(words))
     new = words.long() & 0xFFFFFFFF
     bits = torch.arange(32, device="cpu")
@@ -97,7 +97,7 @@ def _two_bits(words: Tensor, column: int, stored: int) -> Flip | None:
 
 
 def _inverse(key: Tensor) -> Tensor:
-    """Of odd numbers modulo 2**64, by Newton: each round doubles the bits that are right, three to begin with."""
+    """Inverses of odd numbers modulo 2**64, by Newton: each round doubles the right bits, three to begin with."""
     inverse = key.clone()
     for _ in range(5):
         inverse = inverse * (2 - key * inverse)
