@@ -32,7 +32,13 @@ ELSEWHERE = {
 FILE = re.compile(r"[\w/-]+\.(py|cuh|md|json|jsonl|toml|txt|jinja|bin)")
 COMPOSED = re.compile(r"(?:kv_canary|ledger|swept|unguarded)_(\w+?)(?:_range|_tokens|_forward_tokens)?")
 """Metrics and fields whose names the code puts together from parts."""
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
+DIARIES = frozenset({"evidence.md", "tuning.md"})
+"""Pages that also tell of what there was."""
+PAGES = [
+    page
+    for page in sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")])
+    if page.name not in DIARIES
+]
 PRONOUNS = {
     "it", "its", "they", "them", "their", "this", "that", "these", "those", "which", "what", "who", "whom", "whose",
 }  # fmt: skip

@@ -1,1 +1,1 @@
-"""Runs in and around a forward: what is checked, recorded and scrubbed when, and what is read back of it."""
+"""Work in and around a forward: when to check, record and scrub, and when to read back."""

@@ -1,4 +1,4 @@
-"""Begins to guard a pool, or says why not: what a plugin calls once the engine's pool is there."""
+"""Begins to guard a pool, or reports why not: called by a plugin once the engine's pool exists."""
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -19,16 +19,16 @@ from canary_core.runtime.telling import emit
 Guarded = TypeVar("Guarded")
 
 _attaching: "ContextVar[CanaryConfig | None]" = ContextVar("_attaching", default=None)
-"""Settings of the pool that `attach` is just about."""
+"""Settings of the running `attach`."""
 
 
 def attach(
     where: str, config: CanaryConfig, build: Callable[[], Guarded | None], hooks: pluggy.PluginManager | None = None
 ) -> Guarded | None:
-    """What ``build`` gives: the plugin's own object around a `Canary`, or None where there is nothing to guard, which
-    `report_unguarded` tells. In log mode an exception of ``build`` becomes a ``disabled`` event, which says ``where``
-    (as in `Canary.fail`), and None: the engine goes on unguarded. In raise mode it is raised. ``hooks``: who is told,
-    this process's plugins by default."""
+    """Returns the result of ``build``: the plugin's own object around a `Canary`, or None where there is nothing to
+    guard, reported by `report_unguarded`. In log mode an exception of ``build`` becomes a ``disabled`` event with
+    ``where`` (as in `Canary.fail`), and None: the engine goes on unguarded. In raise mode the exception passes.
+    ``hooks``: receivers of the event, this process's plugins by default."""
     begun = _attaching.set(config)
     try:
         return build()
@@ -47,9 +47,9 @@ def attach(
 def report_unguarded(
     items: Sequence[Uncovered], model: str | None = None, hooks: pluggy.PluginManager | None = None
 ) -> None:
-    """Tells that a pool is not guarded at all: a ``coverage`` event with ``items``, the reasons, and no region.
-    ``model``: as `CanaryConfig.model`. ``hooks``: who is told, this process's plugins by default. Within `attach` the
-    event says whose pool it is."""
+    """Reports a pool as not guarded at all: a ``coverage`` event with ``items``, the reasons, and no region. ``model``:
+    as `CanaryConfig.model`. ``hooks``: receivers of the event, this process's plugins by default. Within `attach` the
+    event names the pool's place."""
     event, config = Coverage((), tuple(items)).event(), _attaching.get()
     place = {} if config is None else _place(config)
     draft = {"model": model, "draft": True} if model else {}
@@ -57,5 +57,5 @@ def report_unguarded(
 
 
 def _place(config: CanaryConfig) -> dict[str, object]:
-    """Whose pool it is. Not of which GPU: nobody knows where the memory is."""
+    """Place of a pool, without the GPU: the place of its memory is unknown."""
     return Place.of(config, torch.device("cpu")).fields()

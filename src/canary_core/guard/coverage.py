@@ -1,4 +1,4 @@
-"""`Coverage`: what share of an engine's KV bytes is guarded, and what is not and why. Told once, at start-up."""
+"""`Coverage`: guarded share of an engine's KV bytes, and the rest with reasons. Reported once, at start-up."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,10 @@ from canary_core.watchers.audit.memory import EngineMemory, Storage
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What the regions guard, and what they leave out. An `Uncovered` without bytes is a doubt, not a gap.
+    """Guarded and left-out memory. An `Uncovered` without bytes is a doubt, not a gap.
 
-    ``engine_guarded_bytes``: see `of_engine`; None where only the adapter says what there is."""
+    ``engine_guarded_bytes``: see `of_engine`; None where the adapter is the only source.
+    """
 
     regions: Sequence[Region]
     uncovered: Sequence[Uncovered]
@@ -24,8 +25,8 @@ class Coverage:
 
     @classmethod
     def of_engine(cls, regions: Sequence[Region], uncovered: Sequence[Uncovered], memory: EngineMemory) -> "Coverage":
-        """As a share of ``memory``, the engine's own: each byte counts once, however many sources share it, and what is
-        neither a region's nor in ``uncovered`` is left out as well, under the engine's names. By addresses alone."""
+        """As a share of ``memory``, the engine's own: each byte counts once, however many sources share it, and bytes
+        neither in a region nor in ``uncovered`` are left out as well, under the engine's names. By addresses alone."""
         described: dict[int, list[Box]] = {}
         for region in regions:
             for source in region.sources:
@@ -39,14 +40,14 @@ class Coverage:
 
     @property
     def guarded_bytes(self) -> int:
-        """Bytes that regions describe: of the engine's, each once; where these are not known, of all regions."""
+        """Bytes described by regions: of the engine's memory, each once; if that is unknown, of all regions."""
         if self.engine_guarded_bytes is not None:
             return self.engine_guarded_bytes
         return sum(r.pool_bytes for r in self.regions)
 
     @property
     def ratio(self) -> float:
-        """Guarded bytes among all that were seen; 0 where nothing was."""
+        """Guarded share of all bytes seen; 0 without any."""
         seen = self.guarded_bytes + sum(u.size_bytes for u in self.uncovered)
         return self.guarded_bytes / seen if seen else 0.0
 
@@ -84,17 +85,17 @@ class Coverage:
 
 @dataclass(slots=True)
 class _Gap:
-    """What nobody describes of one storage."""
+    """The part of one storage without a description."""
 
     storage: Storage
     boxes: list[Box]
-    """All that is described, or left out by an `Uncovered` that says where it is."""
+    """Described memory, and memory left out by an `Uncovered` with an address."""
     guarded_bytes: int
     missing_bytes: int
 
     @classmethod
     def of(cls, storage: Storage, boxes: Sequence[Box], uncovered: Sequence[Uncovered]) -> "_Gap":
-        """``boxes``: what regions describe there."""
+        """The gap of ``storage``, with ``boxes`` described by regions."""
         tensors = [u.tensor for u in uncovered if u.tensor is not None and u.tensor.numel()]
         there = [t for t in tensors if storage.start <= t.data_ptr() < storage.end and t.device == storage.data.device]
         known = [*boxes, *(box_of(t) for t in there)]
@@ -102,7 +103,7 @@ class _Gap:
         return cls(storage, known, distinct_bytes(boxes), missing)
 
     def items(self) -> Iterable[Uncovered]:
-        """What is missing, by the engine's tensors; the smallest first where one lies in another."""
+        """The missing memory, by the engine's tensors; of nested tensors the smallest first."""
         left = self.missing_bytes
         tensors = sorted(self.storage.tensors, key=lambda item: item[1].nbytes)
         sizes = {name: self._missing_of(box_of(tensor)) for name, tensor in tensors} if len(tensors) > 1 else {}
@@ -120,7 +121,7 @@ class _Gap:
 
 
 def _explain(gaps: Sequence[_Gap], sizes: Sequence[int]) -> None:
-    """Takes what is left out without an address from what is missing: from a storage that lacks just so many bytes,
+    """Subtracts memory left out without an address from the gaps: from a storage with exactly as many missing bytes,
     else from one after the other."""
     unplaced = 0
     for size in sizes:
@@ -144,8 +145,8 @@ def _halves(region: Region) -> dict[str, int]:
 
 
 def _listed(items: Iterable[Uncovered]) -> list[str]:
-    """Items of one part (what is before the slash; without one, of one name but for its numbers) with one reason are
-    told together."""
+    """One line for all items of the same part (the name before the slash; without a slash, the name but for its
+    numbers) and the same reason."""
     sizes: dict[tuple[str, str], int] = {}
     items = list(items)
     for item in items:

@@ -6,10 +6,10 @@ from canary_core.region import Region, RegionKind
 
 
 class FingerprintSchedule:
-    """Of one region: every ``interval``-th forward, all that are no decodes, and all that are captured in a graph.
+    """For one region: every ``interval``-th forward, every forward but decodes, and every captured one.
 
-    A forward is fingerprinted when the bytes that it wrote are. Bytes are compared before a forward that will be
-    fingerprinted and before the one after it: before others, nearly nothing that is read has a known fingerprint.
+    A fingerprinted forward has the bytes of its writes fingerprinted. Bytes are compared before a fingerprinted forward
+    and before the next one: before others, nearly nothing to read has a known fingerprint.
     """
 
     def __init__(self, interval: int) -> None:
@@ -18,17 +18,17 @@ class FingerprintSchedule:
         """Whether every forward is fingerprinted."""
         self._forwards = 0
         self.now = True
-        """Whether the forward that began last is fingerprinted."""
+        """Whether the last begun forward is fingerprinted."""
 
     @classmethod
     def of(cls, region: Region, config: CanaryConfig) -> "FingerprintSchedule":
-        """``CANARY_STATE_INTERVAL`` for recurrent states, all of whose bytes each forward rewrites; each forward for
-        all others."""
+        """``CANARY_STATE_INTERVAL`` for recurrent states, rewritten whole by each forward; each forward for all
+        others."""
         return cls(config.state_interval if region.kind is RegionKind.STATE else 1)
 
     def begin(self, batch: BatchView, captured: bool) -> bool:
-        """Host only. A forward of ``batch`` begins; whether to compare what it reads. ``captured``: a graph replays
-        what is launched now, or did at some time, so the host does not know which forward it will be."""
+        """Begins a forward of ``batch``; returns whether to compare the bytes it reads. ``captured``: a graph replays
+        the launches, or did at some time, so the host can't know the forward's number. Host only."""
         self._forwards += 1
         last = self.now
         self.now = captured or batch.tokens > batch.rows or self._forwards % self._interval == 0

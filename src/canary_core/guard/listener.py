@@ -1,4 +1,4 @@
-"""`StepListener`: what accompanies the forwards of one `Canary`; `Listeners`: all of them."""
+"""`StepListener`: companion of one `Canary`'s forwards; `Listeners`: all of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,23 +8,23 @@ from canary_core.runtime.workspace import Failsafe, Switch
 
 
 class StepListener:
-    """What accompanies the forwards of one Canary: subclass it, override what you need, `Step.add` it.
+    """Companion of one Canary's forwards: subclass it, override what you need, `Step.add` it.
 
-    Listeners are called in the order in which they were added, on the engine's stream unless said otherwise. ``batch``
-    is the engine's own object, as `Step.run` was given it; None where there is none. An exception of a listener is one
-    of Canary's own: it switches Canary off in log mode, and is raised in raise mode.
+    Listeners are called in the order added, on the engine's stream unless said otherwise. ``batch`` is the engine's own
+    object, as given to `Step.run`; None where there is none. An exception of a listener counts as Canary's own: in log
+    mode Canary switches off, in raise mode the exception passes.
     """
 
     def begin(self, batch: Any) -> None:
         """A forward is issued next. Its view is not made yet."""
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
-        """A forward is checked next; gives the view to check: ``view``, or one that says more. On the side stream where
-        the forward was issued first (`Overlap.ALL`). ``view`` None: it can't be checked."""
+        """A forward is checked next; returns the view to check: ``view``, or one with more in it. On the side stream
+        where the forward was issued first (`Overlap.ALL`). ``view`` None: the forward can't be checked."""
         return view
 
     def after(self, batch: Any, view: BatchView | None) -> None:
-        """The forward was issued, and all that it waited for has arrived. Nothing of it is recorded yet."""
+        """The forward was issued, and all arrivals it waited for are there. Nothing of the forward is recorded yet."""
 
     def forget(self, batch: Any) -> None:
         """The forward could not be checked, and may have written any of its slots."""
@@ -43,19 +43,19 @@ METHODS = ("begin", "before", "after", "forget", "flushed", "idle", "close")
 
 
 class Listeners:
-    """Calls the listeners of one Canary, in the order in which they were added. An exception of one goes to ``switch``:
-    in log mode the others are called all the same."""
+    """Calls the listeners of one Canary, in the order added. An exception of one goes to ``switch``: in log mode the
+    others are called all the same."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
         self.all: tuple[StepListener, ...] = ()
-        """In the order in which they are called."""
+        """In the order of calls."""
         self._calls: dict[str, list[tuple[Failsafe, Callable[..., Any]]]] = {}
-        """By method: those listeners that override it."""
+        """By method, the listeners that override it."""
         self._find_calls()
 
     def add(self, listener: StepListener) -> None:
-        """``listener`` comes after those that are there."""
+        """Adds ``listener`` after the present ones."""
         self.all += (listener,)
         self._find_calls()
 
@@ -64,7 +64,7 @@ class Listeners:
         self._each("begin", batch)
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
-        """A forward is checked next; gives the view to check, which one listener after the other may amend."""
+        """A forward is checked next; returns the view to check, amended by one listener after the other."""
         for guard, before in self._calls["before"]:
             with guard:
                 view = before(batch, view)

@@ -1,4 +1,4 @@
-"""`Overhead`: what Canary costs, measured by itself in one forward of many."""
+"""`Overhead`: Canary's cost, measured by itself in one forward of many."""
 
 import time
 from collections import deque
@@ -17,19 +17,19 @@ EVERY = 64
 """One forward of so many is measured."""
 
 FIRST = 16
-"""The first forward that is: those before it compile and warm up."""
+"""The first measured forward: earlier ones compile and warm up."""
 
 KEPT = 64
-"""Measured forwards that count: the last ones."""
+"""Number of last measured forwards in the figures."""
 
 NOTHING = nullcontext()
 
 IDLE_S = 1.0
-"""A measured forward that took longer is none: the engine idled."""
+"""Longest measured forward; a longer one is dropped, since the engine idled."""
 
 
 class DeviceSpan:
-    """A context around device work: how long it takes there. Never waits; in use again once it was read."""
+    """A context around device work that measures its time there. Never waits; reusable after the read."""
 
     def __init__(self) -> None:
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -49,24 +49,24 @@ class DeviceSpan:
         self._ended.record(current(self._device))
 
     def seconds(self) -> float | None:
-        """What it took; None while the device is at it."""
+        """The work's duration; None while the device is busy with it."""
         if not self._ended.query():
             return None
         return float(self._began.elapsed_time(self._ended)) / 1e3
 
 
 class Overhead:
-    """Measures one forward of `EVERY`: the host time of Canary's own code in it, and on a GPU the time that its kernels
-    take there. In all others it costs a look at ``due``.
+    """Measures one forward of `EVERY`: the host time of Canary's own code, and on a GPU the time of its kernels. In all
+    others the cost is a look at ``due``.
 
-    Host time is that of the calls of `Step`: not of what a plugin does around them, nor of events of slots. On a CPU it
-    has all of Canary's work. Device time is that of the check and of the record with the scrub, whether or not the
-    engine's own work hides it: what it could cost at most.
+    Host time covers the calls of `Step`, without the plugin's work around them or events of slots. On a CPU it has all
+    of Canary's work. Device time covers the check, and the record with the scrub, whether or not the engine's own work
+    hides them: an upper bound of the cost.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.due = False
-        """Whether the forward that comes, or is under way, is measured."""
+        """Whether the next, or running, forward is measured."""
         self._device = device
         self._spans = tuple(DeviceSpan() for _ in range(2)) if device.type == "cuda" else ()
         self._in_use = 0
@@ -94,13 +94,13 @@ class Overhead:
             self._entered = time.perf_counter()
 
     def leave(self) -> None:
-        """It ends."""
+        """The measured call ends."""
         self._depth -= 1
         if self._depth == 0:
             self._host_s += time.perf_counter() - self._entered
 
     def leaving_out(self, forward: Callable[[], Output]) -> Callable[[], Output]:
-        """``forward``, whose host time is the engine's."""
+        """``forward``, with its host time counted as the engine's."""
 
         def timed() -> Output:
             began = time.perf_counter()
@@ -112,14 +112,15 @@ class Overhead:
         return timed
 
     def device(self, captured: bool) -> AbstractContextManager[None]:
-        """Around work of ours on the current stream. A graph that is captured is not measured: it would replay it."""
+        """Context around Canary's work on the current stream. A captured graph is not measured: a replay would repeat
+        the measurement."""
         if not self.due or captured or self._in_use >= len(self._spans):
             return NOTHING
         self._in_use += 1
         return self._spans[self._in_use - 1].on(self._device)
 
     def step(self) -> None:
-        """A step has ended, nothing of it is measured any more."""
+        """A step has ended, and with it the measurement."""
         if not self.due:
             self._until -= 1
             if self._until <= 0:
@@ -139,7 +140,7 @@ class Overhead:
         self._measured_s = took
 
     def read(self) -> None:
-        """Takes what the device has measured, if it is done. Never waits."""
+        """Takes the device's measurement, if done. Never waits."""
         if self._in_use and not self.due:
             seconds = [span.seconds() for span in self._spans[: self._in_use]]
             if None not in seconds:

@@ -1,9 +1,9 @@
-"""`SampledTokens`: what the sampler gave, to be compared with what the next forward computes.
+"""`SampledTokens`: the sampler's tokens, to compare with the tokens of the next forward.
 
 An engine samples a token, keeps it somewhere (a buffer on the device, a list, the draft of a verification) and feeds it
-to the next forward. Where it feeds another one, nothing else tells: the forward writes a token that is in order by
-itself, and the request goes on with a wrong one. Three bugs of this sort that engines had: the next tokens of two
-requests changed places, a rejected draft was kept, a sequence length was one short after a verification.
+to the next forward. Feeding another token leaves no other trace: the forward writes a token in order by itself, and the
+request goes on with a wrong one. Three such bugs of engines: the next tokens of two requests changed places, a rejected
+draft was kept, a sequence length was one short after a verification.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,20 @@ from canary_core.runtime.streams import capturing
 from canary_core.runtime.workspace import Switch, Workspace
 
 KINDS = (RegionKind.FULL, RegionKind.WINDOW)
-"""Regions whose slots are compared, the first that there is: one slot for each token, written once."""
+"""Regions fit for the comparison, in order of preference: one slot for each token, written once."""
 
 
 class SampledTokens:
-    """Remembers on the device what the sampler gave each request, and for which position. The next forward that
-    computes this position must compute this token, else it is a ``write_input`` finding; and a forward that reads one
-    of a request's last slots must find it there, else it is a ``token`` finding.
+    """Keeps on the device the token sampled for each request, and its position. The next forward that computes the
+    position must compute the same token, else there is a ``write_input`` finding; and a forward that reads one of a
+    request's last slots must find the token there, else there is a ``token`` finding.
 
-    A plugin calls `follow` once, before `Canary.warm_up` and the first forward, and `give` after each forward whose
-    tokens were sampled. What it doesn't tell of is not compared. Nothing is compared either where a batch has the
-    request's own tokens (`BatchView.expected_tokens`) and the computed token is that one: engines may replace what was
-    sampled, as a grammar does.
+    A plugin calls `follow` once, before `Canary.warm_up` and the first forward, and `give` after each forward with
+    sampled tokens. Other tokens are not compared. Nor is a token compared where a batch has the request's own tokens
+    (`BatchView.expected_tokens`) and the computed token is among them: engines may replace a sampled token, as a
+    grammar does.
 
-    It costs no launch: `give` is a copy of a few bytes, and kernels that run anyway do the rest. Nothing waits for the
+    No launch is added: `give` is a copy of a few bytes, and kernels that run anyway do the rest. Nothing waits for the
     device. In log mode nothing raises into the engine.
     """
 
@@ -41,7 +41,7 @@ class SampledTokens:
         self._view: BatchView | None = None
         self._state: RegionState | None = None
         self.left_out = 0
-        """How often `give` was called with what could not be compared."""
+        """Number of calls of `give` without anything to compare."""
 
     @property
     def followed(self) -> bool:
@@ -49,8 +49,8 @@ class SampledTokens:
         return self._state is not None
 
     def follow(self) -> bool:
-        """From now on forwards are compared with what the sampler gave; gives whether there is a region whose slots
-        hold one token each. Allocates device memory. Never captured."""
+        """Compares forwards with the sampler from now on; returns whether there is a region of one token a slot.
+        Allocates device memory. Never captured."""
         if not self._switch.enabled:
             return False
         with self._switch.guard("sampled.follow"):
@@ -61,15 +61,15 @@ class SampledTokens:
         return self.followed
 
     def give(self, tokens: Tensor, without: Sequence[int] = ()) -> None:
-        """What the sampler gave for the forward that was recorded last, before the next one is checked; on the stream
-        of the forwards. May be captured.
+        """Takes the sampled tokens of the last recorded forward, before the next one is checked; on the stream of the
+        forwards. May be captured.
 
         tokens: int32 or int64 ``[rows]``, on the pool's device, in the order of the view's rows: the token after each
         row's last new one. Or ``[rows, n]``, where a verification gives several: the last is the token after the row's
-        last new one, the one before that follows the last but one, and so on; so column ``i`` of as many columns as the
-        row has new tokens follows its new token ``i``. -1 where none was sampled or it was rejected. Of more than 16
-        the last 16 count.
-        without: rows whose token is no one's, such as those of a prompt that is not at its end.
+        last new one, the one before follows the last but one, and so on; so column ``i`` of as many columns as the row
+        has new tokens follows its new token ``i``. -1 where no token was sampled, or the token was rejected. Of more
+        than 16 the last 16 count.
+        without: rows without a sampled token, such as a prompt in the middle.
 
         Tensors that don't fit the last view, and calls without a recorded forward, are counted in ``left_out``.
         """
@@ -90,7 +90,7 @@ class SampledTokens:
             state.samples.give(tokens, tuple(without))
 
     def begin(self) -> None:
-        """A forward is checked next: what is given from now on is not of the one before."""
+        """A forward is checked next: tokens given later do not belong to the one before."""
         self._view = None
 
     def recorded(self, view: BatchView) -> None:
@@ -98,7 +98,7 @@ class SampledTokens:
         self._view = view
 
     def forget(self) -> None:
-        """A forward ran that is not recorded: what was sampled before may be out of date."""
+        """An unrecorded forward ran: earlier sampled tokens may be out of date."""
         self._view = None
         state = self._state
         if state is not None and state.samples is not None:
@@ -114,7 +114,7 @@ def _compared(states: Mapping[str, RegionState]) -> RegionState | None:
 
 
 def _fits(tokens: Tensor, view: BatchView) -> bool:
-    """Whether ``tokens`` may be those of the rows of ``view``."""
+    """Whether ``tokens`` may belong to the rows of ``view``."""
     return (
         tokens.dtype in (torch.int32, torch.int64)
         and tokens.dim() in (1, 2)

@@ -1,7 +1,7 @@
-"""`Scrub`: how far the scrub goes in each region, after which forwards, and what that comes to.
+"""`Scrub`: length of the scrub in each region, its forwards, and its figures.
 
 From setting to kernel: `CanaryConfig.scrub_budget`, `Pace` (bytes of a scrub), `Stretch` (slots of each region),
-`Cursor.SCRUB_SLOTS`, which the scrub's kernel reads. Back to the host: the gauges behind the counters, `Progress`.
+`Cursor.SCRUB_SLOTS`, read by the scrub's kernel. Back to the host: the gauges behind the counters, `Progress`.
 """
 
 import math
@@ -19,26 +19,26 @@ from canary_core.records import COUNTERS, GAUGES, SCRUB_GAUGES, Cursor, ScrubWor
 from canary_core.runtime.streams import synchronize
 
 LAUNCH_S = 8e-6
-"""Seconds of a scrub on a GPU in which it reads nothing, for each launch: `docs/benchmarks.md`, scrub/1MiB."""
+"""Seconds per launch of an empty scrub on a GPU: `docs/benchmarks.md`, scrub/1MiB."""
 
 LEAST_BYTES = 1 << 20
-"""Bytes that a scrub reads at least, where that many are written and its budget is a share of time: a launch takes as
-long without them, and on a CPU most of its time goes into calls. So a pool of a few MB is read every few forwards."""
+"""Least bytes of a scrub, where that many are written and the budget is a share of time: a launch takes as long without
+them, and on a CPU most of the time goes into calls. So a pool of a few MB is read every few forwards."""
 
 CPU_FORWARDS = 4
-"""Forwards that share a scrub on a CPU, where its budget is a share of time."""
+"""Forwards that share a scrub on a CPU, where the budget is a share of time."""
 
 RUNNING_S = 1.0
-"""Time in which all slots of running requests are compared once, if their share of a scrub suffices for that. What is
-not needed for it goes to parked slots."""
+"""Time for one comparison of all slots of running requests, if their share of a scrub suffices. The rest of the share
+goes to parked slots."""
 
 RUNNING_SHARE, MOST_RUNNING_SHARE = 2 / 3, 7 / 8
-"""That share of a scrub running slots have at least, if they need it, while anything is parked; and at most. Where more
-of the written slots are running they have as much as they are, so that to come first never means to come later."""
+"""Least share of a scrub for running slots, if they need it while anything is parked; and the largest. Where more of
+the written slots are running, their share is as large, so that coming first never means coming later."""
 
 PASSED_FOR_ONE, LEAST_PASSED = 16, 16384
-"""Slots that are passed for each one that a scrub compares, and at least: to pass one takes a thirtieth of the time
-that it takes to read one of Llama-8B's, and goes on beside."""
+"""Slots passed for each one compared by a scrub, and the least number: passing one takes a thirtieth of the time to
+read one of Llama-8B's, and overlaps with reading."""
 
 CALIBRATION_BYTES, CALIBRATION_STRIDE = 8 << 30, 3
 """How much is read at most to measure the scrub's speed on a GPU, of each third slot: those of running requests don't
@@ -46,37 +46,37 @@ lie side by side either."""
 
 
 class Pace:
-    """Turns a `ScrubBudget` into scrubs: how many forwards share one, and how many bytes it reads.
+    """Turns a `ScrubBudget` into scrubs: number of forwards per scrub, and bytes per scrub.
 
     A share of time needs the forwards' length (on the host's clock), the scrub's speed (measured once, at attach) and
-    ``launch_s``, the seconds of it that read nothing. Where those would be most of what a forward may spend, one scrub
-    serves several forwards.
+    ``launch_s``, the seconds without reading. If those were most of a forward's budget, one scrub serves several
+    forwards.
 
-    A forward counts as long as the last one, at most as the last ones on average: after a long prefill, decode steps
-    don't pay for its length.
+    A forward counts as long as the last one, at most as the average of the last ones: after a long prefill, decode
+    steps don't pay for its length.
     """
 
     WEIGHT = 0.05
     """Weight of the newest forward in the average."""
     LAUNCH_SHARE = 1 / 16
-    """Most of a scrub's time that goes into its launches."""
+    """Largest share of launches in a scrub's time."""
     MOST_FORWARDS = 64
-    """That share a scrub at most: its pause stays short, however small the budget."""
+    """Most forwards per scrub: the pause stays short, however small the budget."""
 
     def __init__(self, budget: ScrubBudget, bytes_per_s: float, launch_s: float = 0.0) -> None:
         self.budget = budget
         self.bytes_per_s = bytes_per_s
-        """The scrub's speed; 0.0 until it is known."""
+        """The scrub's speed; 0.0 while unknown."""
         self._launch_s = launch_s
         self._last: float | None = None
         self._average_s = 0.0
         self._step_s = 0.0
         self.busy_s = 0.0
-        """Length of all forwards so far, but for those that took more than a second."""
+        """Length of all forwards so far, except those longer than a second."""
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step now; None until it is known."""
+        """Present length of a step in seconds; None while unknown."""
         return self._step_s or None
 
     @property
@@ -99,7 +99,7 @@ class Pace:
         return now
 
     def pause(self) -> float:
-        """The engine idles: the time until the next forward is none. Gives what it is now, as `step`."""
+        """The engine idles: the time until the next forward does not count. Returns the present time, as `step`."""
         self._last = None
         return time.perf_counter()
 
@@ -121,7 +121,7 @@ class Pace:
         return max(1, min(math.ceil(self._launch_s / (self.LAUNCH_SHARE * allowed_s)), self.MOST_FORWARDS))
 
     def scrub_bytes(self, forwards: int) -> int:
-        """Bytes that a scrub may read which serves so many ``forwards``."""
+        """Bytes allowed to a scrub for so many ``forwards``."""
         if self.budget.share is None:
             return self.budget.step_bytes * forwards
         bytes_ = max(self.budget.share * self._step_s * forwards - self._launch_s, 0.0) * self.bytes_per_s
@@ -136,7 +136,7 @@ class Pace:
 
 
 class Round:
-    """How long the scrub takes to pass all ``slots`` of a region in search of one sort, and how many it finds."""
+    """Duration of the scrub's pass over all ``slots`` of a region in search of one sort, and the number found."""
 
     SAMPLES = 256
     """Most samples of a round; a round of fewer reads has one for each."""
@@ -156,8 +156,8 @@ class Round:
 
     @property
     def last(self) -> tuple[float, int] | None:
-        """Seconds of the last whole round, not less than it took, and how many slots were listed in it; None before the
-        first one's end."""
+        """Seconds of the last whole round, rounded up, and number of slots listed in it; None before the end of the
+        first."""
         if len(self._samples) < 2:
             return None
         (began_s, began, listed), (end_s, end, ended) = self._samples[0], self._samples[-1]
@@ -167,7 +167,7 @@ class Round:
 
 
 class Progress:
-    """How far the scrub of one region is: of slots that requests have (``running``), and of parked ones."""
+    """Progress of one region's scrub: over slots of requests (``running``), and over parked ones."""
 
     def __init__(self, slots: int) -> None:
         self.running, self.parked = Round(slots), Round(slots)
@@ -175,7 +175,7 @@ class Progress:
         """How many slots are running and how many parked; None until both are known."""
 
     def add(self, at_s: float, gauges: Sequence[int]) -> None:
-        """The region's gauges, as they were ``at_s``."""
+        """Adds the region's gauges as of ``at_s``."""
         # In the order of `ScrubWord`.
         running_passed, running_listed, parked_passed, parked_listed = gauges
         self.running.add(at_s, running_passed, running_listed)
@@ -187,8 +187,8 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """What one scrub takes of a region: up to ``slots``, ``running`` of them of running requests before parked ones
-    have a turn. 0 until they are set."""
+    """One scrub's part of a region: up to ``slots``, ``running`` of them from running requests before parked ones have
+    a turn. 0 until set."""
 
     state: RegionState
     slots: int = 0
@@ -199,7 +199,7 @@ class Stretch:
         self.progress = Progress(self.state.region.slots)
 
     def resize(self, slots: int, running_share: float = 1.0) -> None:
-        """How many slots the next scrubs list, at least one, and which share of them are running ones first. Small
+        """Sets the number of slots listed by the next scrubs, at least one, and the share of running ones first. Small
         changes are left out: each is a tiny copy."""
         most = self.state.region.slots
         slots = max(min(slots, most), 1)
@@ -214,7 +214,7 @@ class Stretch:
             self.state.cursors[Cursor.SCRUB_RUNNING].fill_(running)
 
     def running_share(self, between_s: float) -> float:
-        """Which share of a scrub is for running slots first, if one comes every ``between_s``."""
+        """Share of a scrub for running slots first, with one scrub every ``between_s``."""
         written = self.progress.written
         if written is None or not self.slots:
             return RUNNING_SHARE
@@ -224,8 +224,7 @@ class Stretch:
 
 
 class Scrub:
-    """Shares ``budget`` among the regions by the bytes of what is written in them. Before the first forward comes
-    `start`."""
+    """Shares ``budget`` among the regions by their written bytes. `start` comes before the first forward."""
 
     def __init__(self, states: Sequence[RegionState], backend: Backend, budget: ScrubBudget) -> None:
         self.stretches = tuple(Stretch(state) for state in states if state.sources.slot_bytes)
@@ -250,7 +249,7 @@ class Scrub:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step of the engine now; None until it is known."""
+        """Present length of the engine's step in seconds; None while unknown."""
         return self.pace.step_s
 
     @property
@@ -263,8 +262,8 @@ class Scrub:
         self.pace.budget = budget
 
     def run(self, captured: bool) -> None:
-        """After a forward: scrubs, if it is its turn or ``captured``, since a graph's launches are always the same. May
-        be captured."""
+        """After a forward: scrubs, if it is due or ``captured``, since a graph's launches are always the same. May be
+        captured."""
         self._since += 1
         if (self._since < self._forwards and not captured) or self.pace.off:
             return
@@ -283,13 +282,13 @@ class Scrub:
         self._probed = None if source < 0 else state
 
     def observe(self, counters: Sequence[int]) -> None:
-        """Host only. The counters that a read brought, with the gauges behind them."""
+        """Takes the counters of a read, with the gauges behind them. Host only."""
         for stretch in self.stretches:
             gauges = counters[COUNTERS + stretch.state.index * GAUGES :][:SCRUB_GAUGES]
             stretch.progress.add(self.pace.busy_s, gauges)
 
     def adjust(self, captured: bool) -> None:
-        """Host only. Sets after how many forwards the next scrubs come, and how many slots they compare."""
+        """Sets the forwards between the next scrubs, and their number of slots. Host only."""
         if self.pace.off:
             return
         self._forwards = 1 if captured else self.pace.forwards
@@ -301,7 +300,7 @@ class Scrub:
             stretch.resize(slots, stretch.running_share(between_s))
 
     def stats(self, scrubbed_slots: int) -> dict[str, float]:
-        """What the scrub comes to after ``scrubbed_slots`` in all, see `Canary.scrub_stats`."""
+        """Figures of the scrub after ``scrubbed_slots`` in all, see `Canary.scrub_stats`."""
         told: dict[str, float] = {"scrub_coverage": scrubbed_slots / self._slots}
         scrub_bytes = 0
         for stretch in self.stretches:
@@ -321,7 +320,7 @@ class Scrub:
         return told
 
     def _written_bytes(self, stretch: Stretch) -> int | None:
-        """Bytes of the region's written slots; None until they are known."""
+        """Bytes of the region's written slots; None while unknown."""
         written = stretch.progress.written
         return None if written is None else sum(written) * stretch.state.sources.slot_bytes
 
@@ -342,7 +341,7 @@ class Scrub:
         return _speeds[alike]
 
     def _measured(self, device: torch.device) -> float:
-        """The scrub's speed on a GPU, which it waits for."""
+        """The scrub's speed on a GPU. Waits for the device."""
         counters = self.stretches[0].state.shared.counters
         before = counters.clone()
         listed_bytes = sum(_list_some(stretch.state) for stretch in self.stretches)
@@ -357,7 +356,7 @@ class Scrub:
         return speed
 
     def launch_all(self) -> None:
-        """What `start` and probes launch, once."""
+        """The launches of `start` and of probes, once."""
         self._fingerprint_all()
         self._scrub_all()
         for stretch in self.stretches:
@@ -378,7 +377,7 @@ whole prefill."""
 
 
 def _list_some(state: RegionState) -> int:
-    """Lists slots to measure by, of which no record says that they were written; gives their bytes."""
+    """Lists slots for the measurement, without a record of a write; returns their bytes."""
     most = max(CALIBRATION_BYTES // state.sources.slot_bytes, 1)
     slots = torch.arange(0, state.region.slots, CALIBRATION_STRIDE, device=state.listed.device)[:most]
     state.listed[0, : len(slots)] = slots.int()

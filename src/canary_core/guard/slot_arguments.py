@@ -1,4 +1,4 @@
-"""`SlotArguments`: whether what an engine's plugin tells of slots can be right at all."""
+"""`SlotArguments`: whether the arguments of a plugin's slot events are possible at all."""
 
 from collections.abc import Mapping
 from numbers import Integral
@@ -11,8 +11,8 @@ from canary_core.runtime.workspace import Switch
 
 
 class SlotArguments:
-    """Looks at the arguments of `SlotEvents`, and tells what is wrong with them, once for each sort. Only what the host
-    knows is looked at."""
+    """Checks the arguments of `SlotEvents`, and reports misuse, once for each sort. Looks only at facts known to the
+    host."""
 
     def __init__(self, states: Mapping[str, RegionState], device: torch.device, switch: Switch) -> None:
         self._states = states
@@ -20,7 +20,7 @@ class SlotArguments:
         self._switch = switch
 
     def region(self, event: str, region: str) -> RegionState | None:
-        """The region's state; None in off mode, and where there is no such region, which is told."""
+        """The region's state; None in off mode, and for an unknown region, which is reported."""
         state = self._states.get(region) if isinstance(region, str) else None
         if state is None and self._states:
             self._refuse(
@@ -60,7 +60,7 @@ class SlotArguments:
         return False
 
     def owner(self, event: str, region: str, writer: object) -> bool:
-        """Whether ``writer`` may be who frees or is given slots. Tells if not."""
+        """Whether ``writer`` may be the owner of slots. Reports misuse."""
         if callable(writer) or isinstance(writer, Integral):
             return True
         self._refuse(
@@ -71,7 +71,7 @@ class SlotArguments:
         return False
 
     def payload_fits(self, region: str, slots: Tensor, rows: Tensor) -> bool:
-        """Whether ``rows`` may be a payload of ``slots``, and these are slots. Tells what is not."""
+        """Whether ``rows`` may be a payload of ``slots``, and ``slots`` slots. Reports misuse."""
         if not self.fit("import_records", region, slots=slots):
             return False
         if isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 2 and len(rows) == len(slots):
@@ -91,7 +91,7 @@ class SlotArguments:
 
 
 def _misfit(slots: object, device: torch.device) -> str:
-    """What keeps ``slots`` from being an integer tensor ``[n]`` on ``device``; empty: nothing."""
+    """The reason why ``slots`` is no integer tensor ``[n]`` on ``device``; empty: none."""
     if not isinstance(slots, Tensor):
         return f"a {type(slots).__name__}"
     if slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:

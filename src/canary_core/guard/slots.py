@@ -1,4 +1,4 @@
-"""`SlotEvents`: what happens to slots beside forwards, as the engine's plugin tells it."""
+"""`SlotEvents`: changes of slots beside forwards, reported by the engine's plugin."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from canary_core.ops.record_buffers import RecordBuffers
 
 Owner = int | Callable[[], int | Tensor]
-"""Who frees or is given slots: a writer id, -1 if unknown, or a function that gives it, or an int32 tensor ``[n]`` with
-one for each slot. It is called when the event takes effect, on the stream of the forwards."""
+"""New or former owner of slots: a writer id, -1 if unknown, or a function that returns one, or an int32 tensor ``[n]``
+with one for each slot. Called when the event takes effect, on the stream of the forwards."""
 
 Ownership = Literal["alloc", "park", "share", "evict", "free"]
-"""What happens to who has a slot: the name of an op of the back ends, too."""
+"""Changes of ownership; also the names of the back ends' ops."""
 
 KEEPING = ("alloc", "park", "share")
-"""Events after which no slot may be handed out that could not be before."""
+"""Events that make no further slot free to be handed out."""
 
 
 class SlotEvents:
-    """What an engine's plugin tells where slots change other than by a forward. Each call names a region of
+    """Calls of an engine's plugin for changes of slots other than by a forward. Each call names a region of
     `Canary.regions`, and does nothing once Canary is off. Slots are integer tensors ``[n]`` on the pool's device, of
-    the region's slots; numbers that are no slots are left out.
+    the region's slots; numbers beyond the region are left out.
 
-    A call whose arguments can't be right (an unknown region, a list, floats, another device, ...) is refused: nothing
-    of it takes effect, and a ``misuse`` event says what to do, once for each sort. In raise mode it is a `MisuseError`.
-    Only what the host knows is looked at: the device is never waited for. In log mode an exception of ours switches
-    Canary off and goes no further; in raise mode it is raised.
+    A call with impossible arguments (an unknown region, a list, floats, another device, ...) is refused: it has no
+    effect, and a ``misuse`` event names the remedy, once for each sort. In raise mode it is a `MisuseError`. Only facts
+    known to the host are checked: no call waits for the device. In log mode an exception of Canary's own switches
+    Canary off and goes no further; in raise mode it passes.
     """
 
     def __init__(self, workspace: Workspace, switch: Switch, audit: RunningAudit) -> None:
         self.workspace = workspace
         self.audit = audit
-        """What is told here of slots that change is no surprise to it."""
+        """The audit: slots changed by these calls are no surprise to it."""
         self._switch = switch
         self._states = workspace.states
         self._given = SlotArguments(workspace.states, workspace.device, switch)
@@ -57,12 +57,12 @@ class SlotEvents:
 
     def alloc(self, region: str, slots: Tensor, writer: Owner = -1, page_slots: int = 1) -> None:
         """The engine's allocator handed ``slots`` out to request ``writer``. With ``page_slots`` above 1 they number
-        pages of so many slots. A slot that is in use or parked is a DOUBLE_ALLOC finding.
+        pages of so many slots. A slot in use or parked is a DOUBLE_ALLOC finding.
 
-        Events take effect in the order in which the host issues them, before the next forward that it issues: call it
-        from any stream; ``slots`` must stay as they are until then. An engine tells all of a region's life or nothing
-        of it: slots that are freed by events must be handed out by `alloc`, and slots that the prefix cache gives up by
-        `evict` must have been parked, until `end_lifetime`. Slots of which no event has told are not judged.
+        Events take effect in the order issued by the host, before the next forward it issues: call from any stream;
+        ``slots`` must stay unchanged until then. An engine reports all of a region's life or nothing: slots freed by
+        events must be handed out by `alloc`, and slots given up by the prefix cache with `evict` must have been parked,
+        until `end_lifetime`. Slots without an event are not judged.
         """
         self._put_owned(("alloc", region, page_slots), slots, writer)
 
@@ -74,12 +74,12 @@ class SlotEvents:
         page_slots: int = 1,
         ready: Sequence[torch.cuda.Event] = (),
     ) -> None:
-        """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. To read them
-        is legal; a forward that writes them makes them held again. Slots that are parked or free already are a
-        DOUBLE_FREE finding.
+        """The last request, ``writer``, let go of ``slots``, and the prefix cache keeps them; see `alloc`. Reading them
+        is legal; a forward's write makes them held again. Slots already parked or free are a DOUBLE_FREE finding.
 
-        ``ready``, here and in the others: events after which ``slots`` are there; none for what the current stream has
-        to do."""
+        ``ready``, here and in the others: events after which ``slots`` are there; none for the current stream's present
+        work.
+        """
         self._put_owned(("park", region, page_slots), slots, writer, ready)
 
     def share(
@@ -90,8 +90,8 @@ class SlotEvents:
         page_slots: int = 1,
         ready: Sequence[torch.cuda.Event] = (),
     ) -> None:
-        """Request ``writer`` takes ``slots`` that the prefix cache has, a prefix hit; see `alloc`. They are not parked
-        any more; for slots that a request has already it is harmless. Slots that are free are a FREED finding."""
+        """Request ``writer`` takes ``slots`` from the prefix cache, a prefix hit; see `alloc`. They are no longer
+        parked; for slots of another request the call is harmless. Free slots are a FREED finding."""
         self._put_owned(("share", region, page_slots), slots, writer, ready)
 
     def evict(
@@ -102,8 +102,8 @@ class SlotEvents:
         page_slots: int = 1,
         ready: Sequence[torch.cuda.Event] = (),
     ) -> None:
-        """The prefix cache gave ``slots`` up: they are free; see `alloc`. Slots that were handed out or written since
-        they were parked are an EVICTED_IN_USE finding, slots that are free already a DOUBLE_FREE."""
+        """The prefix cache gave ``slots`` up: they are free; see `alloc`. Slots handed out or written since they were
+        parked are an EVICTED_IN_USE finding, slots already free a DOUBLE_FREE."""
         self._put_owned(("evict", region, page_slots), slots, writer, ready)
 
     def free(
@@ -114,13 +114,13 @@ class SlotEvents:
         page_slots: int = 1,
         ready: Sequence[torch.cuda.Event] = (),
     ) -> None:
-        """The engine's allocator got ``slots`` back, from request ``writer``, and no prefix cache keeps them; see
-        `alloc`. Slots that are parked or free already are a DOUBLE_FREE finding."""
+        """The engine's allocator got ``slots`` back from request ``writer``, and no prefix cache keeps them; see
+        `alloc`. Slots already parked or free are a DOUBLE_FREE finding."""
         self._put_owned(("free", region, page_slots), slots, writer, ready)
 
     def defer(self, tell: Callable[[], None]) -> None:
-        """For events that are cheaper told as one. ``tell`` tells them: it is called once, before any other event and
-        before the next forward, so that the order stays what it was."""
+        """For events cheaper to report as one. ``tell`` reports them: called once, before any other event and before
+        the next forward, so that the order stays the same."""
         if self._switch.enabled:
             self._queue.defer(tell)
 
@@ -134,13 +134,14 @@ class SlotEvents:
                 self._queue.put_arrival(partial(contents.forget_releases, state))
 
     def copy(self, region: str, source: Tensor, destination: Tensor, check: bool = False) -> None:
-        """The engine copied slots ``source`` to ``destination``: what is known of them travels with the bytes, their
-        fingerprints too. So a copy that went wrong is found like any other change, and what lies in ``destination`` is
-        never taken for right. Call it when the copy was issued, on the same stream. Overlaps are read first.
+        """The engine copied slots ``source`` to ``destination``: records and fingerprints travel with the bytes. So a
+        wrong copy is found like any other change, and ``destination`` is never taken for right as it is. Call once the
+        copy was issued, on the same stream. Overlaps are read first.
 
-        ``check``: compares the bytes of ``destination`` at once, in one more launch, where the scrub would come by only
-        later: for few slots, on the stream of the forwards. Not where a graph is captured, or where events of the
-        allocator still wait."""
+        ``check``: compares the bytes of ``destination`` at once, in one more launch, instead of later by the scrub: for
+        few slots, on the stream of the forwards. Not during a graph capture, or while events of the allocator still
+        wait.
+        """
         state = self._told("copy", region, source=source, destination=destination)
         if state is not None:
             self.audit.claim(region, destination)
@@ -161,14 +162,15 @@ class SlotEvents:
         self._mark(region, slots, State.UNKNOWN)
 
     def forget_bytes(self, region: str, slots: Tensor) -> None:
-        """What bytes ``slots`` have is not known; what was written there still is. Takes effect on the current stream
-        at once, without a wait for the device."""
+        """Makes the bytes of ``slots`` unknown; the records stay. Takes effect on the current stream at once, without a
+        wait for the device."""
         self._fingerprint("forget_bytes", region, slots, lambda state: 0)
 
     def adopt_bytes(self, region: str, slots: Tensor) -> None:
-        """``slots``, which hold nothing, were handed out, and in them lie the bytes of another region with the same
-        memory: a write that leaves them so is lost. One look at their bytes, in the order of events; numbers that are
-        no slots are left out. Not for slots that will be read: what lies there now would count as right."""
+        """Takes the present bytes of ``slots``, empty and just handed out, as their fingerprint; they are bytes of
+        another region in the same memory: a write that leaves them unchanged is lost. One look at the bytes, in the
+        order of events; numbers beyond the region are left out. Not for slots to be read: their present bytes would
+        count as right."""
         state = self._told("adopt_bytes", region, slots=slots)
         if state is not None and state.readable and len(slots):
             with self._switch.guard("slots.adopt_bytes"):
@@ -177,7 +179,7 @@ class SlotEvents:
 
     def expect_zeros(self, region: str, slots: Tensor) -> None:
         """All bytes of ``slots`` are zero: a write that leaves them so is lost. Takes effect on the current stream at
-        once; numbers that are no slots are left out."""
+        once; numbers beyond the region are left out."""
         # The fingerprint of zero bytes is the salt alone.
         self._fingerprint("expect_zeros", region, slots, lambda state: state.sources.salts[: len(state.sources)])
 
@@ -193,12 +195,12 @@ class SlotEvents:
                 state.fingerprints[slot] = torch.where(anything, value(state), state.fingerprints[slot])
 
     def expect(self, region: str, slots: Tensor) -> None:
-        """Bytes of ``slots`` will arrive by another way than a forward: what was written there is not judged any more.
-        Slots that hold nothing stay so, for events of the allocator that are still to come.
+        """Bytes of ``slots`` will arrive by another way than a forward: written slots are no longer judged. Empty slots
+        stay empty, for events of the allocator still to come.
 
-        Unlike the other events it does not wait for those issued before, but takes effect on the current stream at
-        once, whatever is in flight on others; the transfer must begin after it. `forget` or `import_records` must
-        follow, in the order of events.
+        Unlike the other events, takes effect on the current stream at once, without waiting for earlier events,
+        whatever is in flight on others; the transfer must begin afterwards. `forget` or `import_records` must follow,
+        in the order of events.
         """
         state = self._told("expect", region, slots=slots)
         if state is not None:
@@ -208,8 +210,8 @@ class SlotEvents:
                 contents.expect(state, slots)
 
     def check(self, region: str, slots: Tensor) -> None:
-        """Compares the bytes of ``slots`` with their records, on the current stream: right after they arrived with
-        records, where the scrub would come by only later. Never captured."""
+        """Compares the bytes of ``slots`` with their records, on the current stream: right after an arrival with
+        records, instead of later by the scrub. Never captured."""
         state = self._told("check", region, slots=slots)
         if state is not None and state.readable:
             with self._switch.guard("slots.check"):
@@ -218,10 +220,10 @@ class SlotEvents:
                 self.workspace.backend.verify(state, slots)
 
     def expect_prefix(self, region: str, source: str, slots: Tensor, lengths: Tensor, writers: Tensor) -> None:
-        """Before a forward, for requests that are new to ``region``, which keeps one slot of each sequence (a reused
-        recurrent state): what they read there must be of the sequences whose last tokens region ``source`` has in
-        ``slots``, else it is a PREFIX finding. ``lengths``, ``writers``: integer ``[rows]``, prefix length and writer
-        of each row. Rows of which ``source`` has no sure record are not judged. Never captured."""
+        """Before a forward, for requests new to ``region``, which keeps one slot of each sequence (a reused recurrent
+        state): each must read there the sequence whose last token region ``source`` has in ``slots``, else there is a
+        PREFIX finding. ``lengths``, ``writers``: integer ``[rows]``, prefix length and writer of each row. Rows without
+        a sure record in ``source`` are not judged. Never captured."""
         other = self._state(source, "expect_prefix")
         state = self._told("expect_prefix", region, slots=slots, lengths=lengths, writers=writers)
         if state is not None and other is not None:
@@ -230,18 +232,17 @@ class SlotEvents:
             cross_region.expect_sequences(state, other, slots, lengths=lengths, writers=writers)
 
     def payload_layout(self, region: str) -> PayloadLayout | None:
-        """What the payloads of `export_records` mean, for `check_payload`; None in off mode."""
+        """Meaning of the payloads of `export_records`, for `check_payload`; None in off mode."""
         state = self._given.region("payload_layout", region)
         return None if state is None else PayloadLayout.of(state)
 
     def export_records(self, region: str, slots: Tensor, settle: bool = True) -> Tensor:
-        """What is known of ``slots``, to travel with their bytes: an int64 payload
-        ``[n, payload_layout(region).words]`` on the pool's device, ``[n, 0]`` in off mode and where the call is
-        refused. Call it when the bytes are read, on the same stream. Any place may keep it; its rows may be cut and
-        joined as the slots are.
+        """Payload of ``slots``, to travel with their bytes: int64 ``[n, payload_layout(region).words]`` on the pool's
+        device, ``[n, 0]`` in off mode and for a refused call. Call when the bytes are read, on the same stream. Any
+        place may keep the payload; rows may be cut and joined like the slots.
 
-        ``settle``: events that wait and change what slots hold take effect before. Not for a stream other than the
-        forwards', and then none of those events may be about ``slots``.
+        ``settle``: waiting events that change the content of slots take effect before. Set to False on another stream
+        than the forwards', and only if no such event concerns ``slots``.
         """
         state = self._given.region("export_records", region)
         if state is None or not self._given.fit("export_records", region, slots=slots):
@@ -256,11 +257,11 @@ class SlotEvents:
         return slots.new_zeros((slots.shape[0], PayloadLayout.of(state).words), dtype=torch.int64)
 
     def import_records(self, region: str, slots: Tensor, rows: Tensor, writer: int = -1) -> None:
-        """Bytes arrived in ``slots`` (each at most once) with the payload ``rows`` of the slots they come from: rows of
-        `export_records`, of this Canary or another one, here or in host memory. Slots whose row does not fit are not
-        judged until they are written again, as with `forget`. Call it when the transfer was issued, on the same stream;
-        pinned ``rows`` must stay as they are until that stream has read them. ``writer``: who is named as the writer of
-        slots that another Canary exported (-1: nobody)."""
+        """Bytes arrived in ``slots`` (each at most once) with the payload ``rows`` of their source slots: rows of
+        `export_records`, of this Canary or another one, here or in host memory. Slots with an unfitting row are not
+        judged until rewritten, as with `forget`. Call once the transfer was issued, on the same stream; pinned ``rows``
+        must stay unchanged until the stream has read them. ``writer``: named as the writer of slots exported by another
+        Canary (-1: nobody)."""
         state = self._state(region, "import_records")
         if state is not None and self._given.payload_fits(region, slots, rows):
             self._count("import_records", region)
@@ -273,24 +274,22 @@ class SlotEvents:
                 self._queue.put_arrival(apply, slots, rows)
 
     def record_buffers(self, region: str) -> "RecordBuffers":
-        """What is known of all slots of ``region``, as tables that a transfer engine can send beside the KV. They are
-        this Canary's own and go on changing: not to be written to, but for their stamps. Raises `AttachError` for a
-        region that is not guarded."""
+        """Records of all slots of ``region``, as tables that a transfer engine can send beside the KV. They are this
+        Canary's own, live tables: not to be written to, except the stamps. Raises `AttachError` for an unguarded
+        region."""
         from canary_core.ops.record_buffers import RecordBuffers
 
         return RecordBuffers.of(self._require(region))
 
     def empty_buffers(self, region: str) -> "RecordBuffers":
-        """Tables of the same shape with nothing in them, to receive such rows. Raises `AttachError` for a region that
-        is not guarded."""
+        """Empty tables of the same shape, to receive such rows. Raises `AttachError` for an unguarded region."""
         from canary_core.ops.record_buffers import RecordBuffers
 
         return RecordBuffers.inbox(self._require(region))
 
     def carry_over(self, old: "SlotEvents", region: str, source: Tensor, destination: Tensor) -> None:
-        """This Canary takes the place of another one, whose events are ``old``: what that knows of the region's slots
-        ``source`` is known of ``destination`` now; the number of the step and the requests' sequences go on. On the
-        current stream at once."""
+        """Takes over from another Canary with the events ``old``: its records of the region's slots ``source`` become
+        the records of ``destination``; step number and sequences of requests go on. On the current stream at once."""
         state = self._told("carry_over", region, source=source, destination=destination)
         before = old._states.get(region)
         if state is not None and before is not None:
@@ -305,28 +304,27 @@ class SlotEvents:
             self.audit.rebind(region, sources)
 
     def rebind_alike(self, region: str, tensors: Sequence[Tensor], places: Sequence[Placement]) -> bool:
-        """As `rebind`, for a cache that is made anew by every forward, at a fraction of its cost: source ``i`` of the
-        region lies in ``tensors[i]`` now, as ``places[i % len(places)]`` says. Gives whether it did so: it takes
+        """As `rebind`, for a cache made anew by every forward, at a fraction of the cost: source ``i`` of the region
+        moves to ``tensors[i]``, laid out as ``places[i % len(places)]``. Returns whether the move was made: only with
         tensors of one shape, strides and type for each place, all aligned to 16 bytes, and sources that differ from
-        those of the same place in nothing but name and tensor. Where it gives False nothing has changed: call `rebind`.
-        """
+        others of the same place in name and tensor only. False: nothing has changed; call `rebind`."""
         state = self._state(region, "rebind")
         if state is None:
             return True
         return not self.audit.follows_sources and state.rebind_alike(tensors, places)
 
     def let_go(self, region: str) -> None:
-        """The forward that `Step.before` was called for will give the region's tensors up. Canary keeps none of them,
-        so that their memory is free as early as without Canary, and reads none until the next `rebind`, which must
-        come before `Step.after`. For a cache that every forward makes anew, checked on the forward's own stream
-        (`Overlap.NONE`). While an audit runs it does nothing. Never captured."""
+        """The forward of the last `Step.before` will give up the region's tensors. Canary releases them, so that their
+        memory is free as early as without Canary, and reads none until the next `rebind`, which must come before
+        `Step.after`. For a cache made anew by every forward, checked on the forward's own stream (`Overlap.NONE`). Does
+        nothing during an audit. Never captured."""
         # One that an error has switched off keeps nothing either.
         state = self._given.region("let_go", region)
         if state is not None and not self.audit.follows_sources:
             state.sources.let_go()
 
     def still_holds(self, region: str, slot: int, step: int) -> bool:
-        """Whether ``slot`` still holds what the forward ``step`` wrote there. Reads the device and waits for it."""
+        """Whether ``slot`` still holds the write of forward ``step``. Reads the device and waits for it."""
         state = self._given.region("still_holds", region)
         if state is None:
             return False
@@ -335,22 +333,23 @@ class SlotEvents:
         return record[STEP_WRITTEN] == step and record[POSITION] & UNPARKED == State.WRITTEN
 
     def settle(self) -> None:
-        """Lets events that wait for the next forward take effect now, on the current stream, which must be the
-        forwards'. Never captured."""
+        """Applies events waiting for the next forward now, on the current stream, which must be the forwards'. Never
+        captured."""
         if self._switch.enabled:
             with self._switch.guard("slots.settle"):
                 self.workspace.join()
                 self._queue.settle()
 
     def _state(self, region: str, event: str) -> RegionState | None:
-        """None where nothing is to be done: Canary is off, or the region, which ``event`` names, is not guarded."""
+        """The region's state; None where there is nothing to do: Canary is off, or the region of ``event`` is not
+        guarded."""
         if self._switch.put_off is not None:
             self._switch.put_off()
         return self._given.region(event, region) if self._switch.enabled else None
 
     def _told(self, event: str, region: str, **slots: Tensor) -> RegionState | None:
-        """As `_state`, for an event about ``slots``, by the names of the arguments; counts it. None, too, where they
-        can't be slots."""
+        """As `_state`, for an event about ``slots``, by argument name; counts the event. None, too, if they can't be
+        slots."""
         state = self._state(region, event)
         if state is None or not self._given.fit(event, region, **slots):
             return None
@@ -359,8 +358,8 @@ class SlotEvents:
         return state
 
     def fits(self, event: str, region: str, slots: Tensor, page_slots: int) -> bool:
-        """For events of other rooms, by their name: whether ``region`` is guarded and the others can be slots of it and
-        a number of slots. Tells what is wrong."""
+        """For events of other rooms, by name: whether ``region`` is guarded and the other arguments can be its slots
+        and a number of slots. Reports misuse."""
         state = self._state(region, event)
         return (
             state is not None
@@ -369,7 +368,7 @@ class SlotEvents:
         )
 
     def _owned(self, about: tuple[str, str, int], slots: Tensor, writer: Owner) -> RegionState | None:
-        """As `_told`, for an event of the allocator: of which kind, of which region, and how many slots a page has."""
+        """As `_told`, for an event of the allocator: ``about`` is event, region, and slots of a page."""
         event, region, page_slots = about
         state = self._state(region, event)
         if state is None or not self._given.fit(event, region, slots=slots):

@@ -1,4 +1,4 @@
-"""`StartUp`: what Canary has to do before an engine's first forward, and when."""
+"""`StartUp`: Canary's work before an engine's first forward."""
 
 import threading
 import time
@@ -15,11 +15,11 @@ from canary_core.runtime.workspace import Switch, Workspace
 
 
 class StartUp:
-    """Compiles what forwards launch, fingerprints the pool where that was put off, and launches every op once.
+    """Compiles the launches of forwards, fingerprints the pool if still to do, and launches every op once.
 
-    All of it at once; or, while another process compiles, as late as it can be: before the first forward, or the first
-    event of slots, whichever `Switch.put_off` hears of first. The GPU is not touched in between, so a graph can be
-    captured meanwhile.
+    All at once; or, while another process compiles, as late as possible: before the first forward, or the first event
+    of slots, whichever calls `Switch.put_off` first. The GPU is not touched in between, so a graph can be captured
+    meanwhile.
     """
 
     def __init__(self, workspace: Workspace, switch: Switch, step: Step) -> None:
@@ -33,8 +33,9 @@ class StartUp:
         self._lock = threading.RLock()
 
     def begin(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, beside: bool) -> None:
-        """For batches of up to ``most_rows`` rows, see `Canary.warm_up`. ``beside``: it may be put off until another
-        process has compiled. Raises `AttachError` while a graph is captured, and for a view that does not fit."""
+        """Starts up for batches of up to ``most_rows`` rows, see `Canary.warm_up`. ``beside``: the work may be put off
+        until another process has compiled. Raises `AttachError` during a graph capture, and for a view that does not
+        fit."""
         with self._lock:
             began = time.perf_counter()
             views = list(self._padding(batches, most_rows))
@@ -52,8 +53,8 @@ class StartUp:
                 self._finish()
 
     def finish(self) -> None:
-        """Does what was put off, if anything; other threads wait for it. Not while a graph is captured: then it is an
-        error, which goes where all of Canary's go."""
+        """Does the pending work, if any; other threads wait. An error during a graph capture, handled like any error of
+        Canary."""
         with self._switch.guard("warm_up"), self._lock:
             if self._switch.put_off is not None:
                 self._finish()
@@ -110,7 +111,7 @@ class StartUp:
             self._switch.tell(Event("warmed_up", fields=fields))
 
     def _beside(self) -> dict[str, object]:
-        """What to tell of processes that have ended."""
+        """Fields of the report about ended processes."""
         told: dict[str, object] = {"beside_s": round(max(process.seconds for process in self._processes), 2)}
         codes = [process.code for process in self._processes if process.code]
         if codes:
@@ -125,6 +126,6 @@ class StartUp:
         warm_up(backend, states, self._views)
 
     def _first_launches(self) -> None:
-        """What `Scrub.start` launches, where it is still to come."""
+        """The launches of `Scrub.start`, if still to come."""
         if not self._scrub.started:
             self._scrub.launch_all()

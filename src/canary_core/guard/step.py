@@ -98,11 +98,11 @@ class Step:
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
-        """In the order in which they are called."""
+        """In the order of calls."""
         return self._listeners.all
 
     def add(self, listener: StepListener) -> None:
-        """``listener`` comes after those that are there."""
+        """Adds ``listener`` after the present ones."""
         self._listeners.add(listener)
 
     @property

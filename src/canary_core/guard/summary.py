@@ -1,4 +1,4 @@
-"""`Summary`: what a Canary came to, told once at its end, with sentences for zeros that should not be zero."""
+"""`Summary`: totals of a Canary, reported once at its end, with sentences for suspicious zeros."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from canary_core.region import Region, RegionKind
 from canary_core.runtime.witness import Witness
 
 FEW_FORWARDS = 16
-"""So many forwards may end before the scrub has come to a slot that holds anything."""
+"""Forwards that may pass before the scrub has met a written slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Counts of one Canary's life. ``forwards`` began on the host, ``unchecked`` had no view, ``ends`` are calls of
-    `Step.end`; ``counters`` are the device's, as of the last read. ``events``: of each region, how many of each kind
-    were told. ``findings``: how many of each kind were told, in how
-    many ``incidents``; ``withheld`` were not, see `WrongMemory`. ``went_on``: whether Canary was on until its end.
-    ``witness``: what the engine says it computed. ``alarm_tests``: probes that came out of the alarm."""
+    `Step.end`; ``counters`` are the device's, as of the last read. ``events``: for each region, number of reported
+    events by kind. ``findings``: number of reported findings by kind, in ``incidents``; ``withheld`` were not reported,
+    see `WrongMemory`. ``went_on``: whether Canary was on until its end. ``witness``: the engine's own count of tokens.
+    ``alarm_tests``: probes that passed through the alarm."""
 
     config: CanaryConfig
     regions: Mapping[str, Region]
@@ -39,7 +39,7 @@ class Summary:
     witness: Witness = field(default_factory=Witness)
     alarm_tests: int = 0
     warnings: tuple[str, ...] = field(init=False)
-    """What should not be zero, or should be."""
+    """Sentences about numbers that should not be zero, or should be."""
 
     def __post_init__(self) -> None:
         said = (*self._of_forwards(), *self._of_tokens(), *self._of_regions(), *self._of_trouble())

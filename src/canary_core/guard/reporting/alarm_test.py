@@ -1,4 +1,4 @@
-"""`AlarmTest`: a probe that passes through the whole alarm, now and then, and must come out of it."""
+"""`AlarmTest`: a probe sent through the whole alarm at intervals, which must arrive at its end."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,33 +12,34 @@ from canary_core.records import COUNTERS, GAUGES, PROBE, Counter, ScrubWord
 from canary_core.violation import Violation
 
 LEAST_S, MOST_S = 1.0, 20.0
-"""Seconds between two probes: as long as a round of the scrub takes, within these."""
+"""Bounds of the seconds between two probes; within them, the duration of a scrub's round."""
 
 LATE_S = 30.0
-"""A probe that has not come after so long, while the scrub goes on, does not come any more."""
+"""A probe this late, while the scrub goes on, is lost."""
 
 AGAIN_S = 5.0
-"""Seconds after which a probe is asked for again: a slot may be forgotten between its listing and its comparison."""
+"""Seconds until a probe is repeated: a slot may be forgotten between its listing and its comparison."""
 
 MOST_TURNS = 12
-"""So many times `AGAIN_S` it is waited for an engine whose forwards take long to list slots of the region again."""
+"""Number of `AGAIN_S` to wait for an engine with long forwards to list slots of the region again."""
 
 LEAST_LISTS, LEAST_TRIES = 3, 3
-"""A try counts once so many reads have shown that slots of its region were listed since; so many tries must have come
-to nothing."""
+"""Reads with newly listed slots of the region that make a try count; and number of failed tries that count as a dead
+alarm."""
 
 LEAST_FORWARDS = 1000
-"""Or so many forwards must have been checked without a slot that the scrub passed."""
+"""Alternatively, number of checked forwards without a slot passed by the scrub."""
 
 
 class AlarmTest:
-    """Has the scrub compare a slot with a fingerprint that is wrong on purpose (see `records.PROBE`), at least once a
-    minute, by turns in each source: so each kernel of the scrub, the ring, the copy to the host, the grouping and the
-    thread of incidents prove that they would tell a finding. A probe is swallowed; what was really wrong with the slot
-    is not. Its request is a fill of 8 bytes on the device beside a read of the counters, and no launch of a forward.
+    """Has the scrub compare a slot with a purposely wrong fingerprint (see `records.PROBE`), at least once a minute, by
+    turns in each source: so each kernel of the scrub, the ring, the copy to the host, the grouping and the thread of
+    incidents prove that a finding would be reported. A probe is swallowed; a real fault of the slot is not. The request
+    is a fill of 8 bytes on the device beside a read of the counters, without a launch in a forward.
 
-    ``states``: regions that the scrub compares, none: there is nothing to test. ``on_thread``: hands a function to the
-    thread of incidents, False where there is none."""
+    ``states``: regions compared by the scrub; none: nothing to test. ``on_thread``: passes a function to the thread of
+    incidents, False where there is none.
+    """
 
     def __init__(self, states: Sequence[RegionState], on_thread: Callable[[Callable[[], None]], bool]) -> None:
         self._states = states
@@ -56,7 +57,7 @@ class AlarmTest:
         self._lists = self._tries = 0
         self._where = self._reason = ""
         self.passed = 0
-        """Probes that came out of the alarm."""
+        """Probes that passed through the alarm."""
         self.last: float | None = None
         """When the last one did, in seconds since the epoch."""
         self.dead = False
@@ -69,8 +70,8 @@ class AlarmTest:
 
     def step(self, now: float, scrubs: bool, captured: bool) -> None:
         """At a read of the counters, on the stream of the scrub: asks for a probe if one is due. ``now``:
-        `time.monotonic`; ``scrubs``: whether there is a scrub now; ``captured``: whether it is in a graph, which
-        is probed until it is told not to be. Never captured."""
+        `time.monotonic`; ``scrubs``: whether there is a scrub now; ``captured``: whether the scrub is in a graph, which
+        probes until the request is withdrawn. Never captured."""
         counters = self._counters
         if not self._states or not scrubs or not counters:
             self._due = None
@@ -93,7 +94,7 @@ class AlarmTest:
         self.probe(self._state, source)
 
     def came(self, probe: Violation) -> None:
-        """The row of a probe was read and decoded: groups it, and sends it to the thread of incidents."""
+        """A probe's row was read and decoded: groups it, and sends it to the thread of incidents."""
         if self._due is None:
             return
         self._where = "its row was read, and it was not grouped"
@@ -121,7 +122,7 @@ class AlarmTest:
         return Event("alarm_dead", "error", {"reason": reason, "tests_passed": self.passed})
 
     def require(self) -> None:
-        """Raises `CanaryError` where a probe did not come: a test that is to stop at findings must not pass."""
+        """Raises `CanaryError` if a probe was lost: a test meant to stop at findings must not pass."""
         if self.dead:
             raise CanaryError(f"the alarm is dead: {self._reason}")
 
@@ -130,7 +131,7 @@ class AlarmTest:
         return {"alarm_tests": self.passed, "alarm_dead": int(self.dead)} if self._states else {}
 
     def see(self, counters: Sequence[int]) -> None:
-        """The counters that a read has brought, before its rows."""
+        """Takes the counters of a read, before its rows."""
         before, self._counters = self._counters, counters
         if not before or self._due is None or self._state is None:
             return
@@ -154,7 +155,7 @@ class AlarmTest:
 
 
 def _listed(counters: Sequence[int], state: RegionState) -> int:
-    """Slots of ``state`` that scrubs have listed so far."""
+    """Slots of ``state`` listed by scrubs so far."""
     gauges = counters[COUNTERS + state.index * GAUGES :][:GAUGES]
     first = ScrubWord.RUNNING
     return gauges[ScrubWord.RUNNING_LISTED - first] + gauges[ScrubWord.PARKED_LISTED - first]

@@ -1,4 +1,4 @@
-"""`Reporter`: reads the violation ring late, turns its rows into `Violation`s and hands each to the hooks once."""
+"""`Reporter`: reads the violation ring late, turns rows into `Violation` objects and passes each to the hooks once."""
 
 import time
 from collections import OrderedDict
@@ -21,17 +21,17 @@ from canary_core.violation import Violation
 from canary_core.watchers.audit.running import RunningAudit
 
 REMEMBERED = 65536
-"""Findings remembered so that one that every forward finds again is reported once."""
+"""Findings remembered so that a repeated one is reported once."""
 
 STALLED_READS = 100
-"""Host reads in a row that show forwards on the host but none on the device, after which checks count as stalled."""
+"""Host reads in a row with new forwards on the host but none on the device, after which checks count as stalled."""
 
 LAST_READS, LAST_READ_S = 3, 0.5
-"""How many reads the end of a process waits for, and how long: a device that hangs must not keep it from ending."""
+"""Most reads at the end of a process, and longest wait: a device that hangs must not keep the process from ending."""
 
 
 class ReporterHost(Protocol):
-    """The `Canary` whose findings these are."""
+    """The `Canary` of the findings."""
 
     audit: RunningAudit
     witness: Witness
@@ -39,10 +39,10 @@ class ReporterHost(Protocol):
 
 
 class Reporter:
-    """Reads, decodes, drops repeats, lets plugins dismiss, delivers, and folds what belongs together into
-    ``incidents``. ``delivered`` counts by kind what was reported; ``repeated``, ``dismissed`` and ``memory.withheld``
-    count what was not; ``counters`` are those of the last read. Of regions whose memory the engine has given up, as the
-    audit says, nothing is reported."""
+    """Reads, decodes, drops repeats, lets plugins dismiss, delivers, and folds related findings into ``incidents``.
+    ``delivered`` counts reported findings by kind; ``repeated``, ``dismissed`` and ``memory.withheld`` count the
+    others; ``counters`` are those of the last read. Regions whose memory the engine has given up, by the audit, are not
+    reported on."""
 
     def __init__(self, canary: ReporterHost, workspace: Workspace, switch: Switch) -> None:
         self._canary = canary
@@ -56,9 +56,9 @@ class Reporter:
         self.memory = WrongMemory(workspace)
         self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self.forgotten = 0
-        """Findings beyond `REMEMBERED`: what repeats them is told again."""
+        """Findings beyond `REMEMBERED`: a repetition is reported again."""
         self.dropped = 0
-        """Rows for which the ring had no room."""
+        """Rows without room in the ring."""
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
         """Whether a finding would be told."""
@@ -68,18 +68,18 @@ class Reporter:
         self.counters = [0] * workspace.shared.counters.shape[0]
         self.delivered: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.found: dict[tuple[Kind, str], int] = {}
-        """What was reported, by kind and region."""
+        """Reported findings, by kind and region."""
         self.last_check: float | None = None
-        """When a read last brought checks that had gone on, in seconds since the epoch."""
+        """Time of the last read with new checks, in seconds since the epoch."""
         self.unknown_slots = 0.0
-        """Slots that a forward's checks left out as unknown, a mean over those of the last read that brought any."""
+        """Slots left out by a forward's checks as unknown, a mean over the last read with any."""
         self.table_names: Sequence[str] = ()
-        """Names of tables by the numbers that findings have of them."""
+        """Names of tables by their numbers in findings."""
         self.repeated = 0
         self.dismissed = 0
 
     def collect(self) -> HostRead | None:
-        """What an earlier read brought, if it has arrived; starts the next one on the current stream. Never waits."""
+        """Returns an earlier read, if arrived; starts the next one on the current stream. Never waits."""
         return self.read_back.collect()
 
     def collect_now(self) -> HostRead:
@@ -87,11 +87,11 @@ class Reporter:
         return self.read_back.collect_now()
 
     def release(self) -> None:
-        """Nothing is collected any more: gives the memory for it back."""
+        """Ends collecting, and frees the memory."""
         self.read_back.release()
 
     def read_last(self, forwards: int) -> None:
-        """Reports what can still be read, and waits for a moment only. ``forwards``: see `open`."""
+        """Reports everything still readable, and waits for a moment only. ``forwards``: see `open`."""
         deadline, reads = time.monotonic() + LAST_READ_S, 0
         while reads < LAST_READS and time.monotonic() < deadline:
             snapshot = self.collect()
@@ -103,7 +103,7 @@ class Reporter:
         self.settle(at_last=True)
 
     def open(self, snapshot: HostRead, forwards: int) -> None:
-        """Reports what a read brought. ``forwards``: how many began on the host so far."""
+        """Reports the findings of a read. ``forwards``: number begun on the host so far."""
         moved = snapshot.counters[Counter.CHECKED_FORWARDS] != self.counters[Counter.CHECKED_FORWARDS]
         # Between two forwards of an engine that idles there is nothing to check.
         self._stalled = 0 if moved else self._stalled + (forwards != self._read_forwards)
@@ -128,8 +128,8 @@ class Reporter:
             self._switch.tell(Event("rows_dropped", "warning", fields))
 
     def settle(self, at_last: bool = False) -> None:
-        """Tells of memory that turned out to be the wrong one, and the findings that waited for that and stand.
-        ``at_last``: all that wait."""
+        """Reports memory found to be the wrong one, and the delayed findings that stand. ``at_last``: all delayed
+        ones."""
         events, waited = self.memory.decide(at_last)
         for event in events:
             self._switch.tell(event)
@@ -146,8 +146,7 @@ class Reporter:
         self._switch.tell(Event("silence", "error", {"reason": reason}))
 
     def raise_first(self) -> None:
-        """In raise mode: raises `ViolationError` with the first incident of those that began since it was last
-        called, and that incident's root."""
+        """In raise mode: raises `ViolationError` with the first incident begun since the last call, and its root."""
         if self._switch.raises and self._first is not None:
             first, self._first = self._first, None
             self.wait()
@@ -161,12 +160,12 @@ class Reporter:
             self._complain("canary_settle", error)
 
     def forget_first(self) -> None:
-        """Raise mode begins now: what was told before is not raised."""
+        """Raise mode begins now: earlier findings are not raised."""
         self._first = None
 
     def take(self, violations: Sequence[Violation]) -> list[Violation]:
-        """The findings that are new and that nobody dismisses, each after its hooks were called. Those that wait until
-        the region's memory is known to be the engine's (`WrongMemory`) are told later, or not."""
+        """The new findings not dismissed by anybody, each after its hooks. Findings that wait for the verdict on the
+        region's memory (`WrongMemory`) are reported later, or never."""
         stand = []
         if violations:
             self.audit.look()
@@ -201,8 +200,8 @@ class Reporter:
         return known and row[Row.STORED_VALUE] != row[Row.FOUND_VALUE]
 
     def _recorded(self, counters: Sequence[int]) -> int:
-        """Tokens that were recorded, by the device's ``counters``: slots of the full region that has the fewest, or of
-        the window's."""
+        """Recorded tokens, by the device's ``counters``: slots of the full region with the fewest, or of the
+        window's."""
         by_kind: dict[RegionKind, list[int]] = {}
         for state in self._states:
             by_kind.setdefault(state.region.kind, []).append(counters[COUNTERS + state.index * GAUGES + RECORDED])
@@ -225,7 +224,7 @@ class Reporter:
         self._tell(violation)
 
     def _dismissal(self, violation: Violation) -> str | None:
-        """Why a plugin dismisses the finding. A plugin that fails to answer doesn't."""
+        """A plugin's reason to dismiss the finding, None for none. A plugin that fails does not dismiss."""
         try:
             reason: str | None = self._switch.hooks.hook.canary_dismiss(violation=violation)
         except Exception as error:
@@ -234,7 +233,8 @@ class Reporter:
         return reason
 
     def _tell(self, violation: Violation) -> None:
-        """Built-in reporting hears of it first, so that no other listener that fails can silence it."""
+        """Reports a finding to the plugins; built-in reporting comes first, so that no failing listener can silence
+        it."""
         try:
             self._switch.hooks.hook.canary_violation(violation=violation)
         except Exception as error:
@@ -247,7 +247,7 @@ class Reporter:
             self._complain("canary_incident", error)
 
     def _probe(self, passed: Callable[[], None]) -> bool:
-        """Whether a plugin takes a probe where it takes incidents. From one that fails it does not come back."""
+        """Whether a plugin accepts a probe where it accepts incidents. A probe given to a failing plugin is lost."""
         try:
             return bool(self._switch.hooks.hook.canary_probe(canary=self._canary, passed=passed))
         except Exception as error:
@@ -306,8 +306,8 @@ class Reporter:
         )
 
     def _repeats(self, v: Violation) -> bool:
-        """Whether this was reported before. A fault that persists is found by every check; one that comes back after
-        the slot was written again, or with other bytes, is new."""
+        """Whether the finding was reported before. A persistent fault is found by every check; a fault in a rewritten
+        slot, or with other bytes, is new."""
         key: tuple[object, ...] = (v.kind, v.region, v.slot, v.source, v.step_written, v.found_value)
         if v.kind is Kind.CACHE_STRUCTURE:
             key = (*key, v.rule, v.node, v.detail)

@@ -1,4 +1,4 @@
-"""`Incidents`: puts each finding to the incident that it belongs to, and tells each incident once."""
+"""`Incidents`: puts each finding into its incident, and reports each incident once."""
 
 import time
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from canary_core.records import Kind, Phase
 from canary_core.violation import Violation
 
 MOST_OPEN = 256
-"""Incidents that further findings may still join; the one that was quiet for longest is closed first."""
+"""Most open incidents; beyond, the one quiet for longest is closed."""
 
 LIMIT_S = 60.0
 """Seconds over which ``CANARY_INCIDENT_LIMIT`` counts."""
@@ -22,10 +22,10 @@ Key = tuple[Link, object, object]
 
 class Incidents:
     """The incidents of one Canary. `add` takes findings as they are reported; `tell`, after each read of the ring,
-    hands the new incidents on.
+    reports the new incidents.
 
-    All work is the host's, and there is none without a finding. ``limit``: incidents that are told within `LIMIT_S`,
-    0 for all; those beyond it are counted, and told as one ``incidents_limited`` event. Each one that is told goes to
+    All work is the host's, and there is none without a finding. ``limit``: incidents reported within `LIMIT_S`, 0 for
+    all; further ones are counted, and reported as one ``incidents_limited`` event. Each reported incident goes to
     ``tell_incident`` before its event. ``total`` counts all incidents.
     """
 
@@ -45,11 +45,11 @@ class Incidents:
         self.last: Incident | None = None
 
     def __iter__(self) -> Iterator[Incident]:
-        """Those that may still grow, the oldest first."""
+        """Open incidents, the oldest first."""
         return iter(sorted(self._open, key=lambda incident: incident.number or self.total + 1))
 
     def add(self, violation: Violation) -> Incident:
-        """The incident of ``violation``: one that it follows from, or a new one."""
+        """The incident of ``violation``: an open one with its cause, or a new one."""
         keys = list(_keys(violation))
         found = self._related(violation, [*keys, *_beside(violation)])
         told = [incident for incident in found if incident.told]
@@ -73,8 +73,8 @@ class Incidents:
         return incident
 
     def tell(self) -> list[Incident]:
-        """The findings of a read are all there: gives the incidents that began with it, after the event of each. Those
-        that were told before and grew are a ``incident_grew`` event at level debug."""
+        """After all findings of a read: reports the new incidents by an event each, and returns them. Reported ones
+        that grew are an ``incident_grew`` event at level debug."""
         new, self._new = self._new, []
         for incident, findings in self._grown.items():
             about = {"incident": incident.number, "new_findings": findings, "findings": incident.total}
@@ -99,7 +99,7 @@ class Incidents:
         return new
 
     def tell_limited(self) -> None:
-        """What the limit kept back since it was last told, in one event with all counts."""
+        """Reports the incidents kept back by the limit since the last report, in one event with all counts."""
         over, self._over = self._over, []
         if over:
             kinds = {kind.name.lower(): number for kind, number in total(over).items()}
@@ -118,7 +118,7 @@ class Incidents:
         return list(found)
 
     def _absorb(self, incident: Incident, other: Incident) -> None:
-        """Two incidents that nobody has heard of turn out to be one."""
+        """Merges two unreported incidents of one cause."""
         keys = self._open[other]
         self._close(other)
         self._new.remove(other)
@@ -144,7 +144,7 @@ class Incidents:
 
 
 def _keys(v: Violation) -> Iterator[Key]:
-    """Under what a finding is found, and finds others."""
+    """Keys of a finding, for itself and for others."""
     if v.slot is not None and v.slot >= 0:
         yield Link.SLOT, v.region, v.slot
     if v.page is not None and v.page >= 0:
@@ -162,8 +162,7 @@ def _keys(v: Violation) -> Iterator[Key]:
 
 
 def _beside(v: Violation) -> Iterator[Key]:
-    """Under what others are found: those of the next page or the one before, and those that have what ``v`` should
-    have, or should have what it has."""
+    """Keys of related findings: on the page before or after, and those whose content is exchanged with ``v``'s."""
     if v.page is not None and v.page >= 0:
         yield Link.PAGE, v.region, v.page - 1
         yield Link.PAGE, v.region, v.page + 1
@@ -173,7 +172,7 @@ def _beside(v: Violation) -> Iterator[Key]:
 
 
 def _follows(link: Link, violation: Violation, incident: Incident) -> bool:
-    """Whether ``violation``, which shares ``link`` with ``incident``, may be of the same cause."""
+    """Whether ``violation``, linked to ``incident`` by ``link``, may be of the same cause."""
     if abs(violation.step - incident.last_step) > NEAR_STEPS[link]:
         return False
     if violation.kind is Kind.BYTES and (violation.step_written or 0) > incident.last_step:

@@ -1,4 +1,4 @@
-"""`Lookout`: whether one Canary still sees what its engine does, told by the process's watch."""
+"""`Lookout`: whether one Canary still sees its engine, reported by the process's watch."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,12 +11,12 @@ from canary_core.runtime.witness import Witness
 from canary_core.runtime.workspace import Switch
 
 STUCK_S, STUCK_STEPS = 20.0, 3
-"""A copy of the counters that is on its way for so long, while so many steps ended, does not arrive any more."""
+"""A copy of the counters on its way for so long, over so many steps, will not arrive."""
 
 
 class Lookout:
-    """Looks at one Canary from the watch's thread, with what the host knows: at its `Witness`, its `AlarmTest`, and the
-    copy of the counters that should arrive. Each sort of trouble is one event, told once until it is over."""
+    """Looks at one Canary from the watch's thread, with facts known to the host: at its `Witness`, its `AlarmTest`, and
+    the pending copy of the counters. Each sort of trouble is one event, reported once until over."""
 
     def __init__(self, switch: Switch, read_back: ReadBack, witness: Witness, alarm: AlarmTest) -> None:
         self._switch = switch
@@ -36,7 +36,7 @@ class Lookout:
             self._look_at_watch()
 
     def look_back(self, now: float) -> None:
-        """From the engine's thread, now and then: whether the watch still looks, and its looks do not fail."""
+        """From the engine's thread, at intervals: whether the watch still looks, and its looks do not fail."""
         dead = WATCH.dead(now)
         if dead and not self._watch_dead:
             self._switch.tell(_dead_thread("canary-watch"))
@@ -67,13 +67,13 @@ class Lookout:
 
 
 def _dead_thread(name: str) -> Event:
-    """A thread of Canary's has ended that should run."""
+    """A thread of Canary's own has ended too early."""
     reason = f"the thread {name!r} of Canary has ended, and with it what it does; restart the engine at the next chance"
     return Event("silence", "error", {"reason": reason, "thread": name})
 
 
 def _broken_look(error: Exception) -> Event:
-    """A look of the watch fails: nothing is told of what it looks at."""
+    """A look of the watch fails: its subject is not reported on."""
     failed = f"{type(error).__name__}: {error}"
     reason = f"a look at whether Canary still sees its engine fails ({failed}): it would not be told; please report it"
     return Event("silence", "error", {"reason": reason, "error": failed})

@@ -1,4 +1,4 @@
-"""`ReadTimes`: when the host reads what the device has counted and found."""
+"""`ReadTimes`: times of the host's reads of the device's counters and findings."""
 
 import time
 
@@ -11,7 +11,7 @@ READ_S = 0.02
 forward, and forwards may be short."""
 
 IDLE_READ_S = 0.5
-"""Least time between two reads while the engine idles: it may poll without a pause."""
+"""Least time between two reads while the engine idles, and perhaps polls without a pause."""
 
 
 class ReadTimes:
@@ -24,7 +24,7 @@ class ReadTimes:
         self._last = self._last_idle = 0.0
 
     def due(self, ends: int, now: float) -> bool:
-        """Whether to read at the end of a step, the ``ends``-th, which is ``now``."""
+        """Whether to read at the end of a step, the ``ends``-th, at time ``now``."""
         if ends % self._forwards or now - self._last < self._seconds:
             return False
         self._last = now

@@ -23,8 +23,8 @@ class HostRead:
 
 
 class ReadBack:
-    """Copies counters to pinned host memory at the end of a step and hands them out at the end of a later one; the
-    ring follows only when the counters say that there is something in it. Never waits, except in `collect_now`."""
+    """Copies counters to pinned host memory at the end of a step and returns them at the end of a later one; the ring
+    follows only when the counters show something in it. Never waits, except in `collect_now`."""
 
     def __init__(self, shared: Shared, tallies: Tensor | None = None) -> None:
         self._shared = shared
@@ -43,12 +43,11 @@ class ReadBack:
 
     @property
     def waiting(self) -> tuple[float | None, int]:
-        """When the copy that is on its way began, of `time.monotonic`, None if none is; and how often it was asked for
-        in vain."""
+        """Start of the pending copy, of `time.monotonic`, None without one; and the number of requests in vain."""
         return (self._began if self._in_flight else None), self._refused
 
     def collect(self) -> HostRead | None:
-        """What an earlier read brought, if it has arrived; then starts the next one on the current stream."""
+        """Returns an earlier read, if arrived; then starts the next one on the current stream."""
         if self._shared.counters.device.type == "cpu":
             return self.collect_now()
         snapshot = None

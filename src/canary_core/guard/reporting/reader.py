@@ -1,4 +1,4 @@
-"""`Reader`: the host's look, now and then, at what the device has counted and found."""
+"""`Reader`: the host's look, at intervals, at the device's counters and findings."""
 
 import time
 

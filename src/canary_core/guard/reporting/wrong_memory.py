@@ -9,25 +9,25 @@ from canary_core.runtime.workspace import Workspace
 from canary_core.violation import Violation
 
 FIRST_TOLD = 8
-"""Findings of a region that are told although its memory is in doubt."""
+"""Findings of a region reported although its memory is in doubt."""
 
 MOST_HELD = 4096
-"""Findings that wait until that is decided; more are told at once."""
+"""Most findings kept until the decision; further ones are reported at once."""
 
 MOST_READS = 1024
-"""Reads of the tallies, after which they count as settled where no forward was looked at: all are in CUDA graphs."""
+"""Reads of the tallies after which they count as settled without a forward to look at: all are in CUDA graphs."""
 
 Doubted = tuple[str, str | None]
-"""What may be the wrong memory: a region's source, or, with None, the region's slots."""
+"""Suspected memory: a region's source, or, with None, the region's slots."""
 
 
 class WrongMemory:
-    """Between the device's findings and whoever is told of them.
+    """A filter between the device's findings and their receivers.
 
     While the first forwards of a region all fail (see `MemoryProof`), the first `FIRST_TOLD` findings of that sort are
-    told, and the others `hold`. Once it is decided they are told after all, or, where the memory is wrong, one
-    ``wrong_memory`` event is, and they are counted in ``withheld``. Findings that plugins dismiss never come here, and
-    without any there is no such event.
+    reported, and further ones kept by `hold`. After the decision they are reported after all, or, if the memory is
+    wrong, replaced by one ``wrong_memory`` event and counted in ``withheld``. Findings dismissed by plugins never come
+    here, and without findings there is no such event.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -54,7 +54,7 @@ class WrongMemory:
         """How many findings were not told, by kind."""
 
     def read(self, tallies: Sequence[Sequence[int]]) -> None:
-        """Takes what a read brought, before its findings."""
+        """Takes the tallies of a read, before its findings."""
         self._reads += 1
         self.settled = all(self._over.get(region, False) for region in self._proof.rows) or self._reads >= MOST_READS
         for region, rows in self._proof.rows.items():
@@ -72,7 +72,7 @@ class WrongMemory:
                 self._proof.end(region)
 
     def takes(self, violation: Violation) -> bool:
-        """Whether ``violation`` is not to be told now: it waits, or is counted only. Never in raise mode."""
+        """Whether ``violation`` is not to be reported now: kept, or only counted. Never in raise mode."""
         doubt = _doubt(violation)
         proof = Proof.NONE if doubt is None else self._proofs.get(doubt, Proof.NONE)
         if doubt is None or proof not in (Proof.SUSPECT, Proof.WRONG):
@@ -142,7 +142,7 @@ class WrongMemory:
 
 
 def _doubt(violation: Violation) -> Doubted | None:
-    """What must be the wrong memory for ``violation`` to be explained by it."""
+    """The wrong memory that would explain ``violation``, None for none."""
     if violation.kind is Kind.LOST_WRITE:
         return violation.region, violation.source
     if violation.kind in (Kind.SLOT_RANGE, Kind.NULL_SLOT) and violation.phase in (
