@@ -20,8 +20,6 @@ UNFINISHED = {
     "desk/explain": 0.09,
     "desk/incidents": 0.10,
     "desk/metrics": 0.11,
-    "guard": 0.10,
-    "guard/reporting": 0.09,
     "kit": 0.09,
     "kit/conformance": 0.11,
     "kit/faults": 0.12,
@@ -31,7 +29,7 @@ UNFINISHED = {
 """Rooms that are still above `LIMIT`, with the share that they have come down to. Lower it, never raise it."""
 
 
-RIDDLES = 196
+RIDDLES = 150
 """Docstrings that still begin with "What ..." or "Whoever ...". Lower it, never raise it."""
 
 

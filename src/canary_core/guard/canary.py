@@ -42,23 +42,24 @@ if TYPE_CHECKING:
     from canary_core.watchers.ledger import Ledger
 
 _open: "WeakSet[Canary]" = WeakSet()
-"""Those that have not told their summary."""
+"""Canaries without a summary yet."""
 
 
 class Canary:
-    """Remembers what is in every slot of ``regions`` and checks it around each forward.
+    """Records the content of every slot of ``regions`` and checks it around each forward.
 
     ``step`` is called for each forward of the engine, ``slots`` where slots change in another way (freed, copied,
-    loaded, ...). In log mode none of it ever raises into the engine: an exception of ours switches this Canary off with
-    a ``disabled`` event. In raise mode `Step.end` raises `ViolationError`, which carries the first finding.
+    loaded, ...). In log mode no call raises into the engine: an exception of Canary's own switches this Canary off with
+    a ``disabled`` event. In raise mode `Step.end` raises `ViolationError` with the first finding.
 
     ``hooks``: plugin manager that receives findings and events (default: the process-wide one). ``writers``: names of
-    writer ids for reports. ``uncovered``: KV memory that the regions leave out. ``pool_tensors``: gives every tensor in
-    which the engine keeps KV, by the engine's own names (`PoolAdapter.pool_tensors`); with it coverage is of the
-    engine's own bytes, ``CANARY_AUDIT`` can audit forwards, and a pool that moves is noticed. It is called at the
-    start, for audited forwards, and now and then. ``warms_up``: `warm_up` is called next, before the engine does
-    anything to the pool; all slots are fingerprinted there, and what that needs is compiled beside the rest.
-    ``witness``: where several Canaries guard one model, one after the other; by default each has its own.
+    writer ids for reports. ``uncovered``: KV memory outside of the regions.
+    ``pool_tensors``: returns every tensor with KV of the engine, by the engine's own names
+    (`PoolAdapter.pool_tensors`); then coverage is of the engine's own bytes, ``CANARY_AUDIT`` can audit forwards, and a
+    moving pool is noticed. Called at the start, for audited forwards, and at intervals.
+    ``warms_up``: `warm_up` is called next, before the engine does anything to the pool; all slots are fingerprinted
+    there, and the kernels for it compiled beside the rest. ``witness``: for several Canaries that guard one model, one
+    after the other; by default each has its own.
     Raises `AttachError` if the regions do not fit together, `ConfigError` if a setting can't be used.
     """
 
@@ -99,17 +100,17 @@ class Canary:
 
             footprint = FootprintAudit(pool_tensors, regions, uncovered=left_out)
         self.audit = RunningAudit(self._switch, footprint, self.config.audit)
-        """What audited forwards came to, see ``CANARY_AUDIT``."""
+        """Results of audited forwards, see ``CANARY_AUDIT``."""
         self.witness = Witness() if witness is None else witness
-        """Tokens that the engine says it computed, beside those that are recorded here."""
+        """Tokens computed by the engine's own account, beside those recorded here."""
         self._findings = Reporter(self, self._workspace, self._switch)
         self.slots = SlotEvents(self._workspace, self._switch, self.audit)
-        """What happens to slots beside forwards."""
+        """Events of slots beside forwards."""
         self._ledger: Ledger | None = None
         self.sampled = SampledTokens(self._workspace, self._switch)
-        """What the sampler gave, to be compared with what the next forward computes."""
+        """The sampler's tokens, to compare with those of the next forward."""
         self.step = Step(self, self._switch, self.slots, self._findings)
-        """What happens around a forward."""
+        """Calls around a forward."""
         self._lookout = Lookout(self._switch, self._findings.read_back, self.witness, self._findings.alarm)
         self.step.reader.lookout = self._lookout
         self._reading = Reading(self._workspace, self._switch, self._findings, self.step)
@@ -130,7 +131,7 @@ class Canary:
 
     @property
     def ledger(self) -> "Ledger":
-        """What was stored of the pool, and whether what comes back is the same. Made for the first who asks."""
+        """Stored KV of the pool, for comparison with returning KV. Made on first use."""
         if self._ledger is None:
             from canary_core.watchers.ledger import Ledger
 
@@ -145,17 +146,17 @@ class Canary:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is checked: not in off mode, nor once an exception of ours has switched it off."""
+        """Whether anything is checked: not in off mode, nor after an exception of Canary's own has switched it off."""
         return self._switch.enabled
 
     @property
     def place(self) -> Place:
-        """Where it is: machine, GPU, replica, rank."""
+        """Machine, GPU, replica, rank."""
         return self._switch.place
 
     @property
     def backend(self) -> str:
-        """Name of the ops that run: ``triton`` or ``torch``."""
+        """Name of the running ops: ``triton`` or ``torch``."""
         return self._workspace.backend.name
 
     @property
@@ -170,7 +171,7 @@ class Canary:
 
     @property
     def mode(self) -> Mode:
-        """``CANARY_MODE``, or what it was set to since; see `set_mode`."""
+        """``CANARY_MODE``, or the mode of the last `set_mode`."""
         if self.config.mode == "off":
             return "off"
         return "raise" if self._switch.raises else "log"
@@ -185,8 +186,8 @@ class Canary:
         self.tell(Event("mode_changed", "warning", {"mode": mode}))
 
     def set_budget(self, budget: ScrubBudget) -> None:
-        """How much the scrub may do from one of the next steps on; from any thread. Raises `CanaryError` where Canary
-        is off, or its work is part of a CUDA graph, which always does the same."""
+        """Sets the work allowed to the scrub, from one of the next steps on; from any thread. Raises `CanaryError`
+        where Canary is off, or is part of a CUDA graph, whose work can't change."""
         self._require_on()
         if self.step.captured:
             raise CanaryError("the scrub is part of a CUDA graph of this engine, whose work can't be changed any more")
@@ -195,7 +196,7 @@ class Canary:
 
     @property
     def uncovered(self) -> tuple[Uncovered, ...]:
-        """KV memory that is not guarded."""
+        """Unguarded KV memory."""
         return tuple(self.coverage.uncovered)
 
     @property
@@ -213,14 +214,15 @@ class Canary:
         return region in self.states and self.states[region].reads
 
     def warm_up(self, batches: Callable[[int], Iterable[BatchView]], most_rows: int, *, beside: bool = False) -> None:
-        """Compiles what forwards of up to ``most_rows`` rows need, so that no request waits for it. ``batches(rows)``:
-        one view of each sort that the engine will issue, alike in dtypes, strides and what it leaves out, with that
-        many rows of padding. Launches every op and leaves no trace: slots, counters, cursors and the step stay what
-        they are. Never captured. Before that it fingerprints all slots where that was put off (``warms_up``).
+        """Compiles everything for forwards of up to ``most_rows`` rows, so that no request waits for a compiler.
+        ``batches(rows)``: one view of each sort to be issued by the engine, alike in dtypes, strides and left-out
+        fields, with so many rows of padding. Launches every op and leaves no trace in slots, counters, cursors and the
+        step. Never captured. With ``warms_up``, fingerprints all slots first.
 
-        ``beside``: the engine goes on to start (it captures graphs), and none of its forwards is guarded until it has.
-        Where much has to be compiled, another process does that meanwhile, and the rest is put off: `finish_warm_up`,
-        the first guarded forward, or the first event of slots, does it. Tensors of the views must stay until then."""
+        ``beside``: the engine goes on to start (it captures graphs), and none of its forwards is guarded until then. If
+        there is much to compile, another process does so meanwhile, and the rest is put off until `finish_warm_up`, the
+        first guarded forward, or the first event of slots. Tensors of the views must stay until then.
+        """
         if self.enabled:
             with self.guard("warm_up"):
                 from canary_core.guard.start_up import StartUp
@@ -230,8 +232,8 @@ class Canary:
                 self._start_up.begin(batches, most_rows, beside)
 
     def finish_warm_up(self) -> None:
-        """Does at once what `warm_up` has put off, if anything: for engines that know when they have started, and
-        before a guarded forward is captured in a graph. Never captured."""
+        """Runs a pending warm-up at once: for engines that know when they have started, and before a guarded forward is
+        captured in a graph. Never captured."""
         if self._switch.put_off is not None:
             self._switch.put_off()
 
@@ -274,9 +276,9 @@ class Canary:
             self._switch.enabled = False
 
     def release(self) -> None:
-        """After `close`: gives the device memory back at once. The parts of a closed Canary know each other, so it is
-        long until Python frees them, and for one that comes next memory would have to be found. Does nothing where a
-        CUDA graph, which may be replayed, holds Canary's work."""
+        """After `close`: frees the device memory at once. The parts of a closed Canary refer to each other, so Python
+        frees them late, and the next Canary would have to find other memory. Does nothing where a CUDA graph, possibly
+        replayed, contains Canary's work."""
         if self.enabled or self.step.captured:
             return
         for state in self.states.values():
@@ -285,43 +287,43 @@ class Canary:
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """What was found, by cause, the oldest first: the last ones that may still grow."""
+        """Findings by cause, the oldest first: the last ones that may still grow."""
         return tuple(self._findings.incidents)
 
     def decode(self, row: Sequence[int]) -> Violation:
-        """A row as the ring has them (see `records.Row`), with the names of its region, source and requests."""
+        """A finding from a row of the ring (see `records.Row`), with the names of its region, source and requests."""
         return self._findings.decode(row)
 
     def report(self, violations: Sequence[Violation]) -> int:
-        """Findings of a check that ran on the host: reported like those of the device; gives how many are new. In
-        raise mode the next `Step.end` raises."""
+        """Reports findings of a check on the host, like those of the device; returns how many are new. In raise mode
+        the next `Step.end` raises."""
         return len(self._findings.take(violations)) if self.enabled else 0
 
     def count(self, name: str, number: int = 1) -> None:
-        """Adds to a counter of a plugin's own, which `stats` gives as ``name``."""
+        """Adds to a plugin's own counter, listed in `stats` as ``name``."""
         self._counts[name] = self._counts.get(name, 0) + number
 
     def stats(self) -> dict[str, Any]:
-        """The counters as of the last host read, by lower-case name of `records.Counter`; what was reported by name of
-        `Kind`, ``violations``, their sum, and what plugins `count`."""
+        """The counters as of the last host read, by lower-case name of `records.Counter`; reported findings by name of
+        `Kind`, ``violations``, their sum, and plugins' own counters (`count`)."""
         ledger = self._ledger.stats() if self._ledger is not None else {}
         return {**self._reading.stats(), **ledger, **self._counts}
 
     @property
     def left_out(self) -> dict[str, int]:
-        """What bounds of Canary's own left unchecked, untold or without a name, by reason: the table of
+        """Work left unchecked, unreported or without a name because of Canary's own bounds, by reason: the table of
         docs/how-it-works.md, "Bounds, and how full they are"."""
         return self._reading.left_out()
 
     def scrub_stats(self) -> dict[str, float]:
-        """What the scrub comes to. ``scrub_coverage``: how often it went round all pools in search of slots of running
-        requests. ``scrub_share``: of the time; once a forward's length is known. ``live_period_s``: seconds in which
-        each slot of a running request was compared, ``scrub_period_s``: seconds for every written slot; from the end of
-        the first round on. Time in which the engine idles doesn't count."""
+        """Figures of the scrub. ``scrub_coverage``: number of rounds over all pools in search of slots of running
+        requests. ``scrub_share``: share of the time; once a forward's length is known. ``live_period_s``: seconds for
+        one comparison of each slot of a running request, ``scrub_period_s``: seconds for every written slot; from the
+        end of the first round on. Idle time of the engine doesn't count."""
         return self._reading.scrub()
 
     def overhead_stats(self) -> dict[str, float]:
-        """What Canary costs, measured now and then in the engine itself: ``overhead_host`` and, on a GPU,
+        """Canary's cost, measured at intervals in the engine itself: ``overhead_host`` and, on a GPU,
         ``overhead_device``, see `Overhead.stats`."""
         return self.step.overhead.stats()
 
@@ -337,28 +339,28 @@ class Canary:
 
     @property
     def last_check(self) -> float | None:
-        """When the host last saw that checks go on, in seconds since the epoch; None before the first."""
+        """Time at which the host last saw new checks, in seconds since the epoch; None before the first."""
         return self._findings.last_check
 
     @property
     def last_alarm_test(self) -> float | None:
-        """When a probe of the alarm last came out of it, in seconds since the epoch; None before the first."""
+        """Time at which a probe last passed through the alarm, in seconds since the epoch; None before the first."""
         return self._findings.alarm.last
 
     @property
     def unknown_slots(self) -> float:
-        """Slots of a forward's context that can't be judged, as of the last host read."""
+        """Slots in a forward's context that can't be judged, as of the last host read."""
         return self._findings.unknown_slots
 
     @property
     def recent_events(self) -> tuple[tuple[float, Event], ...]:
-        """The last events that were told, each with when, in seconds since the epoch."""
+        """The last events reported, each with its time, in seconds since the epoch."""
         return tuple(self._switch.recent)
 
     @property
     def detection_s(self) -> float | None:
-        """At most so many seconds after a flip in KV that requests use is it told, at the pace of now; None where
-        that is not known, or nothing compares bytes. What waits for the host to read the counters is not in it."""
+        """Most seconds from a flip in requests' KV to its report, at the present pace; None where unknown, or where no
+        bytes are compared. Without the wait for the host's read of the counters."""
         return self._reading.detection_s()
 
     def tell(self, event: Event) -> None:
@@ -370,8 +372,8 @@ class Canary:
         self.tell(Event("stats", fields={**self.stats(), **self.scrub_stats(), **self.overhead_stats()}))
 
     def fail(self, where: str, error: Exception) -> None:
-        """An exception of ours, or of an adapter: off for good and loudly in log mode, so that the engine goes on;
-        raised in raise mode. ``where``: what was being done."""
+        """Handles an exception of Canary's own, or of an adapter: off for good and loudly in log mode, so that the
+        engine goes on; raised in raise mode. ``where``: the failed work."""
         self._switch.fail(where, error)
 
     def guard(self, where: str) -> Failsafe:
@@ -384,7 +386,7 @@ class Canary:
             raise CanaryError(f"nothing is checked here any more ({why}), so there is nothing to change")
 
     def _at_exit(self) -> None:
-        """The process ends and nobody has closed this Canary. Never waits for a device that may be lost."""
+        """The process ends with this Canary unclosed. Never waits for a device that may be lost."""
         if os.getpid() != self._process:
             return
         with contextlib.suppress(Exception):
@@ -424,12 +426,12 @@ class Canary:
 
 
 def _calls(canary: Canary | None) -> int:
-    """How often ``canary`` was called for a forward, whatever came of it."""
+    """Number of calls of ``canary`` for a forward, whatever the result."""
     return -1 if canary is None else canary.step.forwards + canary.step.unchecked + canary.step.passed_by
 
 
 def _unguarded(canary: Canary | None) -> str | None:
-    """Why forwards pass by ``canary``, which was told; None where they do not, or it is gone."""
+    """Why forwards pass by ``canary``, already reported; None where they do not, or it is gone."""
     if canary is None:
         return None
     if canary.step.paused:

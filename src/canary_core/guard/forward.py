@@ -1,4 +1,4 @@
-"""`Forward`: one forward of the engine under guard, from its check to its record; `PassedBy`: one that is not."""
+"""`Forward`: one forward of the engine under guard, from its check to its record; `PassedBy`: an unguarded one."""
 
 from typing import Protocol
 
@@ -14,11 +14,11 @@ from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import Switch
 
 UNENDED_FORWARDS = 1024
-"""Forwards without an `Step.end`, after which it counts as forgotten: nothing that they find is told."""
+"""Forwards without an `Step.end`, after which the call counts as forgotten: their findings are not reported."""
 
 
 class Facade(Protocol):
-    """What a step needs of its `Canary`, which plugins are told of."""
+    """The part of `Canary` used by a step and shown to plugins."""
 
     sampled: SampledTokens
 
@@ -30,7 +30,7 @@ class PassedBy:
     """A forward of an engine whose Canary is off or paused: nothing is done."""
 
     def issues_first(self, overlap: Overlap) -> bool:
-        """Gives False: nothing is issued for it."""
+        """Returns False: Canary issues nothing for such a forward."""
         return False
 
     def check(self, view: BatchView, overlap: Overlap) -> None:
@@ -41,11 +41,12 @@ class PassedBy:
 
 
 class Forward:
-    """A forward under guard. `issues_first` decides whether it may be issued before the host works for Canary, `check`
-    where its check runs and which bytes are compared before it, `record` where its record runs, and when.
+    """A forward under guard. `issues_first` decides whether to issue the forward before the host works for Canary;
+    `check` decides where the check runs and which bytes are compared before; `record` decides where the record runs,
+    and when.
 
-    One object for all forwards of a Canary, which come one after the other: each `check` begins the next. `check` and
-    `record` may be captured in a CUDA graph, whose replays do what was decided then. Exceptions go to `Switch.fail`.
+    One object for all forwards of a Canary, one after the other: each `check` begins the next. `check` and `record` may
+    be captured in a CUDA graph, whose replays repeat the decisions made then. Exceptions go to `Switch.fail`.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class Forward:
         self.number = 0
         """How many forwards began."""
         self.unended = 0
-        """How many of them since `Step.end` was called."""
+        """Number of forwards since the last call of `Step.end`."""
         self.tokens_cut = 0
-        """How many had their requests' own tokens compared for the first positions only, see `batch.tokens_cut`."""
+        """Number of forwards whose requests' own tokens were compared for the first positions only, see
+        `batch.tokens_cut`."""
         self.view: BatchView | None = None
         """Of the forward under way: checked, and neither recorded nor abandoned."""
         self.last_view: BatchView | None = None
-        """Of the last forward that was checked."""
+        """View of the last checked forward."""
         self._overlap = Overlap.NONE
         self._compared: list[str] = []
 
@@ -102,8 +104,8 @@ class Forward:
         return not (hooked or capturing(self._workspace.device))
 
     def may_go_on(self) -> bool:
-        """Whether a forward that allows it need not wait for the record of the one before, which reads the bytes that
-        this one has written, if it is issued first."""
+        """Whether a forward that allows it need not wait for the previous record, which reads bytes written by the
+        previous forward, if issued first."""
         return not self._recorder.much and self._workspace.queue.frees_nothing
 
     def check(self, view: BatchView, overlap: Overlap) -> None:
@@ -141,12 +143,12 @@ class Forward:
             self._switch.fail("step.before", error)
 
     def _wait(self) -> None:
-        """For what runs beside; a graph may be captured."""
+        """Waits for work beside the forwards; a graph may be captured."""
         self._workspace.join(for_good=True)
         self._recorder.captured = self._recorder.captured or capturing(self._workspace.device)
 
     def _check_in_place(self, view: BatchView) -> None:
-        """For a forward that was not issued first, or that is measured: decides where its check runs, and issues it."""
+        """For a forward not issued first, or under measurement: decides where the check runs, and issues it."""
         captured = self._recorder.captured
         hooked = bool(self._hooks.canary_pre_forward.get_hookimpls())
         # Bytes are compared before the forward changes them, and plugins are called on the engine's stream.
@@ -198,7 +200,7 @@ class Forward:
             self._switch.fail("step.after", error)
 
     def issue_record(self, view: BatchView) -> None:
-        """All launches of the record, or none yet: those of a forward that may run beside the next one come later."""
+        """Issues all launches of the record, or none yet: a record that may run beside the next forward comes later."""
         workspace, hooks, overlap = self._workspace, self._hooks, self._overlap
         hooked = bool(hooks.canary_post_forward.get_hookimpls() or hooks.canary_recorded.get_hookimpls())
         beside = overlap.after_forward and not (hooked or self._recorder.captured)
@@ -236,7 +238,7 @@ class Forward:
 
 
 class Measured:
-    """A forward of which ``overhead`` measures the host's time in `check` and `record`."""
+    """A forward whose host time in `check` and `record` is measured by ``overhead``."""
 
     def __init__(self, forward: Forward, overhead: Overhead) -> None:
         self._forward = forward

@@ -1,4 +1,4 @@
-"""`Pause`: forwards that run without Canary, and what is known of slots after them."""
+"""`Pause`: forwards without Canary, and the state of slots afterwards."""
 
 from canary_core.errors import CanaryError
 from canary_core.events import Event
@@ -11,11 +11,11 @@ from canary_core.watchers.tables import TableCheck
 
 
 class Pause:
-    """Between `begin` and `end`, which may come from any thread, forwards pass by unchecked.
+    """Between `begin` and `end`, called from any thread, forwards pass by unchecked.
 
-    Nobody records what such forwards write, so before the first of them, and after the last, all slots become unknown:
-    neither a comparison that a plugin asks for in between nor a later check judges by what was there before. A pause
-    without a forward leaves all as it was.
+    Nobody records their writes, so before the first such forward, and after the last, all slots become unknown: neither
+    a comparison on a plugin's demand in between nor a later check judges by earlier records. A pause without a forward
+    changes nothing.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class Pause:
         self.on = False
         """Whether forwards run without Canary until `end`."""
         self.missed = False
-        """Whether the last forward was one of these."""
+        """Whether the last forward passed by."""
         self.passed_by = 0
         """How many were, in all pauses."""
 
     def begin(self, forwards: int, captured: bool) -> None:
-        """See `Step.pause`. ``forwards``: how many were checked so far. ``captured``: a CUDA graph has Canary's work in
-        it."""
+        """See `Step.pause`. ``forwards``: number of forwards checked so far. ``captured``: whether a CUDA graph
+        contains Canary's work."""
         if not self._switch.enabled:
             raise CanaryError("nothing is checked here any more, so there is nothing to pause")
         if captured:
@@ -55,7 +55,7 @@ class Pause:
             self._switch.tell(Event("resumed", "warning", {"unchecked_forwards": self.passed_by}))
 
     def passes(self) -> bool:
-        """Whether the forward that comes runs without Canary: then it counts. One that is captured never does."""
+        """Whether the next forward passes by: then it counts. A captured one never does."""
         if capturing(self._device):
             return False
         paused = self.on

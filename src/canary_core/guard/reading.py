@@ -11,7 +11,7 @@ from canary_core.runtime.workspace import Switch, Workspace
 
 
 class Reading:
-    """Gathers what the parts of a Canary count. Empty, or None, in off mode."""
+    """Gathers the figures of a Canary's parts. Empty, or None, in off mode."""
 
     def __init__(self, workspace: Workspace, switch: Switch, findings: Reporter, step: Step) -> None:
         self._config = workspace.config
@@ -21,7 +21,7 @@ class Reading:
         self._step = step
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the device, findings by kind, and what the parts count, by name."""
+        """Counters of the device, findings by kind, and the parts' own counts, by name."""
         if not self._states:
             return {"violations": 0, "forwards": 0}
         found, step = self._findings, self._step

@@ -1,4 +1,4 @@
-"""`Recorder`: what is launched after a forward: its fingerprints, its records, and the next stretch of the scrub."""
+"""`Recorder`: launches after a forward: its fingerprints, its records, and the next stretch of the scrub."""
 
 from functools import partial
 
@@ -13,15 +13,15 @@ from canary_core.watchers.stores import StoreCheck
 from canary_core.watchers.tables import TableCheck
 
 MOST_LATE_BYTES = 64 << 20
-"""Of what a forward has written, for its record to run beside the next one: a short look at memory hides there. To read
-more takes processors from the forward for longer than its own share."""
+"""Most bytes written by a forward whose record may run beside the next one: a short read of memory hides there. A
+longer one takes processors from the forward for longer than its own share."""
 
 
 class Recorder:
-    """Issues the record of one forward after the other: right after the forward, or later, to run beside the next one.
+    """Issues the record of one forward after the other: right after the forward, or later, beside the next one.
 
-    For each region: what the forward has written is fingerprinted, compared with what layers have stored
-    (`StoreCheck`), and recorded. Then comes the scrub, unless a comparison of tables (`TableCheck`) took its turn.
+    For each region: the forward's writes are fingerprinted, compared with the layers' stores (`StoreCheck`), and
+    recorded. Then comes the scrub, unless a comparison of tables (`TableCheck`) took its turn.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Recorder:
         """Measures the launches of one forward of many."""
         self._tables = tables
         self.stores = stores
-        """Has what layers stored compared with what a forward has left."""
+        """Compares the layers' stores with the bytes left by a forward."""
         self._states = workspace.states
         self._backend = workspace.backend
         self._schedules = {name: FingerprintSchedule.of(s.region, config) for name, s in self._states.items()}
@@ -45,13 +45,13 @@ class Recorder:
         self.scrub = Scrub(list(self._states.values()), self._backend, config.scrub_budget)
         """The slow walk over all slots."""
         self.captured = False
-        """Whether a CUDA graph has Canary's work in it: its launches are always the same."""
+        """Whether a CUDA graph contains Canary's work: its launches are always the same."""
         self.much = False
-        """Whether the last forward wrote so much that its record was not put off, and the next one waits for it."""
+        """Whether the last forward wrote too much for a late record, and the next one waits for the record."""
 
     def begin(self, view: BatchView) -> list[str]:
-        """Host only. A forward of ``view`` will be recorded; gives the regions whose bytes are compared before it, see
-        `FingerprintSchedule`."""
+        """A forward of ``view`` will be recorded; returns the regions whose bytes are compared before, see
+        `FingerprintSchedule`. Host only."""
         # Each region's schedule counts the forward, whether or not it compares bytes.
         return [
             name
@@ -60,8 +60,8 @@ class Recorder:
         ]
 
     def record(self, view: BatchView, beside: bool, late: bool) -> None:
-        """The forward of ``view`` was issued on the current stream. ``beside``: its record runs on the side stream,
-        where the device has one. ``late``: it may run beside the next forward, so it is issued at the side stream's
+        """The forward of ``view`` was issued on the current stream. ``beside``: the record runs on the side stream, if
+        the device has one. ``late``: the record may run beside the next forward, so it is issued at the side stream's
         next `SideStream.issue_postponed` or `SideStream.join`, unless the forward wrote `much`."""
         side = self._workspace.side
         self.much = view.tokens * self._token_bytes > MOST_LATE_BYTES
@@ -72,7 +72,8 @@ class Recorder:
                 self._issue(view, beside)
 
     def _issue_late(self, view: BatchView) -> None:
-        """The record of a forward that may run beside the next one: issued once what follows the forward was."""
+        """Issues the record of a forward that may run beside the next one, once the work after the forward was
+        issued."""
         if self._switch.enabled:
             try:
                 self._issue(view, beside=True)
@@ -114,7 +115,7 @@ class Recorder:
             )  # fmt: skip
 
     def _fingerprint_and_record(self, state: RegionState, view: BatchView, table: SlotTable) -> None:
-        """What the forward has written to one region, with what comes between the two ops."""
+        """Records a forward's writes to one region, with the work between the two ops."""
         proof, backend = self._workspace.proof, self._backend
         looks = proof.looks and not self.captured
         first = proof.writes(state, view) if looks else None

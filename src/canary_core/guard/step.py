@@ -1,4 +1,4 @@
-"""`Step`: owns one step of the engine, from the first look at a batch to the report of what was found."""
+"""`Step`: owns one step of the engine, from the first look at a batch to the report of findings."""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -27,38 +27,38 @@ PASSED_BY = PassedBy()
 
 
 class Step:
-    """One step of the engine after the other. This is the whole protocol:
+    """One step of the engine after the other. The whole protocol:
 
-    | when               | on which stream          | what                                                            |
+    | when               | on which stream          | event                                                           |
     |--------------------|--------------------------|------------------------------------------------------------------|
-    | before the forward | the forwards'            | it waits for what still runs beside ⁴; `begin` of listeners     |
+    | before the forward | the forwards'            | a wait for work still running beside ⁴; `begin` of listeners    |
     | view               | the forwards', or side ¹ | the view is made, `before` of listeners may amend it            |
-    | `before`           | the forwards', or side ² | queued events take effect; every slot that will be read is      |
-    |                    |                          | checked, and the bytes that are compared before a forward       |
+    | `before`           | the forwards', or side ² | queued events take effect; every slot to be read is checked,    |
+    |                    |                          | and bytes due for comparison before a forward are compared      |
     | the forward        | the forwards'            | the engine's own                                                |
-    | after the forward  | the forwards'            | it waits for the check; `after` of listeners                    |
-    | `after`            | the forwards', or side ³ | what was written is fingerprinted and recorded, and the next    |
-    |                    |                          | stretch of the pool scrubbed                                    |
-    | `end`              | host only                | starts a late read of the counters, reports what an earlier one |
-    |                    |                          | brought                                                         |
+    | after the forward  | the forwards'            | a wait for the check; `after` of listeners                      |
+    | `after`            | the forwards', or side ³ | writes are fingerprinted and recorded, and the next stretch of  |
+    |                    |                          | the pool is scrubbed                                            |
+    | `end`              | host only                | starts a late read of the counters, reports the findings of an  |
+    |                    |                          | earlier one                                                     |
 
-    ¹ With `Overlap.ALL` the forward is issued first, and the side stream goes on from what the engine's stream had to
-    do before it. ² From `Overlap.CHECK` on. ³ With `Overlap.ALL`; then the next `before`, and every event of
-    `Canary.slots`, waits for it. ⁴ With `Overlap.NEXT` only where slots were given back since the last forward: those
-    may be handed out and written again. Bytes that are compared before a forward, and plugins that hook forwards, keep
-    all of it on the engine's stream.
+    ¹ With `Overlap.ALL` the forward is issued first, and the side stream goes on from the engine's stream's earlier
+    work. ² From `Overlap.CHECK` on. ³ With `Overlap.ALL`; then the next `before`, and every event of `Canary.slots`,
+    waits for the record. ⁴ With `Overlap.NEXT` only where slots were given back since the last forward: they may be
+    handed out and written again. Comparisons of bytes before a forward, and plugins that hook forwards, keep all of the
+    work on the engine's stream.
 
     In a CUDA graph: `before` and `after` may be captured, together with the forward. Then no host code runs before a
-    replay, so events take effect in `end`, which is called for each replay; nothing runs beside any more; every launch
-    is always the same.
+    replay, so events take effect in `end`, called for each replay; nothing runs beside any more; every launch is always
+    the same.
 
-    `run` does it all around a function. Engines that call at two places use `before` and `after`, and `abandon` where a
-    forward failed; `issues_first` and `beside` give them what `run` has from `Overlap.ALL`. Called in another order,
-    Canary says so with a ``misuse`` event, or raises `MisuseError` in raise mode. In log mode nothing of this raises
-    into the engine; in raise mode `end` raises the first finding.
+    `run` does all of this around a function. Engines that call at two places use `before` and `after`, and `abandon`
+    after a failed forward; `issues_first` and `beside` give them the gain of `run` from `Overlap.ALL`. A call in
+    another order is reported by a ``misuse`` event, or raises `MisuseError` in raise mode. In log mode nothing here
+    raises into the engine; in raise mode `end` raises the first finding.
 
-    Methods stand in the order of the table. `Recorder` has the launches of `after`, `Listeners` calls what accompanies
-    a forward, `Pause` lets forwards pass by.
+    Methods stand in the order of the table. `Recorder` has the launches of `after`, `Listeners` calls a forward's
+    companions, `Pause` lets forwards pass by.
     """
 
     def __init__(self, canary: Facade, switch: Switch, slots: SlotEvents, findings: Reporter) -> None:
@@ -72,12 +72,12 @@ class Step:
         self._config = config
         self._states = workspace.states
         self.tables = TableCheck(workspace, switch, config.table_interval)
-        """Whether attention is given the slots that the engine keeps."""
+        """Whether attention is given the slots in the engine's own tables."""
         findings.table_names = self.tables.names
         self.stores = StoreCheck(workspace, switch)
-        """Whether what layers store is there at the end of the forward."""
+        """Whether bytes stored by layers are the same at the end of the forward."""
         self.overhead = Overhead(workspace.device)
-        """What Canary itself costs."""
+        """Canary's own cost."""
         self._recorder = Recorder(workspace, switch, self.overhead, self.tables, self.stores)
         self.scrub = self._recorder.scrub
         findings.alarm.probe = self.scrub.probe
@@ -88,13 +88,13 @@ class Step:
         self._current: Forward | Measured | PassedBy = self._forward
         self._inside = False
         self.unchecked = 0
-        """How many forwards could not be checked: they had no view."""
+        """Number of forwards without a view, which could not be checked."""
         self.ends = 0
         """How often `end` was called."""
         self._listeners = Listeners(switch)
         self._reads_at = ReadTimes(config, workspace.device)
         self.reader = Reader(workspace, findings, self._recorder, slots.audit)
-        """Reads what the device has counted and found."""
+        """Reads the device's counters and findings."""
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
@@ -112,7 +112,7 @@ class Step:
 
     @property
     def captured(self) -> bool:
-        """Whether a CUDA graph has Canary's work in it."""
+        """Whether a CUDA graph contains Canary's work."""
         return self._recorder.captured
 
     @property
@@ -127,7 +127,7 @@ class Step:
 
     @property
     def last_view(self) -> BatchView | None:
-        """Of the last forward that was checked."""
+        """View of the last checked forward."""
         return self._forward.last_view
 
     def run(
@@ -139,13 +139,13 @@ class Step:
         overlap: Overlap = Overlap.NONE,
         settle: Callable[[BatchView, Output], None] | None = None,
     ) -> Output:
-        """Runs one forward, from `begin` to `end`, and gives its output.
+        """Runs one forward, from `begin` to `end`, and returns its output.
 
-        ``view`` is called once, when the time has come; None says that the forward can't be checked, and listeners
-        `forget` it. ``settle`` gets view and output before anything is recorded. Within a ``forward`` another `run`
-        only calls its own: what the engine issues as several forwards may be one to Canary.
+        ``view`` is called once, at the right time; None: the forward can't be checked, and listeners `forget` it.
+        ``settle`` gets view and output before anything is recorded. Within a ``forward``, another `run` only calls its
+        own: several forwards of the engine may be one to Canary.
 
-        Raises what ``forward`` raises, and `ViolationError` in raise mode.
+        Raises any exception of ``forward``, and `ViolationError` in raise mode.
         """
         if self._inside:
             return forward()
@@ -159,7 +159,7 @@ class Step:
             return self._guarded(self.overhead.leaving_out(forward), view, batch, overlap, settle)
 
     def _coming(self) -> Forward | Measured | PassedBy:
-        """The forward that comes: under guard, or none of Canary's. What `Canary.warm_up` has put off is done first."""
+        """The next forward: under guard, or passed by. A pending warm-up runs first."""
         if self._switch.put_off is not None:
             self._switch.put_off()
         pause = self._pause
@@ -214,7 +214,7 @@ class Step:
         return output
 
     def _passing_by(self, forward: Callable[[], Output]) -> Output:
-        """The forward alone. What was found before a pause is still told."""
+        """The forward alone. Findings from before a pause are still reported."""
         if not self._switch.enabled:
             self.close()
             return forward()
@@ -259,70 +259,70 @@ class Step:
         self._audit.end()
 
     def issues_first(self, overlap: Overlap) -> bool:
-        """For engines that call `before` and `after`: a forward is issued next, on the current stream. Gives whether it
-        may be issued before the host works for Canary. If so, tell the events of slots, make the view and call `before`
-        as soon as it was issued, all of it within `beside`; if not, now."""
+        """For engines that call `before` and `after`: a forward is issued next, on the current stream. Returns whether
+        to issue it before the host works for Canary. If so, report the events of slots, make the view and call `before`
+        right after issuing the forward, all within `beside`; if not, now."""
         pause = self._pause
         # Whether one passes by is decided, and counted, by `before`.
         return not (pause.on or pause.missed) and self._coming().issues_first(overlap)
 
     def beside(self) -> AbstractContextManager[None]:
-        """What is issued within comes after what the forwards' stream had to do at `issues_first`, not after the
-        forward that was issued since. Only where that said so."""
+        """Context: work issued within runs after the forwards' stream's work as of `issues_first`, not after the
+        forward issued since. Only after `issues_first` returned True."""
         return self._workspace.side or NOTHING
 
     def before(self, view: BatchView, overlap: Overlap = Overlap.NONE) -> None:
-        """Checks every slot that the forward of ``view`` will read. May be captured in a graph."""
+        """Checks every slot to be read by the forward of ``view``. May be captured in a graph."""
         self._current = self._coming()
         self._current.check(view, overlap)
 
     def require_place(self, view: BatchView) -> None:
-        """Raises `AttachError` for a view that doesn't fit what is guarded here, see `canary_core.batch`."""
+        """Raises `AttachError` for a view that doesn't fit the guarded pool, see `canary_core.batch`."""
         require_place(view, self._workspace.device, self._states.keys())
 
     def stored(self, layer: int, halves: Collection[str] | None = None, region: str | None = None) -> None:
         """Between `before` and `after`: the store of ``layer`` was issued on the current stream, of all its sources or
-        of those of ``halves``; in all regions that have the layer, or in ``region`` only, where others number theirs
-        alike. With ``CANARY_STORE_CHECK`` what the new slots hold there is compared with what they hold at the end of
-        the forward; else, and where no forward is checked, it does nothing. If a layer is stored in several parts, tell
-        each of them. Nothing may write to these bytes from then on until `after`. Within the capture of a graph it does
-        nothing."""
+        of those of ``halves``; in all regions with the layer, or in ``region`` only, where others have the same layer
+        numbers. With ``CANARY_STORE_CHECK`` the layer's bytes in the new slots are compared with those at the end of
+        the forward; without, and for an unchecked forward, nothing is done. If a layer is stored in several parts,
+        report each. Nothing may write to these bytes from then on until `after`. Does nothing within the capture of a
+        graph."""
         self.stores.stored(layer, halves, region)
 
     def after(self, view: BatchView | None = None) -> None:
-        """Records the slots that the forward has written, then scrubs the next stretch of every region. May be captured
-        in a graph. ``view``: where more is known after the forward (tokens, writers), what says it; None: what `before`
-        was given. Written slots are those that `before` saw in either."""
+        """Records the slots written by the forward, then scrubs the next stretch of every region. May be captured in a
+        graph. ``view``: a view with more facts known after the forward (tokens, writers); None: the view of `before`.
+        Either way the written slots are those known to `before`."""
         current, self._current = self._current, self._forward
         current.record(view)
 
     def abandon(self) -> None:
-        """The forward that was checked last has failed: nothing is recorded of it. Its number is used up, so that the
-        slots that it was going to write are the next forward's."""
+        """The last checked forward has failed: nothing is recorded. The step number is used up, so that the slots it
+        was going to write belong to the next forward."""
         self._forward.abandon()
         self._current = self._forward
 
     def join(self) -> None:
-        """The current stream waits for what of Canary's runs beside the forwards: before anything but a forward writes
-        to tensors of the last view (`run` and `before` do it by themselves)."""
+        """The current stream waits for Canary's work beside the forwards: before anything but a forward writes to
+        tensors of the last view (`run` and `before` wait by themselves)."""
         if self._switch.enabled:
             with self._switch.guard("step.join"):
                 self._workspace.join()
 
     def follow_check(self) -> None:
-        """After `after`: what the current stream does from now on comes after that forward's check. For a stream other
-        than the forwards', on which an engine writes to its tables while a forward runs and the check beside it may
-        still have to read them."""
+        """After `after`: later work of the current stream runs after the forward's check. For a stream other than the
+        forwards', on which an engine writes to its tables while a forward runs and the check beside may still have to
+        read them."""
         if self._switch.enabled and self._workspace.side is not None:
             with self._switch.guard("step.follow_check"):
                 self._workspace.side.follow()
                 self.tables.follow()
 
     def end(self) -> None:
-        """Host only, never captured: starts a late read of the counters and reports what the last one brought. On the
-        stream of the forwards, where these are replayed from a graph that holds `before` and `after`.
+        """Starts a late read of the counters and reports the findings of the last one. Host only, never captured. On
+        the stream of the forwards, where these are replayed from a graph that contains `before` and `after`.
 
-        In raise mode it raises `ViolationError` with the first finding, and `CanaryError` where the alarm is dead.
+        In raise mode raises `ViolationError` with the first finding, and `CanaryError` if the alarm is dead.
         """
         if not self._switch.enabled or (self._pause.missed and not self._reads_at.due_idle()):
             return
@@ -365,8 +365,8 @@ class Step:
             self._switch.fail("step.end", error)
 
     def flushed(self) -> None:
-        """The engine has emptied its caches: no slot of any region holds anything any more. It may give the memory back
-        and take other memory, whose null slots hold anything."""
+        """The engine has emptied its caches: no slot of any region holds anything. The engine may free the memory and
+        take other memory, with anything in its null slots."""
         if not self._switch.enabled:
             return
         for name in self._states:
@@ -394,14 +394,14 @@ class Step:
         self._listeners.close()
 
     def pause(self) -> None:
-        """From the next forward on nothing is checked, recorded or scrubbed until `resume`; events of slots are
-        followed all the same. From any thread. Raises `CanaryError` where Canary is off, or its work is part of a CUDA
-        graph, which always does the same."""
+        """Stops checks, records and scrubs from the next forward on, until `resume`; events of slots are still
+        followed. From any thread. Raises `CanaryError` where Canary is off, or is part of a CUDA graph, whose work
+        can't change."""
         self._pause.begin(self._forward.number, self._recorder.captured)
 
     def resume(self) -> None:
-        """Undoes `pause`. What the forwards in between have written was not recorded, so what slots hold by then is not
-        judged until it is written again. From any thread."""
+        """Undoes `pause`. Writes of the forwards in between were not recorded, so present slots are not judged until
+        rewritten. From any thread."""
         self._pause.end()
 
     @property
