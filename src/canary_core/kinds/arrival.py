@@ -1,7 +1,7 @@
 """`arrival`: bytes that came back without a forward are not those that were stored for this prefix."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Page, Remedy, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import FindingKind, Page, Remedy, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import OWNERS, READ, Link
 from canary_core.records import Kind
 
@@ -35,6 +35,10 @@ KIND = FindingKind(
     },
     diagnose=as_told(LOAD_BACK),
     classes=(LOAD_BACK,),
+    suspect=Suspect(
+        "slot events",
+        "bytes that come back are others than were kept: ledger.keep, expect or arrive with the wrong slots or tokens",
+    ),
     page=Page(
         wrong=Wrong.ARRIVAL,
         means="""

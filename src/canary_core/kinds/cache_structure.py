@@ -1,7 +1,7 @@
 """`cache_structure`: the prefix cache contradicts itself, its allocator or its window map."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import OWNERS, TWO_OWNERS, Link
 from canary_core.records import Kind
 
@@ -22,6 +22,7 @@ KIND = FindingKind(
     },
     diagnose=as_told(BROKEN_CACHE),
     classes=(BROKEN_CACHE,),
+    suspect=Suspect("hooks", "the prefix cache is read wrongly"),
     page=Page(
         wrong=Wrong.CACHE,
         means="""

@@ -1,7 +1,7 @@
 """`double_alloc`: the allocator handed out a slot that is in use, or parked."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import TWO_OWNERS
 from canary_core.records import Kind, State
 
@@ -38,6 +38,7 @@ KIND = FindingKind(
     brings=TWO_OWNERS,
     diagnose=as_told(DOUBLE_ALLOCATION),
     classes=(DOUBLE_ALLOCATION,),
+    suspect=Suspect("slot events", "alloc is told of slots in use, or their free or evict is not told"),
     page=Page(
         wrong=Wrong.ALLOCATOR,
         means="""

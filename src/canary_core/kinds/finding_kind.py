@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal, NamedTuple
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
@@ -75,13 +76,22 @@ class Page:
     remedies: tuple[Remedy, ...]
 
 
+class Suspect(NamedTuple):
+    """Part of an adapter plugin to blame where a kind is found in an engine that does nothing wrong, and where to look
+    in it."""
+
+    part: Literal["PoolAdapter", "BatchAdapter", "slot events", "hooks"]
+    hint: str
+
+
 @dataclass(frozen=True, slots=True)
 class FindingKind:
     """One kind of finding.
 
     ``place``: number in the order from causes to effects; of two findings of one forward the lower place is the cause.
     ``sentences``: the first with a fulfilled condition is told; the last has none. ``brings``: the kinds that may
-    follow, and the links between cause and effect. ``classes``: the possible classes of `diagnose`. ``numbers``: phases
+    follow, and the links between cause and effect. ``classes``: the possible classes of `diagnose`. ``suspect``: for
+    the conformance suite. ``numbers``: phases
     with a slot, token or index in ``stored_value``; in other phases ``stored_value`` is a hash.
     """
 
@@ -91,6 +101,7 @@ class FindingKind:
     brings: CauseRow
     diagnose: Rule
     classes: tuple[Class, ...]
+    suspect: Suspect
     page: Page
     numbers: Collection[Phase] = ()
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import named
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong
 from canary_core.kinds.links import OWNERS, TWO_OWNERS
 from canary_core.records import Kind, Phase
 
@@ -51,6 +51,9 @@ KIND = FindingKind(
     },
     diagnose=_diagnose,
     classes=(USE_AFTER_FREE,),
+    suspect=Suspect(
+        "slot events", "slots are read after free or evict was told: tell park and share around a prefix hit"
+    ),
     page=Page(
         wrong=Wrong.NOTHING,
         means="""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import counted
-from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Wrong
+from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Suspect, Wrong
 from canary_core.kinds.links import OWNERS, Link
 from canary_core.records import Kind
 
@@ -55,6 +55,10 @@ KIND = FindingKind(
     },
     diagnose=_diagnose,
     classes=(LOST_WRITE, LOST_WRITE_OF_A_LAYER),
+    suspect=Suspect(
+        "PoolAdapter",
+        "written slots did not change: the sources point elsewhere (slot dimension, page, copy), or write_slots do",
+    ),
     page=Page(
         wrong=Wrong.WRITE,
         means="""

@@ -1,7 +1,7 @@
 """`non_finite`: a float KV value just written is NaN or infinite, or one that got into the null slot."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import READ, Link
 from canary_core.records import Kind, Phase
 
@@ -28,6 +28,7 @@ KIND = FindingKind(
     },
     diagnose=as_told(NON_FINITE),
     classes=(NON_FINITE,),
+    suspect=Suspect("PoolAdapter", "written values are no finite numbers: dtype or strides of a source"),
     page=Page(
         wrong=Wrong.WRITE,
         means="""

@@ -1,7 +1,7 @@
 """`null_slot`: a live token is read from, or written to, the null (padding) slot."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import Link
 from canary_core.records import Kind, Phase
 
@@ -41,6 +41,7 @@ KIND = FindingKind(
     },
     diagnose=as_told(PADDING),
     classes=(PADDING,),
+    suspect=Suspect("BatchAdapter", "live tokens at the null slot: null_slot, lengths or rows of padding"),
     page=Page(
         wrong=Wrong.READ,
         means="""

@@ -1,6 +1,6 @@
 """`position`: the slot holds another position than the one it is read as."""
 
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind
@@ -26,6 +26,7 @@ KIND = FindingKind(
     },
     diagnose=read_wrongly,
     classes=READ_WRONGLY,
+    suspect=Suspect("BatchAdapter", "slots hold other positions than the table says: table, page_size or prefix_lens"),
     page=Page(
         wrong=Wrong.READ,
         means="""

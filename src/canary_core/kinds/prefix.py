@@ -1,6 +1,6 @@
 """`prefix`: the slot's prefix is not the prefix of the slot before it: it belongs to another sequence."""
 
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind
@@ -25,6 +25,7 @@ KIND = FindingKind(
     },
     diagnose=read_wrongly,
     classes=READ_WRONGLY,
+    suspect=Suspect("BatchAdapter", "prefixes do not continue: prefix_lens, writers, or a fork whose copy is not told"),
     page=Page(
         wrong=Wrong.READ,
         means="""

@@ -1,7 +1,7 @@
 """`read_table`: the table that attention was given names another slot than the one that the engine keeps."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import OWNERS, Link
 from canary_core.records import Kind, Phase, State
 
@@ -47,6 +47,10 @@ KIND = FindingKind(
     },
     diagnose=as_told(WRONG_TABLE_COPY),
     classes=(WRONG_TABLE_COPY,),
+    suspect=Suspect(
+        "BatchAdapter",
+        "the table given to attention is compared with another one: rows, page_size or lengths of ReadTable",
+    ),
     page=Page(
         wrong=Wrong.READ,
         means="""

@@ -1,7 +1,7 @@
 """`slot_range`: a table names a slot that does not exist."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import Link
 from canary_core.records import Kind, Phase
 
@@ -53,6 +53,7 @@ KIND = FindingKind(
     },
     diagnose=as_told(BROKEN_TABLE),
     classes=(BROKEN_TABLE,),
+    suspect=Suspect("BatchAdapter", "the table names slots that do not exist: page_size, rows or width of SlotTable"),
     page=Page(
         wrong=Wrong.READ,
         means="""

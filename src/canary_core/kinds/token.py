@@ -1,6 +1,6 @@
 """`token`: the slot holds another token than the request's own."""
 
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind, Phase
@@ -30,6 +30,7 @@ KIND = FindingKind(
     },
     diagnose=read_wrongly,
     classes=READ_WRONGLY,
+    suspect=Suspect("BatchAdapter", "tokens differ from the requests' own: token_ids, prefix_lens or expected_tokens"),
     page=Page(
         wrong=Wrong.READ,
         means="""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import counted
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Wrong
+from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong
 from canary_core.kinds.links import OWNERS, READ
 from canary_core.kinds.reads import STALE_TABLE
 from canary_core.records import Kind, State
@@ -84,6 +84,10 @@ KIND = FindingKind(
     },
     diagnose=_diagnose,
     classes=(STALE_TABLE, UNFILLED_PREFIX, UNWRITTEN),
+    suspect=Suspect(
+        "BatchAdapter",
+        "slots are read that no view said are written: prefix_lens, table, page_size, or forwards without a view; or events that clear too much",
+    ),
     page=Page(
         wrong=Wrong.NOTHING,
         means="""

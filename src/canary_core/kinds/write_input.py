@@ -1,7 +1,7 @@
 """`write_input`: a forward was given another token or position than the request's own."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import Link
 from canary_core.records import Kind, Phase
 
@@ -40,6 +40,7 @@ KIND = FindingKind(
     },
     diagnose=as_told(BATCH_INPUT),
     classes=(BATCH_INPUT,),
+    suspect=Suspect("BatchAdapter", "token_ids or positions contradict expected_tokens"),
     page=Page(
         wrong=Wrong.WRITE,
         means="""

@@ -1,7 +1,7 @@
 """`write_slot`: a forward writes a token to another slot than the one it will be read from."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
 from canary_core.kinds.links import OWNERS, READ, Link
 from canary_core.records import Kind, Phase
 
@@ -38,6 +38,7 @@ KIND = FindingKind(
     },
     diagnose=as_told(WRONG_WRITE_SLOT),
     classes=(WRONG_WRITE_SLOT,),
+    suspect=Suspect("BatchAdapter", "write_slots contradict the table"),
     page=Page(
         wrong=Wrong.WRITE,
         means="""
