@@ -91,7 +91,7 @@ print("went on")
     ("broken", "then", "named"),
     [
         ("target.endswith('ModelRunner.forward')", "HOOKS._look_at_hooks()", ["ModelRunner.forward"]),
-        ("True", "time.sleep(3)", ["ModelRunner.forward", "ModelRunner.alloc_memory_pool", "Scheduler.run_batch"]),
+        ("True", "time.sleep(7)", ["ModelRunner.forward", "ModelRunner.alloc_memory_pool", "Scheduler.run_batch"]),
     ],
     ids=["one", "all"],
 )
