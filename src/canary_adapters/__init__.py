@@ -1,9 +1,9 @@
 """Engine-free adapters: an engine's tensors in, Canary's views out.
 
-Sources say where a slot's bytes are, a probe finds it out where shapes lie, pools put sources together as regions and
-check their addresses, tables and lengths say what a forward reads, events say what happens to blocks, the filter
-dismisses what a model explains, whose embedding may be spread over ranks. Nothing here imports an engine; sources,
-pools and tables neither read from a device nor copy a tensor.
+Sources locate a slot's bytes, a probe finds the place where shapes don't tell, pools join sources to regions and check
+their addresses, tables and lengths describe the reads of a forward, events report changes of blocks, the filter
+dismisses findings explained by the model, whose embedding may be spread over ranks. Nothing here imports an engine;
+sources, pools and tables neither read from a device nor copy a tensor.
 """
 
 from canary_adapters.addresses import require_disjoint

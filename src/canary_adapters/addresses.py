@@ -2,11 +2,11 @@
 
 A source's bytes are ``base + page * P + i * S + c * C + [0, chunk_bytes)``, so two of them meet where a bounded integer
 combination of strides falls into an interval. Branch and bound over the strides, largest first, with the greatest
-common divisor of the rest as a second bound, decides that exactly; for nested layouts (every pool known to us) in a few
-dozen steps. A search that exceeds its budget is *undecided* and never a refusal.
+common divisor of the rest as a second bound, decides exactly; for nested layouts (every known pool) in a few dozen
+steps. A search beyond its budget is *undecided* and never a refusal.
 
-What this can't see: virtual addresses mapped to the same physical memory (CUDA VMM, kvcached), tensors on different
-devices, memory shared between processes, and bytes that no source describes.
+Out of sight: virtual addresses mapped to the same physical memory (CUDA VMM, kvcached), tensors on different devices,
+memory shared between processes, and bytes outside of all sources.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,8 +30,8 @@ def require_disjoint(regions: Sequence[Region], sharing: Iterable[frozenset[str]
     """Raises `AttachError` if two sources of one region, or of two regions, hold a byte in common.
 
     ``sharing``: sets of region names; regions of one set may overlap each other (hybrid groups that take turns on the
-    same blocks). Sources of one region never may: list a tensor that several layers share once. Returns the pairs that
-    the search could not decide, as ``region/source ~ region/source``; usually none.
+    same blocks). Sources of one region never may: list a tensor common to several layers once. Returns undecided pairs,
+    as ``region/source ~ region/source``; usually none.
     """
     known = {region.name for region in regions}
     groups = [frozenset(group) for group in sharing]
@@ -75,7 +75,7 @@ def require_distinct_slots(source: KVSource, slots: int) -> None:
 
 
 def shared_slots(source: KVSource, slots: int) -> tuple[int, int] | None:
-    """Two of the ``slots`` slots of ``source`` that share a byte (twice the same: its chunks overlap), None if there
+    """Two of the ``slots`` slots of ``source`` with a common byte (twice the same: its chunks overlap), None if there
     are none or the search can't decide."""
     # From the first byte on, where most layers of a model have the same.
     return _shared_slots(_slots_of(source, slots, 0))
@@ -145,8 +145,8 @@ class _Extent:
 
 
 def _meeting(regions: Sequence[Region]) -> list[tuple[_Extent, _Extent]]:
-    """Pairs of sources on one device whose address ranges meet, in the regions' order within and between pairs: an
-    allocator's addresses don't decide what is reported first."""
+    """Pairs of sources on one device with overlapping address ranges, in the regions' order within and between pairs,
+    so that the order of reports does not depend on an allocator's addresses."""
     described = [
         (region, source, parts)
         for region in regions
@@ -179,8 +179,8 @@ def _cross(ones: Sequence[_SlotBox], others: Sequence[_SlotBox], budget: _Budget
 
 
 def _within(part: _SlotBox, budget: _Budget) -> tuple[int, int] | None:
-    """Two places of one part with a byte in common. Their difference is taken with its first part that isn't zero
-    positive, so that a place is not compared with itself."""
+    """Two places of one part with a byte in common. The first nonzero part of their difference is taken as positive, so
+    that a place is not compared with itself."""
     reach = part.box.length - 1
     for lead in range(3):
         terms = [

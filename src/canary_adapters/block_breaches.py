@@ -1,4 +1,4 @@
-"""What a scheduler must not say of its blocks, whatever they hold, as findings."""
+"""Rules for a scheduler's books about blocks, whatever they hold, with breaches as findings."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from canary_adapters.block_events import BlockGroup
 from canary_core import Canary, Event, Kind, Phase, Violation
 
 MOST_BREACHES = 32
-"""Breaches of one sweep that are told; what comes after them usually has the same cause."""
+"""Most breaches reported in one sweep; further ones usually have the same cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class BlockBreach:
 
 @dataclass(frozen=True, slots=True)
 class BlockSweep:
-    """One look at a scheduler's blocks: how many are cached, and what is wrong."""
+    """One look at a scheduler's blocks: number of cached ones, and breaches."""
 
     cached: int
     breaches: tuple[BlockBreach, ...]
@@ -34,15 +34,15 @@ class BlockSweep:
         return cls(cached, tuple(islice(breaches, MOST_BREACHES)))
 
     def report(self, canary: Canary, group: BlockGroup) -> None:
-        """Tells what was found, and that there was a sweep. ``group``: one that has the blocks."""
+        """Reports the breaches, and the sweep. ``group``: one with the blocks."""
         new = report_breaches(canary, group, self.breaches)
         canary.tell(Event("sweep", "warning" if new else "info", {"nodes": self.cached, "findings": new}))
         canary.count("sweeps")
 
 
 def count_breaches(counts: Mapping[int, int], held: Counter[int], free: Counter[int]) -> Iterator[BlockBreach]:
-    """Where reference counts contradict what has the blocks. ``counts``: of each block. ``held``: how many requests
-    have it; others may have it, too. ``free``: how often it is in the free list."""
+    """Contradictions between reference counts and holders of blocks. ``counts``: of each block. ``held``: number of
+    known requests with the block; others may have it, too. ``free``: number of its entries in the free list."""
     for block, count in counts.items():
         if count < 0:
             yield BlockBreach("ref_negative", block, f"block {block} was released {-count} times too often")

@@ -1,4 +1,4 @@
-"""`BlockEvents`: what an engine's scheduler did with blocks, told to `Canary.slots` in few events."""
+"""`BlockEvents`: actions of an engine's scheduler on blocks, reported to `Canary.slots` in few events."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ BlockSort = Literal["alloc", "park", "share", "evict", "free", "forget"]
 
 @dataclass(slots=True)
 class BlockEvent:
-    """Something that happened to ``blocks``, in the order in which the scheduler did it. ``request``: whose doing it
-    was, None if that is not known. ``group``: the number of the engine's group that it is about, None for all."""
+    """An action on ``blocks``, in the scheduler's order. ``request``: its cause, None if unknown. ``group``: number of
+    the engine's group, None for all."""
 
     sort: BlockSort
     request: str | None
@@ -26,8 +26,8 @@ class BlockEvent:
 
 
 def add_event(events: list[BlockEvent], new: BlockEvent) -> None:
-    """``new`` happened after ``events``: one more, or part of the last one where it is the same request's of the same
-    sort. Without blocks it is none."""
+    """Appends ``new`` to ``events``, or joins it to the last one of the same request and sort. Nothing happens without
+    blocks."""
     last = events[-1] if events else None
     if last is not None and (last.sort, last.request, last.group) == (new.sort, new.request, new.group):
         last.blocks += new.blocks
@@ -37,7 +37,7 @@ def add_event(events: list[BlockEvent], new: BlockEvent) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """A region of which an engine hands out blocks. ``number``: that of the engine's group. ``block``: slots of one."""
+    """A region handed out by the engine in blocks. ``number``: of the engine's group. ``block``: slots of one."""
 
     region: str
     number: int
@@ -45,8 +45,8 @@ class BlockGroup:
 
 
 class BlockEvents:
-    """Tells what happened to the blocks of ``groups``, which take turns on them: each event is told of all of their
-    regions, or of those of its own group. Where a block is not used it is handed out and never written.
+    """Reports events of the blocks of ``groups``, which take turns on them: each event goes to the regions of all
+    groups, or of its own. A group that does not use a block gets it handed out and never written.
 
     ``writer``: the writer id of a request. ``judged``: whether misuse of blocks is a finding; else only their content
     is followed.
@@ -74,9 +74,9 @@ class BlockEvents:
         self, events: Sequence[BlockEvent], given: Sequence[Sequence[Sequence[int]]], groups: Collection[int]
     ) -> None:
         """After `tell`, with the same events, where ``groups``, by number, take turns on the same memory. ``given``:
-        blocks by group, of each request that got any. What a block holds that was handed out is another group's, and a
-        write that leaves it so is lost (`SlotEvents.adopt_bytes`): one look at the bytes of each block. Blocks that
-        were given and not handed out, such as prefix hits, stay as they are."""
+        blocks by group, of each request that got any. A block just handed out holds another group's bytes, and a write
+        that leaves them unchanged is lost (`SlotEvents.adopt_bytes`): one look at the bytes of each block. Blocks given
+        but not handed out, such as prefix hits, are left alone."""
         fresh = {block for event in events if event.sort == "alloc" for block in event.blocks}
         for group in self._groups:
             own = {block for lists in given for block in lists[group.number]} if group.number in groups else set()
@@ -115,9 +115,9 @@ class BlockEvents:
 
 
 def runs_of(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
-    """``events`` in runs of one sort, each of which is told as one event: when a batch begins, each of its requests
-    shares some blocks and is given others. An event joins an earlier run of its sort, unless it or a run after that is
-    about one of its blocks."""
+    """``events`` in runs of one sort, each reported as one event: at the start of a batch, each request shares some
+    blocks and is given others. An event joins an earlier run of its sort, unless that run or a later one contains one
+    of its blocks."""
     runs: list[tuple[list[BlockEvent], set[int]]] = []
     for event in events:
         blocks, like = set(event.blocks), (event.sort, event.group)

@@ -1,4 +1,4 @@
-"""`BlockLists`: the blocks that an engine keeps for its requests, against the tables that attention is given."""
+"""`BlockLists`: an engine's own blocks of its requests, against the tables given to attention."""
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,18 +13,18 @@ from canary_core import BatchView, Canary, ReadTable, SlotTable
 from canary_core.ops.upload import upload
 
 MOST_BLOCKS = 1 << 14
-"""Blocks that are uploaded for one comparison; the rows that don't fit have their turn in later ones."""
+"""Blocks uploaded for one comparison; remaining rows have their turn later."""
 NOT_NOW = 1 << 30
-"""A row that no table has, so that nothing of it is compared."""
+"""A row beyond every table, so that nothing of it is compared."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenBlocks:
-    """A table that attention was given for the rows of a batch from ``first_row`` on.
+    """A table given to attention for the rows of a batch from ``first_row`` on.
 
     name, region: as in `ReadTable`; group: the region's number in the engine. entries: int32 or int64, a block table
-    ``[rows, width]`` with ``page_slots`` slots an entry, or the slots ``[tokens]`` in which the batch's new tokens are
-    stored, in order. block_slots: slots of a block as the engine keeps them.
+    ``[rows, width]`` with ``page_slots`` slots an entry, or the slots ``[tokens]`` of the batch's new tokens, in order.
+    block_slots: slots of a block in the engine's own lists.
     """
 
     name: str
@@ -37,31 +37,30 @@ class GivenBlocks:
 
 
 Lists = Callable[[GivenBlocks], Sequence[Sequence[int] | None]]
-"""The blocks of each row of a batch in the region of a table, by position; None for a row of which they are not
-known."""
+"""The blocks of each row of a batch in the region of a table, by position; None for a row with unknown blocks."""
 
 
 class RequestBlocks:
-    """The blocks of each request in each group of an engine, by position, as its scheduler tells of them."""
+    """The blocks of each request in each group of an engine, by position, as reported by the scheduler."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[array[int]]] = {}
 
     def give(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
-        """These, by group, are all that ``request`` has."""
+        """Sets all blocks of ``request``, by group."""
         self._lists[request] = [array("i", group) for group in blocks]
 
     def extend(self, request: str, blocks: Sequence[Sequence[int]]) -> None:
-        """It gets these beside those it has; of a request that was not given any, nothing is known."""
+        """Adds blocks to a request; a request unknown so far stays unknown."""
         for known, more in zip(self._lists.get(request, ()), blocks, strict=False):
             known.extend(more)
 
     def drop(self, request: str) -> None:
-        """It has ended."""
+        """The request has ended."""
         self._lists.pop(request, None)
 
     def of(self, requests: Sequence[str], group: int) -> list[Sequence[int] | None]:
-        """Their blocks in a group, None for a request of which they are not known. Not to be written to."""
+        """The requests' blocks in a group, None for an unknown request. Not to be written to."""
         return [self._lists[request][group] if request in self._lists else None for request in requests]
 
 
@@ -75,8 +74,8 @@ class BlockLists:
         self._row = 0
 
     def compare(self, view: BatchView, given: Sequence[GivenBlocks], lists: Lists) -> None:
-        """Of the forward of ``view``, where `TableCheck.due`: once its tables are made, on its stream, before `Step`
-        checks it. Never captured."""
+        """Compares tables of the forward of ``view``, where `TableCheck.due`: once its tables are made, on its stream,
+        before `Step` checks it. Never captured."""
         tables = self._canary.step.tables
         for _ in range(len(given)):
             one = given[self._turn % len(given)]
@@ -104,8 +103,8 @@ class BlockLists:
         return ReadTable(one.name, one.region, given, kept, first, prefix + new, writers)
 
     def kept(self, lists: Sequence[Sequence[int] | None], block_slots: int, ring_slots: int = 0) -> SlotTable | None:
-        """The blocks of the rows whose turn it is as `ReadTable.kept`, on the current stream: ``lists`` has those of
-        each row by position, None where they are not known. ``ring_slots``: see `SlotTable`. None if no row has any."""
+        """The blocks of the rows in turn as `ReadTable.kept`, on the current stream: ``lists`` has each row's by
+        position, None where unknown. ``ring_slots``: see `SlotTable`. None if no row has any."""
         # A row of a ring is as wide as the ring, also while no request has filled it.
         rows, width = len(lists), max(1, -(-ring_slots // block_slots))
         chosen: list[int] = []
@@ -143,12 +142,12 @@ def metadata_blocks(
     make: Callable[..., GivenBlocks],
     left_out: Callable[[str, str], None],
 ) -> Iterator[GivenBlocks]:
-    """What attention metadata like vLLM's hold for some ``layers``: each a ``block_table``, or one for the rows that
-    decode and one for those after them; and the slots of new tokens, by layer in ``stores`` or as ``slot_mapping``.
+    """Tables in attention metadata like vLLM's for some ``layers``: each a ``block_table``, or one for the decoding
+    rows and one for the rows after; and the slots of new tokens, by layer in ``stores`` or as ``slot_mapping``.
 
-    ``metadata``: by layer; several may share one. ``make``: a `GivenBlocks` that lacks ``name``, ``entries`` and, if
-    it is not 0, ``first_row``.
-    ``left_out`` is told the class of metadata that have no table, and the reason.
+    ``metadata``: by layer; several may share one. ``make``: a `GivenBlocks` without ``name``, ``entries`` and, if not
+    0, ``first_row``.
+    ``left_out`` gets the class of metadata without a table, and the reason.
     """
     seen: set[int] = set()
     for layer in layers:
@@ -174,9 +173,9 @@ def metadata_blocks(
 def moved_states(
     page: int, computed: Sequence[int], new: Sequence[int], blocks: Sequence[Sequence[int] | None]
 ) -> list[tuple[int, int]]:
-    """Where recurrent states are kept block by block: blocks from which and to which the engine has copied states for
-    this forward, since it ends in another block than the one before. ``page``: tokens of a block. ``computed``,
-    ``new``: tokens of each row before the forward and of it. ``blocks``: those that each row has, None if unknown."""
+    """For recurrent states kept block by block: source and target blocks of the engine's copies of states for this
+    forward, which ends in another block than the one before. ``page``: tokens of a block. ``computed``, ``new``: tokens
+    of each row before the forward and within. ``blocks``: those of each row, None if unknown."""
     moves = []
     for before, more, held in zip(computed, new, blocks, strict=True):
         first, last = (before - 1) // page, (before + more - 1) // page

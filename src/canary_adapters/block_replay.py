@@ -1,4 +1,4 @@
-"""Blocks of a scheduler that is another process than its workers: messages that travel with its batches."""
+"""Blocks of a scheduler in another process than its workers: messages sent along with its batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from canary_core.ops.upload import upload
 @dataclass(slots=True)
 class BlockLoad:
     """KV of ``request`` comes from elsewhere, from position ``first`` on. ``tokens``: all of its tokens up to the last
-    one that is brought. ``blocks``: of each group, the blocks from that of position ``first`` on, 0 for none."""
+    one brought. ``blocks``: of each group, the blocks from the one of position ``first`` on, 0 for none."""
 
     request: str
     tokens: list[int]
@@ -24,8 +24,8 @@ class BlockLoad:
     def arrival(
         self, group: BlockGroup, computed: int, origin: Origin, known: Writers, device: torch.device
     ) -> tuple[Arrival, frozenset[int]] | None:
-        """What comes to ``group``, with the numbers of its blocks; None for nothing. ``computed``: how many tokens of
-        the request count as computed now; what is beyond failed, or is computed again."""
+        """The arrival for ``group``, with the numbers of its blocks; None for nothing. ``computed``: number of the
+        request's tokens that count as computed now; further ones failed, or are computed again."""
         tokens = self.tokens[:computed]
         position = torch.arange(self.first, len(tokens), device="cpu")
         if not len(position) or group.number >= len(self.blocks):
@@ -40,9 +40,9 @@ class BlockLoad:
 
 @dataclass(slots=True)
 class BlockMessage:
-    """All that happened to blocks since the message before. ``number`` counts up by one, so that a worker notices a
-    loss. ``broken``: why blocks can't be followed any more, None if they can. ``loads``: what is brought. ``swept``:
-    what a sweep of the prefix cache came to, None if there was none. ``salts``: those of new requests, by name."""
+    """All actions on blocks since the last message. ``number`` counts up by one, so that a worker notices a loss.
+    ``broken``: why blocks can't be followed any more, None if they can. ``loads``: KV from elsewhere. ``swept``: result
+    of a sweep of the prefix cache, None without one. ``salts``: those of new requests, by name."""
 
     number: int
     events: list[BlockEvent] = field(default_factory=list)
@@ -58,10 +58,10 @@ engine's warm-up has none."""
 
 
 class BlockReplay:
-    """Replays, in a worker, messages of the scheduler before the forward with whose batch they came.
+    """Replays, in a worker, messages of the scheduler before the forward of their batch.
 
-    All groups take their blocks from one pool, and a block belongs to one group at a time.
-    ``blocks``: what it tells of them. ``writer``, ``judged``: see `BlockEvents`.
+    All groups take their blocks from one pool, and a block belongs to one group at a time. ``blocks``: receives the
+    events. ``writer``, ``judged``: see `BlockEvents`.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class BlockReplay:
 
     def replay(self, message: BlockMessage | None, given: Callable[[], Sequence[Sequence[Sequence[int]]]]) -> None:
         """``message``: None where the scheduler is not followed. ``given``: blocks by group, of each request that got
-        any with this batch, handed out or found in the prefix cache. A hit may be of a block that this very step
-        writes; where nobody tells which, none is judged."""
+        any with this batch, handed out or found in the prefix cache. A hit may be of a block written in this very step;
+        if nobody knows which, none is judged."""
         if message is not None and not self._over:
             if message.broken is not None:
                 self._end(message.broken)

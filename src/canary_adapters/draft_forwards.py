@@ -1,10 +1,10 @@
-"""`DraftForwards`: the layers of a draft model that has the served model's tables, and a forward of its own after each
-of the served model's.
+"""`DraftForwards`: the layers of a draft model with the served model's tables, and a forward of its own after each of
+the served model's.
 
-A drafter first computes the positions that the served model has just computed, then guesses from the last accepted one
-on. It may leave out what was rejected, and writes guesses behind what it was given. So of each of its runs the slots
-that it may write are forgotten before, and afterwards the ones that the served model has, too, are recorded: whatever
-is read of them later was written in that run. Guesses stay unknown until they are computed.
+A drafter first computes the served model's latest positions, then guesses from the last accepted one on. Rejected
+tokens may be left out, and guesses are written behind the input. So before each run all slots within its reach are
+forgotten, and afterwards the served model's slots among them are recorded: any later read of those is of this run.
+Guesses stay unknown until computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from canary_core import BatchView, Canary, Overlap, SlotTable
 
 
 class DraftForwards:
-    """``regions``: those of the draft model's layers, whose tables are among those of the served model's forwards, with
-    the slots that are written. ``steps``: how many tokens are drafted at most."""
+    """``regions``: the draft model's layers, with tables among those of the served model's forwards, and slots to
+    write. ``steps``: most tokens drafted."""
 
     def __init__(self, canary: Canary, regions: Sequence[str], steps: int) -> None:
         self._canary = canary
@@ -28,7 +28,7 @@ class DraftForwards:
         self._view: BatchView | None = None
 
     def split(self, view: BatchView) -> BatchView:
-        """``view`` of the served model's forward without the tables of the draft model, whose `run` has them."""
+        """``view`` of the served model's forward without the tables of the draft model, used by `run`."""
         if not self._regions:
             return view
         if self._view is not None:

@@ -11,14 +11,14 @@ from canary_core import Kind, Violation, hookimpl
 
 
 class EmbeddedRequests:
-    """Names of requests that were given embeddings in the place of tokens; the last ``capacity`` of them."""
+    """Names of requests with embeddings in the place of tokens; the last ``capacity`` of them."""
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity
         self._names: OrderedDict[str, None] = OrderedDict()
 
     def add(self, request: str) -> None:
-        """This one was."""
+        """Adds a request."""
         self._names[request] = None
         self._names.move_to_end(request)
         if len(self._names) > self._capacity:
@@ -31,14 +31,13 @@ class EmbeddedRequests:
 class EmbeddingFilter:
     """Dismisses a `LOST_WRITE` where the old and the new token have the same embedding.
 
-    Then a correct store leaves the bytes as they were: two rows of the embedding are bit-identical (tied special
-    tokens), or the new token's is all zero (padding) and what was there was zero. Reads the device, but only after a
-    finding.
+    Then a correct store leaves the bytes unchanged: two rows of the embedding are bit-identical (tied special tokens),
+    or the new token's is all zero (padding) and the old bytes were zero. Reads the device, but only after a finding.
 
     ``row(token)``: the token's row of the embedding, None where there is none. ``shards``: where other ranks may have
-    some of the rows; what they have not told is not known, and the finding is dismissed as well. ``regions``: names of
-    the regions that it is about, None for all. ``embedded``: requests whose tokens say nothing of what they wrote,
-    since they were given embeddings; one that gives those of its text later writes what is there already.
+    some of the rows; rows not reported are unknown, and the finding is dismissed as well. ``regions``: names of the
+    regions concerned, None for all. ``embedded``: requests with embeddings, whose tokens say nothing about the bytes;
+    the embeddings of a later request's own text may repeat them.
     """
 
     def __init__(

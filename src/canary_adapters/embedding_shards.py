@@ -1,4 +1,4 @@
-"""`EmbeddingShards`: ranks that have a part of an embedding each tell each other which of its rows are alike."""
+"""`EmbeddingShards`: ranks with a part of an embedding each inform each other of equal rows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ SLICE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingPart:
-    """The rows of an embedding that a rank has: ``weight`` ``[tokens, ...]``, from the token ``first`` on.
+    """A rank's rows of an embedding: ``weight`` ``[tokens, ...]``, from the token ``first`` on.
 
-    ``group``: the ranks that have a part each; empty where this one has all, or where it is not known who has the rest.
-    ``place``: of this rank in the group.
+    ``group``: the ranks with a part each; empty where this one has all, or where the holders of the rest are unknown.
+    ``place``: this rank's in the group.
     """
 
     weight: Tensor
@@ -28,11 +28,11 @@ class EmbeddingPart:
 
     @classmethod
     def of(cls, layer: Any, group_of: Callable[[Any], Any]) -> "EmbeddingPart | None":
-        """What this rank has of a layer like vLLM's and SGLang's: a ``weight``, and where there are parts the tokens in
-        ``shard_indices`` and their number in ``tp_size``. None where the weight is no tensor.
+        """This rank's part of a layer like vLLM's and SGLang's: a ``weight``, and for a split one the tokens in
+        ``shard_indices`` and the number of parts in ``tp_size``. None where the weight is no tensor.
 
-        ``group_of(layer)``: the group of ranks that have the parts, with its ``ranks``, ``rank_in_group`` and
-        ``world_size``. Where that raises, or has another size, it is not known who has the rest.
+        ``group_of(layer)``: the group of ranks with the parts, with its ``ranks``, ``rank_in_group`` and
+        ``world_size``. If the call raises, or the size differs, the holders of the rest are unknown.
         """
         weight, shard = (getattr(layer, name, None) for name in ("weight", "shard_indices"))
         if not isinstance(weight, Tensor):
@@ -57,17 +57,17 @@ class EmbeddingPart:
 
 
 class EmbeddingShards:
-    """Which rows of an embedding this rank has, and hashes of all of them, its own and those of other ranks.
+    """This rank's rows of an embedding, and hashes of all rows, its own and other ranks'.
 
-    Each rank tells its hashes before its first forward, under a key of its own in the store that ``store()`` gives, by
-    default that of torch.distributed's first group; where that is None nothing is known of other ranks. No rank waits
-    for another one: what was not told is not known. ``part()``: what this rank has now, None for a model without an
-    embedding here. ``forwards()``: how many forwards began; the ranks of a group run the same ones. ``name``: of the
-    model, where a process has several.
+    Each rank publishes its hashes before its first forward, under a key of its own in the store from ``store()``, by
+    default that of torch.distributed's first group; if None, nothing is known of other ranks. No rank waits for another
+    one: unpublished rows are unknown. ``part()``: this rank's present part, None for a model without an embedding here.
+    ``forwards()``: number of forwards begun; the ranks of a group run the same ones. ``name``: of the model, where a
+    process has several.
 
-    Weights may be replaced while the engine runs, on all ranks between the same two forwards. So a rank that is asked
-    hashes its rows anew, and tells them again with the number of forwards until now. Hashes of another rank count if
-    this rank's own rows have not changed since they were told.
+    Weights may be replaced while the engine runs, on all ranks between the same two forwards. So a rank asked for its
+    rows hashes them anew, and publishes them again with the number of forwards so far. Hashes of another rank count if
+    this rank's own rows have not changed since.
     """
 
     def __init__(
@@ -91,20 +91,20 @@ class EmbeddingShards:
         return None if part is None else part.row(token)
 
     def elsewhere(self, token: int) -> bool:
-        """Whether this rank has an embedding, and the row of ``token`` is not in it."""
+        """Whether this rank has an embedding, without the row of ``token``."""
         part = self._part()
         return part is not None and part.row(token) is None
 
     def begin(self) -> None:
-        """Before a forward: at the first one, tells other ranks what this one has. That waits for the device. Raises
+        """Before a forward: at the first one, publishes this rank's hashes, and waits for the device. Raises
         nothing."""
         if self._told_at < 0:
             self._told_at = 0
             self.hashes(())
 
     def hashes(self, tokens: Iterable[int]) -> list[int] | None:
-        """A hash of the bits of each token's row, 0 where it is all zero; None if one of them is not known. Waits for
-        the device, but for no other rank. Raises nothing."""
+        """A hash of the bits of each token's row, 0 where it is all zero; None if one is unknown. Waits for the device,
+        but for no other rank. Raises nothing."""
         try:
             part = self._part()
             if part is None or self._store is None or len(part.group) < 2:
@@ -118,7 +118,7 @@ class EmbeddingShards:
         return known if len(known) == len(found) else None
 
     def _tell(self, part: EmbeddingPart) -> None:
-        """Tells other ranks what is here at this forward."""
+        """Publishes this rank's hashes as of this forward."""
         now = self._forwards()
         if self._own is not None and self._told_at == now:
             return
@@ -130,7 +130,7 @@ class EmbeddingShards:
         self._store.set(self._key(part, part.place), told.numpy().tobytes())
 
     def _hash(self, part: EmbeddingPart, token: int) -> int | None:
-        """Of a token's row, on whichever rank it is."""
+        """Hash of a token's row, on whichever rank it is."""
         for place in range(len(part.group)):
             key = self._key(part, place)
             # To get what is not there would wait for it.
@@ -165,7 +165,7 @@ def row_hashes(weight: Tensor) -> Tensor:
 
 
 def default_store() -> Any:
-    """The store through which torch.distributed made its first group; None where there is none."""
+    """The store of torch.distributed's first group; None without one."""
     try:
         from torch.distributed import distributed_c10d
 

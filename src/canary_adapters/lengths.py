@@ -1,4 +1,4 @@
-"""Lengths of a forward's rows, from the tensors that attention reads. The host waits for nothing."""
+"""Lengths of a forward's rows, from attention's own tensors. The host waits for nothing."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 FIRST_ROWS = 256
-"""Rows of static tensors at first. A larger batch makes them larger."""
+"""Rows of static tensors at first. A larger batch enlarges them."""
 
 
 class UniformLens:
-    """Static tensors with one number in all rows. Once the engine's largest batch has come, they need no launch."""
+    """Static tensors with one number in all rows. After the engine's largest batch, no launch is needed."""
 
     def __init__(self) -> None:
         self._filled: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -32,7 +32,7 @@ class UniformLens:
 
 
 class PrefixLens:
-    """Prefix and new lengths, where an engine has the lengths of whole rows and the starts of their new tokens."""
+    """Prefix and new lengths, for engines with the lengths of whole rows and the starts of their new tokens."""
 
     def __init__(self) -> None:
         self._uniform = UniformLens()

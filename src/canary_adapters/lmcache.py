@@ -1,4 +1,4 @@
-"""What the settings of LMCache say of the KV that it brings, whichever engine it serves."""
+"""Facts about KV brought by LMCache, from its settings, whichever engine it serves."""
 
 import os
 import pkgutil
@@ -10,16 +10,16 @@ SHARED = (
     "remote_url", "remote_storage_plugins", "storage_plugins", "external_backends", "local_disk", "enable_p2p",
     "enable_pd", "enable_xpyd", "gds_path", "weka_path", "maru_path", "enable_controller", "remote_config_url",
 )  # fmt: skip
-"""Settings that let others store where it loads from: servers, other engines, disks of earlier runs, and
-settings that a server may add. Old names are among them."""
+"""Settings that let others store where LMCache loads: servers, other engines, disks of earlier runs, and settings added
+by a server. Old names are included."""
 LOSSY = ("cachegen", "kivi")
-"""Its serializers that do not give back what they were given."""
+"""Serializers with changed bytes on return."""
 
 
 def lmcache_storage(extra: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether others may store where LMCache loads from, and whether what it brings is not bit by bit what it was
-    given. Its settings are in a file, in the environment, and in the engine's configuration, ``extra``, under names
-    that begin with ``lmcache.``; the last one counts."""
+    """Whether others may store where LMCache loads, and whether its bytes may differ from the stored ones. Its settings
+    are in a file, in the environment, and in the engine's configuration, ``extra``, under names that begin with
+    ``lmcache.``; the last one counts."""
     settings: dict[str, Any] = {}
     path = os.environ.get("LMCACHE_CONFIG_FILE")
     if path:

@@ -8,8 +8,7 @@ from canary_core.runtime.streams import current, make_current
 
 
 class OnStream:
-    """A context in which ``stream`` is the current one of its device; used again and again, also within itself. With
-    None it changes nothing."""
+    """A context with ``stream`` as the current one of its device; reusable, also nested. Does nothing with None."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream

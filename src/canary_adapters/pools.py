@@ -26,10 +26,10 @@ from canary_core.region import KVSource, Region, RegionKind, Role, Uncovered
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTensors:
-    """What one layer keeps, by half: ``data={"k": K, "v": V}``, or ``{"kv": latent}`` for MLA.
+    """One layer's tensors, by half: ``data={"k": K, "v": V}``, or ``{"kv": latent}`` for MLA.
 
-    ``scales`` and ``index`` hold what a quantized or a sparse layer keeps beside it, also one entry a slot.
-    ``dtype``: element type of the data where the tensors' own doesn't say it (fp8 kept as uint8).
+    ``scales`` and ``index``: tensors beside the data in a quantized or a sparse layer, also one entry a slot.
+    ``dtype``: element type of the data where the tensors' own doesn't tell (fp8 kept as uint8).
     """
 
     layer: int
@@ -59,9 +59,8 @@ def kv_layers(keys: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dty
 
 
 def stacked_layers(pools: Sequence[Tensor], half_dim: int = 0, dtype: torch.dtype | None = None) -> list[LayerTensors]:
-    """Layers 0, 1, ... of a pool that stacks K and V along ``half_dim``: 0 for ``[2, pages, ...]``, 1 for
-    ``[pages, 2, ...]``. The other dimensions keep their order without it. Raises `AttachError` if there aren't two
-    halves."""
+    """Layers 0, 1, ... of a pool that stacks K and V along ``half_dim``: 0 for ``[2, pages, ...]``, 1 for ``[pages, 2,
+    ...]``. The other dimensions keep their order. Raises `AttachError` if there aren't two halves."""
     for layer, pool in enumerate(pools):
         if not -pool.dim() <= half_dim < pool.dim() or pool.shape[half_dim] != 2:
             raise AttachError(
@@ -75,7 +74,7 @@ NullSlots = int | range | None
 
 
 def _with_null_slots(region: Region, null: NullSlots) -> Region:
-    """``region`` with these padding slots; None leaves it those that it has."""
+    """``region`` with the given padding slots; unchanged for None."""
     if null is None:
         return region
     if isinstance(null, int):
@@ -86,7 +85,7 @@ def _with_null_slots(region: Region, null: NullSlots) -> Region:
 
 
 class _LayerPool(PoolAdapter):
-    """One region from layers' tensors; a subclass says how a tensor becomes sources and how many slots it has."""
+    """One region from layers' tensors; a subclass turns a tensor into sources and counts its slots."""
 
     def __init__(self, name: str, layers: Sequence[LayerTensors], slots: int | None, null_slot: NullSlots) -> None:
         self._name = name
@@ -150,7 +149,7 @@ class RowPool(_LayerPool):
         return row_slots(tensor, self._pool_page)
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """Rows beyond ``slots``. Not in an interleaved tensor, whose other rows are other layers'."""
+        """Rows beyond ``slots``. None for an interleaved tensor, whose other rows are other layers'."""
         if self._slots is None or self._pool_page is not None:
             return ()
         return tuple(
@@ -232,8 +231,8 @@ class PackedPool(_LayerPool):
 
 
 class GrowingPool(_LayerPool):
-    """Caches ``[batch, heads, tokens so far, dim]`` that are reallocated as they grow (`growing_source`). The region
-    has ``batch * max_tokens`` slots from the start; after a reallocation `SlotEvents.rebind` takes the new sources."""
+    """Caches ``[batch, heads, tokens so far, dim]``, reallocated for growth (`growing_source`). The region has ``batch
+    * max_tokens`` slots from the start; after a reallocation `SlotEvents.rebind` takes the new sources."""
 
     def __init__(
         self, name: str, layers: Sequence[LayerTensors], max_tokens: int, batch_dim: int = 0, token_dim: int = 2
@@ -250,8 +249,8 @@ class GrowingPool(_LayerPool):
 
 
 class RegionPool(PoolAdapter):
-    """A region that is described already, and what was left out beside it. Raises `AttachError` where two of its
-    sources overlap."""
+    """A region already described, and memory left out beside it. Raises `AttachError` where two of its sources
+    overlap."""
 
     def __init__(self, region: Region, left_out: Iterable[Uncovered] = ()) -> None:
         require_disjoint([region])
@@ -263,7 +262,7 @@ class RegionPool(PoolAdapter):
         return (self._region,)
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """What was left out."""
+        """Memory left out."""
         return self._left_out
 
 
@@ -299,11 +298,11 @@ class WindowPool(PoolAdapter):
         return tuple(_with_null_slots(region, self._null_slot) for region in windows)
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """What the pool leaves out."""
+        """Memory left out by the pool."""
         return self._pool.uncovered()
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """Those of the pool."""
+        """The pool's tensors."""
         return self._pool.pool_tensors()
 
 
@@ -326,11 +325,11 @@ class JoinedPools(PoolAdapter):
         return regions
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """What the pools leave out, together; after `regions` also pairs of sources, without bytes, of which it could
-        not be decided whether they overlap."""
+        """Memory left out by all pools; after `regions` also pairs of sources, without bytes, whose overlap is
+        undecided."""
         doubts = (Uncovered(pair, 0, "may share bytes, which took too long to decide") for pair in self._undecided)
         return (*(item for pool in self._pools for item in pool.uncovered()), *doubts)
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """Those of all pools."""
+        """Tensors of all pools."""
         return {name: tensor for pool in self._pools for name, tensor in pool.pool_tensors().items()}

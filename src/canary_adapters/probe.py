@@ -16,18 +16,18 @@ from canary_core.region import KVSource
 
 PROBE_BLOCKS = 3
 ROUNDS = 3
-"""Times each probe is written, with other numbers: a packed format may store one of them as zero bytes, or a scale with
-a byte that the scale of zeros has, too."""
+"""Writes of each probe, with other numbers each time: a packed format may store one of them as zero bytes, or a scale
+with a byte equal to one of the scale of zeros."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Store = Callable[[Tensor, str, Tensor], None]
-"""``store(cache, half, slots)`` stores made-up numbers, none of them 0, as ``half`` of tokens at ``slots`` (int64
-``[n]``) of ``cache``, by the engine's own operation; all else that it stores is 0. With an empty ``half`` all is 0."""
+"""``store(cache, half, slots)`` stores made-up nonzero numbers as ``half`` of tokens at ``slots`` (int64 ``[n]``) of
+``cache``, by the engine's own operation, and zeros as the rest. With an empty ``half`` everything is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedPiece:
-    """Affine bytes of one half: see `KVSource`. ``part``: which of several, None for the only one."""
+    """Affine bytes of one half: see `KVSource`. ``part``: number among several, None for the only one."""
 
     half: str
     part: int | None
@@ -39,7 +39,7 @@ class ProbedPiece:
     page_stride_bytes: int
 
     def source(self, cache: Tensor, page: int, layer: int, dtype: torch.dtype | None) -> KVSource:
-        """The source of ``layer``, whose ``cache`` is laid out like this."""
+        """The source of ``layer`` in ``cache``, with the same layout."""
         return KVSource(
             cache,
             self.half,

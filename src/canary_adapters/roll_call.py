@@ -1,4 +1,4 @@
-"""`RollCall`: which workers of an engine are guarded, in the process that schedules for them."""
+"""`RollCall`: the guarded workers of an engine, as seen by its scheduler's process."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from canary_core import AttachError, Canary, CanaryConfig, Event, emit
 from canary_core.config import settings
 
 Answer = Mapping[str, object]
-"""A worker's word on its guard, see `answer`: plain values, since it may come from another version of Canary."""
+"""A worker's word on its guard, see `answer`: plain values, since the worker may run another version of Canary."""
 
 OF_A_PROCESS = frozenset(
     f"CANARY_{name}"
@@ -17,19 +17,19 @@ OF_A_PROCESS = frozenset(
         "CONTROL_DIR", "LOG_FORMAT", "LOG_LEVEL",
     )
 )  # fmt: skip
-"""Settings that may well be others in each process: they do not change what is guarded."""
+"""Settings allowed to differ between processes: they do not change the guard."""
 
 PATIENCE = 3
-"""So many outputs in a row without a mark show that their worker gives none."""
+"""Consecutive outputs without a mark that prove a worker without a guard."""
 
 Mark = tuple[int, bool, int, int]
-"""A worker's word that goes with an output: its rank, whether its Canary is on, a number of that Canary's own, and how
-many tokens the worker was given to compute since it has it."""
+"""A worker's word beside an output: its rank, whether its Canary is on, a number of the Canary's own, and the tokens
+given to the worker to compute under that Canary."""
 
 
 def answer(config: CanaryConfig, version: str, canary: Canary | None, reason: str = "") -> dict[str, object]:
-    """The word of this worker. ``version``: of Canary and the engine's plugin. ``canary``: its guard, None where it has
-    none, for ``reason``; empty for a worker with nothing to guard."""
+    """The word of this worker. ``version``: of Canary and the engine's plugin. ``canary``: its guard, None without one,
+    for ``reason``; empty for a worker with nothing to guard."""
     return {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -47,12 +47,12 @@ def own_settings(config: CanaryConfig) -> dict[str, str]:
 
 
 class RollCall:
-    """The workers of one engine: `take` their answers once, when the engine has started, and look at the `output` of
-    each step. What is wrong is told in ``workers_unguarded`` events, each sort once for each rank; in raise mode
+    """The workers of one engine: `take` their answers once, after the engine's start, and look at the `output` of each
+    step. Problems are reported in ``workers_unguarded`` events, each sort once for each rank; in raise mode
     `AttachError` is raised, too, so that the engine stops.
 
     ``config``, ``version``: those of this process. ``replica``: data-parallel index of the engine. ``advice``: a
-    sentence on how settings come to workers of this engine. ``tell``: hears of the events.
+    sentence on how settings reach workers of this engine. ``tell``: receives the events.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RollCall:
 
     def output(self, mark: Mark | None, tokens: int) -> None:
         """An output of ``tokens`` scheduled tokens has come; ``mark``: its worker's word, None for none. Outputs come
-        in the order in which they were scheduled."""
+        in the order scheduled."""
         if not tokens:
             return
         if mark is None:
@@ -98,7 +98,7 @@ class RollCall:
             self._say_once("tokens", rank, f"{what}: some of the scheduler's outputs do not reach its guard")
 
     def _problem(self, given: Answer) -> str:
-        """What is wrong with a worker, empty for nothing."""
+        """Problem of a worker, empty for none."""
         if not given:
             return "gave no answer"
         where = f"process {given['process']} on {given['host']}: " if "process" in given and "host" in given else ""

@@ -1,4 +1,4 @@
-"""Sampled tokens in the order in which `Canary.sampled` takes them."""
+"""Sampled tokens in the order of `Canary.sampled`."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,9 @@ from canary_core.ops.upload import upload
 
 
 def sampled_tokens(tokens: Tensor, drafts: Sequence[int] | None) -> Tensor:
-    """``tokens`` ``[rows, n]``, of which a row has what follows its first draft in the first column, with what follows
-    its last one in the last column. ``drafts``: how many each row has, None where all columns are taken."""
+    """``tokens`` ``[rows, n]``, shifted from the left to the right: a row has the token after its first draft in the
+    first column, and gets the token after its last one into the last column. ``drafts``: number of each row's, None if
+    all columns are taken."""
     columns = tokens.shape[1]
     if drafts is None or all(count + 1 == columns for count in drafts):
         return tokens

@@ -1,4 +1,4 @@
-"""Sources: a tensor and which of its dimensions is what → `KVSource`. Addresses come from strides, never from shapes.
+"""Sources: a tensor and the meaning of its dimensions → `KVSource`. Addresses come from strides, never from shapes.
 
 Every factory raises `AttachError` where the tensor isn't affine in KVSource's sense (one stride for pages, one for
 slots, one for chunks), where two slots share bytes, and where sizes don't fit.
@@ -21,15 +21,15 @@ CHECKED_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-"""Element types that the core checks for NaN and infinity; others are bytes to it."""
+"""Element types checked by the core for NaN and infinity; others are bytes to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a source's bytes are: ``half`` ("k", "v", "kv", "k_scale", ...) of ``layer``, and their role.
+    """Meaning of a source's bytes: ``half`` ("k", "v", "kv", "k_scale", ...) of ``layer``, and their role.
 
-    ``dtype``: element type where the tensor's own doesn't say it (fp8 kept as uint8). None takes the tensor's own type
-    if that is one of `CHECKED_DTYPES`, else the bytes have no type and no non-finite check.
+    ``dtype``: element type where the tensor's own doesn't tell (fp8 kept as uint8). None takes the tensor's own type if
+    among `CHECKED_DTYPES`, else the bytes have no type and no non-finite check.
     """
 
     half: str
@@ -160,7 +160,7 @@ def packed_page_source(pages: Tensor, part: Part, layout: PackedPage) -> tuple[K
 
 
 def packed_page_padding(pages: Tensor, layout: PackedPage) -> Tensor:
-    """The bytes at the end of each of ``pages`` that `packed_page_source` leaves out: uint8 ``[pages, bytes]``, in
+    """The bytes at the end of each of ``pages`` left out by `packed_page_source`: uint8 ``[pages, bytes]``, in
     place."""
     size = pages.element_size()
     first, spare = pages.storage_offset() * size + layout.used_bytes, pages[0].nbytes - layout.used_bytes
@@ -169,10 +169,9 @@ def packed_page_padding(pages: Tensor, layout: PackedPage) -> Tensor:
 
 
 def growing_source(cache: Tensor, part: Part, max_tokens: int, batch_dim: int = 0, token_dim: int = 2) -> KVSource:
-    """A cache that is reallocated as it grows, ``[batch, heads, tokens so far, dim]`` by default, also with no tokens
-    yet. The slot of row ``b`` at position ``p`` is ``b * max_tokens + p`` whatever the tensor's length is, and so are
-    chunks, so that the source of the next, longer tensor has the same records and fingerprints (`SlotEvents.rebind`).
-    """
+    """A cache reallocated for growth, ``[batch, heads, tokens so far, dim]`` by default, also with no tokens yet. The
+    slot of row ``b`` at position ``p`` is ``b * max_tokens + p`` whatever the tensor's length, and so are chunks, so
+    that the source of the next, longer tensor has the same records and fingerprints (`SlotEvents.rebind`)."""
     _require_dims(cache, part, least=2, empty_dim=token_dim)
     batch_dim, token_dim = _two_dims(cache, part, {"batch_dim": batch_dim, "token_dim": token_dim})
     tokens = cache.shape[token_dim]

@@ -1,7 +1,7 @@
-"""Tables: what attention reads, as `SlotTable`. No copy, no sync: cheap enough to build before every forward.
+"""Tables read by attention, as `SlotTable`. No copy, no sync: cheap enough to build before every forward.
 
-All of them raise `AttachError` on a wrong dtype, device or shape. ``write_slots`` is the engine's own list of where the
-new tokens go (int32 or int64 ``[tokens]``), if it has one.
+All of them raise `AttachError` on a wrong dtype, device or shape. ``write_slots`` is the engine's own list of the new
+tokens' slots (int32 or int64 ``[tokens]``), if there is one.
 """
 
 from dataclasses import replace
@@ -62,9 +62,8 @@ def ragged_table(
 
 
 def ring_table(table: SlotTable, ring_slots: int) -> SlotTable:
-    """``table`` read as a ring: position ``p`` lies where the table has position ``p % ring_slots``, and a forward
-    stores at most the last ``ring_slots`` of its new tokens. Give it a `slot_table`, `block_table` or `ragged_table`.
-    """
+    """``table`` read as a ring: position ``p`` lies at the table's position ``p % ring_slots``, and a forward stores at
+    most the last ``ring_slots`` of its new tokens. For a `slot_table`, `block_table` or `ragged_table`."""
     if ring_slots < 1:
         raise AttachError(f"ring table: ring_slots must be at least 1, got {ring_slots}; give the ring's length")
     if table.ring_slots:

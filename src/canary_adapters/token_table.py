@@ -9,10 +9,9 @@ from canary_core.batch import EXPECTED_STEP, MOST_EXPECTED
 
 UNKNOWN = -1
 TABLE_STEP = EXPECTED_STEP
-"""The width of a table of tokens is a multiple of this."""
+"""The width of a table of tokens is a multiple."""
 MOST_TOKENS = MOST_EXPECTED
-"""Most entries of one table; positions that do not fit are not compared, and the forward counts as
-``tokens_beyond_bound``."""
+"""Most entries of one table; further positions are not compared, and the forward counts as ``tokens_beyond_bound``."""
 
 
 def token_table(requests: Sequence[Tensor | None], longest: int, device: torch.device) -> Tensor:
@@ -28,9 +27,9 @@ def token_table(requests: Sequence[Tensor | None], longest: int, device: torch.d
 
 
 def unknown_tokens(rows: int, longest: int, device: torch.device) -> Tensor:
-    """The table of `token_table` as long as nothing is known: -1, int32 ``[rows, width]``, on the host, in memory from
-    which a copy to ``device`` makes nobody wait. For adapters that have no tensors of tokens: fill its rows by position
-    through `Tensor.numpy`, whose views cost a fifth of torch's, and copy it with ``to(device, non_blocking=True)``."""
+    """The table of `token_table` while nothing is known: -1, int32 ``[rows, width]``, on the host, in memory whose copy
+    to ``device`` makes nobody wait. For adapters without tensors of tokens: fill the rows by position through
+    `Tensor.numpy`, whose views cost a fifth of torch's, and copy the table with ``to(device, non_blocking=True)``."""
     width = -(-min(longest, MOST_TOKENS // rows) // TABLE_STEP) * TABLE_STEP
     return torch.full((rows, width), UNKNOWN, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
@@ -45,7 +44,7 @@ class Prompts:
         self._open: set[str] = set()
 
     def give(self, request: str, tokens: Tensor) -> None:
-        """``tokens``, int64 ``[n]`` on the host, are the prompt of ``request``, which begins."""
+        """Sets the prompt of ``request``, about to begin: ``tokens``, int64 ``[n]`` on the host."""
         self._prompts[request] = tokens
         self._open.add(request)
 
@@ -62,9 +61,9 @@ class Prompts:
     def table(
         self, requests: Sequence[str], computed: Callable[[], Sequence[int]], new: Sequence[int]
     ) -> Tensor | None:
-        """`token_table` of those of ``requests`` that compute their prompt. ``computed``, ``new``: tokens that each has
-        before the forward, and gets by it; the host's idea of them, which may be too high. None if no request computes
-        its prompt, as in decode, which costs next to nothing."""
+        """`token_table` for the ``requests`` in their prompt. ``computed``, ``new``: each one's tokens before the
+        forward, and its new ones; the host's figures, possibly too high. None without a request in its prompt, as in
+        decode, at next to no cost."""
         if self._open.isdisjoint(requests):
             return None
         prompts = [self._prompts.get(name) for name in requests]

@@ -53,6 +53,8 @@ class Docstring:
     file: Path
     line: int
     text: str
+    printed: bool = False
+    """Shown to users as it is: help of a command, or what a test of the conformance suite is about."""
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(ROOT)}:{self.line}"
@@ -70,13 +72,21 @@ def docstrings(files: Iterable[Path]) -> Iterator[Docstring]:
             for statement in getattr(node, "body", ()) if isinstance(node, _HOLDERS) else ():
                 match statement:
                     case ast.Expr(value=ast.Constant(value=str(text))):
-                        yield Docstring(file, statement.lineno, text)
+                        yield Docstring(file, statement.lineno, text, statement is node.body[0] and _printed(node))
 
 
 def pronouns(files: Iterable[Path]) -> float:
-    """Share of pronouns in the words of the docstrings of ``files``."""
-    words = [word for found in docstrings(files) for word in found.words]
+    """Share of pronouns in the words of those docstrings of ``files`` that are for readers of the code."""
+    words = [word for found in docstrings(files) if not found.printed for word in found.words]
     return sum(word in PRONOUNS for word in words) / max(len(words), 1)
+
+
+def _printed(node: ast.AST) -> bool:
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    commands = {"command", "callback"}
+    decorators = {n.attr for d in node.decorator_list for n in ast.walk(d) if isinstance(n, ast.Attribute)}
+    return node.name.startswith("test_") or bool(commands & decorators)
 
 
 def spans(text: str) -> list[str]:

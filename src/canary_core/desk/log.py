@@ -35,8 +35,8 @@ class Reporting:
 
     @hookimpl(tryfirst=True)
     def canary_violation(self, violation: Violation) -> None:
-        """Logs ``violation``, with `Violation.fields`, at the level that ``CANARY_VIOLATION_LEVEL`` says. Its incident
-        is an event of its own."""
+        """Logs ``violation``, with `Violation.fields`, at the level of ``CANARY_VIOLATION_LEVEL``. Its incident is an
+        event of its own."""
         # An avalanche that nobody will see costs nothing.
         if structlog.is_configured() or _number(self._violations) >= _number(self._level):
             self._log(Event("violation", self._violations, violation.fields()))
@@ -47,8 +47,8 @@ class Reporting:
         self._log(event)
 
     def _log(self, event: Event) -> None:
-        """Never raises, as handlers of `logging` never do: a full disk, a closed pipe or a processor of the host that
-        fails must not end the engine. What the host's pipeline does not take goes to stderr."""
+        """Never raises, as handlers of `logging` never do: a full disk, a closed pipe or a failing processor of the
+        host must not end the engine. An event refused by the host's pipeline goes to stderr."""
         # Asked at each event: a host may configure structlog, or replace sys.stderr, after we were loaded.
         hosted = structlog.is_configured()
         try:

@@ -1,7 +1,7 @@
 """``canary demo``: serves traffic on a real engine under guard, without one alarm, then breaks its KV cache on purpose.
 
-The engine comes from a plugin (`canary_demo`). What is served, what is broken, what counts as found, and what it costs
-is decided here, the same for every engine.
+The engine comes from a plugin (`canary_demo`). Traffic, faults, verdicts and the measurement of cost are decided here,
+the same for every engine.
 """
 
 import random
@@ -26,10 +26,10 @@ FAULT_REQUESTS = 24
 """Requests served for each fault."""
 OVERHEAD_REQUESTS = 48
 OVERHEAD_ROUNDS = 4
-"""Times that the same requests are served without and with Canary, in turn."""
+"""Rounds of the same requests without and with Canary, in turn."""
 
 ShowProgress = Callable[[str, int], None]
-"""Told what is being done, and how many requests were finished since the last call."""
+"""Called with the present activity, and the number of requests finished since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Clean:
 
     @property
     def passed(self) -> bool:
-        """No alarm, no trouble, something was checked, and the engine computed what it does without us."""
+        """No alarm, no trouble, something was checked, and the engine computed the same as without Canary."""
         return self.outputs_identical and self.bytes_checked > 0 and not self.alarms and not self.troubles
 
     def fields(self) -> dict[str, object]:
@@ -61,8 +61,8 @@ class Clean:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One fault and what was found. ``found`` are the findings that name this very fault, ``others`` its consequences,
-    ``early`` false alarms from before it."""
+    """One fault and its findings. ``found`` name the fault itself, ``others`` are its consequences, ``early`` are false
+    alarms from before."""
 
     fault: str
     injection: Injection | None
@@ -86,7 +86,7 @@ class Trial:
 
     @property
     def source(self) -> str | None:
-        """Layers and halves that the findings name; None where the fault isn't about bytes."""
+        """Layers and halves named by the findings; None where the fault isn't about bytes."""
         return ", ".join(sorted({v.source for v in self.found if v.source})) or None
 
     def fields(self) -> dict[str, object]:
@@ -117,7 +117,7 @@ class Report:
         return self.clean.passed and all(t.passed for t in self.trials)
 
     def fields(self) -> dict[str, object]:
-        """The object that ``canary demo --json`` prints."""
+        """The object printed by ``canary demo --json``."""
         return {
             "engine": self.engine,
             "model": self.model,
@@ -129,7 +129,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """The demo of one model. Each part can be run by itself; `steps` in all of them is the engine's forwards."""
+    """The demo of one model. Each part can be run by itself; `steps` always counts the engine's forwards."""
 
     engine: DemoEngine
     model: str
@@ -139,11 +139,11 @@ class Demo:
 
     @property
     def total(self) -> int:
-        """Requests that `run` serves in all."""
+        """Requests served by `run` in all."""
         return 2 * self.requests + self._fault_requests * len(FAULTS) + 2 * OVERHEAD_ROUNDS * self._overhead_requests
 
     def run(self) -> Report:
-        """Clean traffic, then every fault, then what it costs."""
+        """Clean traffic, then every fault, then the cost."""
         with unheard():
             clean, trials = self.clean(), tuple(self.trial(f) for f in FAULTS)
             overhead_pct, late = self.overhead()
@@ -156,7 +156,8 @@ class Demo:
         return Report(self.engine.name, self.model, clean, trials, overhead_pct)
 
     def clean(self) -> Clean:
-        """Serves without Canary, then with every byte compared that a forward reads and the whole pool after it."""
+        """Serves without Canary, then with a comparison of every byte read by a forward, and of the whole pool after
+        it."""
         traffic = Traffic.of(self.requests, self.seed)
         bare = self._serve("serving without Canary", traffic, default_config(mode="off"))
         heard = Findings()
@@ -173,7 +174,7 @@ class Demo:
         return judge(fault, injector.injections, heard)
 
     def overhead(self) -> tuple[float, Clean]:
-        """The median of times with Canary's default settings over that without, in per cent, and how they went."""
+        """Overhead of Canary's default settings in per cent, by the medians of the times, and the runs' judgement."""
         traffic = Traffic.of(self._overhead_requests, self.seed)
         heard = Findings()
         times: dict[str, list[float]] = {"off": [], "log": []}
@@ -202,7 +203,7 @@ class Demo:
 
 
 def judge(fault: str, injections: Sequence[Injection], heard: Findings) -> Trial:
-    """What of the findings is the fault itself, what its consequences, what came too early to be either."""
+    """Sorts the findings into the fault itself, its consequences, and those too early to be either."""
     if not injections:
         reasons = [str(event.fields["reason"]) for event in heard.told("fault_not_injected")]
         reason = reasons[-1] if reasons else None
@@ -220,9 +221,9 @@ def kinds(violations: Sequence[Violation]) -> list[str]:
 
 
 def engines(wanted: str | None = None) -> list[DemoEngine]:
-    """What the installed plugins can demonstrate, whatever ``CANARY_PLUGINS`` says: asking for a demo allows it.
+    """Demo engines of the installed plugins, whatever ``CANARY_PLUGINS`` says: asking for a demo allows them.
 
-    Raises `PluginError` if there is nothing, or not the engine ``wanted``, saying why.
+    Raises `PluginError` if there is none, or not the engine ``wanted``, with the reason.
     """
     offers = [p for p in plugins.installed() if "canary_demo" in p.hooks or (p.error and not p.built_in)]
     reasons = {p.name: p.error or plugins.refusal(p) for p in offers}
@@ -242,7 +243,7 @@ def engines(wanted: str | None = None) -> list[DemoEngine]:
 
 
 def _troubles(heard: Findings) -> tuple[str, ...]:
-    """What went wrong with ourselves: an incident is the engine's."""
+    """Errors of Canary itself: an incident is the engine's."""
     errors = (e for e in heard.events if e.level == "error" and not e.name.startswith("incident"))
     return tuple(f"{e.name}: { {k: v for k, v in e.fields.items() if k != 'traceback'} }" for e in errors)
 
@@ -260,5 +261,5 @@ def _judged(heard: Findings, served: Served, outputs_identical: bool) -> Clean:
 
 
 def _once(fault: str, warmup: int) -> FaultSpec:
-    """The fault, at a forward after so many that is drawn."""
+    """The fault, in a forward drawn at random after the ``warmup``."""
     return FaultSpec.model_validate({"fault": fault, "probability": 0.5, "warmup": warmup})

@@ -1,4 +1,4 @@
-"""An engine that can be demonstrated (`DemoEngine`), what it is asked to do (`Job`), and what comes out (`Served`)."""
+"""An engine for a demonstration (`DemoEngine`), its task (`Job`), and the result (`Served`)."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Protocol
 from canary_core.config import CanaryConfig
 
 TOKENS = 256
-"""Prompts are made of token ids below this."""
+"""Prompts are made of smaller token ids."""
 PROMPT_TOKENS = 192
 NEW_TOKENS = 16
 """Most tokens of a prompt, and of an answer."""
@@ -16,16 +16,16 @@ NEW_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests: prompts of token ids 1 to `TOKENS` - 1, many of which begin alike, and how many tokens to answer each
-    with."""
+    """Requests: prompts of token ids 1 to `TOKENS` - 1, many with a common beginning, and the number of tokens to
+    answer each with."""
 
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: tuple[int, ...]
 
     @classmethod
     def of(cls, requests: int, seed: int) -> "Traffic":
-        """Seeded: two thirds of the prompts share one of four beginnings, some are repeated as a whole, and every sixth
-        is long, so that an engine has to read it in several forwards."""
+        """Seeded: two thirds of the prompts share one of four beginnings, some are repeated whole, and every sixth is
+        long, so that an engine has to read it in several forwards."""
         draw = random.Random(f"traffic {seed}")
         begins = [_tokens(draw, draw.randrange(20, 64)) for _ in range(4)]
         prompts: list[tuple[int, ...]] = []
@@ -37,7 +37,7 @@ class Traffic:
         return cls(tuple(prompts), tuple(draw.randrange(4, NEW_TOKENS + 1) for _ in prompts))
 
     def first(self, requests: int) -> "Traffic":
-        """The first ``requests`` of them."""
+        """The first ``requests`` requests."""
         return Traffic(self.prompts[:requests], self.new_tokens[:requests])
 
 
@@ -58,8 +58,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What came out: for each request anything that is equal only if the answers are bit-identical; `Canary.stats`
-    (empty where not guarded); the time from the first forward to the last answer, without building and attaching."""
+    """Result: for each request a value that is equal only for bit-identical answers; `Canary.stats` (empty where not
+    guarded); the time from the first forward to the last answer, without building and attaching."""
 
     outputs: tuple[object, ...]
     stats: Mapping[str, int]
@@ -67,18 +67,18 @@ class Served:
 
 
 class DemoEngine(Protocol):
-    """An engine that can be demonstrated. Runs must be repeatable: the same job schedules the same batches."""
+    """An engine for a demonstration. Runs must be repeatable: the same job schedules the same batches."""
 
     @property
     def name(self) -> str:
-        """As its plugin is called."""
+        """The plugin's name."""
 
     @property
     def models(self) -> Sequence[str]:
         """The first one has full attention, another one a sliding window if the engine can."""
 
     def serve(self, job: Job) -> Served:
-        """Serves all requests with a fresh cache. Everything found has been reported when it returns."""
+        """Serves all requests with a fresh cache, and returns after all findings have been reported."""
 
 
 def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`Findings`: a plugin that keeps what it is told."""
+"""`Findings`: a plugin that collects findings and events."""
 
 from canary_core.events import Event
 from canary_core.incident import Incident
@@ -7,8 +7,7 @@ from canary_core.violation import Violation
 
 
 class Findings:
-    """Collects what was found and told, oldest first: ``violations`` that nobody dismissed, the ``incidents`` that they
-    belong to, and ``events``.
+    """Collects, oldest first: ``violations`` not dismissed by anybody, their ``incidents``, and ``events``.
 
     Register it in a manager, or give it to `private_hooks`::
 
@@ -22,7 +21,7 @@ class Findings:
         self.events: list[Event] = []
 
     def told(self, name: str) -> list[Event]:
-        """The events of this name."""
+        """The events of a name."""
         return [event for event in self.events if event.name == name]
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""`TokenOracle`: what an engine should answer, without a run of a right one to compare with."""
+"""`TokenOracle`: right answers of an engine, without a right run to compare with."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ LOWEST = 3
 
 
 class TokenOracle:
-    """A model whose next token is a hash of all tokens so far, in the place of an engine's own: then the answer to any
+    """A model whose next token is a hash of all tokens so far, in the place of an engine's own: so the answer to any
     prompt is known, and an engine that reads another slot, computes another token or mixes requests up answers wrongly.
 
-    It remembers which token lies in each slot, as an engine's KV does, and reads a sequence through the engine's table,
-    as attention does. A test calls `store` with what a forward wrote, and puts `speak` between the forward and the
-    engine's sampler, which must be greedy.
+    Keeps the token of each slot, as an engine's KV does, and reads a sequence through the engine's table, as attention
+    does. A test calls `store` with a forward's writes, and puts `speak` between the forward and the engine's sampler,
+    which must be greedy.
 
-    slots: those of the engine's pool. vocabulary: tokens from `LOWEST` to below it are answered.
+    slots: the number in the engine's pool. vocabulary: answers are tokens from `LOWEST` to below.
     """
 
     def __init__(self, slots: int, vocabulary: int) -> None:
@@ -31,11 +31,11 @@ class TokenOracle:
         self._stored[slots.long().cpu()] = tokens.long().cpu()
 
     def read(self, slots: Tensor) -> Tensor:
-        """The tokens of a sequence that lies in ``slots``, int64 ``[n]``."""
+        """The tokens of a sequence in ``slots``, int64 ``[n]``."""
         return self._stored[slots.long().cpu()]
 
     def after(self, tokens: Sequence[int] | Tensor) -> int:
-        """The token that follows ``tokens``."""
+        """The token after ``tokens``."""
         sequence = torch.as_tensor(tokens, dtype=torch.int64)
         prefix = mix(sequence, torch.arange(len(sequence))).sum()
         # The sum of all mixes is the sequence's prefix hash: its high bits depend on every token and its place.
@@ -49,7 +49,7 @@ class TokenOracle:
         return tokens[len(prompt) :]
 
     def speak(self, logits: Tensor, sequences: Sequence[Sequence[int] | Tensor]) -> None:
-        """Changes ``logits``, ``[sequences, vocabulary]``, so that a greedy sampler gives what follows each of
-        ``sequences``."""
+        """Changes ``logits``, ``[sequences, vocabulary]``, so that a greedy sampler returns the right next token of
+        each of ``sequences``."""
         right = torch.tensor([self.after(tokens) for tokens in sequences], device=logits.device)
         logits.zero_().scatter_(1, right[:, None], 1.0)

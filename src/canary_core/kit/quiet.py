@@ -1,4 +1,4 @@
-"""What tests and demos of small engines run within: `unheard`, `one_thread`."""
+"""Contexts for tests and demos of small engines: `unheard`, `one_thread`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Drops what built-in reporting would log: what is found within is expected, and told by whoever asks for it."""
+    """Drops the log of built-in reporting: findings within are expected, and shown by the caller."""
     configured, before = structlog.is_configured(), structlog.get_config()
     structlog.configure(processors=[_drop])
     try:
@@ -24,7 +24,7 @@ def _drop(logger: object, method: str, event: structlog.typing.EventDict) -> str
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Tensors of tiny engines gain nothing from threads of torch, which on a busy machine only wait for each other."""
+    """One thread of torch: tiny tensors gain nothing from more, which on a busy machine only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

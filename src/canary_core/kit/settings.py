@@ -12,5 +12,5 @@ def default_config(**overrides: Any) -> CanaryConfig:
 
 
 def strict_config(**overrides: Any) -> CanaryConfig:
-    """All bytes a forward reads are compared before it, and the whole of a small pool after it."""
+    """Settings that compare all bytes read by a forward, and after each forward the whole of a small pool."""
     return default_config(**{"read_check": -1, "scrub_budget": "1GiB", **overrides})

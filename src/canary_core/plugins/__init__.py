@@ -1,7 +1,7 @@
-"""Finds, loads and installs plugins: `start` is all that an engine's own plugin loader needs to call.
+"""Finds, loads and installs plugins: an engine's own plugin loader only needs to call `start`.
 
 A plugin is an object (usually a module) with hook implementations, declared as an entry point of the group ``canary``;
-where that names a class, each manager makes its own object of it. Canary's own reporting and faults are such plugins.
+for a class, each manager makes its own object. Canary's own reporting and faults are such plugins.
 """
 
 from canary_core.plugins.discovery import as_installed, installed, not_installed

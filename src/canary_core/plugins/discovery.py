@@ -23,13 +23,12 @@ BUILT_IN = (
     metadata.EntryPoint("metrics", "canary_core.desk.metrics.plugin:Metrics", GROUP),
     metadata.EntryPoint("control", "canary_core.desk.control.plugin:Control", GROUP),
 )
-"""Canary's own plugins by import path, in the order in which they are registered: before all others, in every
-manager. They are not entry points of ours, since those are known only where Canary is installed, not where it is on
-``PYTHONPATH``."""
+"""Canary's own plugins by import path, in order of registration: before all others, in every manager. They are not
+declared as entry points, known only where Canary is installed, not where it is on ``PYTHONPATH``."""
 
 
 def new_manager() -> pluggy.PluginManager:
-    """A manager that knows Canary's hooks, without any plugin."""
+    """A manager with Canary's hooks, without any plugin."""
     new = pluggy.PluginManager("canary")
     new.add_hookspecs(hookspecs)
     return new
@@ -46,7 +45,7 @@ def built_in() -> tuple[Plugin, ...]:
 
 
 def installed() -> tuple[Plugin, ...]:
-    """Every plugin of this environment, allowed by ``CANARY_PLUGINS`` or not, the built-in ones first. Imports the
+    """Every plugin of the environment, allowed by ``CANARY_PLUGINS`` or not, the built-in ones first. Imports the
     plugins, to ask for their hooks and engines, but neither registers nor installs them."""
     return (*built_in(), *(inspect(name, points) for name, points in sorted(entry_points().items())))
 
@@ -60,15 +59,15 @@ def entry_points() -> dict[str, list[metadata.EntryPoint]]:
 
 
 def as_installed(names: Iterable[str], found: Iterable[str]) -> tuple[str, ...]:
-    """``names`` as the installed plugins ``found`` have them, each once: case does not matter, unless two plugins
-    differ in nothing else. Names that no plugin has stay as they are."""
+    """``names`` in the spelling of the installed plugins ``found``, each once: case does not matter, unless two plugins
+    differ in nothing else. Unknown names stay unchanged."""
     names, known = list(names), list(found)
     alike = {name: [k for k in known if k.casefold() == name.casefold()] for name in names if name not in known}
     return tuple(dict.fromkeys(alike[n][0] if len(alike.get(n, ())) == 1 else n for n in names))
 
 
 def not_installed(names: Iterable[str], found: Iterable[str]) -> tuple[Plugin, ...]:
-    """Those of ``names`` that are not among ``found``, the names of the installed plugins; each with its error."""
+    """The plugins among ``names`` outside of ``found``, the names of the installed plugins; each with its error."""
     known = sorted(found)
     return tuple(Plugin(n, error=_not_installed(n, known)) for n in as_installed(names, known) if n not in known)
 
@@ -88,7 +87,7 @@ def _not_installed(name: str, known: Sequence[str]) -> str:
 
 
 def inspect(name: str, points: Sequence[metadata.EntryPoint]) -> Plugin:
-    """Imports and examines the plugin that ``points``, all of this name, declare. Touches no manager in use; never
+    """Imports and examines the plugin declared by ``points``, all of the same name. Touches no manager in use; never
     raises."""
     plugin = Plugin(name)
     if len(points) > 1:
@@ -102,7 +101,8 @@ def inspect(name: str, points: Sequence[metadata.EntryPoint]) -> Plugin:
 
 
 def _load(plugin: Plugin, point: metadata.EntryPoint) -> Plugin:
-    """Imports and examines what ``point`` names. A class is made into an object, so that no two managers share it."""
+    """Imports and examines the object named by ``point``. A class is instantiated, so that no two managers share an
+    object."""
     try:
         target = point.load()
         if isinstance(target, type):
@@ -113,8 +113,8 @@ def _load(plugin: Plugin, point: metadata.EntryPoint) -> Plugin:
 
 
 def _examine(plugin: Plugin) -> Plugin:
-    """Fills in hooks and engine of an imported plugin, or the error. It is registered in a manager made for this, so
-    that a plugin that doesn't fit leaves no trace in the real one."""
+    """Fills in hooks and engine of an imported plugin, or the error. Registers the plugin in a manager made on purpose,
+    so that an unfit one leaves no trace in the real one."""
     declared = hookspecs.PROTOCOL if plugin.built_in else getattr(plugin.target, "CANARY_PROTOCOL", None)
     plugin = replace(plugin, protocol=declared if type(declared) is int else None)
     foreign = _foreign_protocol(plugin, declared)
@@ -152,7 +152,7 @@ def _examine(plugin: Plugin) -> Plugin:
 
 
 def _foreign_protocol(plugin: Plugin, declared: object) -> str | None:
-    """Why the plugin is not for these hooks, by the protocol that it ``declared``; None if it is."""
+    """Why the plugin is not for these hooks, by its ``declared`` protocol; None if it is."""
     spoken, ours = 1 if declared is None else declared, hookspecs.PROTOCOL
     head = f"plugin {plugin.name!r} of {plugin.distribution} {plugin.version}"
     if not isinstance(spoken, int) or isinstance(spoken, bool):
@@ -171,7 +171,7 @@ def _foreign_protocol(plugin: Plugin, declared: object) -> str | None:
 
 
 def _unknown_arguments(target: object, trial: pluggy.PluginManager) -> str:
-    """Names each argument that a hook of ``target`` takes and Canary does not give; empty if there is none."""
+    """Names each argument of ``target``'s hooks unknown to Canary; empty if there is none."""
     unknown = []
     for name in _hook_names():
         function = getattr(target, name, None)
@@ -188,7 +188,7 @@ def _unknown_arguments(target: object, trial: pluggy.PluginManager) -> str:
 
 
 def _halves(name: str, hooks: Sequence[str]) -> tuple[str, ...]:
-    """What a plugin with one half of a pair of hooks lacks, and what that means."""
+    """Missing hooks of a plugin with one hook of a pair, with the consequence."""
     return tuple(
         f"plugin {name!r} has {one} without {other}: {meaning}"
         for one, other, meaning in PAIRS
@@ -203,7 +203,7 @@ PAIRS = (
     ("canary_uninstall", "canary_install", "there is nothing to undo; hook the engine in canary_install"),
     ("canary_targets", "canary_install", "nobody asks for them; hook the engine in canary_install"),
 )
-"""Hooks that belong together: one, the other, and what it means if that is missing."""
+"""Pairs of hooks: one, the other, and the consequence if the other is missing."""
 
 
 def _hook_names() -> list[str]:
@@ -212,7 +212,7 @@ def _hook_names() -> list[str]:
 
 
 def _nearest(trial: pluggy.PluginManager) -> str:
-    """A hint for each hook that has no specification."""
+    """A hint for each hook without a specification."""
     names = _hook_names()
     hints = []
     for unknown in (n for n in vars(trial.hook) if not n.startswith("_") and n not in names):
@@ -222,5 +222,5 @@ def _nearest(trial: pluggy.PluginManager) -> str:
 
 
 def _home(point: metadata.EntryPoint) -> tuple[str | None, str | None]:
-    """Distribution that declares an entry point, and its version."""
+    """Distribution of an entry point, and its version."""
     return (point.dist.name, point.dist.version) if point.dist else (None, None)

@@ -1,4 +1,4 @@
-"""`EngineInfo`: the engine that a plugin is for, and whether the installed version is fit to be guarded."""
+"""`EngineInfo`: a plugin's engine, and whether the installed version is fit to be guarded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,19 +16,18 @@ EngineStatus = Literal["tested", "newer", "too_old", "known_bad", "not_installed
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The engine a plugin is for. ``version`` is the installed one, None if the engine isn't installed;
-    ``supported_range`` is the text shown to users, e.g. ``>=5.17,<6``, and ``supported`` whether the plugin was tested
-    with this version.
+    """A plugin's engine. ``version`` is the installed one, None if the engine isn't installed; ``supported_range`` is
+    the text shown to users, e.g. ``>=5.17,<6``, and ``supported`` whether the plugin was tested with the version.
 
-    | status        | the installed version is                     | what becomes of it                                |
+    | status        | the installed version is                     | consequence                                       |
     |---------------|----------------------------------------------|---------------------------------------------------|
     | tested        | in the range                                 | guarded                                           |
     | newer         | above the range                              | guarded with an audit; see ``CANARY_UNTESTED``    |
     | too_old       | below the range                              | refused                                           |
-    | known_bad     | one that the plugin names, with its `reason` | refused                                           |
+    | known_bad     | one named by the plugin, with its `reason`   | refused                                           |
     | not_installed | none                                         | refused                                           |
 
-    Without a ``status``, it is derived: what is installed and not supported counts as too old.
+    Without a ``status``, it is derived: installed but not supported counts as too old.
     """
 
     name: str
@@ -45,7 +44,7 @@ class EngineInfo:
     @classmethod
     def of(cls, distribution: str, supported_range: str, known_bad: Mapping[str, str] | None = None) -> "EngineInfo":
         """Looks the installed version up without importing the engine. ``supported_range`` is a PEP 440 specifier;
-        release candidates inside of it count as tested, those of its upper bound as newer. ``known_bad``: specifiers of
+        release candidates inside count as tested, those of the upper bound as newer. ``known_bad``: specifiers of
         versions that must not be guarded, each with the reason in a few words; they win over the range, as ``!=`` in
         the range does.
 
@@ -74,8 +73,8 @@ class EngineInfo:
         return cls(distribution, text, supported_range, True)
 
     def refusal(self, who: str, distribution: str | None, untested: Untested = "guard") -> str | None:
-        """Why the engine can't be hooked, None if it can, as far as its version tells. ``who`` begins the sentence;
-        ``distribution``: that of the plugin. ``untested``: the setting."""
+        """Why the engine can't be hooked, None if it can, judging by the version. ``who`` begins the sentence;
+        ``distribution``: the plugin's. ``untested``: the setting."""
         if self.status == "tested" or (self.status == "newer" and untested == "guard"):
             return None
         fix = f"install {self.name}{self.supported_range} or a release of {distribution} that supports it"
@@ -89,7 +88,7 @@ class EngineInfo:
         return f"{head}, got {self.name} {self.version}, which is newer than tested (CANARY_UNTESTED=refuse); {fix}"
 
     def describe(self, untested: Untested = "guard") -> str:
-        """For ``canary plugins``: the engine, and what becomes of it."""
+        """For ``canary plugins``: the engine, and whether it is guarded."""
         if self.status == "not_installed":
             return f"{self.name} is not installed; needs {self.supported_range}"
         head = f"{self.name} {self.version}"
@@ -108,7 +107,7 @@ class EngineInfo:
 
 
 def _is_above(version: Version, broken: Specifier) -> bool:
-    """Whether ``version``, which is not in ``broken``, is above it, not below."""
+    """Whether ``version``, outside of ``broken``, is above, not below."""
     if broken.operator in ("<", "<="):
         return True
     return broken.operator not in (">", ">=") and version > Version(broken.version.removesuffix(".*"))

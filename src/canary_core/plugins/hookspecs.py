@@ -125,9 +125,9 @@ def canary_settle(canary: "Canary", last: bool) -> None:
 
 @hookspec(firstresult=True)
 def canary_probe(canary: "Canary", passed: "Callable[[], None]") -> bool | None:
-    """A probe of the alarm has come as far as its incident. Call ``passed`` where an incident would have come, on a
-    thread of yours if that is there, and return True; or return None, if you do nothing about incidents now. Built-in
-    diagnosis answers; a plugin that takes its place should, too."""
+    """A probe of the alarm has arrived at the place of its incident. Call ``passed`` where an incident would arrive, on
+    your own thread if there is one, and return True; or return None, if you ignore incidents at present. Built-in
+    diagnosis answers; a plugin in its place should, too."""
 
 
 @hookspec

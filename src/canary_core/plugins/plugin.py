@@ -1,4 +1,4 @@
-"""`Plugin`: what is known of a plugin."""
+"""`Plugin`: facts about one plugin."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from canary_core.plugins.engine import EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """One plugin as found: where it comes from, what it implements, or why it can't be used (``error``)."""
+    """One plugin as found: its origin, its hooks, or why it can't be used (``error``)."""
 
     name: str
     distribution: str | None = None
@@ -18,18 +18,17 @@ class Plugin:
     engine: EngineInfo | None = None
     error: str | None = None
     warnings: tuple[str, ...] = ()
-    """What it should have and has not, in sentences; it is used all the same."""
+    """Missing parts, in sentences; the plugin is used all the same."""
     protocol: int | None = None
-    """Its ``CANARY_PROTOCOL``; None if it declares none, which counts as 1."""
+    """The plugin's ``CANARY_PROTOCOL``; None if not declared, which counts as 1."""
     built_in: bool = False
     """Part of Canary itself, and so on without being named in ``CANARY_PLUGINS``."""
     target: Any = field(default=None, repr=False, compare=False)
-    """The object with the hook implementations; None if it could not be loaded."""
+    """The object with the hook implementations; None if loading failed."""
 
 
 def refusal(plugin: Plugin, untested: Untested = "guard") -> str | None:
-    """Why the plugin's engine can't be hooked, None if it can, as far as its version tells. ``untested``: the
-    setting."""
+    """Why the plugin's engine can't be hooked, None if it can, judging by the version. ``untested``: the setting."""
     if plugin.engine is None:
         return None
     return plugin.engine.refusal(f"plugin {plugin.name!r}", plugin.distribution, untested)

@@ -1,4 +1,4 @@
-"""The plugins of this process: what engines' own plugin loaders, the ``canary`` command and plugins call."""
+"""The plugins of this process: functions for engines' own plugin loaders, the ``canary`` command and plugins."""
 
 from collections.abc import Iterable
 from threading import RLock
@@ -20,7 +20,7 @@ _process_lock = RLock()
 
 
 def _plugins() -> Plugins:
-    """Those of this process, made at the first call."""
+    """The process's `Plugins`, made at the first call."""
     global _process
     with _process_lock:
         if _process is None:
@@ -34,8 +34,8 @@ def process_manager() -> pluggy.PluginManager:
 
 
 def private_hooks(*own: object) -> pluggy.PluginManager:
-    """A manager of one's own: the plugins of this process as they are now, built-in reporting of its own, and ``own``,
-    which hear of nothing but the `Canary` that is given this manager."""
+    """A private manager: the present plugins of this process, built-in reporting of its own, and ``own``, which receive
+    only calls about a `Canary` with this manager."""
     private = _plugins().another_manager()
     for name, plugin in process_manager().list_name_plugin():
         if plugin is not None and not private.has_plugin(name):
@@ -61,11 +61,11 @@ def uninstall() -> None:
 
 
 def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
-    """Loads and installs what ``CANARY_PLUGINS`` allows: the function an engine's own plugin loader calls. Cheap where
-    it is empty; a second call changes nothing. Variables that look like settings and are none are told, too.
+    """Loads and installs the plugins allowed by ``CANARY_PLUGINS``: to be called by an engine's own plugin loader.
+    Cheap without any; a second call changes nothing. Reports variables that look like settings, too.
 
-    Raises `ConfigError` or `PluginError`, after a ``start_failed`` event, since engines swallow what their plugins
-    raise. In raise mode a plugin that could not be loaded or installed is such an error too: a test that was to run
+    Raises `ConfigError` or `PluginError`, after a ``start_failed`` event, since engines swallow their plugins'
+    exceptions. In raise mode a plugin that could not be loaded or installed is such an error too: a test meant to run
     guarded must not pass unguarded.
     """
     try:
@@ -83,15 +83,15 @@ def start(config: CanaryConfig | None = None) -> tuple[Plugin, ...]:
 
 
 def start_for(plugin: str) -> None:
-    """For the function of ``plugin`` that an engine's own plugin loader calls, in each of its processes: `start`, if
-    ``CANARY_PLUGINS`` names the plugin, in whatever case. A second call changes nothing, and tells nothing again.
+    """`start`, if ``CANARY_PLUGINS`` names ``plugin``, in any case: for the plugin's own function called by an engine's
+    plugin loader in each process. A second call changes nothing, and reports nothing again.
 
-    Where it does not, another engine's plugin is meant. But a name that no installed plugin has would leave this engine
-    unguarded in silence, so it is the same error as in `start`; and a misspelt variable, such as ``CANARY_PLUGIN``, is
-    an ``unknown_setting`` event.
+    Otherwise another engine's plugin is meant. But a name without an installed plugin would leave this engine unguarded
+    in silence, so it is the same error as in `start`; and a misspelt variable, such as ``CANARY_PLUGIN``, is an
+    ``unknown_setting`` event.
 
     Raises `CanaryError` after a ``start_failed`` event. In raise mode the process must not run unguarded, though
-    engines log and swallow what their plugins raise, so it raises `SystemExit` instead.
+    engines log and swallow their plugins' exceptions: so it raises `SystemExit` instead.
     """
     config: CanaryConfig | None = None
     try:
@@ -111,18 +111,18 @@ def start_for(plugin: str) -> None:
 def require_engine(
     plugin: str, engine: EngineInfo, targets: Iterable[HookTarget | str], config: CanaryConfig
 ) -> CanaryConfig:
-    """What `install` does before `canary_install`, for a plugin's own ways to guard an engine. Gives the settings to
-    guard it with: ``config``, and for an engine that is newer than tested `CanaryConfig.for_untested_engine` of it,
-    after an ``untested_engine`` event, told once for each version. ``plugin``: name of the plugin's distribution, for
-    sentences. In mode off only the version is looked at; ``targets`` is not read, so it may import the engine as it is.
+    """The checks of `install` before `canary_install`, for a plugin's own ways to guard an engine. Returns the settings
+    to guard the engine with: ``config``, or for an engine newer than tested its `CanaryConfig.for_untested_engine`,
+    after an ``untested_engine`` event, once for each version. ``plugin``: name of the plugin's distribution, for
+    sentences. In mode off only the version is checked; ``targets`` is not read, so reading it may import the engine.
 
-    Raises `PluginError` if the version is refused, or naming each of ``targets`` that is missing.
+    Raises `PluginError` if the version is refused, or naming each missing one of ``targets``.
     """
     return _plugins().require_engine(Plugin(plugin, plugin, engine=engine), targets, config)
 
 
 def tell_unknown_settings(config: CanaryConfig, only_near: bool = False) -> None:
-    """`Plugins.tell_unknown_settings` for this process, in the format and from the level that ``config`` asks for."""
+    """`Plugins.tell_unknown_settings` for this process, in the format and from the level of ``config``."""
     _plugins().load(config.model_copy(update={"plugins": ()}))
     _plugins().tell_unknown_settings(only_near)
 

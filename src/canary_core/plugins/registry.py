@@ -1,4 +1,4 @@
-"""`Plugins`: one pluggy manager and what was loaded into it."""
+"""`Plugins`: one pluggy manager and its loaded plugins."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,10 +24,10 @@ from canary_core.runtime.telling import emit
 
 
 class Plugins:
-    """One pluggy manager, the built-in plugins, and those that are loaded into it. Thread-safe. Those of this process
-    are behind `load`, `install` and `hook_manager`.
+    """One pluggy manager, the built-in plugins, and loaded ones. Thread-safe. This process's own is behind `load`,
+    `install` and `hook_manager`.
 
-    `load` registers the plugins that ``CANARY_PLUGINS`` allows, `install` lets them hook their engines. One broken
+    `load` registers the plugins allowed by ``CANARY_PLUGINS``, `install` lets them hook their engines. One broken
     plugin is recorded with its error and takes nothing else down.
     """
 
@@ -47,7 +47,7 @@ class Plugins:
 
     @property
     def loaded(self) -> tuple[Plugin, ...]:
-        """Every plugin that `load` has tried, in order, the failed ones included."""
+        """Every plugin tried by `load`, in order, the failed ones included."""
         return tuple(self._loaded.values())
 
     def another_manager(self) -> pluggy.PluginManager:
@@ -92,12 +92,12 @@ class Plugins:
             return self.loaded
 
     def install(self, config: CanaryConfig) -> tuple[Plugin, ...]:
-        """Calls `canary_install` of each loaded plugin once, after its engine's version was found fit and all of its
-        `canary_targets` were found, and returns all plugins. In mode off nothing is installed. An engine that is newer
-        than tested is an ``untested_engine`` event. Ends with a ``plugins_installed`` event.
+        """Calls `canary_install` of each loaded plugin once, after its engine's version was accepted and all of its
+        `canary_targets` were found, and returns all plugins. In mode off nothing is installed. An engine newer than
+        tested is an ``untested_engine`` event. Ends with a ``plugins_installed`` event.
 
-        A plugin whose engine is missing, refused or lacks a target is refused, one that raises is undone: both are
-        unregistered and keep the reason in `Plugin.error`. Never raises for a plugin's sake.
+        A plugin whose engine is missing, refused or lacks a target is refused, a raising one is undone: both are
+        unregistered and keep the reason in `Plugin.error`. Never raises because of a plugin.
         """
         with self._lock:
             ready = [p for p in self.loaded if p.error is None and p.name not in self._hooked]
@@ -113,10 +113,10 @@ class Plugins:
             return self.loaded
 
     def uninstall(self) -> None:
-        """Calls `canary_uninstall` of every installed plugin, last installed first. They stay loaded, so that
-        `install` can follow. Ends with a ``plugins_uninstalled`` event; never raises for a plugin's sake.
+        """Calls `canary_uninstall` of every installed plugin, last installed first. They stay loaded, so that `install`
+        can follow. Ends with a ``plugins_uninstalled`` event; never raises because of a plugin.
 
-        Raises `ViolationError`, when all are uninstalled, for the first finding that closing brought in raise mode.
+        Raises `ViolationError`, after all are uninstalled, for the first finding of closing in raise mode.
         """
         with self._lock:
             if not self._hooked:
@@ -135,7 +135,7 @@ class Plugins:
                 raise found
 
     def require_engine(self, plugin: Plugin, targets: Iterable[HookTarget | str], config: CanaryConfig) -> CanaryConfig:
-        """See `process.require_engine`; with the plugin as it was found."""
+        """See `process.require_engine`; with the plugin as found."""
         refused = refusal(plugin, config.untested)
         if refused is not None:
             raise PluginError(refused)
@@ -159,8 +159,8 @@ class Plugins:
             self.emit(Event("start_failed", "error", {"error": error}))
 
     def tell_unknown_settings(self, only_near: bool = False) -> None:
-        """An ``unknown_setting`` event for each variable ``CANARY_*`` that is no setting; a second call tells only new
-        ones. A warning where a setting has a similar name; else it may be somebody else's variable, which is not told
+        """An ``unknown_setting`` event for each variable ``CANARY_*`` without a setting; a second call reports only new
+        ones. A warning where a setting has a similar name; other variables may be somebody else's, and are left out
         with ``only_near``."""
         with self._lock:
             unknown = {name: near for name, near in unknown_variables().items() if name not in self._unknown}
@@ -171,7 +171,7 @@ class Plugins:
             self.emit(Event("unknown_setting", "warning" if near else "info", {"variable": name, "hint": hint}))
 
     def emit(self, event: Event) -> None:
-        """Hands ``event`` to every plugin of this manager, see `canary_core.emit`."""
+        """Passes ``event`` to every plugin of the manager, see `canary_core.emit`."""
         emit(event, self.manager)
 
     def _configure(self, plugin: Plugin, config: CanaryConfig) -> None:
@@ -192,7 +192,7 @@ class Plugins:
         return error
 
     def _targets(self, plugin: Plugin) -> Iterator[HookTarget | str]:
-        """`canary_targets` of one plugin, asked for when the first is taken: that may import the engine."""
+        """`canary_targets` of one plugin, called when the first is taken: the call may import the engine."""
         others = [p for p in self.manager.get_plugins() if p is not plugin.target]
         try:
             yield from (t for some in self.manager.subset_hook_caller("canary_targets", others)() for t in some)
@@ -218,14 +218,14 @@ class Plugins:
         self.emit(Event("untested_engine", "warning", fields))
 
     def _drop(self, plugin: Plugin, error: str) -> None:
-        """A plugin that can't be used: no hook of it is called any more. Raises `PluginError` for a built-in one."""
+        """Drops an unusable plugin: none of its hooks is called any more. Raises `PluginError` for a built-in one."""
         if plugin.built_in:
             raise PluginError(error)
         self.manager.unregister(name=plugin.name)
         self._loaded[plugin.name] = replace(plugin, error=error)
 
     def _attempt(self, plugin: Plugin, hook: str, **arguments: object) -> str | None:
-        """Calls one hook of one plugin; gives the error it raised as text. A finding is no error of the plugin."""
+        """Calls one hook of one plugin; returns its exception as text. A finding is no error of the plugin."""
         others = [p for p in self.manager.get_plugins() if p is not plugin.target]
         try:
             self.manager.subset_hook_caller(hook, others)(**arguments)
@@ -242,7 +242,7 @@ class Plugins:
 
 
 def _not_as_needed(plugin: Plugin, missing: Sequence[str]) -> str:
-    """The sentence about functions of the engine that are not there, or not as the plugin needs them."""
+    """The sentence about functions of the engine that are missing, or unlike the plugin's needs."""
     engine = plugin.engine
     have = "the engine" if engine is None else f"{engine.name} {engine.version}"
     other = "" if engine is None else f"{engine.name}{engine.supported_range} or "

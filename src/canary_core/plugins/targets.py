@@ -1,4 +1,4 @@
-"""`HookTarget`: a function of an engine that a plugin hooks, and whether this release of the engine has it."""
+"""`HookTarget`: a function of an engine to be hooked, and whether the installed release has it."""
 
 import difflib
 import importlib
@@ -15,11 +15,11 @@ OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class HookTarget:
-    """A function of the engine that a plugin hooks.
+    """A function of the engine hooked by a plugin.
 
-    name: full dotted name, e.g. ``engine.runner.ModelRunner.forward``. parameters: names of the parameters that the
-    plugin reads, each at its place from the left, without ``self``; None for one whose name does not matter:
-    ``(None, "indices")``. optional: not every release has the function; where one has it, it must fit.
+    name: full dotted name, e.g. ``engine.runner.ModelRunner.forward``. parameters: names of the parameters the plugin
+    reads, each at its place from the left, without ``self``; None for any name: ``(None, "indices")``. optional: not
+    every release has the function; where it exists, it must fit.
     """
 
     name: str
@@ -27,10 +27,10 @@ class HookTarget:
     optional: bool = False
 
     def problem(self, owner: object = None) -> str | None:
-        """Why the function can't be hooked, in a sentence; None if it can. ``owner``: the object that has it, where the
-        plugin hooks single objects; without it the name is imported, and with it its module. Where a function takes
-        anything from some place on (``*args, **kwargs``), as a wrapper does, what is there fits. Never raises; patches
-        nothing."""
+        """Why the function can't be hooked, in a sentence; None if it can. ``owner``: the object with the function,
+        where the plugin hooks single objects; without an owner the name is imported, together with its module. A
+        function that takes anything from some place on (``*args, **kwargs``), as a wrapper does, fits from there. Never
+        raises; patches nothing."""
         path, _, function = self.name.rpartition(".")
         try:
             owner = _resolve(path) if owner is None else owner
@@ -74,8 +74,8 @@ class _Missing(Exception):
 
 
 def _resolve(path: str) -> Any:
-    """What the dotted name ``path`` names, modules first. Raises `_Missing` where there is no such thing, and whatever
-    a module that is there raises when it is imported, which `pkgutil.resolve_name` would hide."""
+    """The object of the dotted name ``path``, modules first. Raises `_Missing` where there is none, and any exception
+    of a module's import, which `pkgutil.resolve_name` would hide."""
     parts = path.split(".")
     if "" in parts:
         raise _Missing(f"{path!r} names no module")
@@ -100,8 +100,8 @@ def _resolve(path: str) -> Any:
 
 
 def problems(targets: Iterable[HookTarget | str]) -> Sequence[str]:
-    """Why ``targets`` that don't fit can't be hooked, each sentence once; a name stands for a target without
-    parameters. Raises `PluginError` for what is neither."""
+    """Why unfit ``targets`` can't be hooked, each sentence once; a name stands for a target without parameters. Raises
+    `PluginError` for anything else."""
     found: dict[str, None] = {}
     for target in targets:
         if not isinstance(target, (HookTarget, str)):

@@ -1,4 +1,4 @@
-"""`Watch`: one thread of a process that looks at each guard every few seconds, and tells where one has gone blind."""
+"""`Watch`: one thread of a process that looks at each guard every few seconds, and reports a blind one."""
 
 import os
 import threading
@@ -10,20 +10,19 @@ PERIOD_S = 2.0
 """Seconds between two looks."""
 
 LATE_S = 30.0
-"""The thread counts as dead once it has not looked for so long, while the process ran all the time."""
+"""Longest time without a look, while the process ran, before the thread counts as dead."""
 
 
 class Looks(Protocol):
-    """Whatever can be looked at."""
+    """Interface of a watched object."""
 
     def look(self, now: float) -> None:
-        """Tells what is wrong; ``now`` is `time.monotonic`. On the watch's thread: never touches a device."""
+        """Reports trouble; ``now`` is `time.monotonic`. On the watch's thread: never touches a device."""
 
 
 class Watch:
-    """Calls `Looks.look` of all that were added, as long as somebody keeps them, from one daemon thread that begins
-    with the first. The thread goes on where a look fails, see `broken`. A forked process begins anew.
-    """
+    """Calls `Looks.look` of all added objects, as long as somebody keeps them, from one daemon thread that begins with
+    the first. The thread goes on after a failing look, see `broken`. A forked process begins anew."""
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
         self._period_s = period_s
@@ -31,7 +30,7 @@ class Watch:
         self._looked_at: weakref.WeakSet[Looks] = weakref.WeakSet()
         self._process: int | None = None
         self.last = 0.0
-        """When it looked last, of `time.monotonic`."""
+        """Time of the last look, of `time.monotonic`."""
         self._failing: weakref.WeakSet[Looks] = weakref.WeakSet()
         self._untold: list[Exception] = []
         self._expected: set[threading.Thread] = set()
@@ -57,7 +56,7 @@ class Watch:
             self._looked_at.discard(looks)
 
     def expect(self, thread: threading.Thread) -> None:
-        """``thread`` runs until `release` is told of it."""
+        """``thread`` is to run until `release`."""
         with self._lock:
             self._expected.add(thread)
 
@@ -67,7 +66,7 @@ class Watch:
             self._expected.discard(thread)
 
     def died(self) -> list[str]:
-        """Names of the threads that have ended though they should run, each once."""
+        """Names of the threads that ended too early, each once."""
         with self._lock:
             # A thread that is about to be started has no number.
             dead = [thread for thread in self._expected if thread.ident is not None and not thread.is_alive()]
@@ -75,7 +74,7 @@ class Watch:
         return [thread.name for thread in dead]
 
     def broken(self) -> list[Exception]:
-        """Exceptions of looks, each once, and again where it has passed in between."""
+        """Exceptions of looks, each once, and again after a good look in between."""
         with self._lock:
             untold, self._untold = self._untold, []
         return untold
@@ -113,4 +112,4 @@ class Watch:
 
 
 WATCH = Watch()
-"""That of this process."""
+"""This process's watch."""

@@ -1,4 +1,4 @@
-"""`Watchdog`: makes silence audible. Engines swallow the exceptions of plugins, so a hook that never fires is told."""
+"""`Watchdog`: makes silence audible. Engines swallow exceptions of plugins, so a hook without any call is reported."""
 
 from collections.abc import Callable
 

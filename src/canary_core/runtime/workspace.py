@@ -1,4 +1,4 @@
-"""`Workspace`: what one `Canary` has on its device; `Switch`: whether it is on, and what switches it off."""
+"""`Workspace`: the device memory and ops of one `Canary`; `Switch`: its on and off, with the reasons."""
 
 import contextlib
 import time
@@ -27,10 +27,10 @@ from canary_core.runtime.side_stream import SideStream
 from canary_core.runtime.telling import emit
 
 RECENT = 256
-"""Events that are remembered."""
+"""Events kept."""
 
 MOST_SORTS = 256
-"""Sorts of misuse that are told; more say nothing new."""
+"""Most sorts of misuse reported; more say nothing new."""
 
 
 NOTHING = nullcontext()
@@ -38,8 +38,8 @@ NOTHING = nullcontext()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """The settings, the memory of each region by name, what regions share, the ops, the events that wait for the next
-    forward, the side stream (None on a CPU), the proof that the memory is the engine's, and the last events of slots.
+    """The settings, the memory of each region by name, memory common to the regions, the ops, events waiting for the
+    next forward, the side stream (None on a CPU), the proof of the engine's memory, and the last events of slots.
     Without states in off mode."""
 
     config: CanaryConfig
@@ -54,7 +54,7 @@ class Workspace:
 
     @classmethod
     def allocate(cls, regions: Sequence[Region], config: CanaryConfig) -> "Workspace":
-        """All device memory that is needed for ``regions``. Raises `ConfigError` where the back end can't run."""
+        """All device memory for ``regions``. Raises `ConfigError` where the back end can't run."""
         device = regions[0].device
         backend = backends.choose(config.backend, device)
         shared = Shared.allocate(config, device, len(regions))
@@ -72,19 +72,19 @@ class Workspace:
         return cls(config, device, shared, {}, backends.torch_backend(), EventQueue(device), None, proof, Journal())
 
     def join(self, for_good: bool = False) -> None:
-        """The current stream waits for what runs beside the forwards, if anything: before slots, records, or tensors of
-        the last forward's view change. ``for_good``: it is the stream of the forwards."""
+        """The current stream waits for work beside the forwards, if any: before slots, records, or tensors of the last
+        forward's view change. ``for_good``: the current stream is the forwards'."""
         if self.side is not None:
             self.side.join(for_good)
 
     def beside(self, wanted: bool) -> AbstractContextManager[None]:
-        """``wanted``: what is issued within runs on the side stream, where the device has one."""
+        """Context: with ``wanted``, work issued within runs on the side stream, if the device has one."""
         return self.side if wanted and self.side is not None else NOTHING
 
 
 class Switch:
-    """Whether a Canary is on. Exceptions of ours come here: in log mode the first one switches it off for good, loudly,
-    and the engine goes on; in raise mode they are raised."""
+    """Whether a Canary is on. Receives exceptions of Canary's own: in log mode the first one switches Canary off for
+    good, loudly, and the engine goes on; in raise mode they are raised."""
 
     def __init__(self, workspace: Workspace, hooks: pluggy.PluginManager) -> None:
         config = workspace.config
@@ -100,17 +100,16 @@ class Switch:
         self._misused: set[object] = set()
         self._guards: dict[str, Failsafe] = {}
         self.recent: deque[tuple[float, Event]] = deque(maxlen=RECENT)
-        """The last events that were told, and when each was, in seconds since the epoch."""
+        """The last reported events, each with its time, in seconds since the epoch."""
         self.put_off: Callable[[], None] | None = None
-        """What `Canary.warm_up` has put off. Whoever launches anything, or changes what is known of slots, calls it
-        first. None: nothing is put off."""
+        """A pending warm-up. Every public call runs it before it touches the device. None: nothing is pending."""
         self.misuses = 0
-        """How often Canary was called in a way that can't be right."""
+        """Number of impossible calls of Canary."""
         self.misuses_untold = 0
-        """Of these, how many were of a new sort beyond `MOST_SORTS`."""
+        """Of these, the number of a new sort beyond `MOST_SORTS`."""
 
     def tell(self, event: Event) -> None:
-        """Hands ``event`` to every plugin, with the `Place` that it is about."""
+        """Passes ``event`` to every plugin, with the Canary's `Place`."""
         self.emit(replace(event, fields={**self._about, **event.fields}))
 
     def emit(self, event: Event) -> None:
@@ -119,7 +118,7 @@ class Switch:
         emit(event, self.hooks)
 
     def fail(self, where: str, error: Exception) -> None:
-        """An exception of ours, which happened in ``where``."""
+        """Handles an exception of Canary's own, raised in ``where``."""
         if self.raises:
             raise error
         trace = "".join(traceback.format_exception(error))
@@ -129,10 +128,10 @@ class Switch:
         self._disable(fields)
 
     def audit_failed(self, problems: Sequence[str]) -> None:
-        """The audit found ``problems``, sentences about the adapter, and has told them; without any, nothing happens.
-        Raises `AttachError` in raise mode. In log mode, where the engine is newer than its plugin was tested with, off
-        for good with a ``disabled`` event: the adapter may describe it wrongly. With a tested engine Canary goes on.
-        Called between forwards, not in a capture."""
+        """Acts on ``problems`` of the audit, sentences about the adapter, already reported; without any, nothing
+        happens. Raises `AttachError` in raise mode. In log mode, where the engine is newer than its plugin was tested
+        with, switches off for good with a ``disabled`` event: the adapter may describe the engine wrongly. With a
+        tested engine Canary goes on. Called between forwards, not in a capture."""
         if not problems or not self.enabled:
             return
         found = "; ".join(problems)

@@ -30,7 +30,7 @@ EXIT_CODES = {
     1: "The answer is no: a fault was not found, the log does not say what is guarded, closing brought a finding.",
     2: "It can't be done: a bad setting or argument, a plugin that is not installed, no such file.",
 }
-"""Of every command, but `canary run` gives the exit code of the program that it has started."""
+"""Exit codes of every command, except `canary run`, which returns the started program's."""
 
 app = typer.Typer(
     name="canary",
@@ -285,7 +285,7 @@ def main() -> None:
 
 
 def _uninstall() -> None:
-    """Undoes the plugins. A finding that this brings in raise mode ends the command with exit code 1."""
+    """Undoes the plugins. A finding of closing in raise mode ends the command with exit code 1."""
     try:
         plugins.uninstall()
     except ViolationError as error:
@@ -312,7 +312,7 @@ def _is_allowed(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> bool:
 
 
 def _details(plugin: plugins.Plugin, config: CanaryConfig) -> Table:
-    """Where a plugin is from, its protocol, its engine and what becomes of it, its hooks, and what is wrong."""
+    """Origin of a plugin, protocol, engine and its fate, hooks, and problems."""
     undeclared = "none declared, taken as 1" if plugin.hooks else None
     details = {
         "from": plugin.distribution,
@@ -331,7 +331,7 @@ def _details_table(*headers: str) -> Table:
 
 
 def _lines(details: Mapping[str, str | None]) -> Table:
-    """A line for each of ``details`` that says something."""
+    """A line for each non-empty one of ``details``."""
     lines = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 1))
     for name, text in details.items():
         if text:

@@ -1,4 +1,4 @@
-"""``canary check-plugin``: runs the conformance suite that a plugin offers, and shows what came of it."""
+"""``canary check-plugin``: runs a plugin's conformance suite, and shows the results."""
 
 from collections.abc import Iterable, Sequence
 
@@ -42,8 +42,8 @@ def suite_of(name: str) -> type[PluginConformance]:
 
 
 def chosen(tests: Iterable[str], wanted: Sequence[str]) -> list[str]:
-    """Those of ``tests`` whose name has one of ``wanted`` in it; all without ``wanted``. Raises `PluginError` for one
-    that none has."""
+    """The ``tests`` with one of ``wanted`` in the name; all without ``wanted``. Raises `PluginError` for one found in
+    no name."""
     tests = list(tests)
     for part in wanted:
         if not any(part in test for test in tests):
@@ -52,7 +52,7 @@ def chosen(tests: Iterable[str], wanted: Sequence[str]) -> list[str]:
 
 
 def show(console: Console, suite: type[PluginConformance], tests: Sequence[str]) -> list[Outcome]:
-    """Runs ``tests``, a line each as it is done, and what is wrong below it."""
+    """Runs ``tests``, a line each when done, with the problems below."""
     outcomes = []
     with console.status("") as status:
         for outcome in run_suite(suite, tests, lambda what: status.update(escape(what))):
@@ -66,7 +66,7 @@ def show(console: Console, suite: type[PluginConformance], tests: Sequence[str])
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """How many passed, failed, or are about abilities that are not declared."""
+    """Numbers of passed and failed tests, and of tests for undeclared abilities."""
     number = {result: sum(o.result == result for o in outcomes) for result in _MARKS}
     parts = [f"{number['passed']} passed"]
     parts += [f"{number[result]} {result}" for result in ("failed", "undeclared") if number[result]]

@@ -1,4 +1,4 @@
-"""What all commands share."""
+"""Common parts of all commands."""
 
 import json
 from typing import Annotated
@@ -20,7 +20,7 @@ def load_config() -> CanaryConfig:
 
 
 def refusal(error: CanaryError) -> typer.Exit:
-    """Tells ``error`` on stderr and gives what ends the command: exit code 2."""
+    """Prints ``error`` on stderr and returns the command's end: exit code 2."""
     typer.echo(f"canary: {error}", err=True)
     return typer.Exit(2)
 

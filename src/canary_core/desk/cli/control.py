@@ -1,4 +1,4 @@
-"""``canary ctl`` and ``canary top``: what to ask of running engines, and to tell them."""
+"""``canary ctl`` and ``canary top``: questions and commands to running engines."""
 
 import contextlib
 from collections.abc import Iterator
@@ -108,8 +108,8 @@ def _change(command: Command, value: str | None, pid: int | None, as_json: bool)
 
 @contextlib.contextmanager
 def _asked(command: Command, value: str | None, pid: int | None) -> Iterator[Answers]:
-    """What each engine answers, or why it does not. After the block each such reason is told on stderr, and the command
-    ends with exit code 2."""
+    """Answers of the engines, or why there is none. After the block each such reason is printed on stderr, and the
+    command ends with exit code 2."""
     try:
         answers = client.ask_all(_sockets(pid), Request(command=command, value=value))
     except CanaryError as error:
@@ -130,7 +130,7 @@ def _errors(answers: Answers) -> list[ControlError]:
 
 
 def _listed(answers: Answers) -> list[dict[str, Any]]:
-    """For programs: an object for each engine, with ``error`` where it gave no answer."""
+    """For programs: an object for each engine, with ``error`` in place of a missing answer."""
     return [
         {"socket": str(path), **({"error": str(answer)} if isinstance(answer, ControlError) else answer)}
         for path, answer in answers.items()

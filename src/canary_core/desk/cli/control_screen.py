@@ -1,4 +1,4 @@
-"""What running engines answer over their control sockets, for people to read and to watch."""
+"""Answers of running engines over their control sockets, to read and to watch."""
 
 import json
 import time
@@ -19,7 +19,7 @@ from canary_core.desk.control.messages import Request
 from canary_core.errors import ControlError
 
 LEAST_RATIO = 0.99
-"""Of tokens that are guarded, below which that is shown in red."""
+"""Least guarded share of tokens; a smaller one is shown in red."""
 
 STATES = {"on": "[green]on[/green]", "paused": "[yellow]paused[/yellow]", "off": "[bold red]OFF[/bold red]"}
 
@@ -31,7 +31,7 @@ def show(console: Console, answers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def process(answer: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Group:
-    """One process, a table for each pool that it guards. ``before``: its answer some time ago, for rates."""
+    """One process, with a table for each guarded pool. ``before``: an earlier answer, for rates."""
     head = f"[bold]process {answer['pid']}[/bold] {escape(str(answer['program']))}"
     # A process that runs for long may have another release, without what is new.
     head += f" on {escape(answer['host'])}" if "host" in answer else ""
@@ -71,7 +71,7 @@ def _pool(canary: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s
 
 
 def _tokens(canary: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s: float) -> str:
-    """Of those that the engine itself says it computed; nothing where it has no such figure."""
+    """Guarded share of the tokens computed by the engine's own account; empty without such a figure."""
     if "guarded_ratio" not in canary:
         return ""
     ratio = canary["guarded_ratio"]
@@ -80,7 +80,7 @@ def _tokens(canary: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed
 
 
 def _alarm(canary: Mapping[str, Any]) -> str:
-    """Whether what is found would be told; nothing where there is no scrub, and so no test."""
+    """Whether a finding would be reported; empty without a scrub, and so without a test."""
     if "alarm_tests" not in canary:
         return ""
     if canary.get("alarm_dead"):

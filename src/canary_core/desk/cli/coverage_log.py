@@ -1,4 +1,4 @@
-"""What ``canary coverage`` reads from an engine's log: its ``coverage`` events, and why it has none."""
+"""An engine's log as read by ``canary coverage``: the ``coverage`` events, or why there are none."""
 
 import json
 import re
@@ -15,17 +15,17 @@ TEXT_EVENT = re.compile(r"\[(?:\x1b\[[\d;]*m)*canary(?:\x1b\[[\d;]*m)*\]")
 
 @dataclass(slots=True)
 class CoverageLog:
-    """What a log of ``CANARY_LOG_FORMAT=json`` says. Lines of others are passed over; ours may have something before
-    them (a rank, a pod's name)."""
+    """Events in a log of ``CANARY_LOG_FORMAT=json``. Lines of others are passed over; Canary's may have a prefix (a
+    rank, a pod's name)."""
 
     coverage: dict[object, Fields] = field(default_factory=dict)
     """The last ``coverage`` event of each model, in order of appearance."""
     disabled: dict[object, Fields] = field(default_factory=dict)
-    """By model and rank, what was switched off and did not come back."""
+    """By model and rank, guards switched off for good."""
     others: dict[str, Fields] = field(default_factory=dict)
     """The last event of each other name."""
     as_text: bool = False
-    """It has events of ours for people to read."""
+    """Whether the log has events of Canary in the format for people."""
 
     @classmethod
     def read(cls, lines: Iterable[str]) -> "CoverageLog":
@@ -51,7 +51,7 @@ class CoverageLog:
 
     @property
     def problem(self) -> str | None:
-        """A sentence that says why nothing is guarded, or why this is not known; None if all is well."""
+        """Why nothing is guarded, or why the answer is unknown, in a sentence; None if all is well."""
         if self.disabled:
             return "; ".join(_disabled(event) for event in self.disabled.values())
         if self.coverage:
@@ -83,7 +83,7 @@ class CoverageLog:
 
 
 def _event(line: str) -> Fields:
-    """The event that a line holds; an empty one if it holds none."""
+    """The event in a line; empty without one."""
     start = line.find("{")
     if start < 0 or '"event"' not in line:
         return {}

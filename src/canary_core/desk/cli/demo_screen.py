@@ -1,4 +1,4 @@
-"""What ``canary demo`` shows: progress, a line for each part, the table of faults, and what it cost."""
+"""Output of ``canary demo``: progress, a line for each part, the table of faults, and the cost."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ OVERHEAD = (
 
 
 class Screen:
-    """Shows the progress of all demos on one bar, and each `Report` when it is there."""
+    """Shows the progress of all demos on one bar, and each `Report` when ready."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
@@ -97,7 +97,7 @@ def _cell(trial: Trial) -> str:
 
 
 def _told(trial: Trial) -> str:
-    """What was done, and how it was found."""
+    """The injected fault, and its finding."""
     done = FAULTS[trial.fault].what
     if trial.troubles:
         return f"{done}: FAILED: {trial.troubles[0]}"

@@ -1,4 +1,4 @@
-"""Runs a Python program as ``python`` does: its errors look as if Canary were not there."""
+"""Runs a Python program as ``python`` does: its errors look as if Canary were absent."""
 
 import runpy
 import sys
@@ -9,14 +9,14 @@ from types import TracebackType
 from canary_core.errors import CanaryError
 
 OURS = (__name__, "runpy")
-"""Modules whose frames stand above those of the program."""
+"""Modules with frames above the program's."""
 
 INTERRUPTED = 128 + 2
-"""Exit code after Ctrl-C, as a shell shows it."""
+"""Exit code after Ctrl-C, as in a shell."""
 
 
 class ProgramError(CanaryError):
-    """There is nothing to run by that name."""
+    """No program of the given name."""
 
 
 def require_file(script: str) -> None:
@@ -26,9 +26,8 @@ def require_file(script: str) -> None:
 
 
 def run(program: str, arguments: Sequence[str], is_module: bool) -> int:
-    """Runs ``program`` as ``__main__`` with its ``arguments`` and gives its exit code. An exception of the program is
-    shown as Python shows it, without frames of ours; `SystemExit` goes through. Raises `ProgramError` if it can't be
-    started."""
+    """Runs ``program`` as ``__main__`` with its ``arguments`` and returns its exit code. An exception of the program is
+    shown as by Python, without Canary's frames; `SystemExit` passes. Raises `ProgramError` if it can't be started."""
     sys.argv = [program, *arguments]
     sys.path.insert(0, "" if is_module else str(Path(program).resolve().parent))
     try:
@@ -48,7 +47,7 @@ def run(program: str, arguments: Sequence[str], is_module: bool) -> int:
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the program's first frame on; None where it has none, as with a syntax error."""
+    """The traceback from the program's first frame on; None without one, as for a syntax error."""
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in OURS:
         trace = trace.tb_next
     return trace

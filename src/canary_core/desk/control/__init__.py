@@ -1,1 +1,1 @@
-"""What one may ask of a running engine's guard, and tell it, over a unix socket that only its user can open."""
+"""Questions and commands to a running engine's guard, over a unix socket open to its user only."""

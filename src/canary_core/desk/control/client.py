@@ -1,4 +1,4 @@
-"""Finds the control sockets of this machine's guarded engines, and asks them."""
+"""Finds the control sockets of this machine's guarded engines, and sends requests."""
 
 import contextlib
 import socket
@@ -14,14 +14,14 @@ from canary_core.desk.control.messages import CHANGES, MOST_REPLY_BYTES, Reply, 
 from canary_core.errors import ControlError
 
 ANSWER_S, CHANGE_S = 2.0, 5.0
-"""How long an engine may take to answer a question, or to do what it is told: its host may be busy."""
+"""Longest time for an engine's answer to a question, or to a command: its host may be busy."""
 
 Answer = dict[str, Any]
 
 
 def ask(path: Path, request: Request) -> Answer:
-    """The result of ``request`` by the engine that listens at ``path``. Raises `ControlError` where nobody listens, the
-    request is refused, what comes back is no answer, or none comes within `ANSWER_S` (`CHANGE_S`)."""
+    """The result of ``request`` by the engine at ``path``. Raises `ControlError` where nobody listens, the request is
+    refused, the reply is no answer, or none comes within `ANSWER_S` (`CHANGE_S`)."""
     patience_s = CHANGE_S if request.command in CHANGES else ANSWER_S
     deadline = time.monotonic() + patience_s
     try:
@@ -59,8 +59,8 @@ def ask_all(paths: Sequence[Path], request: Request) -> "dict[Path, Answer | Con
 
 
 def found(folder: Path, pid: int | None = None) -> list[Path]:
-    """Sockets in ``folder`` at which somebody listens, the oldest first; only that of process ``pid``, if one is
-    given. Raises `ControlError` if there is none."""
+    """Sockets in ``folder`` with a listener, the oldest first; only process ``pid``'s, if given. Raises `ControlError`
+    if there is none."""
     sockets = []
     with contextlib.suppress(OSError):
         sockets = sorted(folder.glob("*.sock"), key=lambda path: path.stat().st_mtime)
@@ -88,7 +88,7 @@ def _listens(path: Path) -> bool:
 
 
 def _silent(path: Path, request: Request, seconds: float) -> str:
-    """Says that the process of ``path`` did not answer for so long, and why, where the system knows."""
+    """Sentence about the missing answer of the process of ``path``, with the reason, where the system knows."""
     pid = path.stem
     why = "is it stopped, or its host very busy?"
     with contextlib.suppress(OSError, IndexError):

@@ -1,4 +1,4 @@
-"""What each command of the control socket does to the Canaries of this process."""
+"""Effects of the control socket's commands on the Canaries of this process."""
 
 import os
 import platform
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from canary_core.guard.canary import Canary
 
 TOKENS = ("token", "stored_token")
-"""Fields of findings that hold what somebody wrote: a dump leaves them out."""
+"""Fields with users' tokens, left out of a dump."""
 
 DUMP_BYTES = MOST_REPLY_BYTES // 2
 """Most bytes of the events of a dump; the oldest are left out."""
 
 
 class Commands:
-    """Answers requests about the Canaries of ``readings``. Called from the thread of the socket: it reads what the host
-    knows and sets what the engine's own thread looks at; it never touches a device.
+    """Answers requests about the Canaries of ``readings``. Called from the thread of the socket: reads facts known to
+    the host and sets values read later by the engine's own thread; never touches a device.
 
     ``writable``: whether commands that change something are carried out.
     """
@@ -99,7 +99,7 @@ class Commands:
         return self._each(canaries, lambda canary: canary.step.resume())
 
     def _each(self, canaries: "Sequence[Canary]", change: "Callable[[Canary], None]") -> dict[str, Any]:
-        """Changes all of them, or, where one refuses, those before it; the first refusal is raised."""
+        """Changes all of them; after a refusal, only those before; raises the first refusal."""
         if not canaries:
             raise CanaryError("no pool is guarded in this process yet; try again once the engine has started")
         for canary in canaries:
@@ -118,7 +118,7 @@ _COMMANDS: "dict[str, Callable[[Commands, Sequence[Canary], str | None], dict[st
 
 
 def status(canary: "Canary") -> dict[str, Any]:
-    """What ``canary`` guards and what it comes to, as of the last time that the host read its counters."""
+    """State and figures of ``canary``, as of the host's last read of its counters."""
     state = "paused" if canary.step.paused else "on" if canary.enabled else "off"
     return {
         "model": canary.config.model,

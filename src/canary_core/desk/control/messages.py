@@ -1,6 +1,7 @@
-"""What goes over the control socket: one line of JSON each way. `Request` is one question, `Reply` its answer.
+"""Messages on the control socket: one line of JSON each way. `Request` is one question, `Reply` its answer.
 
-A line has at most `MOST_REQUEST_BYTES` or `MOST_REPLY_BYTES`. Nothing but these models is ever made of what arrives.
+A line has at most `MOST_REQUEST_BYTES` or `MOST_REPLY_BYTES`. Nothing but these models is ever made from a received
+line.
 """
 
 import json
@@ -17,7 +18,7 @@ CHANGES: frozenset[Command] = frozenset({"mode", "budget", "pause", "resume"})
 
 
 class Request(BaseModel):
-    """One question. ``value``: what `mode` and `budget` are set to; None for the others."""
+    """One question. ``value``: the new value for `mode` and `budget`; None for the others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -26,7 +27,7 @@ class Request(BaseModel):
 
     @classmethod
     def parse(cls, line: bytes) -> "Request":
-        """From one line. Raises `ValueError` with a sentence for whoever sent it."""
+        """From one line. Raises `ValueError` with a sentence for the sender."""
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
@@ -38,12 +39,12 @@ class Request(BaseModel):
             ) from None
 
     def line(self) -> bytes:
-        """As it goes over the socket."""
+        """The line on the socket."""
         return self.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
 class Reply(BaseModel):
-    """One answer. ``error``: why not, in a sentence; None if it worked. ``result``: by command."""
+    """One answer. ``error``: the refusal, in a sentence; None on success. ``result``: by command."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +52,7 @@ class Reply(BaseModel):
     error: str | None = None
 
     def line(self) -> bytes:
-        """As it goes over the socket; one that is too long says so instead."""
+        """The line on the socket; in place of a too long one, a reply about its length."""
         text = json.dumps(self.model_dump(), default=str).encode() + b"\n"
         if len(text) <= MOST_REPLY_BYTES:
             return text

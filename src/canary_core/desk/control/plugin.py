@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Socket:
-    """The control socket of one process: made at the first pool that is guarded, with its settings, and there until the
-    process ends. Where it can't be made, that is told once, and the engine goes on as if nothing were."""
+    """The control socket of one process: made at the first guarded pool, with its settings, and kept until the process
+    ends. A failure is reported once, and the engine goes on undisturbed."""
 
     def __init__(self) -> None:
         self.commands = Commands(READINGS, writable=False)
@@ -29,8 +29,8 @@ class Socket:
         self._lock = threading.Lock()
 
     def begin(self, config: CanaryConfig) -> Event | None:
-        """Opens the socket if ``config`` asks for one and this process has not tried yet; gives what is to
-        be told."""
+        """Opens the socket if ``config`` asks for one, at the first try in this process; returns the event to
+        report."""
         with self._lock:
             if config.control == "off" or self._tried == os.getpid():
                 return None
@@ -46,12 +46,12 @@ class Socket:
 
 
 def path(config: CanaryConfig) -> Path:
-    """Where this process's socket is."""
+    """Path of the process's socket."""
     return config.control_folder() / f"{os.getpid()}.sock"
 
 
 SOCKET = Socket()
-"""That of this process."""
+"""This process's watch."""
 
 
 class Control:
@@ -59,7 +59,7 @@ class Control:
 
     @hookimpl
     def canary_attached(self, canary: "Canary") -> None:
-        """Opens the socket, if it is not there yet."""
+        """Opens the socket, unless already open."""
         READINGS.add(canary)
         event = SOCKET.begin(canary.config)
         if event is not None:
@@ -67,5 +67,5 @@ class Control:
 
     @hookimpl
     def canary_detached(self, canary: "Canary") -> None:
-        """What it came to stays in the totals."""
+        """Keeps the closed Canary's figures in the totals."""
         READINGS.end(canary)

@@ -1,4 +1,4 @@
-"""`Server`: the thread behind the control socket. One thread serves all; nobody who hangs keeps another one waiting."""
+"""`Server`: the thread behind the control socket. One thread serves all; a client that hangs keeps nobody waiting."""
 
 import contextlib
 import os
@@ -21,10 +21,10 @@ MOST_CLIENTS = 16
 """Connections at a time; one more is closed at once."""
 
 PATIENCE_S = 10.0
-"""A client that neither asks nor takes its answer for so long is cut off."""
+"""Longest silence of a client, neither asking nor taking its answer, before it is cut off."""
 
 STALE_S, MOST_SWEPT = 60.0, 256
-"""Age of a socket from which on nobody is about to listen at it, and how many are looked at."""
+"""Age of a socket without hope of a listener, and most sockets looked at."""
 
 MOST_PATH_BYTES = 103
 """Length of a unix socket's path: 108 on Linux and 104 on macOS, with a zero at the end."""
@@ -68,8 +68,7 @@ class Server:
         WATCH.expect(self._thread)
 
     def close(self) -> None:
-        """Ends the thread and takes the socket away. In a process that was forked from the one that began: nothing.
-        Again: nothing."""
+        """Ends the thread and removes the socket. Does nothing in a forked process, or when called again."""
         if self._ending or os.getpid() != self._process:
             return
         self._ending = True
@@ -162,7 +161,7 @@ class Server:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A socket that listens at ``path``, which nobody but its user can open."""
+    """A listening socket at ``path``, open to its user only."""
     if len(os.fsencode(path)) > MOST_PATH_BYTES:
         raise ControlError(
             f"the path of a unix socket may have {MOST_PATH_BYTES} bytes, {str(path)!r} has "
@@ -190,7 +189,8 @@ def _bound(path: Path) -> socket.socket:
 
 
 def _require_own_folder(folder: Path) -> None:
-    """Makes ``folder`` where it is missing. Raises `ControlError` unless it is ours and nobody else can write to it."""
+    """Makes a missing ``folder``. Raises `ControlError` unless it belongs to the user and nobody else can write to
+    it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -207,7 +207,7 @@ def _require_own_folder(folder: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Takes away a socket that nobody listens at any more. Raises `ControlError` for anything else."""
+    """Removes a socket without a listener. Raises `ControlError` for anything else."""
     if not stat.S_ISSOCK(path.lstat().st_mode):
         raise ControlError(f"{str(path)!r} is there and is no socket; take it away, or set CANARY_CONTROL_DIR")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -223,7 +223,7 @@ def _clear(path: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Takes away sockets of processes that were killed. One that is new may be about to listen."""
+    """Removes sockets of killed processes. A new one may be about to listen."""
     for left in list(folder.glob("*.sock"))[:MOST_SWEPT]:
         with contextlib.suppress(OSError, ControlError):
             if time.time() - left.stat().st_mtime > STALE_S:

@@ -1,4 +1,4 @@
-"""What can be known before an engine is started: each `Check` is one line of the report."""
+"""Facts known before an engine is started: each `Check` is one line of the report."""
 
 import platform
 import re
@@ -21,13 +21,13 @@ from canary_core.plugins import targets
 from canary_core.plugins.discovery import new_manager
 
 ENGINES = ("sglang", "vllm", "transformers", "lmdeploy", "tensorrt_llm")
-"""Engines that are looked for, whether or not there is a plugin for them."""
+"""Engines to look for, with or without a plugin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at. ``verdict``: ok; note, for what is worth knowing; bad, for what keeps Canary from
-    guarding what it was told to."""
+    """Result of one look. ``verdict``: ok; note, for something worth knowing; bad, for an obstacle to the guard asked
+    for."""
 
     part: str
     what: str
@@ -36,7 +36,7 @@ class Check:
 
 
 def machine(device: torch.device) -> Iterator[Check]:
-    """Python, torch, triton, the driver and the GPUs, and which back end would be used on ``device``."""
+    """Python, torch, triton, the driver and the GPUs, and the back end for ``device``."""
     system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield Check("machine", "python", "ok", system)
     yield Check("machine", "torch", "ok", str(torch.__version__))
@@ -60,7 +60,7 @@ def machine(device: torch.device) -> Iterator[Check]:
 
 
 def settings(config: CanaryConfig) -> Iterator[Check]:
-    """What the environment asks for, variables that are no settings, and whether bundles and metrics have a place."""
+    """The environment's settings, variables without a setting, and whether bundles and metrics have a place."""
     yield Check("settings", "profile", "ok", f"{config.profile}, mode {config.mode}")
     for name, near in unknown_variables().items():
         hint = f"no setting; did you mean {near}?" if near else "no setting of Canary"
@@ -72,8 +72,8 @@ def settings(config: CanaryConfig) -> Iterator[Check]:
 
 
 def engines(config: CanaryConfig) -> Iterator[Check]:
-    """Which engines are installed, and for each plugin whether it would guard its engine, or why not. Imports the
-    engines of plugins, to see whether the functions to hook are there."""
+    """Installed engines, and for each plugin whether it would guard its engine, or why not. Imports the plugins'
+    engines, to look for the functions to hook."""
     found = [plugin for plugin in plugins.installed() if not plugin.built_in]
     covered = {plugin.engine.name for plugin in found if plugin.engine is not None}
     for name in ENGINES:
@@ -101,7 +101,7 @@ def engines(config: CanaryConfig) -> Iterator[Check]:
 
 
 def running(config: CanaryConfig) -> Iterator[Check]:
-    """Guarded engines of this user that answer now."""
+    """Guarded engines of this user with an answer now."""
     folder = config.control_folder()
     try:
         sockets = client.found(folder)

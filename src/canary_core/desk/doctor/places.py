@@ -1,4 +1,4 @@
-"""Whether an engine may write and listen where its settings say, and whether its own plugin filter lets Canary in."""
+"""Whether an engine may write and listen as its settings say, and whether its own plugin filter admits Canary."""
 
 import errno
 import importlib.util
@@ -15,10 +15,10 @@ from canary_core.desk.incidents.bundle import PREFIX
 CheckVerdict = Literal["ok", "note", "bad"]
 
 LEAST_FREE_BYTES = 100 << 20
-"""Below which a disk may be full before the first incident's bundle is written."""
+"""Least free bytes of a disk; with fewer, it may be full before the first incident's bundle is written."""
 
 FILTERS = {"sglang": ("SGLANG_PLUGINS", "sglang.srt.plugins"), "vllm": ("VLLM_PLUGINS", "vllm.general_plugins")}
-"""By plugin: the variable that says which plugins its engine loads, and the entry points among which it chooses."""
+"""By plugin: the variable with the names of the engine's plugins, and the group of entry points to choose from."""
 
 
 def incident_dir(config: CanaryConfig) -> tuple[CheckVerdict, str] | None:
@@ -70,7 +70,7 @@ def metrics(config: CanaryConfig, shared: str | None) -> tuple[CheckVerdict, str
 
 
 def filtered_out(plugin: str, distribution: str | None) -> str | None:
-    """Why the engine of ``plugin`` would not load it, as its own variable stands; None if it would."""
+    """Why the engine of ``plugin`` would not load it, by the engine's own variable; None if it would."""
     variable, group = FILTERS.get(plugin, ("", ""))
     value = variable_of_others(variable)
     # SGLang takes an empty list for none, vLLM for one that allows nothing, and takes names with their blanks.
@@ -86,7 +86,7 @@ def filtered_out(plugin: str, distribution: str | None) -> str | None:
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Why nothing can be written into ``folder``, or where it would be made; None if it can."""
+    """Why nothing can be written into ``folder``, or its future place; None if it can."""
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
     try:
         with tempfile.TemporaryFile(dir=there):

@@ -1,4 +1,4 @@
-"""A self-test in seconds: a toy pool on one device, guarded, broken on purpose in four ways that must be found."""
+"""A self-test in seconds: a guarded toy pool on one device, broken on purpose in four ways to be found."""
 
 import time
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from canary_core.runtime.writers import Writers
 SLOTS, LAYERS, ROW_ELEMENTS, TOKENS = 256, 4, 64, 24
 
 LIMIT_S = 5.0
-"""Most time for all that follows the first forward, which may compile kernels."""
+"""Most time after the first forward, which may compile kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultOutcome:
-    """What came of one fault. ``expected``: the kind that must be found, None for none. ``found``: what was, each
-    kind once; ``seconds`` until then. ``error``: what went wrong with Canary itself."""
+    """Result of one fault. ``expected``: the kind to be found, None for none. ``found``: the kinds found, each once;
+    ``seconds`` until then. ``error``: a failure of Canary itself."""
 
     what: str
     expected: str | None
@@ -40,7 +40,7 @@ class FaultOutcome:
 
 class ToyPool:
     """K and V of `LAYERS` layers on ``device``, and one request that gets a token with each forward. The pool is
-    guarded with ``settings``; ``heard`` has what is told of it."""
+    guarded with ``settings``; ``heard`` keeps its findings and events."""
 
     def __init__(self, device: torch.device, **settings: object) -> None:
         self.device = device
@@ -123,7 +123,7 @@ FAULTS: tuple[tuple[str, Callable[[ToyPool], None] | None, Kind | None, dict[str
     ("a wrong entry of the slot table", misdirect, Kind.POSITION, {"scrub_budget": "0"}),
     ("a store that never happens", lose, Kind.LOST_WRITE, {"scrub_budget": "0"}),
 )
-"""What is done, what must be found, and the settings with which that is certain."""
+"""Damage, expected kind, and settings for a certain finding."""
 
 
 def run(device: torch.device) -> list[FaultOutcome]:

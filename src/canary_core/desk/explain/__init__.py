@@ -1,4 +1,4 @@
-"""``canary explain``: from an incident's bundle to a page that a person reads."""
+"""``canary explain``: from an incident's bundle to a page for people."""
 
 from canary_core.desk.explain.page import page
 from canary_core.desk.explain.story import Story, check, tell

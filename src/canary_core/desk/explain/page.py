@@ -1,4 +1,4 @@
-"""`page`: a story as one HTML page that needs nothing else: no network, no script."""
+"""`page`: a story as one self-contained HTML page: no network, no script."""
 
 import jinja2
 
@@ -6,7 +6,7 @@ from canary_core.desk.explain.story import Story
 
 
 def page(story: Story) -> str:
-    """The page's text. All that a bundle holds is escaped."""
+    """The page's text. All of a bundle's content is escaped."""
     loader = jinja2.PackageLoader("canary_core.desk.explain", "templates")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -1,4 +1,4 @@
-"""`of_ranks`: whether one rank alone told an incident, by the bundles beside it."""
+"""`of_ranks`: whether one rank alone reported an incident, by the neighbouring bundles."""
 
 import json
 from calendar import timegm
@@ -10,19 +10,19 @@ from typing import Any
 from canary_core.desk.incidents.bundle import PREFIX, Bundle
 
 NEAR_S = 60
-"""Bundles that were written within so many seconds may be of one incident."""
+"""Largest distance in seconds between two bundles of one incident."""
 
 MOST_BUNDLES = 500
 """Of a directory; more are not looked at."""
 
 
 Who = tuple[int, str]
-"""A rank, and its machine where that is another than the bundle's own."""
+"""A rank, and the machine if different from the bundle's own."""
 
 
 def of_ranks(bundle: Bundle) -> str:
-    """What bundles of other ranks in the same directory say, in a sentence; empty for an engine of one rank. The same
-    kind at the same position of the same request is the same incident."""
+    """Sentence about the bundles of other ranks in the same directory; empty for an engine of one rank. The same kind
+    at the same position of the same request is the same incident."""
     mine, count = int(bundle.about.get("rank", 0)), int(bundle.about.get("ranks", 1))
     if count < 2:
         return ""
@@ -42,7 +42,7 @@ def of_ranks(bundle: Bundle) -> str:
 
 def _beside(bundle: Bundle) -> Iterator[tuple[Who, Mapping[str, Any]]]:
     """Rank, machine and first finding of bundles of other ranks that serve the same model in the same replica, of about
-    the same time. What can't be read is passed over."""
+    the same time. Unreadable ones are passed over."""
     mine = bundle.about
     written = _seconds(bundle.manifest)
     for path in sorted(bundle.path.resolve().parent.glob(f"{PREFIX}*"))[:MOST_BUNDLES]:

@@ -1,4 +1,4 @@
-"""`Story`: what a bundle tells, in the order in which a person wants to know it, for terminal and page alike."""
+"""`Story`: the content of a bundle, in the order of a reader's questions, for terminal and page alike."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +38,8 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Which source of which slot differs. ``rows``: a source and a letter for each slot: ``x`` differs, ``.`` is as
-    recorded, ``?`` is not known, a blank was not written. ``marks``: ``root``, ``found`` or nothing of each slot."""
+    """Differing sources of slots. ``rows``: a source and a letter for each slot: ``x`` differs, ``.`` is as recorded,
+    ``?`` is unknown, a blank was not written. ``marks``: ``root``, ``found`` or nothing for each slot."""
 
     slots: list[int]
     marks: list[str]
@@ -49,7 +49,7 @@ class Heat:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One element of a slot, before and after. ``before`` is empty where it is not known."""
+    """One element of a slot, before and after. ``before`` is empty where unknown."""
 
     slot: int
     source: str
@@ -62,7 +62,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class SlotRow:
-    """What a record says."""
+    """A record's fields."""
 
     slot: int
     page: int
@@ -76,11 +76,10 @@ class SlotRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Story:
-    """``headline``: what was found; ``facts``: what the root says; ``kinds``: findings by kind, ``grew``: those of a
-    moment later, empty if there were no more; ``shapes``: what the damaged bytes look like; ``command``: repeats the
-    check on the bundle alone; ``where``: machine, GPU and rank;
-    ``ranks``: whether one rank alone told it, empty where there is one; ``report``: text for
-    the tracker, without names, tokens and paths."""
+    """``headline``: the finding; ``facts``: the root's fields; ``kinds``: findings by kind, ``grew``: those of a moment
+    later, empty if there were no more; ``shapes``: patterns of the damaged bytes; ``command``: repeats the check on the
+    bundle alone; ``where``: machine, GPU and rank; ``ranks``: whether one rank alone reported the incident, empty with
+    one rank; ``report``: text for the tracker, without names, tokens and paths."""
 
     name: str
     written: str
@@ -108,7 +107,7 @@ class Story:
 
 
 def _where(about: Mapping[str, Any]) -> str:
-    """The machine, the GPU, and which process of the engine it was; as far as the bundle says so."""
+    """The machine, the GPU, and the engine's process; as far as the bundle has them."""
     ranks = int(about.get("ranks", 1))
     parts = [
         f"machine {about['host']}" if about.get("host") else "",
@@ -158,8 +157,8 @@ def tell(bundle: Bundle) -> Story:
 
 
 def check(bundle: Bundle) -> list[str]:
-    """Repeats the check on the bundle alone: sentences about what does not come out as it was told; none if all does.
-    Where the bundle has bytes, they are fingerprinted again and looked at again."""
+    """Repeats the check on the bundle alone: sentences about differing results; none if all agree. Bytes in the bundle
+    are fingerprinted and looked at again."""
     wrong, evidence, seen = [], bundle.evidence, bundle.patterns
     if evidence is not None and evidence.words:
         for column, source in enumerate(evidence.sources):
@@ -210,7 +209,7 @@ def _heat(incident: Incident, evidence: Evidence) -> Heat:
 
 
 def _numbers(evidence: Evidence, seen: Sequence[Pattern]) -> Iterator[Number]:
-    """The elements that changed, where it is known what they were; else the first of the root's bytes, if there."""
+    """The changed elements, where the old ones are known; else the first of the root's bytes, if there."""
     facts = {s.name: s for s in evidence.sources}
     count = 0
     for pattern in seen:
@@ -299,7 +298,7 @@ def _table(evidence: Evidence | None) -> list[tuple[str, str]]:
 
 
 def _changed(told: Mapping[str, object]) -> dict[str, str]:
-    """Settings that are not as by default."""
+    """Settings with other values than the defaults."""
     defaults = {s.variable: s.default for s in settings(CanaryConfig.model_construct())}
     return {name: str(value) for name, value in told.items() if str(value) != defaults.get(name, str(value))}
 

@@ -1,4 +1,4 @@
-"""The timeline of the root's slot: what the device noted, the calls that the host saw, its record and its findings."""
+"""The timeline of the root's slot: the device's notes, the host's calls, the record and the findings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,16 +38,16 @@ _NOTED = {
     "forget": "bytes arrived without records",
     "clear": "cleared",
 }
-"""What the device notes, by name."""
+"""Events noted by the device, by name."""
 
 _NOTED_AS = {"import_records": "arrive"}
-"""Calls that the device notes under another name."""
+"""Calls with another name in the device's notes."""
 
 _RELEASES = ("free", "park", "evict")
 
 _FOUND_BEFORE, _BEFORE, _WRITTEN, _FOUND_AFTER, _AFTER, _FOUND_THEN = range(6)
-"""The order within one step: the check, the forward, what is found after it, events before the next forward. The device
-knows better which of its notes came first: an event may also come while the forward is in flight."""
+"""The order within one step: the check, the forward, findings after it, events before the next forward. The device
+knows the order of its own notes better: an event may also come while the forward is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A moment and where in its step it belongs."""
+    """A moment and its place within the step."""
 
     place: int
     moment: Moment
@@ -72,8 +72,8 @@ class _Line:
 
 
 def timeline(incident: Incident, evidence: Evidence | None) -> Iterator[Moment]:
-    """Of the root's slot, in the order in which it happened. What the device noted is sure. A call of the host is told
-    as well where it goes back further, or says what the device does not note."""
+    """Moments of the root's slot, in order. The device's notes are sure. A call of the host is listed if it is older,
+    or not among the device's events."""
     slot, region = incident.root.slot, incident.root.region
     if slot is None:
         return
@@ -90,7 +90,7 @@ def timeline(incident: Incident, evidence: Evidence | None) -> Iterator[Moment]:
 
 
 def _is_about(entry: Entry, slot: int) -> bool:
-    """Whether a call is about ``slot``. Nobody knows it of a call whose slots were not kept."""
+    """Whether a call is about ``slot``. Unknown, and False, for a call without kept slots."""
     if entry.slots is None:
         return not entry.count
     listed = slot // entry.page_slots in entry.slots.tolist()
@@ -98,8 +98,8 @@ def _is_about(entry: Entry, slot: int) -> bool:
 
 
 def _is_news(entry: Entry, slot: int, noted: list[Happening]) -> bool:
-    """Whether a call says more than what the device ``noted``: it is none that the device notes, or older than its
-    oldest note. Where the device knows, a list of the engine's that may have changed since says nothing."""
+    """Whether a call says more than the device's notes ``noted``: an event the device does not note, or older than its
+    oldest note. Where the device knows, an engine's own list, possibly changed since, says nothing."""
     event = _NOTED_AS.get(entry.event, entry.event)
     if event not in _NOTED or (event == "copy" and not _is_destination(entry, slot)):
         return True
@@ -119,7 +119,7 @@ def _is_destination(entry: Entry, slot: int) -> bool:
 
 
 def _noted(slot: int, calls: list[Entry], evidence: Evidence) -> list[_Line]:
-    """A line for each thing that the device noted of ``slot``, in that order."""
+    """A line for each of the device's notes about ``slot``, in order."""
     noted = evidence.lives.get(slot, [])
     places = [_WRITTEN if h.event == "write" else _AFTER for h in noted]
     for i, (one, next_one) in reversed(list(enumerate(pairwise(noted)))):
@@ -162,7 +162,7 @@ def _call(entry: Entry, slot: int, names: Mapping[int, str]) -> _Line:
 
 
 def _recorded(slot: int, noted: list[Happening], evidence: Evidence) -> Iterator[_Line]:
-    """What the slot's record says and is not among what was ``noted``."""
+    """Facts of the slot's record missing in ``noted``."""
     record = evidence.record(slot)
     if record is None:
         return

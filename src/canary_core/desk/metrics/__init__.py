@@ -1,1 +1,1 @@
-"""What a running engine's guard comes to, as numbers for Prometheus and OpenTelemetry."""
+"""Figures of a running engine's guard, for Prometheus and OpenTelemetry."""

@@ -1,4 +1,4 @@
-"""The metrics: each one's name, what it says, its labels, and how it is read. The table of docs/metrics.md."""
+"""The metrics: name, meaning, labels, and source of each. The table of docs/metrics.md."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from canary_core.desk.metrics.readings import MetricReading, Owner, Totals
 
 PREFIX = "kv_canary_"
 OWNER = ("replica", "rank", "model")
-"""Labels of every metric: the replica of the engine, the process within it, and the model: a draft model's own name, or
-the one that the engine serves under, empty where that is not known."""
+"""Labels of every metric: the replica of the engine, the process within the replica, and the model: a draft model's own
+name, or the engine's served name, empty where unknown."""
 
 Together = Literal["sum", "min", "max"]
 
@@ -24,9 +24,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric. ``name`` without `PREFIX`, and without the ``_total`` that a counter's name ends with. ``extra``:
-    labels beside `OWNER`. ``read``: the values of one Canary, or of those that have ended, by the values of ``extra``.
-    ``together``: what several Canaries of one replica, rank and model come to."""
+    """One metric. ``name`` without `PREFIX`, and without a counter's ``_total``. ``extra``: labels beside `OWNER`.
+    ``read``: the values of one Canary, or of ended ones, by the values of ``extra``. ``together``: combines the values
+    of several Canaries of one replica, rank and model."""
 
     name: str
     help: str
@@ -42,11 +42,11 @@ class Family:
 
     @property
     def full_name(self) -> str:
-        """As Prometheus shows it."""
+        """Name in Prometheus."""
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
     def samples(self, live: Sequence[MetricReading], ended: Mapping[Owner, Totals]) -> Iterator[Sample]:
-        """The values now: of the Canaries that run, and for counters also of those that have ended."""
+        """The values now: of running Canaries, and for counters also of ended ones."""
         values: dict[tuple[str, ...], float] = {}
         parts: list[tuple[Owner, MetricReading | Totals]] = [(r.owner, r) for r in live]
         if self.kind == "counter":
@@ -63,7 +63,7 @@ _TOGETHER: dict[Together, Callable[[Iterable[float]], float]] = {"sum": sum, "mi
 
 
 def _one(name: str) -> Callable[[MetricReading | Totals], Mapping[tuple[str, ...], float]]:
-    """Reads one number without labels of its own; none where it is not known."""
+    """Reads one number without labels of its own; empty where unknown."""
 
     def read(part: MetricReading | Totals) -> Mapping[tuple[str, ...], float]:
         value = getattr(part, name)

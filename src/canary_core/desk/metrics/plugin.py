@@ -1,4 +1,4 @@
-"""The built-in plugin ``metrics``: offers the numbers of every `Canary` of this process where they are wanted."""
+"""The built-in plugin ``metrics``: offers the figures of every `Canary` of the process at the requested places."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 PATIENCE_S, LOOK_S = 30.0, 0.25
-"""How long an engine that starts may take to import prometheus_client, and how often that is looked at, in seconds."""
+"""Longest wait for a starting engine to import prometheus_client, and time between two looks, in seconds."""
 
 LOADING = ("plugins_loaded", "plugins_installed")
-"""Events that tell which plugins ``failed``."""
+"""Events with names of ``failed`` plugins."""
 
 
 class Offers:
@@ -37,11 +37,11 @@ class Offers:
         self._process = os.getpid()
         self._tried: set[str] = set()
         self._imported = False
-        """Whether it is only for a port of ours that there is a prometheus_client in this process."""
+        """Whether prometheus_client was imported only for a port of Canary's own."""
         self._lock = threading.Lock()
 
     def begin(self, config: CanaryConfig, tell: Callable[[Event], None]) -> None:
-        """Opens what ``config`` asks for and nobody has opened yet; ``tell`` is given one event for each."""
+        """Opens the places requested by ``config`` and not yet open; ``tell`` gets one event for each."""
         with self._lock:
             if os.getpid() != self._process:
                 # Forked: threads and ports stay with the parent.
@@ -62,9 +62,9 @@ class Offers:
                     tell(Event("metrics", "info", fields))
 
     def begin_in_time(self, config: CanaryConfig, tell: Callable[[Event], None]) -> None:
-        """As `begin`, for a process whose engine is only about to start. prometheus_client decides when it is imported
-        whether processes share their metrics, which the engine may be still to say: so a thread waits until the engine
-        has imported it or has said so, for `PATIENCE_S` at most."""
+        """As `begin`, for a process whose engine is about to start. prometheus_client decides at its import whether
+        processes share metrics, perhaps before the engine has said so: a thread waits until the engine has imported it
+        or has said so, for `PATIENCE_S` at most."""
 
         def settled() -> bool:
             return config.metrics == "opentelemetry" or shares_metrics() or "prometheus_client" in sys.modules
@@ -98,12 +98,12 @@ class Offers:
 
 
 OFFERS = Offers(READINGS)
-"""Those of this process."""
+"""This process's readings."""
 
 
 def _unattached(event: Event) -> bool:
-    """Whether it tells that a pool is not guarded. A Canary that was switched off is one, too: it has a reading of its
-    own, see `Readings.refuse`. Draft models whose pool is left out are told as coverage, and the served one is
+    """Whether the event reports a pool as unguarded. A switched-off Canary counts, too: it has a reading of its own,
+    see `Readings.refuse`. Draft models with a left-out pool are reported as coverage, while the served model is
     guarded."""
     if event.name == "coverage":
         left_out = not event.fields.get("regions", True) and bool(event.fields.get("uncovered"))
@@ -112,19 +112,19 @@ def _unattached(event: Event) -> bool:
 
 
 class Metrics:
-    """The plugin. Each manager has its own; what it opens is the process's."""
+    """The plugin. Each manager has its own; the opened places are the process's."""
 
     def __init__(self) -> None:
         self._config: CanaryConfig | None = None
 
     @hookimpl
     def canary_configure(self, config: CanaryConfig) -> None:
-        """Takes the settings over for an engine that can't be guarded."""
+        """Keeps the settings for an engine that can't be guarded."""
         self._config = config
 
     @hookimpl
     def canary_event(self, event: Event) -> None:
-        """Where Canary can't start, or can't attach to a pool, the metrics say that nothing is checked."""
+        """If Canary can't start, or can't attach to a pool, the metrics say that nothing is checked."""
         unstarted = event.name == "start_failed" or (event.name in LOADING and bool(event.fields.get("failed")))
         if not unstarted and not _unattached(event):
             return
@@ -144,11 +144,11 @@ class Metrics:
 
     @hookimpl
     def canary_attached(self, canary: "Canary") -> None:
-        """Its numbers are to be had from now on."""
+        """Offers the Canary's figures from now on."""
         READINGS.add(canary)
         OFFERS.begin(canary.config, canary.tell)
 
     @hookimpl
     def canary_detached(self, canary: "Canary") -> None:
-        """What it came to stays."""
+        """Keeps the closed Canary's figures."""
         READINGS.end(canary)

@@ -1,8 +1,8 @@
-"""Gives the metrics to prometheus_client: in a registry that is scraped in this process, on a port of our own, or
-through the files by which several processes of an engine share one endpoint.
+"""Gives the metrics to prometheus_client: in a registry scraped in this process, on a port of Canary's own, or through
+the files by which several processes of an engine share one endpoint.
 
-prometheus_client decides when it is imported whether processes share their metrics, and engines tell it so late. So it
-is imported here inside functions only, once a pool is guarded.
+prometheus_client decides at its import whether processes share metrics, and engines set the choice late. So it is
+imported here inside functions only, once a pool is guarded.
 """
 
 import atexit
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 PUBLISH_S = 2.0
-"""Seconds between two writes into the files that processes share."""
+"""Seconds between two writes into the shared files."""
 
 PORTS = 64
-"""Ports that are tried, one after the other."""
+"""Ports to try, one after the other."""
 
 MODES = {"sum": "livesum", "min": "livemin", "max": "livemax"}
 """How prometheus_client puts gauges of several processes together."""
 
 
 class KVCanaryCollector:
-    """A collector of prometheus_client: reads what the host knows when it is scraped. Never looks at a device, and
+    """A collector of prometheus_client: reads facts known to the host on each scrape. Never looks at a device, and
     never raises: a scrape belongs to the engine."""
 
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
 
     def collect(self) -> Iterator["Metric"]:
-        """All metrics that have a value."""
+        """All metrics with a value."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         try:
@@ -56,7 +56,7 @@ class KVCanaryCollector:
             yield metric
 
     def describe(self) -> Iterator["Metric"]:
-        """All metrics, without values: the names that a registry must not have yet."""
+        """All metrics, without values: the names a registry must not have yet."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         for family in FAMILIES:
@@ -65,7 +65,7 @@ class KVCanaryCollector:
 
 
 def register(readings: Readings, registry: "CollectorRegistry | None" = None) -> None:
-    """The metrics are in ``registry`` from now on, by default the process's. Raises `MetricsError` if it has metrics of
+    """Adds the metrics to ``registry``, by default the process's. Raises `MetricsError` if the registry has metrics of
     these names."""
     import prometheus_client
 
@@ -80,8 +80,8 @@ def register(readings: Readings, registry: "CollectorRegistry | None" = None) ->
 
 
 def listen(readings: Readings, address: str, port: int) -> Any:
-    """Serves the metrics at ``http://address:port/metrics``, from a thread of its own; gives what `shutdown` ends.
-    Raises `MetricsError` where it can't."""
+    """Serves the metrics at ``http://address:port/metrics``, from a thread of its own; returns the argument of
+    `shutdown`. Raises `MetricsError` on failure."""
     import prometheus_client
 
     registry = prometheus_client.CollectorRegistry()
@@ -114,8 +114,8 @@ class SharedFiles:
     """Writes the metrics every `PUBLISH_S` into the files by which the processes of an engine share one endpoint, from
     a thread of its own.
 
-    What was read is written as it is for gauges, as what came since the last time for counters: so prometheus_client's
-    own metrics want it. Raises `MetricsError` if the folder can't be written.
+    Gauges are written as read, counters by their growth since the last time, as prometheus_client's own metrics need.
+    Raises `MetricsError` if the folder can't be written.
     """
 
     def __init__(self, readings: Readings) -> None:
@@ -138,7 +138,7 @@ class SharedFiles:
         atexit.register(self.close)
 
     def write(self) -> None:
-        """Writes what is known now."""
+        """Writes the present values."""
         with self._lock:
             live, ended = self._readings.take()
             for family in FAMILIES:
@@ -157,7 +157,7 @@ class SharedFiles:
                         self._written[key] = 0.0
 
     def close(self) -> None:
-        """Writes once more and stops. Again, or in a process that was forked from the one that began: nothing."""
+        """Writes once more and stops. Does nothing when called again, or in a forked process."""
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()
@@ -180,7 +180,7 @@ class SharedFiles:
 
 
 def _shared(family: Family) -> Any:
-    """A metric that prometheus_client writes into the shared files. In no registry: whoever is scraped reads files."""
+    """A metric written by prometheus_client into the shared files. In no registry: the scraped process reads files."""
     import prometheus_client
 
     name = family.full_name
@@ -196,7 +196,7 @@ def _shared(family: Family) -> Any:
 
 
 def processes_share() -> bool:
-    """Whether prometheus_client writes to files that processes share."""
+    """Whether prometheus_client writes to shared files."""
     from prometheus_client import values
 
     return values.ValueClass is not values.MutexValue

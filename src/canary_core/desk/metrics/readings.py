@@ -26,10 +26,10 @@ Owner = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class MetricReading:
-    """One `Canary`, as of the last time that the host read its counters. ``skipped``: what was not checked, by reason.
-    ``owner``: of `Place.labels`; ``info``: machine, GPU, its address, version, profile, mode.
-    ``violations``, ``incidents``: how many were found, by kind and region, whether or not each was told by itself.
-    None: not known, or there is none.
+    """Figures of one `Canary`, as of the host's last read of its counters. ``skipped``: unchecked work, by reason.
+    ``owner``: of `Place.labels`; ``info``: machine, GPU, its address, version, profile, mode. ``violations``,
+    ``incidents``: numbers by kind and region, whether or not each was reported by itself. None: unknown, or not
+    applicable.
 
     Taken from any thread, without a look at the device.
     """
@@ -65,7 +65,7 @@ class MetricReading:
 
     @classmethod
     def of_nobody(cls, place: Place, config: CanaryConfig) -> "MetricReading":
-        """Of an engine at ``place`` that should be guarded and is not, since Canary could not start or attach."""
+        """Of an unguarded engine at ``place``, where Canary could not start or attach."""
         counts: dict[str, Any] = dict.fromkeys(("forwards", "checked_forwards", "slots_checked", "bytes_checked"), 0)
         named: dict[str, Any] = {name: {} for name in ("skipped", "violations", "incidents", "overhead")}
         sizes: dict[str, Any] = {"unknown_slots": 0.0, "guarded_bytes": 0, "memory_bytes": 0}
@@ -80,7 +80,7 @@ class MetricReading:
 
     @classmethod
     def of(cls, canary: "Canary") -> "MetricReading":
-        """What is known of ``canary`` now."""
+        """The present figures of ``canary``."""
         stats, scrub, overhead = canary.stats(), canary.scrub_stats(), canary.overhead_stats()
         computed, guarded = canary.witness.share(canary)
         skipped = {
@@ -125,7 +125,7 @@ class MetricReading:
 
 @dataclass(slots=True)
 class Totals:
-    """What the Canaries of one replica, rank and model that have ended came to, so that no count goes down."""
+    """Sums over the ended Canaries of one replica, rank and model, so that no count goes down."""
 
     forwards: int = 0
     checked_forwards: int = 0
@@ -153,7 +153,7 @@ class Totals:
 
 
 class Readings:
-    """The Canaries of this process, those that have ended as `Totals`. Thread-safe; never keeps a Canary alive."""
+    """The Canaries of this process, ended ones as `Totals`. Thread-safe; never keeps a Canary alive."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -162,8 +162,8 @@ class Readings:
         self._refused: dict[Owner, MetricReading] = {}
 
     def refuse(self, place: Place, config: CanaryConfig) -> None:
-        """An engine is not guarded that should be; until a Canary of the same replica, rank and model is added. Where
-        one runs, its own reading says how it is: nothing."""
+        """Counts an engine as wrongly unguarded, until a Canary of the same replica, rank and model is added. If one
+        runs, its own reading tells the state, and nothing is done."""
         with self._lock:
             if all(reading.owner != place.labels for reading in self._last.values()):
                 self._refused[place.labels] = MetricReading.of_nobody(place, config)
@@ -175,7 +175,8 @@ class Readings:
             self._refused.pop(canary.place.labels, None)
 
     def end(self, canary: "Canary") -> None:
-        """``canary`` was closed; what it came to stays in the totals. Again, or of one that is not known: nothing."""
+        """``canary`` was closed; its figures stay in the totals. Does nothing when called again, or for an unknown
+        one."""
         with self._lock:
             own = ref(canary)
             if self._last.pop(own, None) is not None:
@@ -183,12 +184,12 @@ class Readings:
                 canary.witness.hand_over(canary)
 
     def running(self) -> list["Canary"]:
-        """Those that were not closed, the oldest first."""
+        """Canaries not yet closed, the oldest first."""
         with self._lock:
             return [canary for canary in (known() for known in self._last) if canary is not None]
 
     def take(self) -> tuple[list[MetricReading], dict[Owner, Totals]]:
-        """The readings of those that run, and the totals of the others by replica, rank and model."""
+        """The readings of running Canaries, and the totals of ended ones by replica, rank and model."""
         with self._lock:
             for known in list(self._last):
                 canary = known()
@@ -210,7 +211,7 @@ def _info(place: Place, profile: str, mode: str) -> tuple[str, ...]:
 
 @lru_cache
 def own_version() -> str:
-    """Of the installed canary-core; empty where it is not installed as a package."""
+    """Version of the installed canary-core; empty where it is not installed as a package."""
     try:
         return metadata.version("canary-core")
     except metadata.PackageNotFoundError:
@@ -219,13 +220,13 @@ def own_version() -> str:
 
 def _named(counts: Mapping[tuple[Kind, str], int], regions: Iterable[str]) -> dict[Labels, int]:
     """``counts`` by kind, in lower case, and region; 0 for each kind of each of ``regions``, so that the first finding
-    of a process that began anew is seen to be one more."""
+    of a restarted process shows as one more."""
     named = {(kind.name.lower(), region): 0 for region in regions for kind in Kind}
     return named | {(kind.name.lower(), region): number for (kind, region), number in dict(counts).items()}
 
 
 READINGS = Readings()
-"""Those of this process."""
+"""This process's readings."""
 
 
 def age_s(moment: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The conformance suite: what a plugin of an engine must pass, proven from outside of its adapter."""
+"""The conformance suite: requirements for an engine's plugin, proven from outside of its adapter."""
 
 from canary_core.kit.conformance.outcome import Outcome, run_suite, suite_tests
 from canary_core.kit.conformance.problems import Nonconforming

@@ -1,4 +1,4 @@
-"""`Footprints`: audits each forward of a stage, and what happens between two of them."""
+"""`Footprints`: audits each forward of a stage, and the time between two."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from canary_core.watchers.audit.footprint import FootprintAudit
 from canary_core.watchers.audit.memory import EngineMemory
 
 _TOLD = {"copy": 2, "forget": 1, "expect": 1, "import_records": 1}
-"""Events that say that bytes change without a forward, and which of their arguments has the slots."""
+"""Events that announce changes without a forward, each with the index of the argument with the slots."""
 
 _EARLY = (
     "memory changed since the record of the last forward and before the check of this one; is step.before called when "
@@ -24,10 +24,10 @@ _LATE = "memory changed after the last forward was recorded; is step.after calle
 
 
 class Footprints:
-    """A context in which the engine's memory is compared around each forward: what changes from the check to the
-    record is what the view says is written, and else nothing changes but what events tell.
+    """A context in which the engine's memory is compared around each forward: changes from the check to the record must
+    match the view's writes, and any other change must be reported by events.
 
-    ``strict``: written slots must change in every source, as they do where the memory held noise.
+    ``strict``: written slots must change in every source, as they do in memory filled with noise.
     """
 
     def __init__(self, stage: Stage, strict: bool = True) -> None:
@@ -54,7 +54,7 @@ class Footprints:
                 vars(canary.slots).pop(name, None)
 
     def require_whole(self) -> None:
-        """Raises `Nonconforming` for what was not described, and where no forward was audited."""
+        """Raises `Nonconforming` for undescribed changes, or if no forward was audited."""
         if not self._forwards:
             raise Nonconforming("hooks", f"no forward was checked, so none could be audited{self._stage.troubles()}")
         if self._problems:
@@ -97,7 +97,7 @@ class Footprints:
             self._audit.begin()
 
     def _end(self, outside: str | None = None) -> None:
-        """``outside``: no forward runs; what follows from a problem there."""
+        """Ends an audit. ``outside``: no forward runs; the consequence of a problem there."""
         if self._audit is None:
             return
         found = self._audit.end()
@@ -109,8 +109,8 @@ class Footprints:
 
 
 def require_coverage(stage: Stage) -> None:
-    """The regions of the stage's Canaries, and what their adapters leave out and say why, are all of the engine's KV
-    memory. Raises `Nonconforming`."""
+    """The regions of the stage's Canaries, and memory left out by their adapters with a reason, must be all of the
+    engine's KV memory. Raises `Nonconforming`."""
     regions = [region for canary in stage.canaries for region in canary.regions.values()]
     told = [item for canary in stage.canaries for item in canary.uncovered]
     coverage = Coverage.of_engine(regions, told, EngineMemory(stage.session.pool_tensors()))

@@ -1,11 +1,11 @@
-"""The functions of an engine's package, before a plugin was installed and after it was uninstalled."""
+"""The functions of an engine's package, before the installation of a plugin and after its uninstallation."""
 
 import sys
 from collections.abc import Mapping
 
 
 def functions_of(package: str) -> dict[str, object]:
-    """Every function and class of a package's imported modules, and every attribute of its classes, by full name."""
+    """Every function and class of a package's imported modules, and every attribute of the classes, by full name."""
     found: dict[str, object] = {}
     modules = [m for name, m in sys.modules.items() if package and (name == package or name.startswith(f"{package}."))]
     for module in modules:
@@ -20,6 +20,6 @@ def functions_of(package: str) -> dict[str, object]:
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """What is another object, gone, or new in a class. What is new in a module, an engine has imported late."""
+    """Names of objects replaced, gone, or new in a class. A new one in a module is a late import of the engine."""
     other = {name for name, value in before.items() if after.get(name) is not value}
     return sorted(other | {name for name in after if name not in before and name.rpartition(".")[0] in before})

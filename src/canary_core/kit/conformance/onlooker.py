@@ -1,4 +1,4 @@
-"""`Onlooker`: a plugin that keeps what the views of an adapter say."""
+"""`Onlooker`: a plugin that keeps the content of an adapter's views."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,8 +12,8 @@ OnView = Callable[[Canary, BatchView], None]
 
 @dataclass(frozen=True, slots=True)
 class SeenRow:
-    """What a view said of one request: the tokens from position ``prefix`` on are computed. ``expected``: the
-    request's own tokens by position, -1 where the view doesn't know them."""
+    """One request in a view: the tokens from position ``prefix`` on are computed. ``expected``: the request's own
+    tokens by position, -1 where unknown to the view."""
 
     forward: int
     request: str | None
@@ -33,24 +33,24 @@ class Onlooker:
     rows: list[SeenRow] = field(default_factory=list)
     """Rows with new tokens of all views, in order."""
     forwards: int = 0
-    """Views that were checked."""
+    """Checked views."""
     tables: int = 0
-    """Tables of regions that these views had."""
+    """Tables of regions in these views."""
     stored: int = 0
-    """Forwards of which what they wrote is recorded."""
+    """Forwards with recorded writes."""
     error: Exception | None = None
-    """What ``before`` or ``after`` raised first; they are called no more."""
+    """First exception of ``before`` or ``after``; neither is called any more."""
     open_rows: dict[int, range] = field(default_factory=dict)
-    """By id of a Canary: which of ``rows`` its last checked forward has."""
+    """By id of a Canary: the range of ``rows`` of its last checked forward."""
 
     @hookimpl
     def canary_attached(self, canary: Canary) -> None:
-        """Keeps it."""
+        """Keeps the Canary."""
         self.canaries.append(canary)
 
     @hookimpl(trylast=True)
     def canary_pre_forward(self, canary: Canary, batch: BatchView) -> None:
-        """Keeps what the view says."""
+        """Keeps the content of the view."""
         self.forwards += 1
         self.tables += len(batch.tables)
         tokens: list[int] = batch.token_ids.tolist()
@@ -72,8 +72,8 @@ class Onlooker:
 
     @hookimpl(tryfirst=True)
     def canary_post_forward(self, canary: Canary, batch: BatchView) -> None:
-        """Counts it. The tokens are those that the forward has used: it may have filled them in itself, from what an
-        earlier one left on the device."""
+        """Counts the forward. Keeps the tokens used by it: they may have been filled in by the forward itself, from the
+        device memory of an earlier one."""
         self.stored += 1
         tokens: list[int] = batch.token_ids.tolist()
         first = 0

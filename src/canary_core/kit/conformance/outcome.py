@@ -18,8 +18,8 @@ Result = Literal["passed", "failed", "undeclared"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one test of the suite. ``ability``: the one that it is about, None where every plugin must pass.
-    ``message``: why it failed, or that the ability is not declared; ``error``: the traceback of what is no
+    """Result of one test of the suite. ``ability``: the tested one, None where every plugin must pass. ``message``: why
+    the test failed, or that the ability is not declared; ``error``: the traceback of an exception other than
     `Nonconforming`, None otherwise."""
 
     test: str
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def suite_tests(suite: type[PluginConformance]) -> tuple[str, ...]:
-    """Names of the suite's tests, in the order in which they are written; those of a subclass come last."""
+    """Names of the suite's tests, in the order written; a subclass's own come last."""
     names: dict[str, None] = {}
     for base in reversed(suite.__mro__):
         names.update((name, None) for name, value in vars(base).items() if name.startswith("test_") and callable(value))
@@ -53,8 +53,8 @@ def suite_tests(suite: type[PluginConformance]) -> tuple[str, ...]:
 def run_suite(
     suite: type[PluginConformance], tests: Sequence[str] = (), started: Callable[[str], None] = lambda what: None
 ) -> Iterator[Outcome]:
-    """Runs ``tests`` of ``suite``, all of them by default, one after the other. ``started`` is told what each one is
-    about. Never raises for a test's sake."""
+    """Runs ``tests`` of ``suite``, all of them by default, one after the other. ``started`` gets the subject of each.
+    Never raises because of a test."""
     for name in tests or suite_tests(suite):
         test = getattr(suite, name)
         what = (inspect.getdoc(test) or name).split("\n\n")[0].replace("\n", " ")

@@ -1,4 +1,4 @@
-"""`Nonconforming`: what the suite says of a plugin, and of which part of it."""
+"""`Nonconforming`: the suite's verdict on a plugin, with the part to blame."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,15 +10,15 @@ from canary_core.records import Phase
 from canary_core.violation import Violation
 
 Culprit = Literal["PoolAdapter", "BatchAdapter", "PoolAdapter or BatchAdapter", "slot events", "hooks", "session"]
-"""Where to look: the regions; the view of a forward; calls of `canary.slots`; patches of the engine and the order in
-which they call `canary.step`; the author's own `EngineSession`."""
+"""Part to look at: the regions; the view of a forward; calls of `canary.slots`; patches of the engine and the order of
+their calls of `canary.step`; the author's own `EngineSession`."""
 
 SHOWN = 3
-"""Findings or problems that a message quotes."""
+"""Findings or problems quoted in a message."""
 
 
 class Nonconforming(AssertionError):
-    """The plugin is wrong, or says less than it should. ``part`` says which part of it."""
+    """The plugin is wrong, or says less than it should. ``part``: the part to blame."""
 
     def __init__(self, part: Culprit, what: str) -> None:
         super().__init__(f"{part}: {what}")
@@ -28,8 +28,8 @@ class Nonconforming(AssertionError):
 def require_silence(
     violations: Sequence[Violation], events: Iterable[Event], doing: str, part: Culprit | None = None
 ) -> None:
-    """Raises `Nonconforming` where anything was found, or told as an error, while the engine did nothing wrong, only
-    what ``doing`` says. ``part``: what is to blame, where that is known; else the kind of the first finding says it."""
+    """Raises `Nonconforming` for any finding or reported error, while the engine did nothing wrong, only ``doing``.
+    ``part``: the part to blame, where known; by default derived from the kind of the first finding."""
     errors = [event for event in events if event.level == "error" and not event.name.startswith("incident")]
     if errors:
         event = errors[0]

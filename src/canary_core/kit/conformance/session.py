@@ -1,4 +1,4 @@
-"""`EngineSession`: what the conformance suite drives and breaks an engine with."""
+"""`EngineSession`: the conformance suite's controls of an engine, to drive and to break it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,17 @@ Ability = Literal[
     "raise",
     "uninstall",
 ]
-"""What an engine can do, and its plugin follows:
+"""Abilities of an engine, followed by its plugin:
 
 | ability        | the engine                                             | `EngineSession` has                  |
 |----------------|--------------------------------------------------------|--------------------------------------|
-| `slot_mapping` | has a list of the slots that a forward writes, beside  | `misplace_write`                     |
-|                | the table that it reads                                |                                      |
+| `slot_mapping` | has a list of the slots to be written by a forward,    | `misplace_write`                     |
+|                | beside the table to read                               |                                      |
 | `lifetime`     | has an allocator that hands slots out and gets them    | `release_running`                    |
 |                | back                                                   |                                      |
-| `padding`      | pads batches with rows that belong to no request       |                                      |
+| `padding`      | pads batches with rows without a request               |                                      |
 | `prefix_cache` | reuses the slots of a prompt's beginning               |                                      |
-| `park`         | keeps slots in the prefix cache that nobody holds      | `release_again`, `hand_out_cached`   |
+| `park`         | keeps slots without a holder in the prefix cache       | `release_again`, `hand_out_cached`   |
 | `evict`        | empties its prefix cache on demand                     | `evict`                              |
 | `preempt`      | takes a running request's slots away, and computes it  | `preempt`                            |
 |                | again later                                            |                                      |
@@ -40,24 +40,24 @@ Ability = Literal[
 """
 
 ABILITIES: tuple[Ability, ...] = get_args(Ability)
-"""All of them, in the order of the support matrix."""
+"""All abilities, in the order of the support matrix."""
 
 
 class EngineSession(ABC):
     """A small run of an engine, driven from outside of Canary and of its plugin.
 
-    Nothing in it may use the adapter: the suite finds out what the adapter gets wrong, and what both get wrong alike
-    nobody sees. Greedy answers with weights from a fixed seed: the same requests give the same answers.
+    Must not use the adapter: the suite finds errors of the adapter, and an error common to both stays unseen. Answers
+    are greedy, with weights from a fixed seed: the same requests give the same answers.
     """
 
     @abstractmethod
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """Every tensor in which the engine keeps KV, with scales and the like, under the engine's own names."""
+        """Every tensor with KV of the engine, scales and the like included, under the engine's own names."""
 
     @abstractmethod
     def submit(self, request: str, tokens: Sequence[int], new_tokens: int) -> None:
-        """A request named ``request``: a prompt of ``tokens``, to be answered with ``new_tokens`` tokens. It begins
-        with the next `step`."""
+        """A request named ``request``: a prompt of ``tokens``, to be answered with ``new_tokens`` tokens. Begins with
+        the next `step`."""
 
     @abstractmethod
     def step(self) -> bool:
@@ -65,7 +65,7 @@ class EngineSession(ABC):
 
     @abstractmethod
     def answer(self, request: str) -> Sequence[int]:
-        """The tokens that were generated for ``request`` so far; also after it has finished."""
+        """The tokens generated for ``request`` so far; also after its end."""
 
     @abstractmethod
     def poke(self, layer: int, half: str, request: str, position: int) -> None:
@@ -77,26 +77,26 @@ class EngineSession(ABC):
         return None
 
     def misplace_write(self, request: str) -> None:
-        """Ability ``slot_mapping``: the next forward stores a new token of ``request`` in another slot than the one
-        that the table has for it, by mistake."""
+        """Ability ``slot_mapping``: the next forward stores a new token of ``request`` in another slot than the
+        table's, by mistake."""
         raise self._missing("misplace_write", "slot_mapping")
 
     def release_running(self, request: str) -> None:
         """Ability ``lifetime``: the engine gives the slots of a running request back to its allocator, by mistake: the
-        request goes on. At least one of them nobody else holds."""
+        request goes on. At least one of the slots has no other holder."""
         raise self._missing("release_running", "lifetime")
 
     def release_again(self, request: str) -> None:
-        """Ability ``park``: what the prefix cache keeps of a finished ``request`` is released once more."""
+        """Ability ``park``: a finished ``request``'s slots in the prefix cache are released once more."""
         raise self._missing("release_again", "park")
 
     def hand_out_cached(self) -> None:
-        """Ability ``park``: the allocator hands out, to anybody, slots that the prefix cache keeps and no request
-        holds, without evicting them."""
+        """Ability ``park``: the allocator hands out, to anybody, slots kept by the prefix cache and held by no request,
+        without evicting them."""
         raise self._missing("hand_out_cached", "park")
 
     def evict(self) -> None:
-        """Ability ``evict``: the prefix cache drops all that no request holds."""
+        """Ability ``evict``: the prefix cache drops all slots without a request."""
         raise self._missing("evict", "evict")
 
     def preempt(self, request: str) -> None:
@@ -104,7 +104,7 @@ class EngineSession(ABC):
         raise self._missing("preempt", "preempt")
 
     def fork(self, request: str, child: str) -> None:
-        """Ability ``fork``: a second request ``child`` goes on from what ``request`` has now."""
+        """Ability ``fork``: a second request ``child`` goes on from the present state of ``request``."""
         raise self._missing("fork", "fork")
 
     def roll_back(self, request: str, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""`Stage`: one engine with the plugin installed, and everything that is heard of it."""
+"""`Stage`: one engine with the plugin installed, and all its findings and events."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from canary_core.plugins.discovery import entry_points, inspect, new_manager, no
 from canary_core.violation import Violation
 
 MOST_STEPS = 2000
-"""After so many steps an engine that still has something to run counts as stuck."""
+"""Most steps of an engine before it counts as stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Drive:
             self.session.submit(ask.name, ask.tokens, ask.new_tokens)
 
     def fork(self, request: str, child: str) -> None:
-        """``child`` goes on from what ``request`` has."""
+        """``child`` goes on from the state of ``request``."""
         self.session.fork(request, child)
         self.asks[child] = Ask(child, self.asks[request].tokens, self.asks[request].new_tokens)
 
@@ -54,7 +54,7 @@ class Drive:
         return self.session.step()
 
     def step_until(self, request: str, answered: int) -> None:
-        """Until ``request`` has so many answered tokens. Raises `Nonconforming` where it never has."""
+        """Steps until ``request`` has so many answered tokens. Raises `Nonconforming` if it never has."""
         for _ in range(MOST_STEPS):
             if len(self.session.answer(request)) >= answered or not self.step():
                 break
@@ -73,12 +73,12 @@ class Drive:
         raise Nonconforming("session", f"step() still gives True after {MOST_STEPS} steps")
 
     def answers(self) -> dict[str, tuple[int, ...]]:
-        """What was answered so far, by request."""
+        """Answers so far, by request."""
         return {name: tuple(self.session.answer(name)) for name in self.asks}
 
 
 class Stage(Drive):
-    """The same under guard: ``onlooker`` heard of views and Canaries, ``findings`` what was found and told."""
+    """The same under guard: ``onlooker`` keeps views and Canaries, ``findings`` the findings and events."""
 
     def __init__(self, session: EngineSession, onlooker: Onlooker, findings: Findings) -> None:
         super().__init__(session)
@@ -87,7 +87,7 @@ class Stage(Drive):
 
     @property
     def canaries(self) -> Sequence[Canary]:
-        """Those that guard the engine's pools. Raises `Nonconforming` where there are none."""
+        """The Canaries of the engine's pools. Raises `Nonconforming` if there is none."""
         if self.onlooker.canaries:
             return self.onlooker.canaries
         reasons = [str(e.fields["reason"]) for e in self.findings.told("disabled") if "reason" in e.fields]
@@ -100,7 +100,7 @@ class Stage(Drive):
         )
 
     def troubles(self) -> str:
-        """What was told as an error, for the end of a sentence; empty if nothing was."""
+        """Reported errors, for the end of a sentence; empty without any."""
         errors = [
             f"{e.name} {e.fields.get('reason') or e.fields.get('error')}"
             for e in self.findings.events
@@ -124,8 +124,8 @@ class Stage(Drive):
 
 
 def target_of(plugin: object) -> object:
-    """The plugin object: ``plugin`` itself, or what the entry point of that name has. Raises `PluginError`, with the
-    reason, for one that is not installed or does not fit."""
+    """The plugin object: ``plugin`` itself, or the object of the entry point of this name. Raises `PluginError`, with
+    the reason, if not installed or unfit."""
     if not isinstance(plugin, str):
         return plugin
     found = entry_points()
@@ -139,7 +139,7 @@ def target_of(plugin: object) -> object:
 
 @contextlib.contextmanager
 def installed(target: object, config: CanaryConfig, *listeners: object) -> Iterator[None]:
-    """The plugin ``target`` is installed within; ``listeners`` hear of its Canaries."""
+    """Context with the plugin ``target`` installed; ``listeners`` receive calls about its Canaries."""
     process, own = plugins.hook_manager(), new_manager()
     own.register(target)
     # Canary asks what the plugin says of findings (canary_dismiss) through the manager of the process.
@@ -154,7 +154,7 @@ def installed(target: object, config: CanaryConfig, *listeners: object) -> Itera
 
 
 def fill(session: EngineSession, seed: int = 0) -> None:
-    """Puts noise into the engine's memory, so that nothing that is written there leaves it as it was."""
+    """Fills the engine's memory with noise, so that every write changes it."""
     draw = torch.Generator().manual_seed(seed)
     for tensor in session.pool_tensors().values():
         if tensor.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):

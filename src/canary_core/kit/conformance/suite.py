@@ -1,4 +1,4 @@
-"""`PluginConformance`: what every plugin of an engine must pass."""
+"""`PluginConformance`: requirements for every plugin of an engine."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from canary_core.records import Kind
 
 CLEAN_REQUESTS = 20
 _OF_BYTES = ("real_kv_used", "real_kv_unused_cache", "real_kv_post_forward", "lost_write", "stray_write")
-"""Faults that are about one source."""
+"""Faults of one source."""
 
 
 def needs(ability: Ability) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """A test that is run where ``ability`` is declared, and else skipped."""
+    """Marks a test to run where ``ability`` is declared, and else to skip."""
 
     def declare(test: Callable[[Any], None]) -> Callable[[Any], None]:
         @functools.wraps(test)
@@ -37,7 +37,7 @@ def needs(ability: Ability) -> Callable[[Callable[[Any], None]], Callable[[Any],
 
 
 class PluginConformance(Trials):
-    """Subclass it, say which plugin and what its engine can do, and give a `session`; pytest runs the rest::
+    """Subclass it, declare the plugin and its engine's abilities, and return a `session`; pytest runs the rest::
 
         class TestToy(PluginConformance):
             plugin = "toy"
@@ -47,27 +47,27 @@ class PluginConformance(Trials):
             def session(self) -> EngineSession:
                 return ToySession()
 
-    A test that fails says which part of the plugin is wrong, as `Nonconforming`. What is not declared in ``abilities``
-    is skipped, and shows in the support matrix. Nothing here uses the adapter's view of the engine but to judge it.
+    A failing test names the wrong part of the plugin, as `Nonconforming`. Abilities outside of ``abilities`` are
+    skipped, and show in the support matrix. The adapter's view of the engine is judged here, and never used otherwise.
     """
 
     plugin: object = ""
-    """Name of its entry point, or the object with the hooks."""
+    """Name of the plugin's entry point, or the object with the hooks."""
     layers: int = 1
-    """Layers whose KV a `EngineSession.poke` can reach."""
+    """Layers whose KV is within reach of `EngineSession.poke`."""
     halves: Sequence[str] = ("k", "v")
-    """What a layer keeps of a token, as `KVSource.half` names it."""
+    """A layer's parts of a token, named as in `KVSource.half`."""
     abilities: frozenset[Ability] = frozenset()
     """See `Ability`."""
     vocabulary: int = 128
-    """Prompts are made of token ids from 1 to this less one."""
+    """Prompts are made of token ids from 1 to below."""
     longest_prompt: int = 40
     """Tokens of the longest prompt: enough for several pages."""
     faults: Sequence[str] = tuple(FAULTS)
-    """Names of the faults that are injected (see `FaultSpec`): all, unless the engine hides one and the plugin's
-    documentation says so."""
+    """Names of the faults to inject (see `FaultSpec`): all, unless the engine hides one and the plugin's documentation
+    says so."""
     engine_package: str = ""
-    """Name of the engine's package, whose functions `canary_uninstall` must restore."""
+    """Name of the engine's package, with functions to be restored by `canary_uninstall`."""
 
     def session(self) -> EngineSession:
         """A fresh small engine with an empty pool, under whatever is installed."""

@@ -1,4 +1,4 @@
-"""Requests that the suite serves."""
+"""Requests served by the suite."""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ def prompt(tokens: int, vocabulary: int, seed: object) -> tuple[int, ...]:
 
 
 def apart(count: int, longest: int, vocabulary: int, new_tokens: int = 6) -> tuple[Ask, ...]:
-    """``count`` prompts of odd lengths, of which no two begin alike."""
+    """``count`` prompts of odd lengths, no two with the same beginning."""
     return tuple(
         Ask(name, (vocabulary - count + i, *prompt(length - 1, vocabulary - count, name)), new_tokens)
         for i, (name, length) in enumerate(zip(_names(count), _lengths(count, longest), strict=True))
@@ -37,7 +37,7 @@ def _names(count: int) -> Iterator[str]:
 
 
 def _lengths(count: int, longest: int) -> Iterator[int]:
-    """1, 2, 3, then powers of two and their neighbours, then what a draw gives."""
+    """1, 2, 3, then powers of two and their neighbours, then random ones."""
     edges = [1, 2, 3, *(n + d for n in (4, 8, 16, 32, 64, 128) for d in (-1, 0, 1))]
     fit = sorted({n for n in edges if n <= longest} | {longest})
     draw = random.Random("lengths")

@@ -1,4 +1,4 @@
-"""`Trials`: how the tests of `PluginConformance` put an engine under a plugin, and judge what comes of it."""
+"""`Trials`: puts an engine under a plugin for the tests of `PluginConformance`, and judges the results."""
 
 import contextlib
 import unittest
@@ -24,14 +24,14 @@ from canary_core.violation import Violation
 
 FAULT_REQUESTS = 12
 ANSWERED = 3
-"""Tokens that a request has answered when something is done to it."""
+"""Tokens answered by a request before a test interferes."""
 
 Act = Callable[[Drive], None]
 """Serves requests on an engine, guarded or not."""
 
 
 class Trials:
-    """What tests of a plugin do with its engine. What they know of it, `PluginConformance` says."""
+    """Actions of tests on a plugin and its engine. `PluginConformance` has the facts about the engine."""
 
     plugin: object
     layers: int
@@ -48,7 +48,7 @@ class Trials:
 
     @contextlib.contextmanager
     def _stage(self, *plugins: object, installs: int = 1, **settings: Any) -> Iterator[Stage]:
-        """An engine under the plugin with strict settings. The plugin is uninstalled after it, and the session
+        """An engine under the plugin with strict settings. Afterwards the plugin is uninstalled, and the session
         closed."""
         onlooker, findings = Onlooker(), Findings()
         config = strict_config(**settings)
@@ -74,8 +74,8 @@ class Trials:
                 raise Nonconforming("session", f"{ask.name} was to be answered with {ask.new_tokens} tokens, got {got}")
 
     def _load(self) -> None:
-        """Once a process: what sessions share is loaded, and what the engine imports late is imported, without the
-        plugin. It is not to be taken for what a session does under it."""
+        """Once a process: loads everything common to sessions, late imports of the engine included, without the plugin,
+        so that they do not count as a session's changes under it."""
         if type(self) not in _LOADED:
             self._serve_bare()
             _LOADED.add(type(self))
@@ -86,9 +86,9 @@ class Trials:
             self._serve(Drive(session), self._apart(1))
 
     def _silent(self, act: Act, doing: str, reuse: bool = True, part: Culprit | None = None) -> None:
-        """What ``act`` does gives the same answers with and without the plugin, raises nothing, is described byte by
-        byte and told truly. ``reuse``: requests may begin with slots that others wrote. ``part``: what is to blame for
-        findings, where it is known."""
+        """Requires that ``act`` gives the same answers with and without the plugin, raises nothing, and has views and
+        events true to every byte. ``reuse``: requests may begin with slots written by others. ``part``: the part to
+        blame for findings, where known."""
         with contextlib.closing(self.session()) as session:
             bare = Drive(session)
             act(bare)
@@ -110,8 +110,8 @@ class Trials:
             require_truth(stage, reuses=reuse)
 
     def _poke(self, stage: Stage, source: tuple[int, str], request: str, position: int, writer: str = "") -> None:
-        """Flips a bit in ``source``, a layer and a half, and requires that just this is told. ``writer``: who wrote it,
-        if not ``request``."""
+        """Flips a bit in ``source``, a layer and a half, and requires exactly its finding. ``writer``: the slot's
+        writer, if not ``request``."""
         layer, half = source
         before = len(stage.violations)
         stage.session.poke(layer, half, request, position)
@@ -177,7 +177,7 @@ class Trials:
                 raise Nonconforming("slot events", f"{what}, and nothing was found{found_instead(stage)}: {advice}")
 
     def _running(self, drive: Drive, new_tokens: int) -> Ask:
-        """A request alone, which has `ANSWERED` tokens and goes on."""
+        """A request alone, with `ANSWERED` tokens, still running."""
         (ask,) = self._apart(1, new_tokens)
         drive.submit(ask)
         drive.step_until(ask.name, ANSWERED)
@@ -189,7 +189,7 @@ class Trials:
         return "child"
 
     def _await(self, stage: Stage, wanted: Callable[[Violation], bool], since: int = 0) -> Violation | None:
-        """The first finding like that, told without anything but further steps."""
+        """The first wanted finding of the next steps, None without one."""
         for _ in range(4):
             stage.step()
             for v in stage.violations[since:]:
@@ -239,7 +239,7 @@ class Trials:
 
 
 _LOADED: set[type[Trials]] = set()
-"""Suites that have had a session in this process."""
+"""Suites with an earlier session in this process."""
 _NO_TRUTH = dict.fromkeys(FAULTS, "") | {
     "next_token_swap": "; give expected_tokens, the requests' own tokens, else a swapped token can't be seen"
 }
@@ -251,6 +251,6 @@ def _explained(injector: FaultInjector, stage: Stage) -> bool:
 
 
 def found_instead(stage: Stage) -> str:
-    """The kinds of what was found, for a sentence that misses another one."""
+    """The kinds found, for a sentence about a missing one."""
     kinds = sorted({v.kind.name.lower() for v in stage.violations})
     return f" (but {', '.join(kinds)})" if kinds else ""

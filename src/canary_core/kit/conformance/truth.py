@@ -1,4 +1,4 @@
-"""What views say of requests, against the requests themselves."""
+"""Requests in the views, against the requests themselves."""
 
 from canary_core.kit.conformance.onlooker import SeenRow
 from canary_core.kit.conformance.problems import Nonconforming
@@ -6,9 +6,9 @@ from canary_core.kit.conformance.stage import Stage
 
 
 def require_truth(stage: Stage, reuses: bool) -> None:
-    """Every row of every view has its request's name, its tokens at their positions, and its own list of tokens; every
-    position of every request is computed. ``reuses``: what other requests computed need not be. Raises
-    `Nonconforming`."""
+    """Every row of every view must have its request's name, its tokens at their positions, and its own list of tokens;
+    every position of every request must be computed. ``reuses``: positions computed by other requests may be missing.
+    Raises `Nonconforming`."""
     own = {n: (*ask.tokens, *stage.session.answer(n)) for n, ask in stage.asks.items()}
     computed: dict[str, set[int]] = {name: set() for name in own}
     known = 0

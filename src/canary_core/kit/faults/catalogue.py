@@ -1,4 +1,4 @@
-"""Every fault: when it is done, how, and in words."""
+"""Every fault: moment, function, and description."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from canary_core.region import KVSource, RegionKind, Role
 FaultMoment = Literal["pre_forward", "post_forward", "recorded"]
 
 PICKS = 32
-"""How often a fault draws a pair of slots before it gives up for this forward."""
+"""Pairs of slots drawn by a fault before it gives up for the forward."""
 
 
 def _flip(scene: Scene, mask: Tensor) -> Injection | None:
@@ -52,7 +52,8 @@ def _real_kv_post_forward(scene: Scene) -> Injection | None:
 
 
 def _req_to_token(scene: Scene) -> Injection | None:
-    """Only an exchange that changes what is read counts: two slots may hold the same prefix of two requests."""
+    """Exchanges two entries of the table, if the exchange changes the content read: two slots may hold the same prefix
+    of two requests."""
     state, table = scene.state, scene.table
     read = plan.elements(table, scene.reads, scene.rows.group)
     inside = (read >= 0) & (read < table.extent)
@@ -84,7 +85,7 @@ def _req_to_token(scene: Scene) -> Injection | None:
 
 
 def _misread(before: Seen, after: Seen, position: Tensor) -> Tensor:
-    """Where a place that was read as it should be is now read with another content, by what records say."""
+    """Whether a place, read rightly before, is now read with another content, by the records."""
     judged = before.holds(position) & after.usable & (after.state != State.UNKNOWN)
     foreign = (after.hash != before.hash) & (after.hash != 0) & (before.hash != 0)
     return judged & (~after.holds(position) | foreign)
@@ -98,9 +99,9 @@ def _put_back(flat: Tensor, element: int, change: tuple[int, int]) -> None:
 
 
 def _lost_write(scene: Scene) -> Injection | None:
-    """Keeps the old bytes of one request's new slots in one source and puts them back after the forward. Only slots
-    that get another token count: writing the same one again may leave the same bytes; and only where it is known what
-    the bytes are: not where another region, which has the same memory, has left its own."""
+    """Keeps the old bytes of one request's new slots in one source and restores them after the forward. Only slots that
+    get another token count: writing the same one again may leave the same bytes; and only slots with known bytes: not
+    where another region in the same memory has left its own."""
     source = scene.source(Role.DATA)
     slot, status = scene.write_slots
     usable = status == Status.OK
@@ -138,7 +139,7 @@ def _named(state: RegionState, name: str) -> KVSource:
 
 
 def _stray_write(scene: Scene) -> Injection | None:
-    """A row that the forward has just written lands a second time, on somebody else's slot."""
+    """A row just written by the forward lands a second time, on somebody else's slot."""
     source = scene.source()
     if source is None:
         return None
@@ -187,14 +188,14 @@ def _swap_pages(scene: Scene) -> Injection | None:
 
 
 def _page_slots(scene: Scene) -> int:
-    """Slots of a page: the pool's own, else the table's if it counts in this region's slots."""
+    """Slots of a page: the pool's own, else the table's, if numbered in the region's slots."""
     region, table = scene.state.region, scene.table
     mapped = region.slot_map is not None or table.pool_page is not None or region.tokens_per_slot > 1
     return max(region.sources[0].page_size, 1 if mapped else table.page_size)
 
 
 def _next_token_swap(scene: Scene) -> Injection | None:
-    """Swaps two input tokens that the requests know better: without `BatchView.expected_tokens` none does."""
+    """Swaps two input tokens known better by the requests: never without `BatchView.expected_tokens`."""
     batch, tokens = scene.batch, scene.batch.token_ids
     index = scene.rows.token(scene.writes)
     own = expected_tokens(batch, scene.rows, scene.writes)

@@ -1,4 +1,4 @@
-"""`FaultInjector`: the plugin that injects, and checks that what it did could be seen."""
+"""`FaultInjector`: a plugin that injects faults, and checks that each could be seen."""
 
 import random
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from canary_core.guard.canary import Canary
 
 INJECTOR = "fault injector"
-"""Name under which a manager has it."""
+"""Name of the plugin in a manager."""
 
 
 class FaultInjector:
     """A plugin that injects ``specs``; `ConfiguredFaults` registers it for `CanaryConfig.faults`. The same seed, specs
     and traffic give the same faults; each spec draws from a stream of its own.
 
-    ``injections`` are those done so far, in order, each also told as a ``fault_injected`` event. A fault that finds
-    nothing to break tries again in the next forward; so does one whose slot the engine drops before another forward
-    begins (``fault_moot``): there is nothing left that anyone could read. One that was never injected is told as
+    ``injections`` are those done so far, in order, each also reported as a ``fault_injected`` event. A fault without
+    anything to break tries again in the next forward; so does one whose slot is dropped by the engine before another
+    forward begins (``fault_moot``): nobody could read it any more. A fault never injected is reported as
     ``fault_not_injected`` when the Canary is closed.
     """
 
@@ -49,7 +49,7 @@ class FaultInjector:
 
     @hookimpl
     def canary_attached(self, canary: "Canary") -> None:
-        """Tells of faults that this pool has no place for."""
+        """Reports faults without a place in the pool."""
         for armed in self._of(canary):
             spec = armed.spec
             regions = [s for s in canary.states.values() if spec.region in (None, s.region.name)]
@@ -64,7 +64,7 @@ class FaultInjector:
 
     @hookimpl
     def canary_pre_forward(self, canary: "Canary", batch: BatchView) -> None:
-        """Injects what a forward will find."""
+        """Injects damage to be found by a forward."""
         if _capturing(canary):
             return
         # Left over where a forward raised: what was spared from the write is long stale, a table entry may still stand.
@@ -74,7 +74,7 @@ class FaultInjector:
 
     @hookimpl
     def canary_post_forward(self, canary: "Canary", batch: BatchView) -> None:
-        """Takes back what lasts one forward, and injects what went wrong within it."""
+        """Undoes damage meant for one forward, and injects errors within it."""
         if _capturing(canary):
             return
         self._restore(canary, lasting=False)
@@ -82,13 +82,13 @@ class FaultInjector:
 
     @hookimpl
     def canary_recorded(self, canary: "Canary", batch: BatchView) -> None:
-        """Injects what happens to slots after they were recorded."""
+        """Injects damage to slots after their record."""
         if not _capturing(canary):
             self._inject("recorded", canary, batch)
 
     @hookimpl
     def canary_detached(self, canary: "Canary") -> None:
-        """Tells of faults that never happened, so that a self-test without a fault isn't taken for a passed one."""
+        """Reports faults never injected, so that a self-test without a fault isn't taken for a passed one."""
         self._restore(canary, lasting=True)
         self._forget_moot(canary, "no other forward followed", all_of_them=True)
         for armed in self._of(canary):
@@ -101,7 +101,7 @@ class FaultInjector:
                 canary.tell(Event("fault_not_injected", "warning", {"fault": armed.spec.fault, "reason": reason}))
 
     def _of(self, canary: "Canary") -> list[Armed]:
-        """Those that are meant for this process."""
+        """Faults meant for this process."""
         config = canary.config
         return [
             armed
@@ -151,7 +151,7 @@ class FaultInjector:
 
 
 class ConfiguredFaults:
-    """Built-in plugin that brings the `FaultInjector` which `CanaryConfig.faults` asks for, if it does."""
+    """Built-in plugin that registers the `FaultInjector` of `CanaryConfig.faults`, if there are any."""
 
     @hookimpl
     def canary_configure(self, config: CanaryConfig, manager: pluggy.PluginManager) -> None:
@@ -162,14 +162,14 @@ class ConfiguredFaults:
 
 @dataclass(frozen=True, slots=True)
 class _Unseen:
-    """A fault that no check has had the chance to see yet."""
+    """A fault not yet exposed to any check."""
 
     canary: "Canary"
     armed: Armed
     injection: Injection
 
     def stands(self) -> bool:
-        """Whether its slots still hold what was broken."""
+        """Whether the slots still hold the damage."""
         state = self.canary.states[self.injection.region]
         records = state.records[list(self.injection.slots)]
         written = records[:, POSITION] & UNPARKED == State.WRITTEN
@@ -177,5 +177,5 @@ class _Unseen:
 
 
 def _capturing(canary: "Canary") -> bool:
-    """Faults read on the host, which a graph under capture forbids."""
+    """Whether a graph is being captured: faults need host reads, forbidden there."""
     return capturing(next(iter(canary.regions.values())).device)

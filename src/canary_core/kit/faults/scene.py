@@ -1,4 +1,4 @@
-"""What a fault sees of one forward (`Scene`), and what it leaves behind (`Injection`)."""
+"""A forward as seen by a fault (`Scene`), and a fault's traces (`Injection`)."""
 
 import random
 from collections.abc import Callable
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
     from canary_core.guard.canary import Canary
 
 LOOKED = 64
-"""Slots that a fault draws of which one must be unbroken."""
+"""Slots drawn by a fault, one of which must be intact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """What was broken, and how a finding about it looks.
+    """Damage done, and the form of its finding.
 
-    ``slots`` are those whose bytes are wrong or whose entries are misread (empty: found by position), ``positions``
-    those of the request that are affected, ``source`` None where all of the region are. ``step`` is the forward,
-    counted from 1.
+    ``slots`` have wrong bytes or misread entries (empty: found by position), ``positions`` are the affected ones of the
+    request, ``source`` is None for all of the region. ``step`` is the forward, counted from 1.
     """
 
     fault: str
@@ -44,8 +43,8 @@ class Injection:
     request: str | None = None
 
     def explains(self, violation: Violation) -> bool:
-        """Whether ``violation`` names this very fault, not one of its consequences nor another one. What isn't about
-        bytes must be found in the same forward, since the fault is gone after it."""
+        """Whether ``violation`` names this very fault, neither a consequence nor another fault. A finding about
+        anything but bytes must come in the same forward, since the fault is gone afterwards."""
         in_time = violation.step >= self.step if Kind.BYTES in self.kinds else violation.step == self.step
         return (
             in_time
@@ -72,7 +71,7 @@ class Injection:
 
 @dataclass(slots=True)
 class Armed:
-    """A spec with its random stream and what became of it."""
+    """A spec with its random stream and its progress."""
 
     spec: "FaultSpec"
     random: random.Random
@@ -80,25 +79,25 @@ class Armed:
     injected: int = 0
     tries: int = 0
     seen: set[object] = field(default_factory=set)
-    """What was done before and, done again, would be reported as a repetition only."""
+    """Damage done before, whose repetition would be reported as a repeat only."""
     _drawn: bool = False
 
     def due(self, forward: int) -> bool:
-        """Whether to inject in this forward; once drawn, a fault stays due until it is done."""
+        """Whether to inject in this forward; once drawn, a fault stays due until done."""
         if forward <= self.spec.warmup or (self.spec.count and self.injected >= self.spec.count):
             return False
         self._drawn = self._drawn or self.random.random() < self.spec.probability
         return self._drawn
 
     def done(self) -> None:
-        """It was injected."""
+        """The fault was injected."""
         self._drawn = False
         self.injected += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What to take back after the forward; ``lasting``: also if that forward never ended."""
+    """Damage to undo after the forward; ``lasting``: also if the forward never ended."""
 
     canary: "Canary"
     restore: Callable[[], None]
@@ -107,7 +106,7 @@ class Pending:
 
 @dataclass(eq=False)
 class Scene:
-    """One forward in one region, as a fault sees it. Masks are bool ``[slots]``."""
+    """One forward in one region, for a fault. Masks are bool ``[slots]``."""
 
     canary: "Canary"
     batch: BatchView
@@ -132,7 +131,7 @@ class Scene:
 
     @cached_property
     def step(self) -> int:
-        """This forward's number: its check counts it, so before the check it is the one after the last."""
+        """The forward's number: its check counts it, so before the check it is the one after the last."""
         clock = self.state.shared.clock.tolist()
         return int(clock[Clock.STEP] + 1 if self.armed.before_check else clock[Clock.NEXT])
 
@@ -143,12 +142,12 @@ class Scene:
 
     @cached_property
     def reads(self) -> plan.Places:
-        """All places that the forward reads."""
+        """All places read by the forward."""
         return plan.expand(self.rows.read_first, self.rows.prefix)
 
     @cached_property
     def writes(self) -> plan.Places:
-        """All places that the forward stores."""
+        """All places stored by the forward."""
         return plan.stored(self.state.region, self.rows)
 
     @cached_property
@@ -159,17 +158,17 @@ class Scene:
 
     @cached_property
     def read_mask(self) -> Tensor:
-        """Slots that this forward reads."""
+        """Slots read by the forward."""
         return self._mask(*plan.lookup(self.state.region, self.table, self.reads))
 
     @cached_property
     def write_mask(self) -> Tensor:
-        """Slots that this forward writes."""
+        """Slots written by the forward."""
         return self._mask(*self.write_slots)
 
     @cached_property
     def sound(self) -> Tensor:
-        """Slots with recorded content, whose bytes are known."""
+        """Slots with recorded content and known bytes."""
         records = self.state.records
         mask = records[:, POSITION] & UNPARKED == State.WRITTEN
         if self.state.sources:
@@ -179,7 +178,7 @@ class Scene:
         return mask
 
     def source(self, *roles: Role) -> KVSource | None:
-        """One of the guarded sources that the fault aims at, at random; None if there is none."""
+        """One of the guarded sources aimed at by the fault, at random; None if there is none."""
         wanted = self.armed.spec.source
         fit = [s for s in self.state.sources if (s.name == wanted if wanted else not roles or s.role in roles)]
         return self.random.choice(fit) if fit else None
@@ -190,8 +189,8 @@ class Scene:
         return int(slots[self.random.randrange(len(slots))]) if len(slots) else None
 
     def pick_intact(self, mask: Tensor, source: KVSource) -> int | None:
-        """One slot of ``mask`` at random whose bytes in ``source`` are known and unbroken, by a fault or anything else:
-        what is done to a broken one could repair it."""
+        """One slot of ``mask`` at random with known and intact bytes in ``source``: damage to an already broken slot
+        could repair it."""
         column = next(i for i, s in enumerate(self.state.sources) if s.name == source.name)
         slots = (mask & (self.state.fingerprints[:, column] != 0)).nonzero()[:, 0]
         drawn = self.random.sample(range(len(slots)), min(len(slots), LOOKED))
@@ -200,7 +199,7 @@ class Scene:
         return int(slots[0]) if len(slots) else None
 
     def broken(self, slots: Tensor) -> Tensor:
-        """Which of ``slots`` (int64 ``[n]``) have other bytes than were fingerprinted: bool ``[n, sources]``."""
+        """Whether each of ``slots`` (int64 ``[n]``) has other bytes than fingerprinted: bool ``[n, sources]``."""
         broken = torch.zeros(len(slots), len(self.state.sources), dtype=torch.bool, device=slots.device)
         for stack in stacks(self.state):
             there = stack.like.has_bytes(slots)
@@ -230,13 +229,13 @@ def read_bytes(source: KVSource, slots: Tensor) -> Tensor:
 
 
 def write_bytes(source: KVSource, slots: Tensor, content: Tensor) -> None:
-    """Overwrites the bytes of ``slots`` with ``content``, as `read_bytes` gives them."""
+    """Overwrites the bytes of ``slots`` with ``content``, in the form of `read_bytes`."""
     flat, index = _places_of(source, slots)
     flat[index] = content
 
 
 def _places_of(source: KVSource, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The source's whole storage as bytes, and the index of each byte of each slot in it."""
+    """The source's whole storage as bytes, and the index there of each byte of each slot."""
     storage = source.tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=slots.device).set_(storage, 0, (storage.nbytes(),), (1,))
     start = source.address - storage.data_ptr()

@@ -1,4 +1,4 @@
-"""``canary new-plugin``: a distribution of one's own that guards a toy engine, to put a real engine in its place."""
+"""``canary new-plugin``: a distribution that guards a toy engine, to be replaced by a real one."""
 
 from canary_core.kit.scaffold.distribution import Names, write
 

@@ -1,4 +1,4 @@
-"""Writes the distribution of a new plugin, from the templates beside this file."""
+"""Writes the distribution of a new plugin, from templates."""
 
 import importlib.util
 import re
@@ -16,10 +16,10 @@ SUFFIX = "jinja"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a plugin ``name`` is called in the several places: ``my_engine`` is the distribution ``canary-my-engine``
-    with the package ``canary_my_engine``, and its classes begin with ``MyEngine``.
+    """Names derived from a plugin's ``name``: ``my_engine`` is the distribution ``canary-my-engine`` with the package
+    ``canary_my_engine``, and its classes begin with ``MyEngine``.
 
-    Raises `PluginError` if ``name`` can't be all that.
+    Raises `PluginError` if ``name`` is unfit.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Names:
 
     @property
     def distribution(self) -> str:
-        """What pip installs, and the folder."""
+        """Name for pip, and of the folder."""
         return f"canary-{self.name.replace('_', '-')}"
 
     @property
@@ -51,7 +51,7 @@ class Names:
         return "".join(word.capitalize() for word in self.name.split("_"))
 
     def require_free(self) -> None:
-        """Raises `PluginError` if a plugin of this name, or a package with the name of its package, is installed."""
+        """Raises `PluginError` if a plugin of this name, or a package with its package's name, is installed."""
         for point in metadata.entry_points(group="canary", name=self.name):
             dist = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
             raise PluginError(f"a plugin named {self.name!r} is installed already ({dist}); take another name")
@@ -60,9 +60,9 @@ class Names:
 
 
 def write(names: Names, into: Path) -> list[Path]:
-    """Writes the distribution as a new folder of ``into``, which is made if need be; gives the files written, relative
-    to ``into``. Raises `PluginError`, with nothing written, if that folder exists or ``into`` is no folder; also if it
-    can't be written."""
+    """Writes the distribution as a new folder in ``into``, made if need be; returns the files written, relative to
+    ``into``. Raises `PluginError`, with nothing written, if the new folder exists, ``into`` is no folder, or writing
+    fails."""
     folder = into / names.distribution
     if folder.exists() or folder.is_symlink():
         raise PluginError(f"{folder} exists already, and nothing is overwritten; take another name or another --into")
@@ -98,6 +98,6 @@ def _render(names: Names) -> dict[Path, str]:
 
 
 def _core_range() -> str:
-    """The releases of canary-core that a plugin written today fits: up to the next minor one."""
+    """Range of canary-core releases fit for a plugin written today: up to the next minor one."""
     major, minor = canary_core.__version__.split(".")[:2]
     return f">={major}.{minor},<{major}.{int(minor) + 1}"
