@@ -13,13 +13,12 @@ UNFINISHED = {
     "canary_transformers": 0.10,
     "canary_vllm": 0.12,
     "desk/incidents": 0.11,
-    "kinds": 0.15,
 }
 """Rooms that are still above `LIMIT`, with the share that they have come down to. Lower it, never raise it."""
 
 
 RIDDLE = r"(What|Whoever|Whatever)\b"
-RIDDLES = 82
+RIDDLES = 79
 """Docstrings that still begin with "What ..." or "Whoever ...". Lower it, never raise it."""
 
 

@@ -51,7 +51,7 @@ def path(config: CanaryConfig) -> Path:
 
 
 SOCKET = Socket()
-"""This process's watch."""
+"""The socket of this process."""
 
 
 class Control:

@@ -98,7 +98,7 @@ class Offers:
 
 
 OFFERS = Offers(READINGS)
-"""This process's readings."""
+"""The offers of this process."""
 
 
 def _unattached(event: Event) -> bool:

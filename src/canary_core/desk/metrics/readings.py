@@ -1,4 +1,4 @@
-"""`MetricReading`: the numbers of one `Canary` as the host knows them; `Readings`: those of all in this process."""
+"""`MetricReading`: the figures of one `Canary` as known to the host; `Readings`: those of all in this process."""
 
 import time
 from collections import Counter as Tally
