@@ -11,14 +11,12 @@ LIMIT = 0.04
 UNFINISHED = {
     "canary_sglang": 0.10,
     "canary_transformers": 0.10,
-    "canary_vllm": 0.12,
-    "desk/incidents": 0.11,
 }
 """Rooms that are still above `LIMIT`, with the share that they have come down to. Lower it, never raise it."""
 
 
 RIDDLE = r"(What|Whoever|Whatever)\b"
-RIDDLES = 79
+RIDDLES = 51
 """Docstrings that still begin with "What ..." or "Whoever ...". Lower it, never raise it."""
 
 

@@ -1,6 +1,6 @@
-"""Canary for vLLM. `plugin` is what ``CANARY_PLUGINS=vllm`` turns on.
+"""Canary for vLLM. `plugin` is turned on by ``CANARY_PLUGINS=vllm``.
 
-The rooms: ``compat`` (what differs between releases and runners), ``pools`` (where the bytes are), ``batches`` (what a
-forward reads and writes), ``allocator`` (what happens to blocks between forwards, also where the scheduler is another
-process), ``prefix_cache``, ``arrivals`` (KV that a connector brings), ``actions``.
+The rooms: ``compat`` (differences between releases and runners), ``pools`` (places of bytes), ``batches`` (reads and
+writes of a forward), ``allocator`` (changes of blocks between forwards, also with the scheduler in another process),
+``prefix_cache``, ``arrivals`` (KV brought by a connector), ``actions``.
 """

@@ -1,4 +1,4 @@
-"""`Hooks`: what runs around vLLM's own functions, those of its runners, its scheduler and its connectors."""
+"""`Hooks`: code around vLLM's own functions, of runners, scheduler and connectors."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ from canary_vllm.session import Session, attach_runner
 
 
 class Hooks:
-    """The hooks of this process: it may be vLLM's front end, its engine core with the scheduler, a worker with a
-    runner, or all of them."""
+    """The hooks of this process: vLLM's front end, its engine core with the scheduler, a worker with a runner, or all
+    of them."""
 
     def __init__(self) -> None:
         self._config: CanaryConfig | None = None
@@ -30,11 +30,11 @@ class Hooks:
 
     @property
     def sessions(self) -> Sequence[Session]:
-        """One for each runner that is guarded."""
+        """One for each guarded runner."""
         return tuple(self._sessions.values())
 
     def start(self, config: CanaryConfig) -> None:
-        """Guards the engines that are built from now on. Again: does nothing."""
+        """Guards engines built from now on. Does nothing when called again."""
         if self._patches.done:
             return
         self._config = config
@@ -75,7 +75,7 @@ class Hooks:
             self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
 
     def stop(self) -> None:
-        """Closes all sessions; vLLM's functions are its own again."""
+        """Closes all sessions, and restores vLLM's functions."""
         self._config = None
         self._patches.undo()
         if self._quarantine is not None:
@@ -128,7 +128,7 @@ class Hooks:
         return result
 
     def answer(self, worker: Any) -> dict[str, object]:
-        """The word of this worker on its guard."""
+        """The worker's word on its guard."""
         session = self._sessions.get(id(getattr(worker, "model_runner", None)))
         refused = "its runner is not guarded: see the coverage or disabled event of that process"
         return workers.answered(self._config, session, refused if self._without else "")
@@ -246,4 +246,4 @@ class Hooks:
 
 
 HOOKS = Hooks()
-"""The only one in this process."""
+"""The only one in the process."""

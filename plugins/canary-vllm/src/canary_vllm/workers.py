@@ -1,4 +1,4 @@
-"""Whether all workers of an engine are guarded: what they say, and how it comes to the scheduler's process."""
+"""Whether all workers of an engine are guarded: answers, and the way to the scheduler's process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +16,12 @@ ADVICE = (
     "and a CANARY_* that Ray was started with wins over that of vllm serve"
 )
 ATTRIBUTE = "canary_mark"
-"""Under this name a mark is an attribute of vLLM's `ModelRunnerOutput`, which is pickled with its attributes."""
+"""Attribute of vLLM's `ModelRunnerOutput` with a mark, pickled along."""
 
 
 def question() -> Callable[[Any], dict[str, Any]]:
-    """A function that each worker is sent, and gives its answer. It is pickled by value, and never raises: vLLM would
-    take the answers of the other workers for those to its next question."""
+    """A function sent to each worker, which returns its answer. Pickled by value, and never raises: vLLM would take the
+    other workers' answers for those to its next question."""
 
     def ask(worker: Any) -> dict[str, Any]:
         import os
@@ -39,7 +39,7 @@ def question() -> Callable[[Any], dict[str, Any]]:
 
 
 def answered(config: CanaryConfig | None, session: Session | None, refused: str) -> dict[str, object]:
-    """The word of this worker. ``config``: None where the plugin is not on. ``refused``: why it has no session."""
+    """The worker's word. ``config``: None where the plugin is not on. ``refused``: why there is no session."""
     if config is None:
         found = CanaryConfig.load().plugins
         return answer(CanaryConfig.load(), VERSION, None, f"CANARY_PLUGINS={','.join(found)!r} does not name vllm")
@@ -47,7 +47,7 @@ def answered(config: CanaryConfig | None, session: Session | None, refused: str)
 
 
 def call(core: Any, config: CanaryConfig) -> RollCall:
-    """Asks all workers of the engine ``core``, which have their KV cache and are warm."""
+    """Asks all workers of the engine ``core``, warm and with KV caches."""
     executor = core.model_executor
     roll_call = RollCall(config, VERSION, runners.replica(core.vllm_config), ADVICE)
     roll_call.take(executor.collective_rpc(question()), int(core.vllm_config.parallel_config.world_size))
@@ -55,7 +55,7 @@ def call(core: Any, config: CanaryConfig) -> RollCall:
 
 
 def mark(output: Any, word: Mark) -> None:
-    """``word`` goes where ``output`` of a runner goes, which may be made later. One without requests is shared."""
+    """Attaches ``word`` to ``output`` of a runner, which may be made later. An output without requests is shared."""
     if hasattr(output, "get_output"):
         made = output.get_output
 

@@ -1,1 +1,1 @@
-"""From findings to incidents: what belongs together, what probably happened, and what is kept of it on disk."""
+"""From findings to incidents: related findings, probable causes, and bundles on disk."""

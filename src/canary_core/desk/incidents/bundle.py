@@ -1,18 +1,18 @@
-"""A bundle: what is kept of an incident, as a directory of JSON files that is there as a whole or not at all.
+"""A bundle: the record of an incident, as a directory of JSON files, complete or absent.
 
-| file            | what is in it                                                                                     |
+| file            | content                                                                                           |
 |-----------------|---------------------------------------------------------------------------------------------------|
-| `manifest.json` | format, version, when, which process, size and SHA-256 of each other file that was written with it |
+| `manifest.json` | format, version, time, process, size and SHA-256 of each other file written at the same time      |
 | `incident.json` | the root, the findings, counts by kind, the diagnoses                                             |
-| `evidence.json` | of each slot that was looked at: record, fingerprints that are recorded and that were found, the  |
-|                 | last that happened to it (``lives``); what the bytes look like; whose they are; the table's row    |
-| `history.json`  | calls about slots before, oldest first                                                            |
+| `evidence.json` | of each slot looked at: record, fingerprints recorded and found, last events (``lives``); pattern |
+|                 | of the bytes; their owner; the table's row                                                        |
+| `history.json`  | earlier calls about slots, oldest first                                                           |
 | `about.json`    | settings, versions, coverage, counters, regions                                                   |
-| `events.jsonl`  | what Canary told before, one event a line                                                         |
+| `events.jsonl`  | earlier events of Canary, one a line                                                              |
 | `bytes.bin`     | only with ``CANARY_INCIDENT_BYTES``: the bytes of the slots in ``read``, source by source         |
-| `after.json`    | added a second later: what Canary told since, and what the incident came to                       |
+| `after.json`    | added a second later: Canary's events since, and the incident's final counts                      |
 
-Without ``CANARY_INCIDENT_TOKENS`` there is neither a token id nor a prefix hash, from which one could be worked out.
+Without ``CANARY_INCIDENT_TOKENS`` there is neither a token id nor a prefix hash, by which a token could be worked out.
 """
 
 import hashlib
@@ -39,13 +39,13 @@ from canary_core.violation import Violation
 FORMAT, VERSION = "canary-incident", 3
 
 OLDEST = 2
-"""Version of the oldest bundles that are read. Those before 3 have no ``lives``."""
+"""Oldest readable version. Bundles before 3 have no ``lives``."""
 
 MOST_FILE_BYTES = 64 << 20
 """A larger file is not read."""
 
 PARTIAL = ".partial-"
-"""How the name of a directory begins that is still being written."""
+"""Prefix of the name of an unfinished directory."""
 
 PREFIX = "incident-"
 """How a bundle's name begins."""
@@ -56,7 +56,7 @@ class BundleError(CanaryError):
 
 
 def redacted(violation: Violation) -> Violation:
-    """Without token ids, and without prefix hashes, from which these could be worked out."""
+    """A copy without token ids, and without prefix hashes, by which tokens could be worked out."""
     if violation.kind is Kind.PREFIX:
         violation = replace(violation, stored_value=None, found_value=None)
     return replace(violation, token=None, stored_token=None)
@@ -64,8 +64,8 @@ def redacted(violation: Violation) -> Violation:
 
 @dataclass(slots=True, eq=False)
 class Bundle:
-    """A bundle as it was read. ``incident``, ``about``, ``events``, ``history``, ``after``: as in its files; ``after``
-    is empty where the engine ended before. ``evidence``: None where Canary had none."""
+    """A bundle as read. ``incident``, ``about``, ``events``, ``history``, ``after``: as in its files; ``after`` is
+    empty where the engine ended before. ``evidence``: None where Canary had none."""
 
     path: Path
     manifest: dict[str, Any]
@@ -79,7 +79,7 @@ class Bundle:
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
-        """As they were worked out when the bundle was written."""
+        """As worked out when the bundle was written."""
         told, known = self.incident["diagnoses"], registry.classes()
         return [Diagnosis(known[d["diagnosis"]], d["sure"], tuple(d["evidence"])) for d in told]
 
@@ -93,8 +93,8 @@ class Bundle:
 
 
 def read_bundle(path: Path) -> Bundle:
-    """The bundle in directory ``path``. Raises `BundleError`, saying what is wrong, where it is none, not whole, or of
-    a newer Canary."""
+    """The bundle in directory ``path``. Raises `BundleError`, with the reason, for anything else, an incomplete one, or
+    one of a newer Canary."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise BundleError(f"{path} {what}; give the directory that the event diagnosis names as bundle")
@@ -207,7 +207,7 @@ def _numbers(lines: Sequence[str], columns: int) -> Tensor:
 
 
 def violation_of(fields: Mapping[str, Any]) -> Violation:
-    """A finding from `Violation.fields`. Raises KeyError, TypeError or ValueError for what is none."""
+    """A finding from `Violation.fields`. Raises KeyError, TypeError or ValueError for anything else."""
     values = {name: fields[name] for name in Violation.__dataclass_fields__ if name in fields}
     values["kind"], values["phase"] = Kind[fields["kind"].upper()], Phase[fields["phase"].upper()]
     if "stored_state" in values:
@@ -219,5 +219,5 @@ def violation_of(fields: Mapping[str, Any]) -> Violation:
 
 
 def state_of(record: Sequence[int]) -> str:
-    """What a record says of its slot, in a word."""
+    """State of a record's slot, in a word."""
     return State.of(record[POSITION]).name.lower()

@@ -1,4 +1,4 @@
-"""Writes a bundle, and what happened since to it: see `bundle`."""
+"""Writes a bundle, and later its aftermath: see `bundle`."""
 
 import hashlib
 import itertools
@@ -29,17 +29,17 @@ from canary_core.records import PREFIX_HASH, TOKEN
 from canary_core.violation import Violation
 
 MOST_CELLS = 60_000
-"""Slots times sources in one bundle: what keeps it below 5 MB."""
+"""Most slots times sources in one bundle, for less than 5 MB."""
 
 GIVEN_UP_S = 600.0
-"""Age of a half-written bundle from which on nobody is writing it, whatever machine or container it is of."""
+"""Age of a half-written bundle without a writer any more, whatever machine or container it is of."""
 
 _count = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dossier:
-    """An incident with all that is known of it."""
+    """An incident with all known facts."""
 
     incident: Incident
     evidence: Evidence | None
@@ -48,11 +48,12 @@ class Dossier:
 
 
 def write_bundle(directory: Path, dossier: Dossier, most: int) -> Path:
-    """Writes a bundle into ``directory``, which is made if it isn't there, and gives its path. A directory of another
-    name is filled, brought to the disk and then renamed, so whoever sees the bundle sees all of it.
+    """Writes a bundle into ``directory``, made if need be, and returns its path. A directory of another name is filled,
+    brought to the disk and then renamed, so every visible bundle is complete.
 
-    Raises `BundleError` if there are ``most`` bundles already, OSError where nothing can be written; then nothing is
-    left behind."""
+    Raises `BundleError` if there are ``most`` bundles already, OSError where nothing can be written; nothing is left
+    behind then.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
     there = [p for p in directory.iterdir() if p.name.startswith(PREFIX)]
@@ -81,7 +82,7 @@ def write_bundle(directory: Path, dossier: Dossier, most: int) -> Path:
 
 
 def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float, Event]], tokens: bool) -> None:
-    """Adds ``after.json`` to a bundle, at once or not at all. Raises OSError where that can't be."""
+    """Adds ``after.json`` to a bundle, whole or not at all. Raises OSError on failure."""
     after = {
         "findings": incident.total,
         "kinds": _kinds(incident),
@@ -94,8 +95,8 @@ def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what processes of this machine that were killed have left half-written, once it is `GIVEN_UP_S` old:
-    others may write here, too, and two machines may look alike from within."""
+    """Removes half-written bundles of killed processes of this machine, once `GIVEN_UP_S` old: others may write here,
+    too, and two machines may look alike from within."""
     for left in directory.glob(f"{_own()}*"):
         process = left.name.removeprefix(_own()).partition("-")[0]
         if process.isdigit() and int(process) != os.getpid() and not _runs(int(process)) and _is_old(left):
@@ -110,7 +111,7 @@ def _is_old(path: Path) -> bool:
 
 
 def _own() -> str:
-    """How names of what this machine is about to write begin; of a container, which numbers its processes anew."""
+    """Prefix of names for this machine's next bundles; of a container, which numbers its processes anew."""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -174,7 +175,7 @@ def _files(dossier: Dossier) -> dict[str, bytes]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the machine, and what of ours and of engines is installed."""
+    """Versions of Python, the machine, and installed packages of Canary and engines."""
     out = {"python": sys.version.split()[0], "platform": f"{platform.system()} {platform.machine()}"}
     for name in ("canary-core", "torch", "triton", "sglang", "vllm", "transformers", "flashinfer-python"):
         try:
@@ -208,10 +209,10 @@ def _violation(violation: Violation, tokens: bool) -> dict[str, object]:
 
 
 _PRIVATE = ("token", "stored_token", "explanation")
-"""Fields of events that may name tokens."""
+"""Fields of events with possible token names."""
 
 _PLACES = ("bundle", "directory")
-"""Fields of events that are paths."""
+"""Fields of events with paths."""
 
 
 def _event(moment: float, event: Event, tokens: bool) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""`Circumstances`: what a bundle says of the `Canary` that found an incident."""
+"""`Circumstances`: facts for a bundle about the `Canary` of an incident."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from canary_core.guard.canary import Canary
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What was so when an incident was found. ``about``: settings, coverage, counters and regions, as plain values.
-    ``events``: what was told before, with the time of each. ``tokens``, ``content``: whether token ids, and the bytes
-    of the slots, may be kept."""
+    """Facts at the time of an incident. ``about``: settings, coverage, counters and regions, as plain values.
+    ``events``: earlier events, each with its time. ``tokens``, ``content``: whether token ids, and the bytes of the
+    slots, may be kept."""
 
     about: Mapping[str, object]
     events: Sequence[tuple[float, Event]]
@@ -23,7 +23,7 @@ class Circumstances:
 
     @classmethod
     def of(cls, canary: Canary) -> "Circumstances":
-        """As they are now."""
+        """The present ones."""
         about = {
             # Not the directory: a path says nothing here, and may say who runs the engine.
             "settings": {s.variable: s.value for s in settings(canary.config) if s.variable != "CANARY_INCIDENT_DIR"},

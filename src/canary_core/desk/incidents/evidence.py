@@ -1,7 +1,7 @@
-"""`Evidence`: what the pool and the records say about an incident, taken once, right after it was found.
+"""`Evidence`: copies from pool and records about an incident, taken once, right after its finding.
 
-`take` issues the copies from the engine's thread, behind what the engine's stream has to do, and waits for nothing; the
-rest is host work for another thread. Nothing of this runs before there is a finding.
+`take` issues the copies from the engine's thread, behind the engine's stream's present work, and waits for nothing; the
+rest is host work for another thread. Nothing here runs without a finding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,34 +28,34 @@ from canary_core.runtime.journal import Entry
 from canary_core.violation import Violation
 
 MOST_SLOTS = 384
-"""Slots whose records and fingerprints are taken."""
+"""Most slots with records and fingerprints taken."""
 
 MOST_FOUND = 96
-"""Of those, slots that findings name."""
+"""Of these, most slots named by findings."""
 
 MOST_PAGE = 32
-"""Of those, slots beside the root's in its page."""
+"""Of these, most slots beside the root's in its page."""
 
 MOST_OF_WRITER = 192
-"""Of those, slots that the root's writer wrote."""
+"""Of these, most slots written by the root's writer."""
 
 MOST_READ = 64
-"""Slots whose bytes are taken."""
+"""Most slots with bytes taken."""
 
 MOST_READ_BYTES = 16 << 20
-"""Of all bytes that are taken."""
+"""Most bytes taken in all."""
 
 TABLE_ROW = 128
-"""Positions of the table's row that are taken."""
+"""Positions taken from the table's row."""
 
 MOST_LOOKUPS = 24
-"""Findings whose fingerprint is looked for among all records."""
+"""Most findings whose fingerprint is looked for among all records."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """A source as the evidence has it. ``dtype``: as torch prints it, empty for packed bytes. ``words``: 32-bit words
-    of one slot, each chunk's last one padded."""
+    """Facts about a source. ``dtype``: as printed by torch, empty for packed bytes. ``words``: 32-bit words of one
+    slot, each chunk's last one padded."""
 
     name: str
     layer: int
@@ -68,18 +68,20 @@ class SourceFacts:
 
 @dataclass(slots=True, eq=False)
 class Evidence:
-    """About one region, all of it on the host. Slots are in no order, each once.
+    """Evidence about one region, all on the host. Slots are in no order, each once.
 
-    slots: int64 ``[n]``. records: int32 ``[n, 8]``. stored, found: int64 ``[n, sources]``, the fingerprints that are
-    recorded and those of the bytes as they are; where `stored` is 0 nothing is known. read: indices into ``slots`` of
-    those whose bytes were taken, the root's first. words: by source, int32 ``[len(read), words]``. copies: see `Copy`.
-    looked_up: of how many damaged places the bytes were looked for among the records of their own source. right_slot:
-    the slot that holds what the root's request should read there, None if there is none or it was not looked for.
-    reader_began: whether the root's request had written anything before; if not, all that it reads came with a prefix
-    hit. history: the calls about the region, oldest first. lives: by slot what happened to it last, as the device saw
-    it, oldest first; empty where the region has no histories. names: requests by writer id. table: the row of the
-    root's request around the root's position, as ``first_position`` and ``slots``, None if it was not in the last
-    forward.
+    slots: int64 ``[n]``. records: int32 ``[n, 8]``. stored, found: int64 ``[n, sources]``, the fingerprints recorded,
+    and those of the present bytes; where `stored` is 0 nothing is known.
+    read: indices into ``slots`` of slots with bytes taken, the root's first. words: by source, int32 ``[len(read),
+    words]``. copies: see `Copy`. looked_up: number of damaged places whose bytes were looked for among the records of
+    their own source.
+    right_slot: the slot with the right content for the root's request, None if there is none or it was not looked for.
+    reader_began: whether the root's request had written anything before; if not, all of its reads come from a prefix
+    hit.
+    history: the calls about the region, oldest first. lives: by slot the last events noted by the device, oldest first;
+    empty where the region has no histories. names: requests by writer id.
+    table: the row of the root's request around the root's position, as ``first_position`` and ``slots``, None if the
+    request was not in the last forward.
     """
 
     region: str
@@ -104,12 +106,12 @@ class Evidence:
 
     @property
     def differs(self) -> Tensor:
-        """Where the bytes are not what was recorded, and the slot was written: bool ``[n, sources]``."""
+        """Whether a written slot's bytes differ from the recorded ones: bool ``[n, sources]``."""
         written = self.records[:, POSITION] & 3 == State.WRITTEN
         return (self.stored != self.found) & (self.stored != 0) & written[:, None]
 
     def row(self, slot: int) -> int | None:
-        """Index of ``slot`` in ``slots``, None if it was not taken."""
+        """Index of ``slot`` in ``slots``, None if not taken."""
         place = (self.slots == slot).nonzero()
         return int(place[0]) if len(place) else None
 
@@ -119,8 +121,8 @@ class Evidence:
         return None if row is None else self.records[row].tolist()
 
     def life(self, slot: int | None) -> list[Happening]:
-        """What happened to ``slot`` since it was handed out, or emptied, last, that included, oldest first; empty where
-        that is not known, or so much happened that it is not all there."""
+        """Events of ``slot`` from the last hand-out or clearing on, oldest first; empty if unknown, or if too many
+        events have pushed that one out."""
         told = self.lives.get(-1 if slot is None else slot, [])
         begun = [i for i, h in enumerate(told) if h.event in ("alloc", "clear")]
         if begun:
@@ -128,13 +130,13 @@ class Evidence:
         return told if sum(not h.every for h in told) < HISTORY else []
 
     def column(self, source: str | None) -> int | None:
-        """Index of the source of this name."""
+        """Index of the source with the name."""
         return next((i for i, s in enumerate(self.sources) if s.name == source), None)
 
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """Copies on their way to the host; `evidence` waits for them, on whatever thread."""
+    """Copies on their way to the host; `evidence` waits for them, on any thread."""
 
     state: RegionState
     known: int
@@ -145,7 +147,7 @@ class Taken:
     history_copies: list[HostCopy]
 
     def evidence(self) -> Evidence:
-        """Waits for the device, and puts together what came."""
+        """Waits for the device, and puts the copies together."""
         self.copy.wait()
         slots, records, stored, found, matches, right, row, past, step, *words = self.copy.tensors
         region = self.state.region
@@ -199,8 +201,8 @@ def take(
     reader: int | None = None,
     view: BatchView | None = None,
 ) -> Taken:
-    """Issues the copies of all evidence on ``incident`` in the region of ``state``, on the current stream, behind which
-    its records must be complete. ``reader``: the writer id of the root's request; ``view``: of the last forward. Never
+    """Issues the copies of all evidence on ``incident`` in the region of ``state``, on the current stream, after its
+    records are complete there. ``reader``: the writer id of the root's request; ``view``: of the last forward. Never
     captured; never waits."""
     device, region = state.records.device, state.region
     asked = _asked(incident, region.name, state)
@@ -267,7 +269,7 @@ def _table_row(state: RegionState, view: BatchView | None, reader: int | None, p
 
 
 def _on_host(entry: Entry, copied: Iterator[HostCopy]) -> Entry:
-    """``entry`` with the copies in place of what is on the device."""
+    """``entry`` with the copies in place of device tensors."""
     for name in ("slots", "other"):
         tensor = getattr(entry, name)
         if tensor is not None and tensor.is_cuda:
@@ -276,7 +278,7 @@ def _on_host(entry: Entry, copied: Iterator[HostCopy]) -> Entry:
 
 
 def _asked(incident: Incident, region: str, state: RegionState) -> list[int]:
-    """The slots that are taken: the root's and those beside it, those of findings, the others of the root's page."""
+    """The slots to take: the root's and its neighbours, those of findings, the others of the root's page."""
     count = state.region.slots
     named = [v.slot for v in (incident.root, *incident.findings) if v.region == region and v.slot is not None]
     slots = dict.fromkeys(s for s in named if 0 <= s < count)
@@ -299,8 +301,8 @@ def _readable(state: RegionState) -> int:
 
 
 def _lookups(incident: Incident, state: RegionState) -> list[tuple[int, int, int]]:
-    """Slot, column, and column in which to look: of findings about bytes their own one, of the first one all that are
-    like it, since a copy may have gone to another layer."""
+    """Slot, column, and column to search: for findings about bytes their own one, for the first one all similar ones,
+    since a copy may have gone to another layer."""
     columns = {s.name: i for i, s in enumerate(state.sources)}
     out: list[tuple[int, int, int]] = []
     for violation in _of_bytes(incident, state.region):
@@ -322,8 +324,8 @@ def _of_bytes(incident: Incident, region: Region) -> list[Violation]:
 
 
 def _matches(state: RegionState, lookups: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """For each lookup whether a record has that fingerprint, and which slot's: int64 ``[lookups, 2]``. Slots that were
-    written before and freed since are looked at as well."""
+    """For each lookup whether a record has the fingerprint, and its slot: int64 ``[lookups, 2]``. Slots written before
+    and freed since count as well."""
     if not lookups:
         return torch.zeros((0, 2), dtype=torch.int64, device=device)
     values = _found_values(state, lookups, device)
@@ -341,7 +343,7 @@ def _matches(state: RegionState, lookups: Sequence[tuple[int, int, int]], device
 
 
 def _found_values(state: RegionState, lookups: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """The fingerprints of the bytes as they are, of each lookup's slot and source: int64 ``[lookups]``."""
+    """The fingerprints of the present bytes of each lookup's slot and source: int64 ``[lookups]``."""
     slots = upload([slot for slot, _, _ in lookups], device)
     columns = upload([column for _, column, _ in lookups], device)
     values = torch.zeros(len(lookups), len(state.sources), dtype=torch.int64, device=device)
@@ -368,7 +370,8 @@ def _facts(state: RegionState) -> tuple[SourceFacts, ...]:
 
 
 def fingerprints(words: Tensor, column: int) -> Tensor:
-    """The fingerprint of each row of ``words`` (int32 ``[n, words]``) in the source with this index: int64 ``[n]``."""
+    """The fingerprint of each row of ``words`` (int32 ``[n, words]``) in the source with index ``column``: int64
+    ``[n]``."""
     return ((words.long() & 0xFFFFFFFF) * keys(words.shape[1])).sum(1) + _salts(column // 64)[column % 64]
 
 

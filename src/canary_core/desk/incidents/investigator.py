@@ -1,4 +1,4 @@
-"""`Investigator`: looks at each incident once, on a thread of its own, and keeps what it saw."""
+"""`Investigator`: looks at each incident once, on a thread of its own, and keeps the result."""
 
 import atexit
 import os
@@ -24,19 +24,19 @@ from canary_core.kinds.case import Pattern
 from canary_core.runtime.streams import capturing
 
 MOST_WAITING = 8
-"""Incidents that may wait to be looked at; more are told without a diagnosis."""
+"""Most incidents waiting for a look; more are reported without a diagnosis."""
 
 AFTER_S = 1.0
-"""Seconds after a bundle was written, when what happened since is added to it."""
+"""Seconds from the writing of a bundle to its aftermath."""
 
 PATIENCE_S = 10.0
-"""Most seconds that an engine which ends, or is stopped by a finding, waits for what is still to be looked at; on a
-machine with time to spare it is a fraction of one."""
+"""Most seconds that an ending engine, or one stopped by a finding, waits for pending looks; on a machine with time to
+spare a fraction of one."""
 
 
 @dataclass(slots=True, eq=False)
 class Inquiry:
-    """An incident, the copies of its evidence, and what was so when it was found."""
+    """An incident, the copies of its evidence, and the circumstances of its finding."""
 
     canary: Canary
     incident: Incident
@@ -46,7 +46,7 @@ class Inquiry:
 
 @dataclass(slots=True, eq=False)
 class Written:
-    """A bundle that waits for its aftermath."""
+    """A bundle waiting for its aftermath."""
 
     canary: Canary
     path: Path
@@ -56,16 +56,16 @@ class Written:
 
 
 _running: "WeakSet[Investigator]" = WeakSet()
-"""Those that have started a thread: a process must not end while one is at work."""
+"""Investigators with a started thread: a process must not end while one is at work."""
 
 
 class Investigator:
-    """Looks at the incidents of one Canary. `look` is called from the engine's thread, for each incident that is told:
-    it issues the copies of the evidence and waits for nothing. A thread, which is started by the first one, does the
-    rest: it works out the diagnosis, tells it as a ``diagnosis`` event, and writes the bundle where
-    ``CANARY_INCIDENT_DIR`` asks for one. Holds the Canary only while there is something to do.
+    """Looks at the incidents of one Canary. `look` is called from the engine's thread, for each reported incident: it
+    issues the copies of the evidence and waits for nothing. A thread, started by the first one, does the rest: works
+    out the diagnosis, reports it as a ``diagnosis`` event, and writes a bundle for ``CANARY_INCIDENT_DIR``. Holds the
+    Canary only while there is work.
 
-    Nothing that goes wrong here reaches the engine or switches Canary off: it is an event.
+    No failure here reaches the engine or switches Canary off: it is an event.
     """
 
     def __init__(self, config: CanaryConfig) -> None:
@@ -78,7 +78,7 @@ class Investigator:
         self._written: list[Written] = []
         self._refused = False
         self.skipped = 0
-        """Incidents that nobody looked at, since too many waited."""
+        """Incidents without a look, since too many waited."""
 
     def look(self, canary: Canary, incident: Incident) -> None:
         """Takes the evidence on ``incident``. From the engine's thread, on the stream of the forwards, never captured.
@@ -117,7 +117,7 @@ class Investigator:
                 self._idle.wait_for(lambda: not self._waiting, seconds)
 
     def close(self) -> None:
-        """Waits, and ends the thread, which adds what is still to be added to bundles."""
+        """Waits, and ends the thread, after the last aftermaths."""
         self.wait()
         thread = self._thread
         if thread is not None and thread.is_alive():
@@ -128,7 +128,7 @@ class Investigator:
         return self._config.diagnose and bool(canary.states) and os.getpid() == self._process
 
     def _started(self, job: Inquiry | Callable[[], None]) -> bool:
-        """Whether there is a thread that does ``job``: at the end of a process none can be started."""
+        """Whether there is a thread for ``job``: at the end of a process none can be started."""
         with self._idle:
             self._waiting += 1
             try:
@@ -143,7 +143,7 @@ class Investigator:
         return True
 
     def _run(self) -> None:
-        """Until nothing is left to do for a while: a thread would keep a Canary that nobody has any more."""
+        """Works until nothing is left to do for a while: a thread would keep a Canary from being freed."""
         while True:
             try:
                 job = self._jobs.get(timeout=AFTER_S)
@@ -216,7 +216,7 @@ class Investigator:
         self._written.append(Written(canary, path, dossier.incident, began))
 
     def _follow_up(self, at_last: bool = False) -> None:
-        """Adds to bundles what happened since."""
+        """Adds aftermaths to bundles."""
         now = time.monotonic()
         due = [w for w in self._written if at_last or w.due <= now]
         self._written = [w for w in self._written if w not in due]

@@ -75,7 +75,7 @@ def _one_word(words: Tensor, column: int, stored: int) -> Flip | None:
 
 def _two_bits(words: Tensor, column: int, stored: int) -> Flip | None:
     """The only pair of bits, in two words, that can have flipped: the change by each bit is looked up among the
-    differences that the other bits leave."""
+    differences left by the other bits."""
     key = keys(len(words))
     new = words.long() & 0xFFFFFFFF
     bits = torch.arange(32, device="cpu")

@@ -10,14 +10,14 @@ from canary_core.plugins.hookspecs import hookimpl
 
 
 class Investigations:
-    """An `Investigator` for each Canary that has found something."""
+    """An `Investigator` for each Canary with a finding."""
 
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[Canary, Investigator] = WeakKeyDictionary()
 
     @hookimpl(tryfirst=True)
     def canary_incident(self, canary: Canary, incident: Incident) -> None:
-        """Takes the evidence before anybody changes it, and hands it to the thread."""
+        """Takes the evidence before anybody changes it, and passes it to the thread."""
         self._investigator(canary).look(canary, incident)
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""What a bundle has of the history of slots: the calls that the host saw, and what the device noted of each slot."""
+"""The history of slots in a bundle: calls seen by the host, and the device's notes on each slot."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from canary_core.records import Happened
 from canary_core.runtime.journal import Entry
 
 MOST_CALL_SLOTS = 64
-"""Slots of one call that the history lists; more are counted."""
+"""Most slots of one call in the history; more are counted."""
 
 _EVENTS = frozenset(what.name.lower() for what in Happened)
 
@@ -48,12 +48,12 @@ def call_of(fields: Mapping[str, Any], region: str, writers: Mapping[str, int]) 
 
 
 def life_rows(life: Sequence[Happening]) -> list[list[object]]:
-    """What happened to a slot, oldest first: step, event, who, and true where it happened to all slots."""
+    """Events of a slot, oldest first: step, event, who, and true for an event of all slots."""
     return [[h.step, h.event, h.who, *([True] if h.every else [])] for h in life]
 
 
 def life_of(rows: Sequence[Sequence[Any]]) -> list[Happening]:
-    """From `life_rows`. Raises ValueError, TypeError or IndexError for what is none."""
+    """From `life_rows`. Raises ValueError, TypeError or IndexError for anything else."""
     for row in rows:
         if row[1] not in _EVENTS:
             raise ValueError(f"no event {row[1]!r}")

@@ -1,1 +1,1 @@
-"""What is done about findings."""
+"""Actions on findings."""

@@ -1,4 +1,4 @@
-"""`Quarantine`: evicts corrupted blocks from the prefix cache, and lets requests that have them be computed again."""
+"""`Quarantine`: evicts corrupted blocks from the prefix cache, and has the requests computed again."""
 
 import inspect
 import time
@@ -13,11 +13,11 @@ SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.POSITION
 
 
 class Quarantine:
-    """Hears of findings in a worker, and acts before the scheduler's next turn: so both must be in one process, as they
-    are unless tensor or pipeline parallelism is used. ``groups``: those that are guarded.
+    """Receives findings in a worker, and acts before the scheduler's next turn: so both must be in one process, as
+    without tensor or pipeline parallelism. ``groups``: the guarded ones.
 
-    A request that is computed again keeps the tokens that it has generated. Nothing is done to a request that waits for
-    a connector, nor to copies that a connector has elsewhere.
+    A request computed again keeps its generated tokens. A request waiting for a connector is left alone, and so are
+    copies stored elsewhere by a connector.
     """
 
     def __init__(self, groups: Callable[[], Iterable[Group]]) -> None:
@@ -39,15 +39,15 @@ class Quarantine:
                 self._blocks.setdefault(violation.slot // group.block, violation)
 
     def joined(self) -> None:
-        """A scheduler runs in this process."""
+        """A scheduler runs in the process."""
         self._schedulers += 1
 
     def left(self) -> None:
-        """One of them has ended."""
+        """A scheduler has ended."""
         self._schedulers -= 1
 
     def act(self, scheduler: Any) -> None:
-        """Before ``scheduler`` makes its next batch. Where there are several, nobody knows whose the blocks are."""
+        """Before ``scheduler`` makes its next batch. With several schedulers the owner of the blocks is unknown."""
         blocks, self._blocks = self._blocks, {}
         if blocks and self._schedulers > 1:
             reason = f"{self._schedulers} engines in this process; nothing is evicted, and nothing computed again"
@@ -70,8 +70,8 @@ class Quarantine:
 
 
 def preempt(scheduler: Any, request: Any) -> None:
-    """Takes a running request's blocks, so that it is computed again, as vLLM does for `reset_prefix_cache`: what is in
-    flight of it is dropped when it arrives."""
+    """Takes a running request's blocks, so that it is computed again, as vLLM does for `reset_prefix_cache`: output in
+    flight is dropped on arrival."""
     scheduler.running.remove(request)
     if "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters:
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)

@@ -1,1 +1,1 @@
-"""What happens to blocks between forwards."""
+"""Changes of blocks between forwards."""

@@ -6,7 +6,7 @@ from typing import Any
 from canary_adapters import BlockMessage
 
 ATTRIBUTE = "canary_lifetime"
-"""Under this name a message is an attribute of vLLM's `SchedulerOutput`, which is pickled with its attributes."""
+"""Attribute of vLLM's `SchedulerOutput` with a message, pickled along."""
 
 
 def attach(output: Any, message: BlockMessage) -> None:
@@ -15,7 +15,7 @@ def attach(output: Any, message: BlockMessage) -> None:
 
 
 def attached(output: Any) -> BlockMessage | None:
-    """The message that came with ``output``, None where the scheduler is not followed."""
+    """The message sent with ``output``, None where the scheduler is not followed."""
     found = getattr(output, ATTRIBUTE, None)
     return found if isinstance(found, BlockMessage) else None
 

@@ -1,4 +1,4 @@
-"""`BlockRecorder`: writes down what one scheduler does with its blocks, in the scheduler's process."""
+"""`BlockRecorder`: records one scheduler's actions on its blocks, in the scheduler's process."""
 
 import functools
 from collections import Counter
@@ -15,18 +15,18 @@ from canary_vllm.prefix_cache.structure import sweep
 class BlockRecorder:
     """Follows the block pool of one scheduler until `close`.
 
-    | what vLLM does                                                   | event                                      |
+    | vLLM's call                                                      | event                                      |
     |------------------------------------------------------------------|--------------------------------------------|
     | `get_new_blocks`                                                 | alloc                                      |
-    | `touch`: a prefix hit, of blocks that somebody has or nobody has | share; forget if they are cached only      |
+    | `touch`: a prefix hit, of blocks with or without a holder        | share; forget if they are cached only      |
     |                                                                  | since this call of `schedule`              |
-    | `free_blocks`, and nobody has the block any more                 | park if its hash is known, else free       |
-    | `_maybe_evict_cached_block` of a block that nobody has           | evict                                      |
-    | `reset_prefix_cache`                                             | evict, of all that are cached              |
-    | `allocate_slots` with tokens that a connector has                | forget                                     |
+    | `free_blocks`, of a block without a holder afterwards            | park if its hash is known, else free       |
+    | `_maybe_evict_cached_block` of a block without a holder          | evict                                      |
+    | `reset_prefix_cache`                                             | evict, of all cached ones                  |
+    | `allocate_slots` with tokens of a connector                      | forget                                     |
 
-    Preemption and abort free blocks in the same way. Every ``sweep_interval`` outputs the pool's structure is looked
-    at. An exception of ours never reaches the scheduler: the workers are told that blocks can't be followed any more.
+    Preemption and abort free blocks in the same way. Every ``sweep_interval`` outputs the pool's structure is checked.
+    An exception of Canary's own never reaches the scheduler: the workers learn that blocks can't be followed any more.
     """
 
     def __init__(self, scheduler: Any, sweep_interval: int = 0) -> None:
@@ -52,7 +52,7 @@ class BlockRecorder:
         follow(scheduler, "schedule", lambda output, *_, **__: self.scheduled(output))
 
     def scheduled(self, output: Any) -> None:
-        """The scheduler has made ``output``: what happened since the last one goes with it."""
+        """The scheduler has made ``output``, which carries the events since the last one."""
         number = self._message.number
         if self._sweep_interval and number and number % self._sweep_interval == 0:
             with self._guard("sweep"):
@@ -64,7 +64,7 @@ class BlockRecorder:
         self._fresh.clear()
 
     def close(self) -> None:
-        """The pool's functions are its own again."""
+        """Restores the pool's functions."""
         self._patches.undo()
 
     def _note(self, sort: BlockSort, blocks: Iterable[Any], group: int | None = None) -> None:
@@ -121,8 +121,8 @@ class BlockRecorder:
         return release
 
     def _named(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``original`` does is its request's doing. vLLM calls it for each request of each step: nothing here may
-        cost anything unless a connector brings tokens."""
+        """Attributes actions of ``original`` to its request. Called by vLLM for each request of each step: nothing here
+        may cost anything unless a connector brings tokens."""
 
         @functools.wraps(original)
         def named(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ class BlockRecorder:
 
     def _allocated(self, blocks: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         """``args`` after the request: new tokens, computed tokens of the prefix cache, its blocks, lookahead tokens,
-        tokens that a connector has."""
+        tokens of a connector."""
         brought = kwargs.get("num_external_computed_tokens", args[4] if len(args) > 4 else 0)
         if blocks is None or not brought:
             return

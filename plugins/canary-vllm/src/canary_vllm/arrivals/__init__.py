@@ -1,1 +1,1 @@
-"""KV that connectors store and bring back, against the ledger."""
+"""KV stored and brought back by connectors, against the ledger."""

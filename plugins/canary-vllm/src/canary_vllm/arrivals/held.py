@@ -1,4 +1,4 @@
-"""`Held`: which blocks of each request are complete, by the scheduler's own messages."""
+"""`Held`: complete blocks of each request, by the scheduler's own messages."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from canary_adapters import RequestBlocks
 
 class Held:
     """Follows the scheduler's output; ``blocks`` are those of its requests. ``slack``: tokens of a forward that may be
-    rejected later on, so that their block is written again: it is given again, then."""
+    rejected later, so that their block is rewritten: it is reported again, then."""
 
     def __init__(self, blocks: RequestBlocks, slack: int) -> None:
         self._blocks = blocks
@@ -27,8 +27,8 @@ class Held:
                 self._told[name] = computed
 
     def computed(self, output: Any) -> Iterator[tuple[str, int, int]]:
-        """After the forward of ``output``: of each request that it computed, the name, and from which to which token
-        complete blocks are new."""
+        """After the forward of ``output``: name of each computed request, and the first and last token of newly
+        complete blocks."""
         drafts, before = output.scheduled_spec_decode_tokens, dict(computed_before(output))
         for name, scheduled in output.num_scheduled_tokens.items():
             if name in self._told and name in before:
@@ -44,7 +44,7 @@ class Held:
 
 
 def computed_before(output: Any) -> Sequence[tuple[str, int]]:
-    """The requests of the forward of ``output``, and how many tokens each has before it."""
+    """The requests in the forward of ``output``, and each one's number of tokens before."""
     cached = output.scheduled_cached_reqs
     new = [(r.req_id, int(r.num_computed_tokens)) for r in output.scheduled_new_reqs]
     return [*new, *zip(cached.req_ids, map(int, cached.num_computed_tokens), strict=True)]

@@ -1,4 +1,4 @@
-"""`Loads`: tells the ledger what a connector may store, and what it brings."""
+"""`Loads`: informs the ledger of a connector's stores and loads."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from canary_vllm.pools.pool import Group
 
 
 class Loads:
-    """For one runner whose engine has a connector, whichever it is.
+    """For one runner whose engine has a connector, of any kind.
 
-    The scheduler says which blocks a connector will fill, and with which tokens (`BlockMessage.loads`). Where the
-    request is computed in the same step, the connector loads while the forward runs: the blocks are expected before it,
-    and they are there when the runner asks the connector for errors. Else the request waits until they are there, and
-    is computed in a later step: before that forward they are there.
+    The scheduler names the blocks a connector will fill, and the tokens (`BlockMessage.loads`). If the request is
+    computed in the same step, the connector loads while the forward runs: the blocks are expected before, and have
+    arrived when the runner asks the connector for errors. Otherwise the request waits for the load, and is computed in
+    a later step: the blocks have arrived before its forward.
 
-    What may be stored are the complete blocks of each forward: whatever a connector stores, and when, is among them.
+    Complete blocks of each forward count as stored: any store of a connector, at any time, is among them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Loads:
             self._waiting.setdefault(name, []).extend(loads)
 
     def computed(self, output: Any) -> None:
-        """After the forward of ``output``: its complete blocks may be stored from now on."""
+        """After the forward of ``output``: complete blocks may be stored from now on."""
         with self._canary.guard("stored"):
             found: list[list[int]] = [[] for _ in self._groups]
             for name, first, end in self._held.computed(output):
@@ -74,11 +74,11 @@ class Loads:
                     self._canary.ledger.keep_pages(group.region, upload(blocks, self._canary.device), group.block)
 
     def close(self) -> None:
-        """The connector's functions are its own again."""
+        """Restores the connector's functions."""
         self._patches.undo()
 
     def _loaded(self, failed: Any, *_: Any, **__: Any) -> None:
-        """The connector has loaded what it was asked for with the last output, but for the blocks ``failed``."""
+        """The connector has finished the loads of the last output, except for the blocks ``failed``."""
         landing, self._landing = self._landing, []
         if not landing:
             return

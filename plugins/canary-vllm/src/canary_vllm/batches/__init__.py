@@ -1,1 +1,1 @@
-"""What one forward reads and writes."""
+"""Reads and writes of one forward."""

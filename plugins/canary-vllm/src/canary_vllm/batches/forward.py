@@ -1,4 +1,4 @@
-"""A forward of either runner as a `BatchView`. Its tensors are those that vLLM's own kernels read."""
+"""A forward of either runner as a `BatchView`. Its tensors are those read by vLLM's own kernels."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from canary_vllm.pools.pool import Group
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What a V2 runner has prepared for one forward: its `InputBatch`, block tables of all groups, and slot mappings
+    """A V2 runner's preparation of one forward: its `InputBatch`, block tables of all groups, and slot mappings
     ``[groups, tokens]``."""
 
     batch: Any
@@ -61,8 +61,8 @@ class V1Batches(BatchAdapter[Any]):
 
 
 class V2Batches(BatchAdapter[Prepared]):
-    """Views of the forwards of a V2 runner. Lengths are those on the device: with drafted tokens the host does not know
-    how many of them were accepted."""
+    """Views of the forwards of a V2 runner. Lengths are the device's: with drafted tokens the host does not know the
+    number of accepted ones."""
 
     def __init__(self, groups: Sequence[Group], requests: Requests) -> None:
         self._groups = groups
@@ -98,8 +98,8 @@ class V2Batches(BatchAdapter[Prepared]):
 
 
 def table_of(group: Group, entries: Tensor, slots: Tensor, ends: Tensor) -> SlotTable:
-    """What a forward reads and writes of ``group``. ``entries``: its block table. ``slots``: where new tokens go; a
-    state lies in its request's first block, or in that of its last token. ``ends``: each row's tokens in all."""
+    """A forward's table of ``group``. ``entries``: its block table. ``slots``: slots of new tokens; a state lies in its
+    request's first block, or in the block of its last token. ``ends``: each row's tokens in all."""
     if group.holds == "states":
         if group.page > 1:
             last = (ends.long() - 1).clamp(min=0) // group.page
@@ -109,7 +109,7 @@ def table_of(group: Group, entries: Tensor, slots: Tensor, ends: Tensor) -> Slot
 
 
 def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterator[BatchView]:
-    """A prefill and a decode of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+    """A prefill and a decode of ``rows`` rows without reads and writes, for `Canary.warm_up`."""
     lengths = torch.zeros(rows, dtype=torch.int32, device=device)
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
     entries = torch.zeros((rows, TABLE_STEP), dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""`Requests`: what a runner's process knows of the requests by the scheduler's own messages."""
+"""`Requests`: a runner's requests, known from the scheduler's own messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from canary_vllm.allocator import messages
 
 
 class Requests:
-    """Names, writer ids and prompts of the requests that the scheduler has sent to this worker.
+    """Names, writer ids and prompts of the requests sent by the scheduler to the worker.
 
-    Nothing in it comes from the runner, which a check is to be against: prompts are those of `SchedulerOutput`.
+    Nothing comes from the runner, the subject of a check: prompts are those of `SchedulerOutput`.
     """
 
     def __init__(self, writers: Writers, device: torch.device) -> None:

@@ -1,5 +1,5 @@
-"""What vLLM's samplers gave for a forward, as `canary.sampled` wants it. The host waits for nothing: what it does not
-know stays on the device."""
+"""Output of vLLM's samplers for a forward, in the form of `Canary.sampled`. The host waits for nothing: numbers unknown
+to the host stay on the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from torch import Tensor
 from canary_adapters import sampled_tokens
 
 Given = tuple[Tensor, Sequence[int]]
-"""Tokens ``[rows, n]``, and rows whose token is no one's: prompts that are not at their end."""
+"""Tokens ``[rows, n]``, and rows without a sampled token: prompts in the middle."""
 
 
 def of_v1(runner: Any, output: Any, drafts: Any) -> Given:
-    """``output`` of `_sample`; ``drafts``: the metadata of what was drafted, None for nothing."""
+    """``output`` of `_sample`; ``drafts``: the metadata of drafted tokens, None without any."""
     tokens: Tensor = output.sampled_token_ids
     without = runner.discard_request_mask.np[: len(tokens)].nonzero()[0].tolist()
     return sampled_tokens(tokens, None if drafts is None else drafts.num_draft_tokens), without

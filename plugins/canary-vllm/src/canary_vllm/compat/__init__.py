@@ -1,3 +1,2 @@
-"""What differs between releases of vLLM, and between its two model runners. Nothing else of the plugin asks for a
-version or reads a private attribute of a runner.
-"""
+"""Differences between releases of vLLM, and between its two model runners. Nothing else of the plugin asks for a
+version or reads a private attribute of a runner."""

@@ -1,4 +1,4 @@
-"""What the plugin asks of a KV connector, and what is known of those that vLLM brings along."""
+"""Questions to a KV connector, and facts about vLLM's own."""
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from canary_core import Origin
 
 
 def origin(runner: Any, private: Sequence[str]) -> Origin | None:
-    """The engine's connector, None for none. ``private``: names of those that only this engine stores with."""
+    """The engine's connector, None for none. ``private``: names of connectors without other engines' stores."""
     config = runner.vllm_config.kv_transfer_config
     if config is None or not config.kv_connector:
         return None
@@ -21,7 +21,7 @@ def origin(runner: Any, private: Sequence[str]) -> Origin | None:
 
 
 def instance() -> Any | None:
-    """The connector of this worker, None where there is none (yet)."""
+    """The worker's connector, None without one (yet)."""
     transfer = pkgutil.resolve_name("vllm.distributed.kv_transfer")
     return transfer.get_kv_transfer_group() if transfer.has_kv_transfer_group() else None
 
@@ -39,5 +39,5 @@ _KNOWN: Mapping[str, Callable[[Mapping[str, Any]], tuple[bool, bool]]] = {
     "SimpleCPUOffloadConnector": _simple_offloading,
     "LMCacheConnectorV1": lmcache_storage,
 }
-"""Connector: whether others may store there, and whether what it brings is not bit by bit what it was given. Of all
-others it is not known, so they count as shared."""
+"""Connector: whether others may store there, and whether bytes may come back changed. Others are unknown, and count as
+shared."""

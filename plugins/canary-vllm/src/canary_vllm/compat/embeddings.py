@@ -1,4 +1,4 @@
-"""The model's token embedding, for findings that equal embeddings explain."""
+"""The model's token embedding, for findings explained by equal embeddings."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from canary_adapters import EmbeddingPart
 
 
 def part(runner: Any) -> EmbeddingPart | None:
-    """What this rank has of the embedding, None where this rank or model has none."""
+    """The rank's part of the embedding, None where rank or model has none."""
     return EmbeddingPart.of(_layer(runner), _group)
 
 
 def _group(layer: Any) -> Any:
-    """The ranks over which it is spread."""
+    """The ranks with the parts."""
     from vllm.distributed import get_tp_group
 
     # Newer releases have layers with a group of their own.
@@ -19,7 +19,7 @@ def _group(layer: Any) -> Any:
 
 
 def _layer(runner: Any) -> Any:
-    """None where the model has it under another name."""
+    """The embedding's layer; None if named otherwise in the model."""
     model = getattr(runner, "model", None)
     get = getattr(model, "get_input_embeddings", None)
     layer = getattr(getattr(model, "model", model), "embed_tokens", None)

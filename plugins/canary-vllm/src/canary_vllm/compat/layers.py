@@ -1,4 +1,4 @@
-"""One attention layer: what it keeps, and vLLM's own operation that stores into its cache."""
+"""One attention layer: the cache, and vLLM's own operation for stores there."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_
 class Store:
     """Stores made-up tokens into a cache by the layer's own operation, as a forward does.
 
-    ``halves``: what can be stored alone, each as the (shape of one token) of its operand. Raises `AttachError` where
-    the layer has no such operation.
+    ``halves``: separately stored operands, each with the shape of one token. Raises `AttachError` if the layer has no
+    such operation.
     """
 
     layer: Any
@@ -43,8 +43,8 @@ class Store:
         raise AttachError(f"{_backend(layer)} stores in a way that is not known: ({', '.join(names)})")
 
     def __call__(self, cache: Tensor, half: str, slots: Tensor, dtype: torch.dtype) -> None:
-        """Stores random numbers, none of them 0, as ``half`` of tokens at ``slots`` (int64 ``[n]``) of ``cache``, and
-        zeros as everything else; zeros alone with an empty ``half``. ``dtype``: that of the model's activations."""
+        """Stores nonzero random numbers as ``half`` of tokens at ``slots`` (int64 ``[n]``) of ``cache``, and zeros as
+        everything else; zeros alone with an empty ``half``. ``dtype``: type of the model's activations."""
         shapes, n = self.halves, len(slots)
         made = {name: torch.zeros((n, *shape), dtype=dtype, device=cache.device) for name, shape in shapes.items()}
         if half:
@@ -66,7 +66,7 @@ class Store:
 
 @contextmanager
 def _scales_in(impl: Any, cache: Tensor) -> Iterator[None]:
-    """Scales of single tokens, which a layer writes through views of its own cache, go to ``cache`` meanwhile."""
+    """Context: scales of single tokens, written by a layer through views of its own cache, go to ``cache``."""
     if not getattr(impl, "_is_per_token_head_quant", False):
         yield
         return
@@ -80,7 +80,7 @@ def _scales_in(impl: Any, cache: Tensor) -> Iterator[None]:
 
 
 def element_type(layer: Any, cache: Tensor) -> torch.dtype | None:
-    """What the bytes of ``cache`` are, for the check for NaN and infinity; None where they are packed."""
+    """Element type of ``cache``, for the check for NaN and infinity; None where the bytes are packed."""
     if cache.dtype == torch.uint8:
         kind = FP8.get(str(getattr(layer, "kv_cache_dtype", "")))
         return getattr(torch, kind) if kind else None
@@ -95,7 +95,7 @@ def states(tensors: Sequence[Tensor]) -> Sequence[tuple[str, Tensor]]:
 
 
 def states_refusal(spec: Any, drafted: int) -> str | None:
-    """Why recurrent states of a group can't be guarded, None if they can."""
+    """Why recurrent states of a group can't be guarded, None for no reason."""
     mode = getattr(spec, "mamba_cache_mode", "none")
     if mode not in ("none", "align"):
         return f"recurrent states are not guarded with mamba_cache_mode={mode}"

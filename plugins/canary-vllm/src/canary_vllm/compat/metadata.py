@@ -1,4 +1,4 @@
-"""What attention is given for one forward: the metadata of its layers."""
+"""Metadata given to the attention layers for one forward."""
 
 import pkgutil
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from canary_vllm.pools.pool import Group
 
 
 def given(runner: Any, canary: Canary, group: Group, metadata: Any) -> Iterable[GivenBlocks]:
-    """The tables of ``group``'s layers, of the forward that is issued now, or was just issued. ``metadata``: by layer,
-    None for that of vLLM's forward context, or what a V2 runner keeps of it. Empty where a batch is run in parts."""
+    """The tables of ``group``'s layers, for the forward issued now, or just issued. ``metadata``: by layer, None for
+    that in vLLM's forward context, or kept by a V2 runner. Empty where a batch is run in parts."""
     forward, tables = pkgutil.resolve_name("vllm.forward_context"), canary.step.tables
     context = forward.get_forward_context() if forward.is_forward_context_available() else None
     kept = getattr(runner, "execute_model_state", None)

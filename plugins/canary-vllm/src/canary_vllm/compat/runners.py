@@ -1,4 +1,4 @@
-"""What the plugin asks of a model runner, V1 or V2."""
+"""Questions to a model runner, V1 or V2."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -14,13 +14,13 @@ def groups(runner: Any) -> Sequence[Any]:
 
 
 def layers(runner: Any) -> Mapping[str, Any]:
-    """Every layer that may keep something, by vLLM's name of it."""
+    """Every layer with a possible cache, by vLLM's name."""
     found: Mapping[str, Any] = runner.compilation_config.static_forward_context
     return found
 
 
 def layer_tensors(layer: Any) -> list[Tensor]:
-    """The tensors in which ``layer`` keeps KV or states; empty until they are bound."""
+    """The tensors of ``layer`` with KV or states; empty until bound."""
     bound = getattr(layer, "kv_cache", None)
     return [t for t in (bound if isinstance(bound, (list, tuple)) else [bound]) if isinstance(t, Tensor) and t.numel()]
 
@@ -37,7 +37,7 @@ def table_page(runner: Any, group: int) -> int:
 
 
 def draft_layers(runner: Any) -> frozenset[str]:
-    """Names of the layers of a draft model, which shares the served model's blocks."""
+    """Names of a draft model's layers, in the served model's blocks."""
     names: set[str] = set()
     for attribute in ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names"):
         names.update(getattr(drafter(runner), attribute, None) or ())
@@ -45,7 +45,7 @@ def draft_layers(runner: Any) -> frozenset[str]:
 
 
 def drafts_refusal(runner: Any) -> str | None:
-    """Why layers of a draft model can't be guarded, None if they can."""
+    """Why layers of a draft model can't be guarded, None for no reason."""
     config = runner.vllm_config.speculative_config
     method = str(getattr(config, "method", None))
     if method in ("eagle", "eagle3", "mtp", "draft_model") and not getattr(config, "parallel_drafting", False):
@@ -54,7 +54,7 @@ def drafts_refusal(runner: Any) -> str | None:
 
 
 def drafter(runner: Any) -> Any:
-    """What drafts tokens by a forward or without, None where nothing does."""
+    """The drafter, with or without a forward, None where there is none."""
     return getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
 
 
@@ -65,24 +65,24 @@ def drafted(runner: Any) -> int:
 
 
 def rank(vllm_config: Any) -> int:
-    """This process's rank among those that serve one replica."""
+    """Rank of the process within one replica."""
     return int(getattr(vllm_config.parallel_config, "rank", 0))
 
 
 def replica(vllm_config: Any) -> int:
-    """The index of this engine among its data-parallel replicas."""
+    """The engine's index among data-parallel replicas."""
     parallel = vllm_config.parallel_config
     return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
 
 
 def served_model(vllm_config: Any) -> str:
-    """The first name under which the engine serves its model."""
+    """The first served name of the engine's model."""
     name = vllm_config.model_config.served_model_name
     return str(name[0] if isinstance(name, (list, tuple)) and name else name or "")
 
 
 def refusal(runner: Any) -> str | None:
-    """Why no forward of this runner can be guarded, None if it can."""
+    """Why no forward of the runner can be guarded, None if all can."""
     parallel = runner.vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

@@ -1,4 +1,4 @@
-"""Full names of the functions of vLLM that are hooked, in groups that stand and fall together."""
+"""Full names of vLLM's functions to hook, in groups that stand and fall together."""
 
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 POOL = "vllm.v1.core.block_pool.BlockPool"
 WORKER = "vllm.v1.worker.worker_base.WorkerWrapperBase"
 WORKER_END = HookTarget(f"{WORKER}.shutdown")
-"""Where it does not fit, what is guarded is not given back when its engine ends."""
+"""If unfit, guarded memory is not released at the end of its engine."""
 
 RUNNERS: Mapping[str, Sequence[HookTarget]] = {
     V1: (
@@ -32,13 +32,13 @@ RUNNERS: Mapping[str, Sequence[HookTarget]] = {
         HookTarget(f"{CONNECTORS}.ActiveKVConnector.pre_forward", ("scheduler_output",)),
     ),
 }
-"""The two model runners. One that does not fit is left alone, and the other is hooked."""
+"""The two model runners. An unfit one is left alone, and the other is hooked."""
 
 SAMPLERS: Mapping[str, HookTarget] = {
     V1: HookTarget(f"{V1}._sample", (None, "spec_decode_metadata")),
     V2: HookTarget(f"{V2}.sample", (None, "input_batch")),
 }
-"""Where it does not fit, what is sampled is not compared with the next forward."""
+"""If unfit, sampled tokens are not compared with the next forward."""
 
 LIFETIME: Sequence[HookTarget] = (
     HookTarget(f"{SCHEDULER}.__init__"),
@@ -62,26 +62,26 @@ ROLL_CALL: Sequence[HookTarget] = (
     HookTarget(f"{SCHEDULER}.update_from_output", ("scheduler_output", "model_runner_output")),
     HookTarget(f"{WORKER}.execute_model", ("scheduler_output",)),
 )
-"""Where one does not fit, nobody looks whether all workers are guarded, and what vLLM computes is not counted."""
+"""If one is unfit, nobody looks whether all workers are guarded, and vLLM's computed tokens are not counted."""
 
 
 def problems(group: Sequence[HookTarget]) -> list[str]:
-    """Why this vLLM's functions of ``group`` can't be hooked; empty if they can. Imports their modules."""
+    """Why functions of ``group`` can't be hooked in the installed vLLM; empty for none. Imports the modules."""
     return [problem for target in group if (problem := target.problem()) is not None]
 
 
 def runners() -> list[str]:
-    """The runners of this vLLM that can be hooked."""
+    """The runners of the installed vLLM fit to be hooked."""
     return [name for name, group in RUNNERS.items() if not problems(group)]
 
 
 def hook_targets() -> Sequence[HookTarget]:
-    """What the core checks before anything is hooked: the runners that fit. Where none does, all of them, so that each
-    function that is missing is named, and vLLM is left as it is."""
+    """Targets checked by the core before anything is hooked: the fit runners. Without any, all runners, so that
+    each missing function is named, and vLLM is left unchanged."""
     return [target for name in runners() or RUNNERS for target in RUNNERS[name]]
 
 
 def owner(name: str) -> tuple[Any, str]:
-    """The class that has the method ``name``, and the method's own name. Imports its module."""
+    """The class with the method ``name``, and the method's own name. Imports its module."""
     path, _, method = name.rpartition(".")
     return pkgutil.resolve_name(path), method

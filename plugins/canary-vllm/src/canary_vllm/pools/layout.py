@@ -11,7 +11,7 @@ from canary_vllm.compat.layers import Store, element_type
 
 
 class Layouts:
-    """The layouts of one runner's layers, each sort probed once. ``dtype``: that of the model's activations."""
+    """The layouts of one runner's layers, each sort probed once. ``dtype``: type of the model's activations."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -1,4 +1,4 @@
-"""A runner's KV cache as regions: one for each group of layers that have a block table of their own."""
+"""A runner's KV cache as regions: one for each group of layers with a block table."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from canary_vllm.compat import layers, runners
 from canary_vllm.pools.layout import Layouts
 
 GUARDED = ("FullAttention", "MLA", "SlidingWindow", "Mamba")
-"""What the names of those kinds of groups have in them that are described. Others keep and drop blocks in ways of their
-own: of groups with such layers no forward is checked."""
+"""Parts of the names of supported kinds of groups. Others keep and drop blocks in ways of their own: with such layers
+in a group no forward is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group(BlockGroup):
     """One guarded group. ``page``: slots of an entry of its table. ``holds``: the KV of the served model's ``tokens``,
-    that of a draft model's layers (``drafts``), or recurrent ``states``, one a block. ``layers``: vLLM's names."""
+    of a draft model's layers (``drafts``), or recurrent ``states``, one a block. ``layers``: vLLM's names."""
 
     page: int = 1
     holds: str = "tokens"
@@ -28,9 +28,9 @@ class Group(BlockGroup):
 
 
 class VLLMPool(PoolAdapter):
-    """The KV cache of one runner. Groups that share the same memory block by block are regions of their own.
+    """The KV cache of one runner. Groups in the same memory, block by block, are regions of their own.
 
-    ``groups``: those that are guarded, after `regions`.
+    ``groups``: the guarded ones, after `regions`.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -42,15 +42,15 @@ class VLLMPool(PoolAdapter):
         self._regions = tuple(self._describe())
 
     def regions(self) -> Sequence[Region]:
-        """One for each group of which a layer can be described."""
+        """One for each group with a described layer."""
         return self._regions
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """Layers that are left out, each with the reason."""
+        """Layers left out, each with the reason."""
         return self._uncovered
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """What vLLM has bound to its layers, by its names of them."""
+        """Tensors bound by vLLM to its layers, by vLLM's names."""
         return {
             f"{name}[{i}]" if i else name: tensor
             for name, layer in runners.layers(self._runner).items()
@@ -114,7 +114,8 @@ class VLLMPool(PoolAdapter):
 
     def _states(self, names: Sequence[str], number: int, page: int) -> Region:
         """The recurrent states of a group: each layer's tensors have a row for each block. ``page``: tokens after which
-        a request goes on in another block, and the state before stays in the prefix cache; 1 where it has one block."""
+        a request goes on in another block, and the state before stays in the prefix cache; 1 for one block a
+        request."""
         every, given = runners.layers(self._runner), layer_numbers(names)
         sources = [
             row_source(tensor, Part(half, given[name]))

@@ -1,4 +1,4 @@
-"""What follows the stores of a runner's attention layers."""
+"""Follows the stores of a runner's attention layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from canary_vllm.pools.pool import Group
 
 
 def follow_stores(patches: Patches, canary: Canary, runner: Any, groups: Sequence[Group]) -> None:
-    """With ``CANARY_STORE_CHECK`` Canary is told, until ``patches`` are undone, after each store of a layer of
-    ``groups``: by the operation that the layer's layout was found with, so all of its bytes are stored. Where attention
-    itself stores, that is not called, and nothing is told."""
+    """With ``CANARY_STORE_CHECK``, until ``patches`` are undone, reports each store of a layer of ``groups`` to Canary:
+    after the operation by which the layer's layout was found, so all of its bytes are stored. Where attention itself
+    stores, the operation is not called, and nothing is reported."""
     every, places = runners.layers(runner), dict[Any, tuple[int, str]]()
     for group in groups if canary.step.stores.on else ():
         described = {source.layer for source in canary.regions[group.region].sources}

@@ -1,1 +1,1 @@
-"""What the prefix cache says of its blocks."""
+"""The prefix cache's books about its blocks."""

@@ -1,4 +1,4 @@
-"""What a scheduler's block pool must not say of its blocks, whatever they hold."""
+"""Rules for a scheduler's block pool, whatever the blocks hold."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from canary_adapters import BlockBreach, BlockSweep, count_breaches
 
 
 def sweep(manager: Any) -> BlockSweep:
-    """Looks at all blocks of vLLM's `KVCacheManager` between two calls of its scheduler. Only what can't be right is
-    told: others than requests may have blocks, too."""
+    """Looks at all blocks of vLLM's `KVCacheManager` between two calls of its scheduler. Only impossible states are
+    reported: others than requests may have blocks, too."""
     pool = manager.block_pool
     counts = {block.block_id: block.ref_cnt for block in pool.blocks if not block.is_null}
     cached = sum(block.block_hash is not None for block in pool.blocks)
@@ -37,7 +37,8 @@ def _held(manager: Any) -> Counter[int]:
 
 
 def _free(pool: Any) -> Counter[int]:
-    """How often each block is in the free list, which may be broken: no more entries are followed than there can be."""
+    """Number of each block's entries in the free list, which may be broken: no more entries are followed than
+    possible."""
     queue, free = pool.free_block_queue, Counter[int]()
     block = queue.fake_free_list_head.next_free_block
     while block is not None and block is not queue.fake_free_list_tail and free.total() <= len(pool.blocks):
