@@ -17,7 +17,7 @@ POOL_TOKENS = 1024
 BATCH_TOKENS = 80
 WINDOW_TOKENS = 32
 LIMIT_S = 120.0
-"""After this time without an answer the engine counts as stuck."""
+"""Longest time without an answer before the engine counts as stuck."""
 
 
 class TransformersDemo:
@@ -40,7 +40,7 @@ class TransformersDemo:
 
 
 def _generate(model: Any, job: Job) -> tuple[tuple[object, ...], float]:
-    """Each request's tokens with their log probabilities, and the seconds it all took."""
+    """Each request's tokens with log probabilities, and the seconds in all."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     # It tells about missing extras and, where a fault makes NaNs, about those.

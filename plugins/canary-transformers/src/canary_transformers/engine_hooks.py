@@ -1,4 +1,4 @@
-"""`EngineHooks`: functions of the engine that are wrapped for as long as somebody wants models guarded."""
+"""`EngineHooks`: functions of the engine, wrapped while somebody wants models guarded."""
 
 from abc import ABC, abstractmethod
 from threading import RLock
@@ -8,7 +8,7 @@ from canary_core import Patches
 
 
 class ModelOwner(Protocol):
-    """Who wants models guarded: `canary_transformers.guard.Guard`."""
+    """An owner of models to guard: `canary_transformers.guard.Guard`."""
 
     def wants(self, model: Any) -> bool:
         """Whether caches of ``model`` are to be guarded."""
@@ -18,8 +18,8 @@ OwnerType = TypeVar("OwnerType", bound=ModelOwner)
 
 
 class EngineHooks(ABC, Generic[OwnerType]):
-    """The hooks of this process on one part of the engine. `add` an owner to install them; they are removed when the
-    last one leaves."""
+    """The hooks of the process on one part of the engine. `add` an owner to install them; the last `remove` removes
+    them."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -35,8 +35,8 @@ class EngineHooks(ABC, Generic[OwnerType]):
                 self._owners.append(owner)
 
     def remove(self, owner: OwnerType) -> None:
-        """Ends what is guarded for the owner; again: does nothing. Raises `ViolationError` in raise mode, where that is
-        the first place that can."""
+        """Ends the owner's guard; does nothing when called again. Raises `ViolationError` in raise mode, if this is the
+        first place to raise one."""
         with self._lock:
             if owner not in self._owners:
                 return
@@ -47,11 +47,11 @@ class EngineHooks(ABC, Generic[OwnerType]):
 
     @abstractmethod
     def _install(self) -> None:
-        """Wraps what has to be wrapped."""
+        """Wraps the functions."""
 
     @abstractmethod
     def _release(self, owner: OwnerType) -> None:
-        """Ends what is guarded for ``owner``."""
+        """Ends the guard for ``owner``."""
 
     def _owner(self, model: Any) -> OwnerType | None:
         return next((o for o in reversed(self._owners) if o.wants(model)), None)

@@ -1,4 +1,4 @@
-"""Findings that the model, or the cache's own past, explains."""
+"""Findings explained by the model, or by the cache's own past."""
 
 import re
 from collections.abc import Collection
@@ -11,10 +11,10 @@ from canary_adapters import EmbeddingFilter, EmbeddingPart, EmbeddingShards
 from canary_core import Kind, Violation, hookimpl
 
 PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*_token_(id|index)")
-"""Names of settings of models that say which token stands for something else than text."""
+"""Names of a model's settings for tokens with another meaning than text."""
 
 REMEMBERED = 65536
-"""Findings that `MovedBytesFilter` remembers."""
+"""Findings remembered by `MovedBytesFilter`."""
 
 
 def embedding_filter(model: Any) -> EmbeddingFilter:
@@ -35,7 +35,7 @@ def embedding_row(model: Any, token: int) -> Tensor | None:
 
 
 def embedding_part(weight: Any) -> EmbeddingPart:
-    """The whole rows that this rank has of ``weight``, a `DTensor`: to index it would be a collective."""
+    """The rank's whole rows of ``weight``, a `DTensor`: indexing would be a collective."""
     local = weight.to_local()
     placement = weight.placements[0] if len(weight.placements) == 1 else None
     if placement is not None and placement.is_replicate():
@@ -52,8 +52,8 @@ def _weight(model: Any) -> Any:
 
 
 class EarlierBytesFilter:
-    """Dismisses a `LOST_WRITE` into a slot that was never written under guard. Its bytes are older: in a cache that was
-    taken over, or in memory that was never cleared, the same prompt may have left the same bytes."""
+    """Dismisses a `LOST_WRITE` into a slot never written under guard. Its bytes are older: in an adopted cache, or in
+    memory never cleared, the same prompt may have left the same bytes."""
 
     @hookimpl
     def canary_dismiss(self, violation: Violation) -> str | None:
@@ -64,17 +64,17 @@ class EarlierBytesFilter:
 
 
 def placeholder_tokens(model: Any) -> frozenset[int]:
-    """Tokens that stand for an image, a video or sound in prompts of ``model``, by its configuration: their embeddings
-    are put in the place of those of the table."""
+    """Tokens for an image, a video or sound in prompts of ``model``, by its configuration: given embeddings replace
+    those of the table."""
     config = getattr(model, "config", None)
     named = {} if config is None else vars(config)
     return frozenset(value for name, value in named.items() if PLACEHOLDER.fullmatch(name) and isinstance(value, int))
 
 
 class GivenEmbeddingFilter:
-    """Dismisses a `LOST_WRITE` into memory that held zeros, of a token whose embedding is not known: given in the place
-    of tokens, or standing for an image. That embedding may be all zero, as for padding and for what an untrained
-    projector makes of an image, and so may its K and V be."""
+    """Dismisses a `LOST_WRITE` into memory of zeros, of a token with an unknown embedding: given in the place of
+    tokens, or for an image. Such an embedding may be all zero, as for padding and for the output of an untrained
+    projector, and so may its K and V be."""
 
     def __init__(self, placeholders: Collection[int]) -> None:
         self._placeholders = frozenset(placeholders)
@@ -92,8 +92,8 @@ class GivenEmbeddingFilter:
 
 
 class MovedBytesFilter:
-    """Dismisses a `BYTES` finding that was reported already, at the slot where the bytes were before: a window that
-    moves on, and beams that are reordered, copy wrong bytes to other slots."""
+    """Dismisses a `BYTES` finding reported before, at the slot of the bytes before a move: a window moving on, and
+    reordered beams, copy wrong bytes to other slots."""
 
     def __init__(self) -> None:
         self._known: set[tuple[object, ...]] = set()

@@ -19,16 +19,16 @@ from canary_transformers.generate.guarded_cache import GuardedCache
 from canary_transformers.generate.hooks import GENERATE
 
 KEPT_VIOLATIONS = 10_000
-"""Findings that `Guard.violations` keeps; counts in `Guard.stats` are complete."""
+"""Findings kept by `Guard.violations`; counts in `Guard.stats` are complete."""
 
 
 class Guard:
-    """Guards one model, or (``model`` None) every model of this process, until `close`.
+    """Guards one model, or (``model`` None) every model of the process, until `close`.
 
-    Usable as a context manager. Every cache that the model makes from now on is guarded from its first forward; one
-    that exists already is taken over, its content not judged until it is written again.
+    Usable as a context manager. Every cache made by the model from now on is guarded from its first forward; an
+    existing one is adopted, with its content not judged until rewritten.
 
-    ``config``: what `version.require_fit` gave, or the settings that `canary_install` was called with.
+    ``config``: from `version.require_fit`, or the settings passed to `canary_install`.
     """
 
     def __init__(self, model: Any | None, config: CanaryConfig) -> None:
@@ -49,10 +49,10 @@ class Guard:
 
     @property
     def violations(self) -> list[Violation]:
-        """What was found so far, oldest first; without what was dismissed.
+        """Findings so far, oldest first; without dismissed ones.
 
-        For caches of `generate()` and of direct calls it waits for the GPU, so ask between forwards, on the thread that
-        makes them; of continuous batching it has what its loop has read so far.
+        For caches of `generate()` and of direct calls it waits for the GPU, so ask between forwards, on the same
+        thread; for continuous batching it has the findings read by its loop so far.
         """
         if self.config.mode == "log":
             for cache in list(self._caches):
@@ -78,8 +78,8 @@ class Guard:
             cache.hooks.register(plugin)
 
     def close(self) -> None:
-        """Reports what is left to report and leaves the engine as it was. Call it while the engine is idle; again:
-        does nothing."""
+        """Reports pending findings and restores the engine. Call while the engine is idle; does nothing when called
+        again."""
         try:
             HOOKS.remove(self)
         finally:
@@ -98,8 +98,8 @@ class Guard:
         return self._model is None or self._model() is model
 
     def open(self, model: Any, processor: Any, fresh: bool) -> Session | None:
-        """A session for a `ContinuousBatchProcessor` of ``model``. In log mode None, and a ``disabled`` event, where it
-        can't be guarded; in raise mode that raises."""
+        """A session for a `ContinuousBatchProcessor` of ``model``. If it can't be guarded: in log mode None, and a
+        ``disabled`` event; in raise mode an exception."""
         hooks = self._hooks(model)
         build = partial(Session, processor, self.config, hooks, fresh)
         session = attach("attach to transformers", self.config, build, hooks)
@@ -108,7 +108,7 @@ class Guard:
         return session
 
     def retire(self, session: Session) -> None:
-        """Keeps the session's counts and lets its memory go."""
+        """Keeps the session's counts and frees its memory."""
         session.close()
         self._sessions.remove(session)
         self._ended.update(session.canary.stats())
@@ -123,8 +123,7 @@ class Guard:
         return cache
 
     def retire_cache(self, cache: GuardedCache) -> None:
-        """Keeps the cache's counts and lets its memory go. Raises `ViolationError` in raise mode, for what is found
-        only now."""
+        """Keeps the cache's counts and frees its memory. Raises `ViolationError` in raise mode, for late findings."""
         if cache not in self._caches:
             return
         self._caches.remove(cache)
@@ -134,7 +133,7 @@ class Guard:
             self._ended.update(cache.stats())
 
     def settle(self, model: Any) -> None:
-        """An answer of ``model`` is complete and everything was read: tells what passed the hooks by."""
+        """An answer of ``model`` is complete and everything was read: reports forwards that passed the hooks by."""
         event = self.witness.settle() if self.config.mode != "off" else None
         if event is not None:
             emit(event, self._hooks(model))
@@ -152,7 +151,7 @@ class Guard:
         self._violations.append(violation)
 
     def _hooks(self, model: Any) -> pluggy.PluginManager:
-        """One manager per cache: findings do not say which model or guard they are about."""
+        """One manager per cache: findings do not name their model or guard."""
         return private_hooks(embedding_filter(model), self, *self._plugins)
 
 

@@ -1,4 +1,4 @@
-"""The plugin ``transformers``: what ``CANARY_PLUGINS=transformers`` turns on. Importing it imports no engine."""
+"""The plugin ``transformers``, turned on by ``CANARY_PLUGINS=transformers``. Importing it imports no engine."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,19 +18,19 @@ _guard: Guard | None = None
 
 @hookimpl
 def canary_engine() -> EngineInfo:
-    """The installed Transformers, and the releases that are supported."""
+    """The installed Transformers, and the supported releases."""
     return version.engine()
 
 
 @hookimpl
 def canary_targets() -> Sequence[HookTarget]:
-    """What is hooked for the whole process."""
+    """Functions hooked for the whole process."""
     return targets.TARGETS
 
 
 @hookimpl
 def canary_install(config: CanaryConfig) -> None:
-    """Guards every model of this process."""
+    """Guards every model of the process."""
     global _guard
     if _guard is None:
         _guard = Guard(None, config)
@@ -38,7 +38,7 @@ def canary_install(config: CanaryConfig) -> None:
 
 @hookimpl
 def canary_uninstall() -> None:
-    """Ends what `canary_install` began."""
+    """Ends the guard of `canary_install`."""
     global _guard
     if _guard is not None:
         _guard.close()
@@ -55,7 +55,7 @@ def canary_demo() -> DemoEngine:
 
 @hookimpl
 def canary_conformance() -> "type[PluginConformance]":
-    """What ``canary check-plugin transformers`` runs: continuous batching."""
+    """The suite of ``canary check-plugin transformers``: continuous batching."""
     from canary_transformers.conformance import ContinuousConformance
 
     return ContinuousConformance

@@ -1,6 +1,6 @@
-"""The functions of Transformers that are hooked for the whole process, and what is relied on of them.
+"""Functions of Transformers hooked for the whole process, with the parameters relied on.
 
-What is hooked on single objects, a cache's pool and allocators, is in `continuous.compat`.
+`continuous.compat` has the hooks on single objects: a cache's pool and allocators.
 """
 
 from canary_core import HookTarget

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, on which the demo and the conformance suite run. Imports the engine."""
+"""Tiny models with random weights, for the demo and the conformance suite. Imports the engine."""
 
 import gc
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import transformers
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a tiny model. positions: its longest sequence, in tokens."""
+    """Sizes of a tiny model. positions: its longest sequence, in tokens."""
 
     vocabulary: int
     positions: int
@@ -51,7 +51,7 @@ def tiny_model(name: str, seed: int, sizes: Sizes) -> Any:
 
 @lru_cache(maxsize=1)
 def spare_the_collector() -> None:
-    """What is imported by now is no garbage. Each manager of continuous batching collects garbage when it goes, which
-    takes longer than all that a tiny model does; it looks at what is new from here on only."""
+    """Exempts all present objects from garbage collection. Each manager of continuous batching collects garbage at its
+    end, at a higher cost than all of a tiny model's work; from here on only new objects are looked at."""
     gc.collect()
     gc.freeze()

@@ -18,7 +18,7 @@ PAGE_TOKENS = 8
 POOL_TOKENS = 256
 """Few enough that requests wait for each other and cached blocks are evicted."""
 BATCH_TOKENS = 20
-"""Fewer than the longest prompt, which is read in parts."""
+"""Fewer than the longest prompt, so that it is read in parts."""
 WINDOW_TOKENS = 36
 Q_PADDING, KV_PADDING = 8, 64
 """To multiples of how many tokens the engine pads."""
@@ -27,11 +27,11 @@ ModelName = Literal["llama", "gemma3"]
 
 
 class ContinuousSession(EngineSession):
-    """One manager of continuous batching, whose thread is not started: `step` does what its loop does, once.
+    """One manager of continuous batching, without its thread: `step` runs one turn of its loop.
 
-    Everything that is done here is done by the engine's own functions, and everything that is looked up is in its own
-    tables. Batches are padded as for CUDA graphs and torch.compile, which the engine itself does on a GPU only.
-    ``asynchronous``: a batch is prepared while the one before it runs.
+    Only the engine's own functions act here, and only its own tables are read. Batches are padded as for CUDA graphs
+    and torch.compile, done by the engine itself on a GPU only. ``asynchronous``: a batch is prepared while the one
+    before runs.
     """
 
     def __init__(self, model: ModelName = "llama", asynchronous: bool = False) -> None:
@@ -57,7 +57,7 @@ class ContinuousSession(EngineSession):
         self._processor.model_runner.pad_inputs = True
         self._cache = self._processor.cache
         self._behind = asynchronous
-        """Whether the first batch is still to come, which is updated only after the second one."""
+        """Whether the first batch is still to come, updated only after the second one."""
         self._prompts: dict[str, Sequence[int]] = {}
         self._answers: dict[str, Sequence[int]] = {}
 
@@ -65,11 +65,11 @@ class ContinuousSession(EngineSession):
         return {"page_size": PAGE_TOKENS, "num_blocks": POOL_TOKENS // PAGE_TOKENS, "auto_switch_to_flash": False}
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """One flat tensor, which all layers share."""
+        """One flat tensor, common to all layers."""
         return {"cache_tensor": self._cache.cache_tensor}
 
     def submit(self, request: str, tokens: Sequence[int], new_tokens: int) -> None:
-        """Queues a request. Its answer is streamed, so that it is known token by token."""
+        """Queues a request. Its answer is streamed, and so known token by token."""
         self._prompts[request], self._answers[request] = tuple(tokens), ()
         self._manager.add_request(list(tokens), request_id=request, max_new_tokens=new_tokens, streaming=True)
 
@@ -87,7 +87,7 @@ class ContinuousSession(EngineSession):
         return True
 
     def answer(self, request: str) -> Sequence[int]:
-        """What was streamed so far."""
+        """The answer streamed so far."""
         return self._answers[request]
 
     def poke(self, layer: int, half: str, request: str, position: int) -> None:
@@ -107,12 +107,12 @@ class ContinuousSession(EngineSession):
         page[place % PAGE_TOKENS, 2] ^= 16
 
     def close(self) -> None:
-        """The model is as it was, for the next session."""
+        """Restores the model for the next session."""
         self._manager.batch_processor = None
         self._model.set_attn_implementation("sdpa")
 
     def evict(self) -> None:
-        """What the engine does when memory is short, before it takes a request's blocks."""
+        """The engine's own action when memory is short, before it takes a request's blocks."""
         self._cache.evict_cached_blocks()
 
     def preempt(self, request: str) -> None:
@@ -122,7 +122,7 @@ class ContinuousSession(EngineSession):
         self._processor.offloading_manager.offload_requests()
 
     def fork(self, request: str, child: str) -> None:
-        """What the engine does for ``num_return_sequences``: full blocks are shared, the last one is copied."""
+        """The engine's own action for ``num_return_sequences``: full blocks are shared, the last one is copied."""
         state = self._processor.scheduler.active_requests[request]
         self._fork_blocks(state, child)
         self._processor.scheduler.active_requests[child] = state.fork(child)
@@ -149,7 +149,7 @@ class ContinuousSession(EngineSession):
         outputs.prepare_batch_tensors = wrong
 
     def _first_slots(self, request: str) -> list[int]:
-        """As the engine numbers them in its lists, of each attention type."""
+        """First slot for each attention type, numbered as in the engine's lists."""
         allocators = self._cache.cache_allocators.values()
         return [a.block_table[request][0] * a.block_physical_stride for a in allocators]
 
@@ -159,13 +159,13 @@ class ContinuousSession(EngineSession):
             self._cache.pool.free_blocks(allocator.index, allocator.block_table[request][-1:])
 
     def release_again(self, request: str) -> None:
-        """The bug of a double release: blocks that only the ledger keeps are let go of once more."""
+        """The bug of a double release: blocks kept only by the ledger are released once more."""
         for allocator, blocks in self._cached(request):
             for block in blocks:
                 allocator.ledger.release(block)
 
     def hand_out_cached(self) -> None:
-        """The bug of a lost eviction: a block that the ledger keeps is among the free ones, and so is handed out."""
+        """The bug of a lost eviction: a block kept by the ledger is among the free ones, and so is handed out."""
         request = next(name for name in self._prompts if any(blocks for _, blocks in self._cached(name)))
         for allocator, (block, *_) in self._cached(request):
             free = self._cache.pool._free_blocks[allocator.index]
@@ -175,6 +175,6 @@ class ContinuousSession(EngineSession):
             free.add_leaves(others)
 
     def _cached(self, request: str) -> list[tuple[Any, list[int]]]:
-        """By allocator, the blocks that the ledger keeps of a finished request."""
+        """By allocator, the blocks of a finished request kept by the ledger."""
         tokens = [*self._prompts[request], *self._answers[request]]
         return [(a, a.match_prefix_blocks(tokens)) for a in self._cache.cache_allocators.values()]

@@ -1,4 +1,4 @@
-"""`ContinuousSession517`: the same on Transformers 5.17, whose cache has groups of equally many layers."""
+"""`ContinuousSession517`: the same on Transformers 5.17, with a cache of groups of equally many layers."""
 
 from collections.abc import Mapping
 from typing import Any

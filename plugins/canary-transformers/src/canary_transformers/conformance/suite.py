@@ -1,4 +1,4 @@
-"""`ContinuousConformance`: what ``canary check-plugin transformers`` runs."""
+"""`ContinuousConformance`: the suite of ``canary check-plugin transformers``."""
 
 from dataclasses import fields
 
@@ -17,7 +17,7 @@ from canary_transformers.conformance.continuous import (
 from canary_transformers.conformance.continuous_5_17 import ContinuousSession517
 
 HAS_POOL = "page_size" in {f.name for f in fields(ContinuousBatchingConfig)}
-"""From 5.18 on blocks come from a pool, and it can be followed who has one."""
+"""From 5.18 on blocks come from a pool, and their holders can be followed."""
 
 _ABILITIES: frozenset[Ability] = frozenset(
     {"slot_mapping", "padding", "prefix_cache", "preempt", "fork", "raise", "uninstall"}

@@ -1,4 +1,4 @@
-"""A batch of continuous batching as a `BatchView`: the tables are the very tensors that the forward reads."""
+"""A batch of continuous batching as a `BatchView`: the tables are the very tensors read by the forward."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from canary_transformers.continuous.upload import upload_lists
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContinuousForward:
-    """One forward as the engine issues it: its `FutureRequestState`s, and the keyword arguments of the model."""
+    """One forward as issued by the engine: its `FutureRequestState` objects, and the keyword arguments of the model."""
 
     requests: Sequence[Any]
     arguments: Mapping[str, Any]
@@ -28,8 +28,8 @@ class ContinuousForward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """On the device, of each row: how many tokens are in the cache, how many are new, who writes them, and where in
-    each group's list its position 0 is."""
+    """On the device, for each row: tokens in the cache, new tokens, writer, and the place of position 0 in each group's
+    list."""
 
     prefix_lens: Tensor
     new_lens: Tensor
@@ -41,9 +41,9 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
     """Lengths and tokens come from the requests' own states, tables and inputs from the device: each is checked against
     the other.
 
-    Called after the batch was prepared, which has moved each request's ``position_offset`` behind its new tokens.
-    Decodes of the same requests have one view, whose numbers change: so each view is made in stream order with what
-    reads the one before.
+    Called after the batch was prepared, with each request's ``position_offset`` already behind its new tokens. Decodes
+    of the same requests have one view with changing numbers: so each view is made in stream order with the readers of
+    the one before.
     """
 
     def __init__(self, groups: Sequence[KVGroup], writers: Writers, device: torch.device, book: TokenBook) -> None:
@@ -59,7 +59,7 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
         self._rows: _Rows | None = None
 
     def view(self, batch: ContinuousForward) -> BatchView | None:
-        """The forward's rows are its requests, in order; tokens behind theirs are padding of the engine."""
+        """The forward's rows are its requests, in order; later tokens are padding of the engine."""
         requests, arguments = batch.requests, batch.arguments
         states = [request.state for request in requests]
         if not states:
@@ -84,7 +84,7 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
         return known[1]
 
     def _first(self, states: list[Any], new: list[int], arguments: Mapping[str, Any]) -> BatchView:
-        """The view of a batch that is not like the one before."""
+        """The view of a batch unlike the one before."""
         past = [state.position_offset - count for state, count in zip(states, new, strict=True)]
         firsts = [self._starts(group, arguments, past, new) for group in self._groups]
         history = self._book.changes(states, max(map(add, past, new)))
@@ -123,7 +123,7 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
         return writers
 
     def _notice_reused_names(self, states: Sequence[Any]) -> None:
-        """A new state under a known name is another request, unless it is what preemption made of the old one."""
+        """A new state under a known name is another request, unless made from the old one by preemption."""
         for state in states:
             if self._states.get(state.request_id) is not state:
                 self._states[state.request_id] = state
@@ -133,7 +133,7 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
     def _starts(
         self, group: KVGroup, arguments: Mapping[str, Any], past: Sequence[int], new: Sequence[int]
     ) -> list[int]:
-        """Where each row's position 0 would be in the flat list that `_table` reads; may be negative."""
+        """Place of each row's position 0 in the flat list read by `_table`; may be negative."""
         if not arguments["read_index"][group.index].numel():
             return _firsts(new)
         window = group.window_tokens
@@ -145,7 +145,7 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
 
 
 def _firsts(lengths: Iterable[int]) -> list[int]:
-    """Where each of these lists begins, one after the other."""
+    """Start of each of these lengths, one after the other."""
     firsts = list(accumulate(lengths, initial=0))
     firsts.pop()
     return firsts
@@ -172,5 +172,5 @@ def _table(group: KVGroup, arguments: Mapping[str, Any], starts: Tensor, longer:
 
 
 def _room(listed: Tensor) -> int:
-    """How many numbers there are from the first one of ``listed`` to the end of its memory."""
+    """Number of elements from the first one of ``listed`` to the end of the memory."""
     return int(listed.untyped_storage().nbytes() // listed.element_size() - listed.storage_offset())

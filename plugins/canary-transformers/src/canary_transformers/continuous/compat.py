@@ -1,8 +1,8 @@
-"""Where continuous batching keeps its KV, and who tells when blocks move. Differences between versions live here only.
+"""Places of continuous batching's KV, and hooks on moves of blocks. Differences between versions live here only.
 
 | Transformers | cache                                                                                              |
 |--------------|----------------------------------------------------------------------------------------------------|
-| 5.17         | groups of equally many layers; per layer of a group one K and one V tensor, which all groups share |
+| 5.17         | groups of equally many layers; per layer of a group one K and one V tensor, common to all groups   |
 | 5.18 - 5.24  | one allocator per attention type; the pages of all layers interleave in one flat tensor            |
 
 In both a block belongs to one index space at a time, so index spaces share memory and take turns on it.
@@ -23,7 +23,7 @@ from canary_core import AttachError, HookTarget, Patches, tensors_of
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 INPUTS = ("prepare_batch_tensors", "reset")
-"""Methods of `ContinuousBatchingIOs` that write to its tensors."""
+"""Methods of `ContinuousBatchingIOs` with writes to its tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +46,12 @@ class KVGroup:
 
 
 Ownership = Literal["alloc", "park", "share", "evict", "free"]
-"""What happens to who has a block: a method of `SlotEvents`."""
+"""Changes of a block's holder: a method of `SlotEvents`."""
 
 
 class BlockListener(Protocol):
-    """What a cache does with blocks outside of forwards. Called in the order in which the engine issues things, on the
-    engine's thread; ``group`` is `KVGroup.index`, None for all groups."""
+    """Receiver of a cache's actions on blocks outside of forwards. Called in the order of the engine's own actions, on
+    the engine's thread; ``group`` is `KVGroup.index`, None for all groups."""
 
     def moving(self) -> None:
         """Bytes of blocks are about to be copied, on the current stream."""
@@ -60,19 +60,19 @@ class BlockListener(Protocol):
         """Blocks were copied on the device."""
 
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
-        """Blocks hold something that no forward wrote: they were never cleared."""
+        """Blocks have content not written by a forward: they were never cleared."""
 
     def left(self, group: int, blocks: Sequence[int], request: str) -> None:
-        """What a request has in blocks was copied to host memory, in this order."""
+        """A request's content of blocks was copied to host memory, in the given order."""
 
     def returned(self, group: int, blocks: Sequence[int], request: str) -> None:
-        """What had `left` for a request was copied to the first of ``blocks``; others hold nothing yet."""
+        """Content reported by `left` for a request was copied to the first of ``blocks``; others hold nothing yet."""
 
     def dropped(self, request: str) -> None:
-        """What had `left` for a request will not come back."""
+        """Content reported by `left` for a request will not come back."""
 
     def changed_hands(self, event: Ownership, group: int, blocks: Sequence[int], request: str | None = None) -> None:
-        """Blocks were handed out, shared, parked, evicted or freed; ``request``: by which one, if that is known."""
+        """Blocks were handed out, shared, parked, evicted or freed; ``request``: the one responsible, if known."""
 
     def emptied(self) -> None:
         """No block of any group holds anything of value any more."""
@@ -86,8 +86,8 @@ def kv_groups(cache: Any) -> tuple[KVGroup, ...]:
 
 
 def blocks_of(cache: Any, group: KVGroup, requests: Sequence[str]) -> list[Sequence[int] | None]:
-    """The blocks that the cache keeps for each of ``requests`` in ``group``, by position; None for one that it does not
-    know any more. Not to be written to."""
+    """The cache's blocks of each of ``requests`` in ``group``, by position; None for a forgotten one. Not to be written
+    to."""
     table = _block_tables(cache)[group.index]
     return [table.get(request) for request in requests]
 
@@ -114,7 +114,7 @@ def asynchronous(inputs_and_outputs: Any) -> bool:
 
 
 def requests(inputs_and_outputs: Any) -> Sequence[Any]:
-    """The `FutureRequestState`s of the batch that is about to run, in batch order."""
+    """The `FutureRequestState` objects of the next batch, in batch order."""
     io = inputs_and_outputs
     if asynchronous(io):
         io = io.io_pairs[io.current_pair].host_io
@@ -123,8 +123,8 @@ def requests(inputs_and_outputs: Any) -> Sequence[Any]:
 
 
 def stored_layer(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """The layer of which `PagedAttentionCache.update` with these arguments has stored K and V; None where it leaves
-    that to the attention kernel, or has other arguments than those that are known."""
+    """The layer whose K and V were stored by `PagedAttentionCache.update` with these arguments; None where the
+    attention kernel stores, or the arguments are unknown."""
     given = dict(zip(("key_states", "value_states", "layer_idx", "kwargs"), args, strict=False)) | dict(kwargs)
     layer, more = given.get("layer_idx"), given.get("kwargs")
     if not isinstance(layer, int) or not isinstance(more, dict) or "write_index" not in more:
@@ -133,16 +133,16 @@ def stored_layer(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None
 
 
 def sampled(inputs_and_outputs: Any) -> Tensor | None:
-    """What the batch that has just run sampled, int32 ``[n]``: in batch order, one for each request that has a new
-    token, and others behind those. Or ``[1 or 2, n]``, of which the first row has the tokens. None where this release
-    keeps it elsewhere."""
+    """Tokens sampled for the batch just run, int32 ``[n]``: in batch order, one for each request with a new token, and
+    others behind. Or ``[1 or 2, n]``, with the tokens in the first row. None if kept elsewhere in the installed
+    release."""
     tokens = getattr(inputs_and_outputs, "output_ids", None)
     return tokens if isinstance(tokens, Tensor) and tokens.dim() in (1, 2) else None
 
 
 def require_methods(processor: Any) -> None:
-    """Raises `AttachError`, naming each method of a `ContinuousBatchProcessor`'s parts that is hooked and is not there,
-    or has other parameters. To be called before anything of it is wrapped."""
+    """Raises `AttachError`, naming each hooked method of a `ContinuousBatchProcessor`'s parts that is missing, or has
+    other parameters. To be called before anything is wrapped."""
     cache = processor.cache
     hooked = [
         (processor.model_runner, "compute_batch", ("model", "batch_data")),
@@ -168,7 +168,8 @@ def require_methods(processor: Any) -> None:
 
 
 def watch_blocks(processor: Any, events: BlockListener, patches: Patches) -> None:
-    """Makes one `ContinuousBatchProcessor` tell ``events`` what its cache does. Only this object's methods change."""
+    """Makes one `ContinuousBatchProcessor` report its cache's actions to ``events``. Only this object's methods
+    change."""
     cache = processor.cache
     _watch_restores(processor.offloading_manager, cache, events, patches)
     if not hasattr(cache, "cache_allocators"):
@@ -224,7 +225,7 @@ def tells_inputs(inputs_and_outputs: Any) -> bool:
 
 
 def watch_inputs(inputs_and_outputs: Any, tell: Callable[[], None], patches: Patches) -> None:
-    """Calls ``tell`` before the engine writes to tensors of the batch before, on the stream on which it does so."""
+    """Calls ``tell`` before the engine writes to tensors of the batch before, on the same stream."""
 
     def wrap(name: str, of_class: bool) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +241,7 @@ def watch_inputs(inputs_and_outputs: Any, tell: Callable[[], None], patches: Pat
 
 
 def _told_before(tell: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, before each call of which ``tell`` is called."""
+    """``original``, with a call of ``tell`` before each call."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -259,8 +260,8 @@ def _watch_copies(allocator: Any, events: BlockListener, patches: Patches) -> No
 
 
 def _watch_ownership(cache: Any, events: BlockListener, patches: Patches) -> None:
-    """Blocks come from the pool and go back to it. In between each allocator's ledger counts the requests that have a
-    block, and keeps complete ones that none has, for prefix sharing, until it evicts all of them."""
+    """Blocks come from the pool and go back there. In between each allocator's ledger counts a block's requests, and
+    keeps complete blocks without one, for prefix sharing, until it evicts all of them."""
     releasing: list[str] = []
     evicted: dict[int, set[int]] = {}
 

@@ -1,4 +1,4 @@
-"""`Decodes`: decodes of the same requests, of which the host knows all but the tokens beforehand."""
+"""`Decodes`: decodes of the same requests, known to the host beforehand except for the tokens."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -17,13 +17,12 @@ ENDLESS = 1 << 62
 
 
 class Decodes:
-    """What goes on from one decode to the next while the requests stay the same: their lengths grow by one, the lists
-    that attention reads by as many slots, and the engine's tensors stay where they are. So the view stays, too, and
-    only numbers in it change.
+    """State carried from one decode to the next while the requests stay the same: lengths grow by one, the lists read
+    by attention by as many slots, and the engine's tensors stay in place. So the view stays, too, and only numbers in
+    it change.
 
-    groups: of the cache. arguments: of the forward that this begins with, which was a decode. past: how many tokens
-    each request had before it. starts: where each row's position 0 was in the list of each group. places: where the
-    token after that of the forward will go in a `TokenBook`.
+    groups: of the cache. arguments: of the first forward, a decode. past: each request's tokens before. starts: place
+    of each row's position 0 in the list of each group. places: place in a `TokenBook` of the token after the forward's.
 
     prefix_lens, places, tokens, starts: on the device, of the last `go_on`.
     """
@@ -43,7 +42,7 @@ class Decodes:
         self.end = max(past) + 2
         """How many tokens the longest request has after the next decode."""
         self.views: dict[int, tuple[list[int], BatchView]] = {}
-        """By where the engine's tokens lie: where all that the view has of the engine lies, and the view."""
+        """By place of the engine's tokens: places of all the view's tensors of the engine, and the view."""
         self._indices = [group.index for group in groups]
         self._new = [1] * rows
         self._past = list(past)
@@ -94,7 +93,7 @@ class Decodes:
         self.end += 1
 
     def of_engine(self, arguments: Mapping[str, Any]) -> list[int]:
-        """Where all that a view takes from the engine lies, but for its tokens."""
+        """Places of all tensors of the engine in a view, except the tokens."""
         found = [arguments["input_ids"].shape[1], arguments["position_ids"].data_ptr()]
         blocks: Tensor | None = arguments.get("block_table")
         if blocks is not None:

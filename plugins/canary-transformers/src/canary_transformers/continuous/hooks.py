@@ -16,17 +16,18 @@ from canary_transformers.engine_hooks import EngineHooks, ModelOwner
 
 
 class SessionOwner(ModelOwner, Protocol):
-    """Who wants models guarded in continuous batching."""
+    """An owner of models to guard in continuous batching."""
 
     def open(self, model: Any, processor: Any, fresh: bool) -> Session | None:
-        """Attaches to a `ContinuousBatchProcessor`; None if that failed and the engine should go on."""
+        """Attaches to a `ContinuousBatchProcessor`; None if the attempt failed and the engine should go on."""
 
     def retire(self, session: Session) -> None:
         """The session's engine is gone: keeps its numbers, closes it."""
 
 
 class ContinuousHooks(EngineHooks[SessionOwner]):
-    """Gives each `ContinuousBatchProcessor` of a wanted model its `Session`, and takes findings to who waits for it."""
+    """Gives each `ContinuousBatchProcessor` of a wanted model its `Session`, and brings findings to the waiting
+    caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,4 +128,4 @@ class ContinuousHooks(EngineHooks[SessionOwner]):
 
 
 HOOKS = ContinuousHooks()
-"""The one of this process: the engine's classes exist once."""
+"""The only one in the process: the engine's classes exist once."""

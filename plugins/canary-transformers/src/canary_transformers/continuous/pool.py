@@ -29,7 +29,7 @@ class PagedCachePool(JoinedPools):
         return tuple(replace(region, null_reads=region.null_slots // 2) for region in super().regions())
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """The engine's own tensors. What it keeps in host memory, of requests that wait, is not guarded."""
+        """The engine's own tensors. Host memory of waiting requests is not guarded."""
         return compat.pool_tensors(self._cache)
 
 

@@ -28,7 +28,7 @@ NOTHING = contextlib.nullcontext()
 
 @dataclass(slots=True)
 class _Change:
-    """Blocks of one group to which one thing happened, and the writer id of the request that did it to each."""
+    """Blocks of one group in one change, and the responsible request's writer id for each."""
 
     event: compat.Ownership
     group: int
@@ -39,13 +39,12 @@ class _Change:
 class Session:
     """Guards one `ContinuousBatchProcessor`: brackets its forwards and follows its blocks.
 
-    The engine calls in from its own thread, one call at a time. In log mode nothing of ours raises into it: an
-    exception switches this session off with a ``disabled`` event. All work goes to the engine's compute stream, in the
-    order in which the engine issues its own.
+    The engine calls in from its own thread, one call at a time. In log mode nothing here raises into the engine: an
+    exception switches the session off with a ``disabled`` event. All work goes to the engine's compute stream, in the
+    order of the engine's own.
 
-    ``fresh``: the cache was just made, so that reading a slot before it is written is a finding.
-    Raises `AttachError` if the processor or its cache is not what `compat` expects, `ConfigError` if a setting can't be
-    used.
+    ``fresh``: the cache was just made, so that reading a slot before a write is a finding. Raises `AttachError` if the
+    processor or its cache is not as `compat` expects, `ConfigError` if a setting can't be used.
     """
 
     def __init__(self, processor: Any, config: CanaryConfig, hooks: pluggy.PluginManager, fresh: bool) -> None:
@@ -129,13 +128,13 @@ class Session:
             self.canary.tell(missing)
 
     def close(self) -> None:
-        """Drains and lets go of the engine, whose methods are its own again. Never raises `ViolationError`."""
+        """Drains, and restores the engine's methods. Never raises `ViolationError`."""
         self._patches.undo()
         with contextlib.suppress(ViolationError), self._on_stream:
             self.canary.close()
 
     def moving(self) -> None:
-        """Nothing of ours reads the bytes beside that."""
+        """Ends reads of bytes beside the move."""
         with self._ours("a copy"):
             self.canary.step.join()
 
@@ -148,22 +147,22 @@ class Session:
                 self.canary.slots.check(g.name, copies)
 
     def arrived(self, group: int | None, blocks: Sequence[int]) -> None:
-        """Content without records: not judged until it is written again."""
+        """Content without records: not judged until rewritten."""
         with self._ours("arrival"):
             for g in self._of(group):
                 if blocks:
                     self.canary.slots.forget(g.name, self._slots(g, blocks))
 
     def left(self, group: int, blocks: Sequence[int], request: str) -> None:
-        """Keeps the records of blocks that go to host memory."""
+        """Keeps the records of blocks on their way to host memory."""
         with self._ours("offload"):
             for g in self._of(group):
                 if blocks:
                     self._away[request, g.index] = self.canary.slots.export_records(g.name, self._slots(g, blocks))
 
     def returned(self, group: int, blocks: Sequence[int], request: str) -> None:
-        """Blocks came back from host memory: their bytes are compared with what left. Where nobody saw them leave, they
-        are not judged."""
+        """Blocks came back from host memory: their bytes are compared with those that left. Unseen leavers are not
+        judged."""
         with self._ours("restore"):
             for g in self._of(group):
                 payload = self._away.pop((request, g.index), None)
@@ -178,7 +177,7 @@ class Session:
                 self.canary.slots.check(g.name, slots[:back])
 
     def dropped(self, request: str) -> None:
-        """Lets go of the records of blocks that are in host memory."""
+        """Drops the records of blocks in host memory."""
         for group in self._groups:
             self._away.pop((request, group.index), None)
 
@@ -198,7 +197,7 @@ class Session:
             last.writers += [-1 if request is None else self._writers.id(request)] * len(blocks)
 
     def emptied(self) -> None:
-        """The pool was reset: who had a block does not matter any more."""
+        """The pool was reset: earlier holders of blocks do not matter any more."""
         with self._ours("reset"):
             self._changes.clear()
             self._away.clear()
@@ -230,14 +229,15 @@ class Session:
         return compute_batch
 
     def _scheduled(self, ready: bool) -> None:
-        """The engine has scheduled a batch, which it computes next, whether or not it calls what we have hooked."""
+        """The engine has scheduled a batch to compute next, whether or not it calls the hooked functions."""
         if ready:
             most = self._kept_of_a_query
             queries = (state.query_length for state in compat.requests(self._io))
             self.canary.witness.computed(sum(queries if most is None else (min(query, most) for query in queries)))
 
     def _check(self, arguments: dict[str, Any], overlap: Overlap) -> bool:
-        """Checks what the forward reads, beside it if ``overlap`` says so; gives whether it is followed at all."""
+        """Checks the forward's reads, beside it if ``overlap`` allows; returns whether the forward is followed at
+        all."""
         step, inputs = self.canary.step, self._inputs_written()
         with self._on_stream, step.beside() if overlap is not Overlap.NONE else NOTHING:
             with self.canary.guard("canary_transformers: inputs"):
@@ -249,8 +249,8 @@ class Session:
         return view is not None
 
     def _after(self, followed: bool) -> None:
-        """The forward was issued: records what it wrote, if it was checked. In log mode the step ends for Canary here:
-        the engine has still to wait for the device."""
+        """The forward was issued: records its writes, if it was checked. In log mode the step ends here for Canary: the
+        engine has still to wait for the device."""
         step = self.canary.step
         if followed:
             step.after()
@@ -263,9 +263,9 @@ class Session:
             step.end()
 
     def _inputs_written(self) -> torch.cuda.Event | None:
-        """Without asynchronous batches the engine writes its lists on the caller's stream, from which its own does not
-        wait: long before a forward reads them, but the check may come first. Gives what to wait for. Asynchronous ones
-        come by a copy that the engine's own stream waits for; it must not wait for more because of us."""
+        """Event to wait for before the check. Without asynchronous batches the engine writes its lists on the caller's
+        stream, unknown to its own: long before a forward reads them, but the check may come first. Asynchronous lists
+        come by a copy awaited by the engine's own stream, which must not wait for more because of Canary."""
         if not self._lists_are_late:
             return None
         with self.canary.guard("canary_transformers: inputs"):
@@ -275,7 +275,8 @@ class Session:
         return self._written
 
     def _inputs_change(self) -> None:
-        """The engine is about to write the next inputs, on the current stream, to tensors that the record may read."""
+        """The engine is about to write the next inputs, on the current stream, to tensors possibly read by the
+        record."""
         self.canary.step.join()
 
     def _updated(self, result: Any, *args: Any, **kwargs: Any) -> None:
@@ -286,7 +287,8 @@ class Session:
                 self.canary.step.stored(layer)
 
     def _give_sampled(self) -> None:
-        """What the batch sampled: the next one's input, which an asynchronous engine never has on the host in time."""
+        """Gives the tokens sampled for the batch: the next one's input, never on the host in time for an asynchronous
+        engine."""
         requests = compat.requests(self._io)
         count = sum(map(HAS_NEW_TOKEN, requests))
         tokens = self._sampled(count)
@@ -298,7 +300,7 @@ class Session:
         self.canary.sampled.give(tokens)
 
     def _sampled(self, count: int) -> Tensor | None:
-        """The first ``count`` tokens of what the batch sampled, which most batches have in the same place."""
+        """The first ``count`` tokens sampled for the batch, in the same place for most batches."""
         output = compat.sampled(self._io)
         if self._given is None or self._given[0] is not output or self._given[1] != count:
             # Of two dimensions, it has the tokens' probabilities beside them.
@@ -336,6 +338,6 @@ class Session:
 
     @contextlib.contextmanager
     def _ours(self, where: str) -> Iterator[None]:
-        """Code of ours within a call of the engine: on its stream, and its exceptions are ours to handle."""
+        """Context for code of Canary within a call of the engine: on its stream, with exceptions handled here."""
         with self.canary.guard(f"canary_transformers: {where}"), self._on_stream:
             yield

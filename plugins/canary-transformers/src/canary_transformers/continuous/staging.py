@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class _Page:
-    """Pinned memory, as a tensor and for the host, and when the device has read it; on a CPU plain memory."""
+    """Pinned memory, as a tensor and for the host, with the event of the device's last read; on a CPU plain memory."""
 
     tensor: Tensor
     numbers: memoryview
@@ -19,8 +19,8 @@ class _Page:
 
 
 class Staging:
-    """``lists`` lists of ``length`` integers for each forward. What is sent takes the place of what was sent before, in
-    the order of the streams on which `send` is called.
+    """``lists`` lists of ``length`` integers for each forward. Each `send` replaces the numbers of the one before, in
+    the order of the callers' streams.
 
     tensors: int64 ``[length]`` each, on ``device``, each at a multiple of 16 bytes.
     """
@@ -47,7 +47,7 @@ class Staging:
         self._pages.append(page)
 
     def _page(self) -> _Page:
-        """One that nobody reads any more."""
+        """A page without a pending read."""
         if self._pages and (self._pages[0].read is None or self._pages[0].read.query()):
             return self._pages.popleft()
         on_gpu = self._device.type == "cuda"

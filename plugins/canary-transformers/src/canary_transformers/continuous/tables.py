@@ -1,4 +1,4 @@
-"""`GivenTables`: the lists that a forward's attention is given, against the blocks that the cache keeps."""
+"""`GivenTables`: the lists given to a forward's attention, against the cache's own blocks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +15,7 @@ from canary_transformers.continuous.compat import KVGroup
 class GivenTables:
     """Compares the read lists, write lists and block tables of one cache's groups, which take turns.
 
-    The view of a forward has these very lists; what they are made from are the blocks that the engine keeps for each
-    request on the host.
+    The view of a forward has these very lists; their origin are the engine's own blocks of each request on the host.
     """
 
     def __init__(self, canary: Canary, cache: Any, groups: Sequence[KVGroup]) -> None:
@@ -27,7 +26,8 @@ class GivenTables:
         self._turn = 0
 
     def compare(self, view: BatchView, names: Sequence[str], arguments: Mapping[str, Any]) -> None:
-        """Of the forward of ``view`` and its requests ``names``, where it is due; before the forward, on its stream."""
+        """Compares a table of the forward of ``view`` with requests ``names``, where due; before the forward, on its
+        stream."""
         made = [make for group in self._groups for make in self._of(group, arguments)]
         for _ in range(len(made)):
             group, make = made[self._turn % len(made)]

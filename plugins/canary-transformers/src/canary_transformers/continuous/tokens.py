@@ -12,13 +12,13 @@ UNKNOWN = -1
 
 
 class TokenBook:
-    """Each request's tokens by position, from its own history: what slots are compared with.
+    """Each request's tokens by position, from its own history, for comparison with slots.
 
-    One row per request, kept while the request runs; those of the last batch are the first ones, in its order, and the
-    least recently used make room for new ones. Takes at most ``budget_bytes``; positions beyond what that can hold are
-    unknown.
+    One row per request, kept while the request runs; the last batch's rows come first, in its order, and the least
+    recently used make room for new ones. Takes at most ``budget_bytes``; positions beyond the budget are unknown.
 
-    For each batch `changes`, which go to `apply`, or `decoded`, whose tokens go to `write`; then `tokens` has it.
+    For each batch either `changes`, passed to `apply`, or `decoded`, with tokens for `write`; then `tokens` is
+    complete.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
@@ -30,15 +30,15 @@ class TokenBook:
         self._free: list[int] = []
         self._last = _Batch([], [])
         self.tokens = self._all
-        """Of the last batch's requests by position, int32 ``[requests, n]``; -1 where the engine does not know them yet
-        (a token that an earlier batch is still computing)."""
+        """Tokens of the last batch's requests by position, int32 ``[requests, n]``; -1 where the engine does not know a
+        token yet (still computed by an earlier batch)."""
         self.places: list[int] = []
         """After `changes`: where the next token of each request goes."""
         self._narrow: tuple[Tensor, Tensor] = self._flat, self._flat
 
     def decoded(self, states: Sequence[Any], width: int) -> list[int] | None:
-        """Where ``states`` are the `RequestState`s of the batch before, each has one token more, and there is room for
-        ``width`` of each: these tokens. They are to be given to `write`, with places that are one on from those before.
+        """The new tokens, where ``states`` are the `RequestState` objects of the batch before, each with one token
+        more, and there is room for ``width`` of each. To be passed to `write`, with places one on from the last ones.
         Else None, and nothing has changed."""
         last = self._last
         if width > self._all.shape[1] or not last.is_of(states):
@@ -58,8 +58,8 @@ class TokenBook:
         self._flat.index_copy_(0, places, self._narrow[1])
 
     def changes(self, states: Sequence[Any], width: int) -> tuple[list[int], list[int], list[int], list[int]]:
-        """All that is new of ``states``: four lists, of which `apply` wants the tensors. Makes room for ``width``
-        tokens of each, if it can be."""
+        """Everything new in ``states``: four lists, for `apply` as tensors. Makes room for ``width`` tokens of each, if
+        possible."""
         self._last.settle()
         self._fit(len(states), width)
         places = self._find(states)
@@ -82,7 +82,7 @@ class TokenBook:
         return order, fresh, flat, tokens
 
     def apply(self, order: Tensor, fresh: Tensor, flat: Tensor, tokens: Tensor) -> None:
-        """What `changes` gave, on the device."""
+        """Applies the lists of `changes`, on the device."""
         if order.shape[0]:
             self._all = self._all.index_select(0, order)
             self._flat = self._all.view(-1)
@@ -93,7 +93,7 @@ class TokenBook:
         self.tokens = self._all[: len(self._last.states)]
 
     def _find(self, states: Sequence[Any]) -> list["_Place"]:
-        """Each request's place; that of a request not seen before knows nothing."""
+        """Each request's place; a new request's knows nothing."""
         if self._last.is_of(states):
             # No other request was seen since.
             return self._last.places
@@ -111,7 +111,7 @@ class TokenBook:
         return [self._places[state.request_id] for state in states]
 
     def _put_first(self, places: Sequence["_Place"]) -> list[int]:
-        """Gives the batch's ``places`` the first rows. Gives what row each row is to be; none where nothing moves."""
+        """Gives the batch's ``places`` the first rows. Returns the old row for each row; empty where nothing moves."""
         rows = [place.row for place in places]
         if rows == list(range(len(rows))):
             return []
@@ -124,7 +124,7 @@ class TokenBook:
         return order
 
     def _fit(self, rows: int, width: int) -> None:
-        """Makes room for ``rows`` requests of ``width`` tokens, or as many as it can."""
+        """Makes room for ``rows`` requests of ``width`` tokens, or as many as possible."""
         have_rows, have_width = self._all.shape
         limit = max(self._budget_tokens // (2 * rows), 1)
         width = min(width, limit)
@@ -140,7 +140,7 @@ class TokenBook:
 
 
 class _Place:
-    """A request's row, and how many of its tokens are there."""
+    """A request's row, and its number of tokens there."""
 
     __slots__ = ("known", "row", "state")
 
@@ -151,7 +151,7 @@ class _Place:
 
 
 class _Batch:
-    """The requests of one batch. expected: how many tokens each has generated once it has one more."""
+    """The requests of one batch. expected: each one's number of generated tokens after the next."""
 
     __slots__ = ("_ahead", "expected", "places", "states")
 
@@ -162,7 +162,7 @@ class _Batch:
         self._ahead = 0
 
     def is_of(self, states: Sequence[Any]) -> bool:
-        """Whether ``states`` are these very ones."""
+        """Whether ``states`` are the same objects."""
         return len(states) == len(self.states) and all(map(is_, states, self.states))
 
     def follow(self) -> None:
@@ -171,7 +171,7 @@ class _Batch:
         self._ahead += 1
 
     def settle(self) -> None:
-        """Tells the places of the tokens that `follow` was told of."""
+        """Passes the tokens counted by `follow` to the places."""
         for place in self.places if self._ahead else ():
             place.known += self._ahead
         self._ahead = 0

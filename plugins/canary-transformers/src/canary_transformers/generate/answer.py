@@ -1,4 +1,4 @@
-"""`Answer`: one call of `generate()`, and how many tokens its answer says were computed."""
+"""`Answer`: one call of `generate()`, and the number of tokens computed by its answer's account."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from canary_transformers.generate import caches
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """``prompt``: tokens of a row that were given. ``continues``: a cache was given, too, so that some of them may have
-    been computed before. ``seen``: tokens of forwards that the hook has seen so far."""
+    """``prompt``: given tokens of a row. ``continues``: a cache was given, too, so that some of them may have been
+    computed before. ``seen``: tokens of forwards seen by the hook so far."""
 
     prompt: int
     continues: bool
@@ -20,15 +20,14 @@ class Answer:
 
     @classmethod
     def begin(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Answer":
-        """Of a call with these arguments."""
+        """The answer for a call with these arguments."""
         given = [kwargs.get(name) for name in ("inputs", "input_ids")]
         tokens = next((g for g in [*given, *args[:1]] if isinstance(g, Tensor) and g.dim() == 2), None)
         return cls(0 if tokens is None else tokens.shape[1], caches.among(kwargs.values()) is not None)
 
     def tokens(self, output: Any) -> int:
-        """Tokens that were computed for ``output``: of each row all but the last one, at least. What the hook has seen
-        where that is more, since beams, drafts and chunks are computed that no answer holds; and where the call failed.
-        """
+        """Tokens computed for ``output``: of each row all but the last one, at least. Or the number seen by the hook if
+        larger, since beams, drafts and chunks are not all in the answer; also for a failed call."""
         sequences = getattr(output, "sequences", output)
         if not isinstance(sequences, Tensor) or sequences.dim() != 2:
             return self.seen

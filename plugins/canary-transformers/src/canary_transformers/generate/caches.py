@@ -1,4 +1,4 @@
-"""Caches of `generate()` in supported releases: which tensors hold which positions, and how that changes."""
+"""Caches of `generate()` in supported releases: tensors, their positions, and changes of these."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,45 +16,46 @@ _WINDOW = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentio
 _STATIC_FULL = ("StaticLayer", "LinearAttentionAndStaticFullAttentionLayer", "StaticIndexedLayer")
 _STATIC_WINDOW = ("StaticSlidingWindowLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer")
 _KNOWN = {name: name in _STATIC_FULL + _STATIC_WINDOW for name in _FULL + _WINDOW + _STATIC_FULL + _STATIC_WINDOW}
-"""Layers that keep K and V as ``[batch, heads, tokens, dim]``, and whether they write in place."""
+"""Layers with K and V as ``[batch, heads, tokens, dim]``, and whether they write in place."""
 
 _ALL_TOKENS = tuple(name for name in _FULL + _STATIC_FULL if name != "Fp8QuantizedLayer")
-"""Those that keep every token, and nothing that says how many but the tensors or a count on the device."""
+"""Layers that keep every token, and know the number only from tensors or a count on the device."""
 
 
 _STATES = re.compile("conv|recurrent|indexer")
-"""In the names of tensors that are rewritten without slots."""
+"""Parts of the names of tensors rewritten without slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How a layer keeps tokens; layers that keep them alike share a region.
+    """A layer's way of keeping tokens; layers with the same way share a region.
 
-    ``window_tokens``: a token attends to itself and the ``window_tokens - 1`` before it. ``static_tokens``: length of
-    the tensors of a static layer, which are written in place; None for tensors that are made anew by each forward.
+    ``window_tokens``: a token attends to itself and the ``window_tokens - 1`` before. ``static_tokens``: length of the
+    tensors of a static layer, written in place; None for tensors made anew by each forward.
     """
 
     window_tokens: int | None
     static_tokens: int | None
 
     def held_after(self, held: int, new: int, recording: bool) -> int:
-        """How many tokens a layer holds that held ``held`` and was given ``new`` more."""
+        """Tokens in a layer after ``new`` more than ``held``."""
         if self.window_tokens is None or (recording and self.static_tokens is None):
             return held + new
         most = self.window_tokens - 1 if self.static_tokens is None else self.static_tokens
         return min(held + new, most)
 
     def held_after_crop(self, held: int, removed: int) -> int:
-        """How many tokens a layer holds after `Cache.crop`, which also drops what the window has passed."""
+        """Tokens in a layer after `Cache.crop`, which also drops tokens passed by the window."""
         left = max(held - removed, 0)
         return left if self.window_tokens is None else min(left, self.window_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerView:
-    """What one layer holds now: K and V ``[batch, heads, tokens, dim]``, positions ``[end - held, end)`` from index 0.
+    """One layer's present content: K and V ``[batch, heads, tokens, dim]``, positions ``[end - held, end)`` from index
+    0.
 
-    ``end`` is None where only the device knows it. ``recording``: the window is not cut until the next crop.
+    ``end`` is None where only the device knows. ``recording``: the window is not cut until the next crop.
     """
 
     layer: int
@@ -67,8 +68,8 @@ class LayerView:
 
 
 def guarded(cache: Any) -> Any | None:
-    """The cache that is guarded for ``cache``: an encoder-decoder cache's self-attention half, else the cache itself;
-    None if ``cache`` is no `Cache`, or one that keeps tokens in a way of its own."""
+    """The cache to guard for ``cache``: an encoder-decoder cache's self-attention half, else the cache itself; None if
+    ``cache`` is no `Cache`, or keeps tokens in a way of its own."""
     plain, encoder_decoder = _classes()
     if isinstance(cache, encoder_decoder):
         return guarded(cache.self_attention_cache)
@@ -76,13 +77,13 @@ def guarded(cache: Any) -> Any | None:
 
 
 def among(values: Iterable[Any]) -> Any | None:
-    """The cache among a forward's arguments, or what it gives: whatever name it has there, which releases and models
-    give it by turns. None if there is none that is `guarded`."""
+    """The cache among a forward's arguments, or outputs, under any name: releases and models use several. None if none
+    is `guarded`."""
     return next((value for value in values if guarded(value) is not None), None)
 
 
 def is_cache(value: Any) -> bool:
-    """Whether ``value`` is a cache of Transformers, of whatever kind, or one of one's own that is made like them."""
+    """Whether ``value`` is a cache of Transformers, of any kind, or a custom one made alike."""
     return isinstance(value, _classes()) or callable(getattr(value, "get_seq_length", None))
 
 
@@ -95,7 +96,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 def look(cache: Any, wait: bool = False) -> list[LayerView]:
-    """Every layer that holds tokens and can be guarded. ``wait``: may wait for the device to learn static lengths."""
+    """Every layer with tokens that can be guarded. ``wait``: may wait for the device to learn static lengths."""
     views = []
     inner = guarded(cache)
     layers = () if inner is None else inner.layers
@@ -110,8 +111,8 @@ def look(cache: Any, wait: bool = False) -> list[LayerView]:
 
 
 def keeps_all(cache: Any, views: Sequence[LayerView]) -> bool:
-    """Whether all layers of a `guarded` ``cache`` that can be guarded are those of ``views``, keep every token in one
-    way, and have no more to say about that than their tensors."""
+    """Whether ``views`` are all guardable layers of a `guarded` ``cache``, keep every token in one way, and know the
+    number only from their tensors."""
     found = {view.layer for view in views}
     if len({view.keeping for view in views}) > 1:
         return False
@@ -122,7 +123,7 @@ def keeps_all(cache: Any, views: Sequence[LayerView]) -> bool:
 
 
 def uncovered(cache: Any, looked: Sequence[LayerView]) -> list[Uncovered]:
-    """KV memory of ``cache`` that `look`, which gave ``looked``, leaves out, and why."""
+    """KV memory of ``cache`` left out by `look`, which returned ``looked``, with reasons."""
     inner = guarded(cache)
     if inner is None:
         return [Uncovered(type(cache).__name__, 0, "a cache with an update of its own; its layout is not known")]
@@ -144,8 +145,8 @@ def uncovered(cache: Any, looked: Sequence[LayerView]) -> list[Uncovered]:
 
 
 def pool_tensors(cache: Any) -> dict[str, Tensor]:
-    """The tensors in which layers of ``cache`` that can be guarded keep K and V, by the engine's own names, now: every
-    one of four dimensions that a layer holds but those that are known to be states, whatever the sources say."""
+    """The present tensors with K and V in guardable layers of ``cache``, by the engine's own names: every one of four
+    dimensions in a layer, except known states, whatever the sources say."""
     inner = guarded(cache)
     found: dict[str, Tensor] = {}
     for index, layer in enumerate(() if inner is None else inner.layers):
@@ -169,7 +170,7 @@ def _reason(cache: Any, layer: Any) -> str | None:
 
 
 def _counted(layers: Sequence[Any]) -> dict[int, int]:
-    """The lengths that layers count on a device, by the layer's place: in one wait for all layers there."""
+    """Lengths counted by layers on a device, by the layer's place: in one wait for all layers there."""
     counts: dict[torch.device, dict[int, Tensor]] = {}
     for index, layer in enumerate(layers):
         count = getattr(layer, "cumulative_length", None)
@@ -182,7 +183,7 @@ def _counted(layers: Sequence[Any]) -> dict[int, int]:
 
 
 def _view(index: int, layer: Any, counted: int | None = None) -> LayerView | None:
-    """``counted``: how many tokens the device says that the layer holds, if it was asked."""
+    """View of a layer. ``counted``: its tokens by the device's count, if asked."""
     keys, values = _tensors(layer)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4 or keys.numel() == 0:
         return None

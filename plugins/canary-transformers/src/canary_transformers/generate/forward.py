@@ -1,4 +1,4 @@
-"""`ModelCall`: what a model is called with, beside its cache."""
+"""`ModelCall`: a model's arguments beside the cache."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -1
-"""Token that was given as an embedding, or before the guard began: never judged."""
+"""Token given as an embedding, or before the guard began: never judged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelCall:
-    """What a forward is given: ``rows`` times ``new`` tokens. ``tokens``: their ids, integer ``[rows, new]``, None for
-    embeddings. ``history``: the sequences themselves, integer ``[rows, n]``, ending with this forward's tokens, where
-    the caller is `generate()`."""
+    """Input of a forward: ``rows`` times ``new`` tokens. ``tokens``: the ids, integer ``[rows, new]``, None for
+    embeddings. ``history``: the sequences themselves, integer ``[rows, n]``, up to the forward's tokens, for a call by
+    `generate()`."""
 
     rows: int
     new: int
@@ -21,15 +21,15 @@ class ModelCall:
     history: Tensor | None
 
     def history_to(self, end: int) -> Tensor | None:
-        """The sequences' last tokens up to position ``end``; None where they are not known, or are longer."""
+        """The sequences' last tokens up to position ``end``; None where unknown, or longer."""
         history = self.history
         if history is None or history.dim() != 2 or history.shape[0] != self.rows:
             return None
         return history if 0 < history.shape[1] <= end else None
 
     def token_ids(self, device: torch.device, copied: bool = False) -> Tensor:
-        """Its tokens, row after row, int64. ``copied``: in memory of ours; the caller may write the next ones to its
-        own."""
+        """The tokens, row after row, int64. ``copied``: in memory of their own; the caller may write the next ones to
+        its own."""
         if self.tokens is None:
             return torch.full((self.rows * self.new,), UNKNOWN, dtype=torch.int64, device=device)
         # One column of a longer tensor is a list with gaps.
@@ -37,8 +37,8 @@ class ModelCall:
         return tokens.clone() if copied else tokens
 
     def expected_tokens(self, prefix: int, unknown: int, device: torch.device) -> Tensor | None:
-        """What every position up to its end should hold, int64 ``[rows, prefix + new]``, if that is known; of the first
-        ``unknown`` it never is."""
+        """Expected token of every position up to the end, int64 ``[rows, prefix + new]``, if known; never for the first
+        ``unknown``."""
         end = prefix + self.new
         history = self.history_to(end)
         if history is None:

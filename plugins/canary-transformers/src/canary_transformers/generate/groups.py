@@ -1,4 +1,4 @@
-"""`Group`: layers of a cache that keep tokens alike, as one region."""
+"""`Group`: layers of a cache with the same way of keeping tokens, as one region."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -42,13 +42,13 @@ class Group:
         return self.first + self.held
 
     def region(self, views: Sequence[LayerView]) -> Region:
-        """The region of this group's layers among ``views``."""
+        """The region of the group's layers among ``views``."""
         window = self.keeping.window_tokens
         kind = RegionKind.FULL if window is None else RegionKind.WINDOW
         return Region(self.name, self.rows * self.capacity, self.sources(views), kind, window)
 
     def sources(self, views: Sequence[LayerView]) -> tuple[KVSource, ...]:
-        """K and V of each layer where they are now."""
+        """K and V of each layer at the present place."""
         parts = [
             (Part(half, view.layer), self._within(tensor.detach()))
             for view in views
@@ -68,7 +68,7 @@ class Group:
         return self.bound
 
     def _found(self, parts: Sequence[tuple[Part, Tensor]]) -> tuple[KVSource, ...]:
-        """Sources that are looked for: once for all tensors that lie alike."""
+        """Sources found by search: once for all tensors with the same layout."""
         alike: dict[tuple[object, ...], KVSource] = {}
         found = []
         for part, tensor in parts:
@@ -80,11 +80,11 @@ class Group:
         return tuple(found)
 
     def _within(self, tensor: Tensor) -> Tensor:
-        """What of a layer's tensor has slots."""
+        """The part of a layer's tensor with slots."""
         return tensor if tensor.shape[2] <= self.capacity else tensor[:, :, : self.capacity]
 
     def places_of(self, views: Sequence[LayerView]) -> Sequence[object]:
-        """Address, tokens and strides of K and V of each layer: while these stay, so do `sources`."""
+        """Address, tokens and strides of K and V of each layer: while unchanged, so are `sources`."""
         return [
             (tensor.data_ptr(), tensor.shape[2], tensor.stride())
             for view in views
@@ -93,8 +93,8 @@ class Group:
         ]
 
     def places_alike(self, tensors: Sequence[Tensor]) -> list[Placement] | None:
-        """How K and V of the first layer lie in the first two of ``tensors``, which are those of all layers in turn:
-        `SlotEvents.rebind_alike` sees whether the others do, too. None where another look at the layout is needed."""
+        """Layout of the first layer's K and V in the first two of ``tensors``, those of all layers in turn:
+        `SlotEvents.rebind_alike` checks the others. None where another look at the layout is needed."""
         placed = [_placed(like, tensor) for like, tensor in zip(self._like[:2], tensors, strict=False)]
         places = [place for place in placed if place is not None]
         return places if len(places) == 2 else None
@@ -116,8 +116,8 @@ class Group:
         return (rows[:, None] * self.capacity + inside).flatten()
 
     def table(self, end: int, device: torch.device, write_first: int | None = None, new: int = 0) -> SlotTable:
-        """What attention reads, up to position ``end``. ``write_first``: the forward's ``new`` tokens from ``end`` on
-        go to where they are once the rows begin with that position; None: to where the table has them."""
+        """The table read by attention, up to position ``end``. ``write_first``: the forward's ``new`` tokens from
+        ``end`` on go to their places after the rows begin with that position; None: to the table's places."""
         width = end + new
         moves = write_first is not None and new > 0
         if not moves and not self.first and width <= self.capacity:
@@ -138,15 +138,15 @@ class Group:
         )
 
     def _entries(self, width: int, device: torch.device) -> Tensor:
-        """The slots of positions up to ``width`` of each row, as they are numbered while rows begin with ``first``."""
+        """The slots of positions up to ``width`` of each row, as numbered while rows begin with ``first``."""
         last = (self.rows - 1) * self.capacity
         numbers = torch.arange(-self.first, last + width - self.first, device=device)
         return numbers.as_strided((self.rows, width), (self.capacity, 1))
 
 
 def groups_of(views: Sequence[LayerView], end: int) -> list[Group]:
-    """The groups of a cache whose sequences have ``end`` tokens, in the order of their first layers. Layers that do
-    not agree with the first one of their group about what is held are left for the caller to notice."""
+    """The groups of a cache with sequences of ``end`` tokens, in the order of their first layers. Layers that disagree
+    with the first one of their group about the held tokens are left for the caller to notice."""
     members: dict[Keeping, list[LayerView]] = {}
     for view in views:
         members.setdefault(view.keeping, []).append(view)
@@ -163,7 +163,7 @@ def groups_of(views: Sequence[LayerView], end: int) -> list[Group]:
 
 
 def disagreeing(views: Sequence[LayerView], groups: Sequence[Group], end: int) -> dict[int, int]:
-    """Layers that do not hold what their group does, with the length of their sequences."""
+    """Layers with other tokens than their group, with the length of their sequences."""
     by_layer = {view.layer: view for view in views}
     off = {}
     for group in groups:
@@ -178,7 +178,7 @@ def disagreeing(views: Sequence[LayerView], groups: Sequence[Group], end: int) -
 
 
 class _Like(NamedTuple):
-    """What of a source stays when its tensor grows."""
+    """Constant parts of a source when its tensor grows."""
 
     contents: tuple[int, int, int]
     dtype: torch.dtype
@@ -187,13 +187,13 @@ class _Like(NamedTuple):
 
     @classmethod
     def of(cls, source: KVSource) -> "_Like":
-        """That of ``source``."""
+        """The constant parts of ``source``."""
         rows, heads, _, dim = source.tensor.shape
         return cls((rows, heads, dim), source.tensor.dtype, source.chunks, source.chunk_bytes)
 
 
 def _moved(old: KVSource, like: _Like, tensor: Tensor) -> KVSource | None:
-    """``old`` where it is now, without another search for overlaps; None if more than the place is new."""
+    """``old`` at the present place, without another search for overlaps; None if more than the place is new."""
     place = _placed(like, tensor)
     return None if place is None else replace(old, tensor=tensor, **place._asdict())
 

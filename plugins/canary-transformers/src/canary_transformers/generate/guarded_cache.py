@@ -1,4 +1,4 @@
-"""`GuardedCache`: one cache of `generate()` under guard, from its first forward to its end."""
+"""`GuardedCache`: one cache of `generate()` under guard, from the first forward to the end."""
 
 import contextlib
 from collections import Counter as Tally
@@ -21,15 +21,14 @@ from canary_transformers.generate.steady import Steady
 
 
 class GuardedCache:
-    """Follows one `Cache`: `before`, then `after` or `failed` for each forward; `changing`, then
-    `reordered`, `repeated`, `cropped` or `cleared` for what its methods do in between.
+    """Follows one `Cache`: `before`, then `after` or `failed` for each forward; `changing`, then `reordered`,
+    `repeated`, `cropped` or `cleared` for its methods' changes in between.
 
-    In log mode nothing of ours raises into the engine: an exception switches this guard off with a ``disabled`` event.
-    `before`, `after`, `drain` and `close` raise `ViolationError` in raise mode. Where layers do not hold what those
-    methods have left them with, slots that attention reads all the same are findings (UNWRITTEN), and an event names
-    the layers.
+    In log mode nothing here raises into the engine: an exception switches the guard off with a ``disabled`` event.
+    `before`, `after`, `drain` and `close` raise `ViolationError` in raise mode. Where layers do not hold the tokens
+    left by those methods, slots still read by attention are findings (UNWRITTEN), and an event names the layers.
 
-    ``witness``: tokens of the model that the cache is of. ``pad``: the token whose embedding is zero, if there is one.
+    ``witness``: tokens of the cache's model. ``pad``: the token with a zero embedding, if there is one.
     """
 
     def __init__(
@@ -62,15 +61,15 @@ class GuardedCache:
         self._held: dict[str, int] | None = None
 
     def stats(self) -> dict[str, int]:
-        """`Canary.stats`, over all that this cache had."""
+        """`Canary.stats`, summed over all Canaries of the cache."""
         total = Tally(self._ended)
         if self._records is not None:
             total.update(self._records.canary.stats())
         return dict(total)
 
     def before(self, cache: Any, forward: ModelCall) -> None:
-        """Checks what the forward will read, or leaves that to `after`, when the device has the forward: where it
-        writes in place to tensors that stay, and nothing has changed since the last one."""
+        """Checks the forward's reads, or leaves them to `after`, once the device has the forward: for writes in place
+        to lasting tensors, without a change since the last forward."""
         self._held = None
         with self._ours("before the forward"):
             if self._over or self._check_steady(cache, forward):
@@ -92,7 +91,7 @@ class GuardedCache:
                 records.check(forward, held)
 
     def after(self, cache: Any, forward: ModelCall) -> None:
-        """The forward was issued: records what it wrote, then reports."""
+        """The forward was issued: records its writes, then reports."""
         with self._ours("after the forward"):
             if self._over:
                 self._witness.explain("released_cache", forward.rows * forward.new)
@@ -108,15 +107,15 @@ class GuardedCache:
                 self._records.canary.step.end()
 
     def failed(self) -> None:
-        """The forward raised: nothing is recorded of it."""
+        """The forward raised: nothing is recorded."""
         self._held = None
         with self._ours("failed forward"):
             if self._records is not None:
                 self._records.abandon()
 
     def changing(self, moves: bool) -> None:
-        """A method of the cache is about to change it: nothing of ours reads it beside that. ``moves``: rows change
-        places, for which growing layers make other tensors."""
+        """A method of the cache is about to change it: ends reads beside the change. ``moves``: rows change places, for
+        which growing layers make other tensors."""
         with self._ours("a change of the cache"):
             records = self._live()
             if records is not None:
@@ -126,7 +125,7 @@ class GuardedCache:
                     self._steady = None
 
     def reordered(self, cache: Any, rows: Tensor) -> None:
-        """The cache's row ``i`` is now what its row ``rows[i]`` was; there may be more rows than before, or fewer."""
+        """The cache's row ``i`` is now its former row ``rows[i]``; there may be more rows than before, or fewer."""
         with self._ours("rows"):
             records = self._live()
             if records is None or records.end == 0:
@@ -146,7 +145,7 @@ class GuardedCache:
             self.reordered(cache, torch.arange(records.rows).repeat_interleave(int(times)))
 
     def cropped(self, tokens_to_remove: int) -> None:
-        """`Cache.crop`: that many tokens were removed, as a negative number; a positive one is how many are left."""
+        """`Cache.crop`: as many tokens were removed, as a negative number; a positive one is the number left."""
         with self._ours("crop"):
             records = self._live()
             if records is not None:
@@ -154,7 +153,7 @@ class GuardedCache:
                 records.crop(max(end, 0))
 
     def cleared(self) -> None:
-        """Nothing is left; tensors that stay are zeroed."""
+        """Nothing is left; lasting tensors are zeroed."""
         with self._ours("reset"):
             records = self._live()
             if records is not None:
@@ -174,7 +173,7 @@ class GuardedCache:
             self._retire()
 
     def _check_steady(self, cache: Any, forward: ModelCall) -> bool:
-        """`before` where nothing has changed since the last forward; gives whether that is so."""
+        """`before` without a change since the last forward; returns whether the case applies."""
         records, steady = self._records, self._steady
         if records is None or steady is None or steady.end != records.end or forward.rows != records.rows:
             return False
@@ -191,8 +190,8 @@ class GuardedCache:
         return True
 
     def _record_steady(self, cache: Any, records: CacheRecords, forward: ModelCall) -> bool:
-        """`after` where the forward did what most do: all layers hold its tokens, and nothing else is new. Gives
-        whether that is so; if not, nothing was recorded."""
+        """`after` for an ordinary forward: all layers hold its tokens, and nothing else is new. Returns whether the
+        case applies; if not, nothing was recorded."""
         steady = self._steady
         if steady is None or not forward.new:
             return False
@@ -213,7 +212,7 @@ class GuardedCache:
         return None if self._over else self._records
 
     def _attach(self, cache: Any, forward: ModelCall) -> None:
-        """Begins with the bytes that are there: what this forward wrote, and, unjudged, what was there before."""
+        """Begins with the present bytes: the forward's writes, and, unjudged, older content."""
         views = caches.look(cache, wait=True)
         end = views[0].end if views else None
         left_out = caches.uncovered(cache, views)
@@ -262,14 +261,14 @@ class GuardedCache:
             self._settle(cache, views, records)
 
     def _settle(self, cache: Any, views: Sequence[LayerView], records: CacheRecords) -> None:
-        """All layers hold what they should: from now on most forwards change little."""
+        """All layers hold the right tokens: from now on most forwards change little."""
         one = len(records.groups) == 1 and records.groups[0].layers == tuple(view.layer for view in views)
         off = disagreeing(views, records.groups, records.end)
         self._steady = Steady.of(cache, views, records.end) if one and not off else None
 
     def _changed(self, records: CacheRecords, views: Sequence[LayerView], disagree: dict[int, int]) -> None:
-        """Not all layers hold what they should: tells that, and checks what attention will read. ``disagree``: layers
-        that do not, with the length of their sequences."""
+        """Not all layers hold the right tokens: reports them, and checks the coming reads. ``disagree``: the layers
+        concerned, with the length of their sequences."""
         ends = {view.end or 0 for view in views if view.end is not None}
         together = len(ends) == 1
         fields: dict[str, object] = {"cache": self.name, "expected_tokens": records.end, "layer_tokens": disagree}
@@ -298,13 +297,13 @@ class GuardedCache:
             canary.audit.start(self._pool_tensors, tuple(canary.regions.values()), canary.uncovered, forwards)
 
     def _release(self, reason: str) -> None:
-        """A cache that can't be followed any more."""
+        """Lets go of a cache that can't be followed any more."""
         self._over = True
         self._tell("cache_released", "error", {"cache": self.name, "reason": reason})
         self._retire()
 
     def _pool_tensors(self) -> Mapping[str, Tensor]:
-        """The engine's own tensors, for the audit; once the cache is gone, those that were known last."""
+        """The engine's own tensors, for the audit; once the cache is gone, the last known ones."""
         cache = self._cache()
         if cache is None and self._records is not None:
             return {source.name: source.tensor for group in self._records.groups for source in group.bound}
@@ -353,4 +352,4 @@ class GuardedCache:
 
 
 def _nothing() -> None:
-    """A cache that is not known, or gone."""
+    """An unknown cache, or one gone."""

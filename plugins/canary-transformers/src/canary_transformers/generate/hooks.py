@@ -1,4 +1,4 @@
-"""Hooks `generate()` and direct calls of a model: every `Cache` that goes through a guarded model is followed."""
+"""Hooks `generate()` and direct calls of a model: every `Cache` passed through a guarded model is followed."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ from canary_transformers.generate.guarded_cache import GuardedCache
 
 
 class CacheOwner(ModelOwner, Protocol):
-    """Who wants models guarded in `generate()` and direct calls."""
+    """An owner of models to guard in `generate()` and direct calls."""
 
     def open_cache(self, model: Any) -> GuardedCache:
         """Begins to guard a cache of ``model``."""
@@ -30,19 +30,18 @@ class CacheOwner(ModelOwner, Protocol):
 
     @property
     def witness(self) -> Witness:
-        """Tokens that its models have computed."""
+        """Tokens computed by the owner's models."""
 
     def settle(self, model: Any) -> None:
-        """An answer of ``model`` is complete: what passed the hooks by is told."""
+        """An answer of ``model`` is complete: reports forwards that passed the hooks by."""
 
     def tell_unguarded(self, model: Any, reason: str) -> None:
         """A forward of ``model`` can't be guarded; told once for each class and reason."""
 
 
 class GenerateHooks(EngineHooks[CacheOwner]):
-    """Brackets the outermost call of a model. Calls of `Cache`'s methods say how each cache was to change, which its
-    layers are compared with; `prepare_inputs_for_generation`, where a model does not replace it, gives the sequences.
-    """
+    """Brackets the outermost call of a model. Calls of `Cache`'s methods announce changes, for comparison with the
+    layers; `prepare_inputs_for_generation`, where not replaced by the model, gives the sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +142,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         return output
 
     def _count(self, owner: CacheOwner, tokens: int) -> None:
-        """A forward of so many tokens was seen. Within `generate()` its answer says how many there must have been."""
+        """A forward of so many tokens was seen. Within `generate()` its answer has the right number."""
         answer = getattr(self._calls, "answer", None)
         if answer is None:
             owner.witness.computed(tokens)
@@ -151,7 +150,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
             answer.seen += tokens
 
     def _not_guarded(self, owner: CacheOwner, model: Any, given: Mapping[str, Any], tokens: int) -> None:
-        """A forward had no cache that can be followed. Told once for each sort of model, if it should have had one."""
+        """A forward had no cache to follow. Reported once for each sort of model, if there should have been one."""
         other = next((type(value).__name__ for value in given.values() if caches.is_cache(value)), None)
         answering = getattr(self._calls, "answer", None) is not None
         if other is None and not (answering and given.get("use_cache") is not False):
@@ -229,7 +228,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         return None if inner is None else self._histories.pop(inner, None)
 
     def _guard(self, owner: CacheOwner, model: Any, cache: Any) -> GuardedCache | None:
-        """Who follows ``cache``; None where there is nothing to follow."""
+        """The guard of ``cache``; None where there is nothing to follow."""
         inner = caches.guarded(cache)
         if inner is None:
             return None
@@ -243,7 +242,7 @@ class GenerateHooks(EngineHooks[CacheOwner]):
         return guarded
 
     def _end(self, owner: CacheOwner, guarded: GuardedCache) -> None:
-        """The cache is gone. Runs whenever Python frees it, where nothing can be raised: `_raise_late` does that."""
+        """The cache is gone. Runs whenever Python frees it, where nothing can be raised: `_raise_late` does so."""
         try:
             owner.retire_cache(guarded)
         except ViolationError as error:
@@ -264,7 +263,7 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _forward(given: Mapping[str, Any], history: Tensor | None) -> ModelCall | None:
-    """What a call gives its model, None if neither tokens nor embeddings."""
+    """A model's input in a call, None if neither tokens nor embeddings."""
     for half in ("decoder_", ""):
         tokens, embeds = given.get(f"{half}input_ids"), given.get(f"{half}inputs_embeds")
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
@@ -276,11 +275,11 @@ def _forward(given: Mapping[str, Any], history: Tensor | None) -> ModelCall | No
 
 
 def _parts(output: Any) -> Iterable[Any]:
-    """What a model gives, among it the cache that it made by itself."""
+    """A model's outputs, including a cache made by the model itself."""
     if isinstance(output, Mapping):
         return output.values()
     return output if isinstance(output, tuple) else ()
 
 
 GENERATE = GenerateHooks()
-"""The one of this process: the engine's classes exist once."""
+"""The only one in the process: the engine's classes exist once."""

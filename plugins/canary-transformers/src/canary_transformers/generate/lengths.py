@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 AHEAD = 128
-"""Lengths that are made at once: decodes need one after the other."""
+"""Lengths made at once: decodes need one after the other."""
 
 
 class RowLengths:
-    """Gives int64 ``[rows]`` tensors full of one number. None of them is ever written to again."""
+    """Returns int64 ``[rows]`` tensors full of one number, never written to again."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._rows = rows
@@ -27,7 +27,7 @@ class RowLengths:
         return self._made[length - self._first]
 
     def new(self, count: int) -> Tensor:
-        """``count`` for each row; cheap if it was that the last time, too."""
+        """``count`` for each row; cheap when repeated."""
         if self._new is None or self._new[0] != count:
             self._new = count, torch.full((self._rows,), count, dtype=torch.int64, device=self._device)
         return self._new[1]

@@ -1,4 +1,4 @@
-"""`CacheRecords`: one `Canary` on a cache of `generate()`, and what the cache holds as far as Canary was told."""
+"""`CacheRecords`: one `Canary` on a cache of `generate()`, and the cache's content as known to Canary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +16,12 @@ from canary_transformers.generate.lengths import RowLengths
 
 
 class CacheRecords:
-    """Knows which token of which sequence each slot of ``canary`` holds, and keeps that right when the engine moves
-    rows or tokens. Every row of the cache holds ``end`` tokens, of which each of ``groups`` keeps some.
+    """Knows the sequence and token of each slot of ``canary``, and follows the engine's moves of rows or tokens. Every
+    row of the cache holds ``end`` tokens, some of them kept by each of ``groups``.
 
-    ``name``: of the cache, as findings give it. ``pad``: the token whose embedding is zero, if there is one.
+    ``name``: the cache's, for findings. ``pad``: the token with a zero embedding, if there is one.
 
-    No method waits for the device, unless it says so. None handles errors: see `GuardedCache`.
+    No method waits for the device, unless noted. None handles errors: see `GuardedCache`.
     """
 
     def __init__(self, name: str, canary: Canary, groups: Sequence[Group], end: int, pad: int | None) -> None:
@@ -30,7 +30,7 @@ class CacheRecords:
         self.end = end
         """The position after the last token."""
         self.checked: Mapping[str, int] | None = None
-        """While a forward that `check` was called for runs: how many tokens each group will hold after it."""
+        """During a forward after `check`: each group's number of tokens afterwards."""
         self._name = name
         self._pad = None if canary.config.bytes == "off" else pad
         self._every = torch.arange(groups[0].rows, device=canary.device)
@@ -57,7 +57,7 @@ class CacheRecords:
 
     @property
     def layers(self) -> set[int]:
-        """All that are guarded."""
+        """All guarded layers."""
         return {layer for group in self.groups for layer in group.layers}
 
     def held_after(self, views: Sequence[LayerView], new: int) -> dict[str, int]:
@@ -66,7 +66,7 @@ class CacheRecords:
         return {g.name: g.keeping.held_after(g.held, new, recording.get(g.layers[0], False)) for g in self.groups}
 
     def have_room(self, held: Mapping[str, int]) -> bool:
-        """Whether every group that grows has slots for so many tokens of a row."""
+        """Whether every growing group has slots for so many tokens of a row."""
         return all(held[g.name] <= g.capacity for g in self.groups if g.keeping.static_tokens is None)
 
     def rebuilt(
@@ -77,7 +77,7 @@ class CacheRecords:
         held: Mapping[str, int] | None = None,
     ) -> "CacheRecords":
         """The same on another Canary, whose row ``i`` was row ``rows[i]`` here (None: row ``i``), with room for
-        ``held`` tokens of a row by group. This Canary is left to the caller to close."""
+        ``held`` tokens of a row by group. The caller has to close this Canary."""
         old = self.canary
         every = self._every if rows is None else rows
         groups = [group.resized(len(every), (held or {}).get(group.name, 0)) for group in self.groups]
@@ -97,15 +97,15 @@ class CacheRecords:
         return new
 
     def rebind(self, views: Sequence[LayerView]) -> None:
-        """The layers' tensors are those of ``views`` now."""
+        """Moves the layers to the tensors of ``views``."""
         for group in self.groups:
             places = group.places_of(views)
             if places != group.places and len(places) == 2 * len(group.layers):
                 self.canary.slots.rebind(group.name, group.sources(views))
 
     def rebind_alike(self, tensors: Sequence[Tensor]) -> bool:
-        """As `rebind`, where the cache is one group, and its layers' tensors, K and V in turn, are ``tensors`` now.
-        Gives whether they could be taken for alike; if not, nothing has changed."""
+        """As `rebind`, for a cache of one group whose layers' tensors, K and V in turn, are ``tensors`` now. Returns
+        whether they are alike enough; if not, nothing has changed."""
         (group,) = self.groups
         places = group.places_alike(tensors)
         if places is None or not self.canary.slots.rebind_alike(group.name, tensors, places):
@@ -115,8 +115,8 @@ class CacheRecords:
         return True
 
     def adopt(self, forward: ModelCall, was_empty: bool) -> None:
-        """After the first forward under guard: records the whole cache, so that what ``forward`` wrote is judged from
-        now on. ``was_empty``: nothing was in the cache before, so that static tensors were zero."""
+        """After the first forward under guard: records the whole cache, so that writes of ``forward`` are judged from
+        now on. ``was_empty``: the cache was empty before, so that static tensors were zero."""
         device, end = self.canary.device, self.end
         self._rename_rows()
         tokens = torch.full((self.rows, end), UNKNOWN, dtype=torch.int64, device=device)
@@ -140,14 +140,13 @@ class CacheRecords:
         self._drop_passed(end, {group.name: group.held for group in self.groups})
 
     def issues_first(self) -> bool:
-        """Before a forward whose layers write in place: whether it may be issued before `check`, which then runs beside
-        it."""
+        """Before a forward with writes in place: whether to issue it before `check`, which then runs beside."""
         self._issued_first = self.canary.step.issues_first(Overlap.ALL)
         return self._issued_first
 
     def check(self, forward: ModelCall, held: Mapping[str, int]) -> None:
-        """Before a forward, after which the groups will hold ``held``, or once it was issued where `issues_first` said
-        so: checks what it reads. `record` or `abandon` must follow."""
+        """Before a forward that leaves ``held`` tokens in the groups, or after issuing it if `issues_first` said so:
+        checks its reads. `record` or `abandon` must follow."""
         if not self._issued_first:
             self._check(forward, held, Overlap.NONE)
             return
@@ -166,7 +165,7 @@ class CacheRecords:
         self.let_go_growing()
 
     def record(self, views: Sequence[LayerView] | None, forward: ModelCall) -> None:
-        """After a forward: records what it wrote to the tensors of ``views``; None: to those that are known."""
+        """After a forward: records its writes to the tensors of ``views``; None: to the known ones."""
         held, self.checked, self._issued_first = self.checked or {}, None, False
         view, self._view = self._view, None
         if view is None:
@@ -188,15 +187,15 @@ class CacheRecords:
             self._unknown_end = self.end
 
     def abandon(self, views: Sequence[LayerView] = ()) -> None:
-        """The forward has failed, or left the cache alone, whose layers are still ``views`` then."""
+        """The forward has failed, or left the cache alone, with ``views`` as its layers' present state."""
         self.rebind(views)
         if self.checked is not None or self._issued_first:
             self.checked, self._view, self._issued_first = None, None, False
             self.canary.step.abandon()
 
     def check_beyond(self, lengths: Mapping[int, int]) -> None:
-        """Finds what attention will read although not every layer holds it. ``lengths``: those of the sequences in
-        layers that do not hold what they should. Waits for the device. Raises `ViolationError` in raise mode."""
+        """Finds coming reads of tokens missing in a layer. ``lengths``: of the sequences in layers with the wrong
+        tokens. Waits for the device. Raises `ViolationError` in raise mode."""
         lowest, highest = min(lengths.values()), max(lengths.values())
         groups = [g for g in self.groups if any(layer in lengths for layer in g.layers)]
         # A layer that lost slots makes the group's slots unreadable, one that kept too many is read beyond its records.
@@ -211,14 +210,14 @@ class CacheRecords:
         self.canary.drain()
 
     def reorder(self, rows: Tensor) -> None:
-        """Row ``i`` is now what row ``rows[i]`` was, for as many rows as before."""
+        """Row ``i`` is now the former row ``rows[i]``, for as many rows as before."""
         for group in self.groups:
             held = range(group.held)
             self.canary.slots.copy(group.name, group.slots(held, rows), group.slots(held, self._every))
         self._rename_rows()
 
     def crop(self, end: int) -> None:
-        """Only the first ``end`` tokens are left; windows also drop what they have passed."""
+        """Only the first ``end`` tokens are left; windows also drop passed tokens."""
         removed = max(self.end - end, 0)
         self.end -= removed
         self._unknown_end = min(self._unknown_end, self.end)
@@ -226,7 +225,7 @@ class CacheRecords:
             self._move(group, group.keeping.held_after_crop(group.held, removed))
 
     def clear(self) -> None:
-        """Nothing is left; tensors that stay are zeroed."""
+        """Nothing is left; lasting tensors are zeroed."""
         self.end = self._unknown_end = 0
         for group in self.groups:
             self._move(group, 0)
@@ -236,8 +235,8 @@ class CacheRecords:
         self._rename_rows()
 
     def close(self) -> None:
-        """Closes the Canary, which may be there for some time still: it keeps nothing of the cache, and gives its own
-        memory back. Raises `ViolationError` in raise mode."""
+        """Closes the Canary, which may live on for some time: releases the cache's tensors, and its own memory. Raises
+        `ViolationError` in raise mode."""
         try:
             self.canary.close()
         finally:
@@ -250,7 +249,7 @@ class CacheRecords:
         self._let_go([group for group in self.groups if group.keeping.static_tokens is None])
 
     def let_go(self) -> None:
-        """Keeps nothing of the cache, of which nothing is read any more."""
+        """Releases the cache's tensors, not read any more."""
         self._let_go(self.groups)
 
     def _let_go(self, groups: Sequence[Group]) -> None:
@@ -261,7 +260,7 @@ class CacheRecords:
             group.let_go()
 
     def _rename_rows(self) -> None:
-        """A row has another history from now on than its name had."""
+        """Gives each row a new history under its name."""
         names = [f"{self._name} row {row}" for row in range(self.rows)]
         writers = self.canary.writers
         for name in names:
@@ -281,8 +280,8 @@ class CacheRecords:
         group.first, group.held = first, held
 
     def _excuse_pads(self, tokens: Tensor) -> None:
-        """``tokens``: the last ones, ``[rows, n]``. A pad has an embedding of zeros, which gives zero K and V: what a
-        static tensor held before. So of pads a lost write is not seen."""
+        """``tokens``: the last ones, ``[rows, n]``. A pad's zero embedding gives zero K and V, equal to a static
+        tensor's old content: so a lost write of a pad is not seen."""
         if self._pad is None:
             return
         pads = tokens.to(self.canary.device) == self._pad
@@ -294,7 +293,7 @@ class CacheRecords:
                 self.canary.slots.forget_bytes(group.name, slots.masked_fill(~own, -1))
 
     def _drop_passed(self, new: int, held: Mapping[str, int]) -> None:
-        """Of ``new`` tokens of a row, a window that all layers have keeps no more than it holds then."""
+        """Reports ``new`` tokens of a row beyond the windows as dropped, if all layers have one."""
         if all(group.keeping.window_tokens is not None for group in self.groups):
             most = max(held[group.name] for group in self.groups)
             self.canary.witness.dropped(self.rows * max(new - most, 0))

@@ -1,4 +1,4 @@
-"""`Steady`: a cache seen again and again, of which nothing changes from forward to forward but its tensors."""
+"""`Steady`: a cache seen again and again, without a change from forward to forward except in its tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from canary_transformers.generate.caches import LayerView
 
 @dataclass(slots=True, eq=False)
 class Steady:
-    """The layers of a cache that all keep every token, alike, and where their tensors were after the last forward: at a
-    fraction of what `caches.look` costs it can be seen whether nothing has changed since, and what a forward did.
+    """The layers of a cache that all keep every token, alike, and the places of their tensors after the last forward:
+    shows changes since, and a forward's effect, at a fraction of the cost of `caches.look`.
 
-    listed: all layers of the cache. layers: those that are guarded; tensors: K and V of each in turn, none while a
-    forward makes others; shapes: of these; places: where they lay how. growing: each forward makes others. counted: of
-    static layers, whether the host can ask how many tokens they hold. end: how many tokens a row has.
+    listed: all layers of the cache. layers: the guarded ones; tensors: K and V of each in turn, none while a forward
+    makes others; shapes: of these; places: addresses and strides. growing: each forward makes other tensors. counted:
+    for static layers, whether the host can ask for the number of tokens. end: tokens of a row.
     """
 
     listed: list[Any]
@@ -33,7 +33,7 @@ class Steady:
 
     @classmethod
     def of(cls, cache: Any, views: Sequence[LayerView], end: int) -> "Steady | None":
-        """Of a cache that was found to be as ``views`` say; None for one that has to be looked at anew each time."""
+        """From a cache found in the state ``views``; None for one to be looked at anew each time."""
         inner = caches.guarded(cache)
         if inner is None or not views or not caches.keeps_all(inner, views):
             return None
@@ -48,27 +48,27 @@ class Steady:
         return cls(listed, layers, tensors, _shapes(tensors), _places(tensors), growing, counted, end)
 
     def kept(self, cache: Any, end: int) -> bool:
-        """Whether the layers have the very tensors that they had after the last forward, which hold ``end`` tokens, as
-        far as the host can know."""
+        """Whether the layers have the same tensors as after the last forward, with ``end`` tokens, as far as the host
+        can know."""
         if not self.tensors or not self._known(cache) or not _all_same(_tensors(self.layers), self.tensors):
             return False
         # A growing tensor that was cut holds fewer.
         return self._holds(end) and not (self.growing and _shapes(self.tensors) != self.shapes)
 
     def in_place(self) -> bool:
-        """Whether the bytes of all tensors are where they were: one that stays may get another shape, or other memory.
-        To be asked before any are read."""
+        """Whether the bytes of all tensors are in place: a lasting tensor may get another shape, or other memory. To be
+        asked before any read."""
         return _shapes(self.tensors) == self.shapes and _places(self.tensors) == self.places
 
     def follow(self, tensors: list[Tensor], end: int, places: bool) -> None:
-        """The layers have made ``tensors``, which hold ``end`` tokens, and of which `SlotEvents.rebind_alike` has seen
-        that all K are alike, and all V. ``places``: whether `in_place` will be asked."""
+        """The layers have made ``tensors`` with ``end`` tokens; `SlotEvents.rebind_alike` has found all K alike, and
+        all V. ``places``: whether `in_place` will be asked."""
         self.tensors, self.end = tensors, end
         self.shapes = _shapes(tensors[:2]) * len(self.layers)
         self.places = _places(tensors) if places else []
 
     def moved(self, cache: Any, end: int) -> list[Tensor] | None:
-        """The tensors of growing layers, if the first holds ``end`` tokens; whether all others are like it is left to
+        """The tensors of growing layers, if the first holds ``end`` tokens; the others' likeness is left to
         `SlotEvents.rebind_alike`."""
         if not self._known(cache):
             return None
@@ -78,12 +78,12 @@ class Steady:
         return tensors
 
     def let_go(self) -> None:
-        """A forward begins, which makes other tensors where the layers grow."""
+        """A forward begins, and growing layers will make other tensors."""
         if self.growing:
             self.tensors = []
 
     def _known(self, cache: Any) -> bool:
-        """Whether the cache has the very layers that it had."""
+        """Whether the cache has the same layers as before."""
         inner = caches.guarded(cache)
         return inner is not None and len(inner.layers) == len(self.listed) and _all_same(inner.layers, self.listed)
 
@@ -104,7 +104,7 @@ def _places(tensors: Sequence[Tensor]) -> list[object]:
 
 
 def _plain(tensors: Sequence[Any]) -> bool:
-    """Whether all are tensors that may be kept: one with a history of gradients would be kept with all of it."""
+    """Whether all are tensors fit to be kept: a history of gradients would be kept along."""
     return not any(tensor is None or tensor.requires_grad for tensor in tensors)
 
 
