@@ -1,8 +1,10 @@
 """How a plugin begins to guard a pool, and what is told where it can't."""
 
 import socket
+from contextlib import nullcontext
 
 import pytest
+from support.guarded import Guarded
 
 from canary_core import CanaryConfig, Uncovered
 from canary_core.guard.attach import attach, report_unguarded
@@ -46,6 +48,22 @@ def test_whose_pool_it_is_is_told_where_it_can_not_be_guarded(findings):
     for event in (disabled, coverage):
         assert place.items() <= event.fields.items()
     assert place.keys().isdisjoint(alone.fields)
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_a_canary_is_closed_where_what_is_made_around_it_fails(mode):
+    """Nobody would call it: it must not count as a guard, in metrics or at the end of the process."""
+    made = []
+
+    def build() -> object:
+        made.append(Guarded(mode=mode))
+        raise KeyError("scheduler")
+
+    with pytest.raises(KeyError) if mode == "raise" else nullcontext():
+        attach("attach to toy", CanaryConfig.load(mode=mode), build)
+    (guarded,) = made
+    assert not guarded.canary.enabled
+    assert [event.name for event in guarded.findings.events if event.name == "summary"] == ["summary"]
 
 
 def test_in_raise_mode_it_is_raised(findings):

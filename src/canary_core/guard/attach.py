@@ -1,9 +1,10 @@
 """Begins to guard a pool, or reports why not: called by a plugin once the engine's pool exists."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import pluggy
 import torch
@@ -18,8 +19,30 @@ from canary_core.runtime.telling import emit
 
 Guarded = TypeVar("Guarded")
 
-_attaching: "ContextVar[CanaryConfig | None]" = ContextVar("_attaching", default=None)
-"""Settings of the running `attach`."""
+
+class Closable(Protocol):
+    """A `Canary`, as far as `attach` needs it."""
+
+    def close(self) -> None:
+        """Stops for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attaching:
+    """The running `attach`: its settings, and the Canaries made in it."""
+
+    config: CanaryConfig
+    canaries: list[Closable] = field(default_factory=list)
+
+
+_attaching: "ContextVar[_Attaching | None]" = ContextVar("_attaching", default=None)
+
+
+def made(canary: Closable) -> None:
+    """Within `attach`: ``canary`` is closed if what is made around it fails."""
+    attaching = _attaching.get()
+    if attaching is not None:
+        attaching.canaries.append(canary)
 
 
 def attach(
@@ -29,10 +52,15 @@ def attach(
     guard, reported by `report_unguarded`. In log mode an exception of ``build`` becomes a ``disabled`` event with
     ``where`` (as in `Canary.fail`), and None: the engine goes on unguarded. In raise mode the exception passes.
     ``hooks``: receivers of the event, this process's plugins by default."""
-    begun = _attaching.set(config)
+    attaching = _Attaching(config)
+    begun = _attaching.set(attaching)
     try:
         return build()
     except Exception as error:
+        for canary in attaching.canaries:
+            # Nobody calls it for a forward, so it must not count as a guard.
+            with suppress(Exception):
+                canary.close()
         if config.mode == "raise":
             raise
         fields: dict[str, object] = {**_place(config), "where": where, "error": str(error)}
@@ -50,8 +78,8 @@ def report_unguarded(
     """Reports a pool as not guarded at all: a ``coverage`` event with ``items``, the reasons, and no region. ``model``:
     as `CanaryConfig.model`. ``hooks``: receivers of the event, this process's plugins by default. Within `attach` the
     event names the pool's place."""
-    event, config = Coverage((), tuple(items)).event(), _attaching.get()
-    place = {} if config is None else _place(config)
+    event, attaching = Coverage((), tuple(items)).event(), _attaching.get()
+    place = {} if attaching is None else _place(attaching.config)
     draft = {"model": model, "draft": True} if model else {}
     emit(replace(event, fields={**place, **draft, **event.fields}), hooks)
 

@@ -15,6 +15,7 @@ from canary_core.batch import BatchView
 from canary_core.config import CanaryConfig, Mode, ScrubBudget
 from canary_core.errors import CanaryError
 from canary_core.events import Event
+from canary_core.guard import attach
 from canary_core.guard.coverage import Coverage, require_together
 from canary_core.guard.reading import Reading
 from canary_core.guard.reporting.findings import Reporter
@@ -126,6 +127,7 @@ class Canary:
             self.witness.calls = lambda: _calls(own())
             self.witness.why = lambda: _unguarded(own())
             WATCH.add(self._lookout)
+            attach.made(self)
             self._tell_attached()
             hooks.hook.canary_attached(canary=self)
 

@@ -86,7 +86,8 @@ KIND = FindingKind(
     classes=(STALE_TABLE, UNFILLED_PREFIX, UNWRITTEN),
     suspect=Suspect(
         "BatchAdapter",
-        "slots are read that no view said are written: prefix_lens, table, page_size, or forwards without a view; or events that clear too much",
+        "slots are read that no view said are written: prefix_lens, table, page_size, or forwards without a view; or "
+        "events that clear too much",
     ),
     page=Page(
         wrong=Wrong.NOTHING,

@@ -1,13 +1,24 @@
 """`Reader`: the host's look, at intervals, at the device's counters and findings."""
 
 import time
+from typing import Protocol
 
 from canary_core.guard.recorder import Recorder
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.lookout import Lookout
 from canary_core.runtime.workspace import Workspace
 from canary_core.watchers.audit.running import RunningAudit
-from canary_core.watchers.late import Late
+
+
+class Late(Protocol):
+    """A watcher that gathers on the device, and judges on the host when that has arrived. Called at each read of the
+    counters, between forwards, never captured."""
+
+    def send(self) -> None:
+        """Starts the copy of gathered rows, on the current stream. Never waits."""
+
+    def read(self) -> None:
+        """Judges what has arrived. Never waits."""
 
 
 class Reader:
