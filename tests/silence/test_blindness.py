@@ -10,7 +10,7 @@ import pytest
 from canary_toy.hooks import ToyGuard
 from canary_toy.toy_engine import Engine
 
-from canary_core import CanaryConfig, CanaryError, hook_manager
+from canary_core import CanaryConfig, CanaryError, hook_manager, hookimpl
 from canary_core.desk.incidents.investigator import Investigator
 from canary_core.guard.reporting import alarm_test
 from canary_core.guard.reporting.lookout import Lookout
@@ -156,6 +156,27 @@ def test_a_thread_of_incidents_that_does_nothing_is_told(served, monkeypatch):
     (told,) = served.events("alarm_dead")
     assert "the thread of incidents has not taken it" in told["reason"]
     served.serve_until(lambda: served.canary.stats()["alarm_dead"] == 0)  # another thread takes it
+
+
+@pytest.mark.parametrize("answer", [True, RuntimeError("broken plugin")])
+def test_a_plugin_that_takes_a_probe_and_does_nothing_is_told(served, answer):
+    """It says that it would do something about an incident, or fails: then incidents can't be relied on."""
+
+    class Takes:
+        @hookimpl
+        def canary_probe(self):
+            if answer is not True:
+                raise answer
+            return True
+
+    plugin = Takes()
+    hook_manager().register(plugin)
+    try:
+        served.serve_until(lambda: served.events("alarm_dead"))
+    finally:
+        hook_manager().unregister(plugin)
+    failed = [fields["where"] for fields in served.events("reporting_failed")]
+    assert set(failed) == (set() if answer is True else {"canary_probe"})
 
 
 def test_a_copy_that_never_arrives_is_told_once(served, monkeypatch):

@@ -25,7 +25,7 @@ class Investigations:
         """Hands the probe to the thread."""
         return self._investigator(canary).prove(canary, passed) or None
 
-    @hookimpl
+    @hookimpl(tryfirst=True)
     def canary_settle(self, canary: Canary, last: bool) -> None:
         """Waits for the thread; ``last``: ends it."""
         investigator = self._of.get(canary)
