@@ -9,13 +9,13 @@ from support import words
 LIMIT = 0.04
 """Share of pronouns in the words of a room's docstrings."""
 UNFINISHED = {
-    "canary_sglang": 0.10,
+    "canary_sglang": 0.07,
 }
 """Rooms that are still above `LIMIT`, with the share that they have come down to. Lower it, never raise it."""
 
 
 RIDDLE = r"(What|Whoever|Whatever)\b"
-RIDDLES = 27
+RIDDLES = 12
 """Docstrings that still begin with "What ..." or "Whoever ...". Lower it, never raise it."""
 
 

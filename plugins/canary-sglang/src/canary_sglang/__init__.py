@@ -1,4 +1,4 @@
-"""Canary for SGLang. Set ``CANARY_PLUGINS=sglang`` and start the engine as always; no code of it is edited.
+"""Canary for SGLang. Set ``CANARY_PLUGINS=sglang`` and start the engine as always, without an edit of its code.
 
 SGLang calls `canary_sglang.plugin.start` through its own plugin group, in every process it starts.
 """

@@ -1,16 +1,15 @@
-"""Acts on findings, as ``CANARY_ON_VIOLATION`` says: corrupted KV is not served, and the server stays up.
+"""Acts on findings, as set by ``CANARY_ON_VIOLATION``: corrupted KV is not served, and the server stays up.
 
-A finding becomes a `Suspect`. The scheduler's thread acts on it where it decides what to run next: it aborts requests
-that read or hold the suspect's slot, with an error that tells the client to try again. With ``quarantine`` it also
-evicts nodes of the prefix cache that hold the slot, as soon as they are not in use, so that later requests compute them
-again.
+A finding becomes a `Suspect`. The scheduler's thread acts before its next choice of work: it aborts requests that read
+or hold the suspect's slot, with an error that tells the client to try again. With ``quarantine`` it also evicts nodes
+of the prefix cache with the slot, as soon as they are not in use, so that later requests compute them again.
 
 All ranks that schedule together (one tensor-parallel group) must make the same decisions, or they would run different
-batches and wait for each other for ever. Each rank guards its own shard, so each has other findings. But all ranks make
-the same turns of the scheduler's loop. So every `AGREE_EVERY` turns they learn whether any of them has a finding: one
-number, which was asked for `AGREE_EVERY` turns earlier, so that nobody waits for it. Only if there is one they exchange
-their findings. Then all act on the same set, in the same order, at the same turn. Tables, slots and tree, which they
-act on, are the same on all of them.
+batches and wait for each other for ever. Each rank guards its own shard, and so has other findings. But all ranks make
+the same turns of the scheduler's loop. So every `AGREE_EVERY` turns they learn whether any rank has a finding: one
+number, asked for `AGREE_EVERY` turns earlier, so that nobody waits. Only after a finding do they exchange their
+findings. Then all act on the same set, in the same order, at the same turn. Tables, slots and tree, the subjects of the
+actions, are the same on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,15 +29,15 @@ AGREE_EVERY = 8
 finding is told."""
 
 RETRY_EVERY = 4
-"""A single rank acts on a new finding at once. It tries slots that are still in use again every so many turns."""
+"""Turns between two tries of a slot still in use. A single rank acts on a new finding at once."""
 
 SELDOM = 64
-"""A slot that stays in use is handled at its 1st, 2nd, 4th, 8th, ... try, and at every try that this number divides."""
+"""A slot that stays in use is handled at the 1st, 2nd, 4th, 8th, ... try, and at every try divisible by this number."""
 
 
 class Quarantine:
-    """A plugin of the core that acts on the findings of this process's Canaries. ``canaries``: gives those of now.
-    ``together``: says whether all ranks do so; asked once, before the first collective, where there are several."""
+    """A plugin of the core that acts on the findings of this process's Canaries. ``canaries``: returns the present
+    ones. ``together``: whether all ranks do so; asked once, before the first collective, where there are several."""
 
     def __init__(
         self,
@@ -66,8 +65,8 @@ class Quarantine:
             self._found.append(suspect)
 
     def turn(self, scheduler: Any) -> None:
-        """One turn of the scheduler's loop. Every rank must call it, even if its Canary is off, since the ranks wait
-        for each other. Raises only if the process group fails."""
+        """One turn of the scheduler's loop. Every rank must call it, even with its Canary off, since the ranks wait for
+        each other. Raises only if the process group fails."""
         ranks = self.begin(scheduler)
         self._turn += 1
         if self._off:
@@ -82,14 +81,14 @@ class Quarantine:
             ranks.ask(bool(self._found or self._open))
 
     def begin(self, scheduler: Any) -> Ranks:
-        """The ranks that decide together. The first call asks them whether all are guarded alike, and tells where
-        nothing can be done in this engine; every rank must make it."""
+        """The ranks that decide together. The first call asks whether all are guarded alike, and reports an engine
+        without possible actions; every rank must make it."""
         if self._ranks is None:
             self._ranks = self._meet(scheduler)
         return self._ranks
 
     def _act(self, scheduler: Any, found: Sequence[Suspect], gone: Sequence[Suspect]) -> None:
-        """All ranks must call it with the same arguments."""
+        """Acts on suspects. All ranks must call it with the same arguments."""
         for suspect in gone:
             self._open.pop(suspect, None)
             self._failed.discard(suspect)
@@ -125,8 +124,8 @@ class Quarantine:
         return ranks
 
     def _news(self) -> tuple[list[Suspect], list[Suspect]]:
-        """New findings of this rank, and open suspects that are gone or could not be handled. A finding is told some
-        steps late, so it is left out if it is gone already. Never raises: the other ranks wait for the result."""
+        """New findings of this rank, and open suspects that are gone or could not be handled. A finding comes some
+        steps late, and is left out if already gone. Never raises: the other ranks wait for the result."""
         found, self._found = self._found, []
         gone = set(self._failed)
         try:
@@ -177,7 +176,7 @@ class Quarantine:
             self._tell("aborted", {"request": request.rid, **_about(suspect)}, "error")
 
     def _is_gone(self, suspect: Suspect) -> bool:
-        """Whether the slot was written again since. Reads the device, which is needed only after a finding."""
+        """Whether the slot was rewritten since. Reads the device, after a finding only."""
         canary = self._canary(suspect.region)
         if suspect.slot < 0 or suspect.written < 0 or canary is None:
             return False
@@ -192,28 +191,28 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A slot of a region whose slots are in the engine's tables, under their own numbers or those of a map."""
+    """A slot of a region in the engine's tables, under its own number or through a map."""
 
     scheduler: Any
     slot: int
     region: Region
 
     def held(self, request: Any) -> bool:
-        """Whether a running request has it."""
+        """Whether a running request has the slot."""
         row, length = schedulers.table_row(self.scheduler, request)
         return row is not None and bool(self._is(row[:length]).any())
 
     def cached(self) -> bool:
-        """Whether the prefix cache has it."""
+        """Whether the prefix cache has the slot."""
         slots = caches.cached_slots(self.scheduler.tree_cache)
         return slots is not None and bool(self._is(slots).any())
 
     def evict(self) -> dict[str, object]:
-        """Evicts nodes that hold it, unless they are in use. Gives the number of tokens, as an event's field."""
+        """Evicts nodes with the slot, unless in use. Returns the number of tokens, as an event's field."""
         return {"evicted_tokens": caches.evict_nodes(self.scheduler.tree_cache, self._is)}
 
     def _is(self, slots: Tensor) -> Tensor:
-        """Which of ``slots`` are this one; they are numbered as in the engine's tables."""
+        """Whether each of ``slots``, numbered as in the engine's tables, is this one."""
         return self.region.slots_of(slots) == self.slot
 
 
@@ -234,7 +233,7 @@ class _State:
         return slots is not None and bool((slots == self.slot).any())
 
     def evict(self) -> dict[str, object]:
-        """As `_Slot.evict`, for states. Gives their number."""
+        """As `_Slot.evict`, for states. Returns the number of states."""
         return {"evicted_states": caches.evict_states(self.scheduler.tree_cache)}
 
 

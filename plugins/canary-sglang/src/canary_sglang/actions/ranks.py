@@ -9,7 +9,7 @@ from canary_sglang.actions.suspect import Suspect
 
 
 class Ranks:
-    """The ranks that schedule together. ``group``: their CPU process group, None for a single rank."""
+    """The ranks that schedule together. ``group``: the CPU process group, None for a single rank."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -26,8 +26,8 @@ class Ranks:
         return all(bool(other == value) for other in told)
 
     def ask(self, has: bool) -> None:
-        """Asks all ranks whether any of them has a finding; ``has``: whether this one does. Does not wait: the answer
-        comes while the engine works."""
+        """Asks all ranks whether any has a finding; ``has``: whether this one does. Does not wait: the answer comes
+        while the engine works."""
         self._flag = torch.tensor([int(has)], device="cpu")
         self._asked = torch.distributed.all_reduce(
             self._flag, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
@@ -42,8 +42,8 @@ class Ranks:
         return bool(self._flag)
 
     def agree(self, found: Sequence[Suspect], gone: Sequence[Suspect]) -> tuple[list[Suspect], list[Suspect]]:
-        """What any rank has ``found``, and what any rank says is ``gone``, in the same order on all. Waits for the
-        other ranks."""
+        """Suspects ``found`` by any rank, and those ``gone`` by any rank's word, in the same order on all. Waits for
+        the other ranks."""
         told: list[Any] = [(list(found), list(gone))]
         if self.size > 1:
             told = [None] * self.size

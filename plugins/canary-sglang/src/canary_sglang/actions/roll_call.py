@@ -1,4 +1,4 @@
-"""`RanksRollCall`: the ranks of an engine tell each other that they are guarded, and one tells who is not."""
+"""`RanksRollCall`: the ranks of an engine inform each other of their guard, and one reports the unguarded."""
 
 import json
 import threading
@@ -13,11 +13,11 @@ from canary_sglang.compat.ranks import ReplicaRank
 from canary_sglang.version import __version__
 
 LOOK_S = 10.0
-"""So long after this rank's engine has started, another one that has said nothing is not guarded. SGLang's ranks wait
-for each other when they allocate their pools, and what a rank says comes before its first forward."""
+"""Seconds after the start of this rank's engine until a silent rank counts as unguarded. SGLang's ranks wait for each
+other when they allocate their pools, and a rank's word comes before its first forward."""
 
 ATTACH_S = 600.0
-"""So long may a rank take to attach, once it has said that it does."""
+"""Longest time for a rank to attach, after announcing the attempt."""
 
 WAIT_S = 0.25
 
@@ -27,12 +27,12 @@ NOT_GUARDED = "has not said that it is guarded: there Canary is not installed, n
 
 
 class RanksRollCall:
-    """What the ranks of one torch.distributed world say of themselves in its store, each under a key of its own. No
-    rank waits for another one, and there is no collective: a rank that is not guarded would not take part in it.
+    """Words of the ranks of one torch.distributed world about themselves in its store, each under a key of its own. No
+    rank waits for another one, and there is no collective: an unguarded rank would not take part.
 
     ``config``: the settings of this process. ``places``: of all ranks, by world rank; ``own``: this one's world rank.
-    ``store``: by default that of torch.distributed's first group. The first rank that is there looks, `LOOK_S` after
-    `begin`, and tells ``workers_unguarded`` events. In raise mode `require` raises, so that the engine stops.
+    ``store``: by default that of torch.distributed's first group. The first rank present looks, `LOOK_S` after `begin`,
+    and reports ``workers_unguarded`` events. In raise mode `require` raises, so that the engine stops.
     """
 
     def __init__(self, config: CanaryConfig, places: Sequence[ReplicaRank], own: int, store: Any = None) -> None:
@@ -45,11 +45,11 @@ class RanksRollCall:
         self._problem: AttachError | None = None
 
     def arrive(self) -> None:
-        """This rank begins to attach."""
+        """The rank begins to attach."""
         self._say({})
 
     def say(self, canary: Canary | None, reason: str = "") -> None:
-        """This rank is guarded by ``canary``, or it is not, for ``reason``; empty where there is nothing to guard."""
+        """The rank is guarded by ``canary``, or unguarded, for ``reason``; empty where there is nothing to guard."""
         if self._store is not None:
             self._say(answer(self._config, VERSION, canary, reason))
 
@@ -60,8 +60,8 @@ class RanksRollCall:
             self._thread.start()
 
     def require(self, wait: bool = False) -> None:
-        """Raises `AttachError` in raise mode if ranks are not guarded. ``wait``: until that is known, so that a short
-        run does not pass unguarded."""
+        """Raises `AttachError` in raise mode if ranks are not guarded. ``wait``: until the answer is known, so that a
+        short run does not pass unguarded."""
         if wait and self._thread is not None and self._config.mode == "raise":
             self._thread.join()
         if self._problem is not None:
@@ -72,8 +72,8 @@ class RanksRollCall:
         self._over.set()
 
     def together(self) -> bool:
-        """Whether all ranks act on findings in the same way, so that they may wait for each other: the same answer on
-        all of them, given by the first. Waits for it. Where no store is known, they are believed to."""
+        """Whether all ranks act on findings in the same way, and so may wait for each other: the same answer on all
+        ranks, given by the first. Waits for the answer. Assumed without a known store."""
         try:
             return self._store is None or self._together()
         except Exception:
@@ -102,14 +102,14 @@ class RanksRollCall:
                 self._store = None
 
     def _read(self, rank: int) -> dict[str, Any] | None:
-        """What a rank has said; empty while it attaches, None for nothing."""
+        """A rank's word; empty while attaching, None for silence."""
         if not self._store.check([_key(rank)]):
             return None
         said: dict[str, Any] = json.loads(bytes(self._store.get(_key(rank))))
         return said
 
     def _wait(self) -> list[dict[str, Any] | None]:
-        """What all ranks have said, once they have or it is too late."""
+        """The words of all ranks, complete or after the time limit."""
         began = time.monotonic()
         while True:
             said = [self._read(rank) for rank in range(len(self._places))]

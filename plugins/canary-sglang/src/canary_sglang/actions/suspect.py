@@ -1,20 +1,20 @@
-"""`Suspect`: a finding as ranks exchange it."""
+"""`Suspect`: a finding as exchanged by ranks."""
 
 from dataclasses import dataclass
 
 from canary_core import Kind, Phase, State, Violation
 
 SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE})
-"""The slot's content is wrong for every request that reads it."""
+"""The slot's content is wrong for every reader."""
 
 MISPLACED = frozenset({Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED})
-"""The slot is wrong for the request that reads it, perhaps through the prefix cache; it may be right for others."""
+"""The slot is wrong for its reader, perhaps through the prefix cache, and may be right for others."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Suspect:
-    """A finding as ranks exchange it. ``slot``: -1 if only the requests are wrong. ``spoiled``: see `SPOILED`.
-    ``written``: the forward that wrote the slot, -1 if unknown; when another forward writes it, the suspect is gone."""
+    """A finding as exchanged by ranks. ``slot``: -1 if only the requests are wrong. ``spoiled``: see `SPOILED`.
+    ``written``: the forward that wrote the slot, -1 if unknown; after another forward's write the suspect is gone."""
 
     region: str
     slot: int
@@ -30,8 +30,8 @@ class Suspect:
 
     @classmethod
     def of(cls, violation: Violation) -> "Suspect | None":
-        """The suspect of a finding; None where nothing can be done about it, as for a slot that was freed twice or
-        evicted too early, or for the null slot."""
+        """The suspect of a finding; None where nothing can be done, as for a slot freed twice or evicted too early, or
+        for the null slot."""
         kind = violation.kind
         if kind in (Kind.DOUBLE_FREE, Kind.EVICTED_IN_USE) or (kind is Kind.NON_FINITE and violation.position is None):
             return None

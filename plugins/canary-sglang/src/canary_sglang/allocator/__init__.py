@@ -1,1 +1,1 @@
-"""Slots that SGLang's allocators hand out and take back, and for which request."""
+"""Slots handed out and taken back by SGLang's allocators, with their requests."""

@@ -1,8 +1,8 @@
 """Follows an allocator's list of free pages.
 
-What a call of an allocator did is seen in its list: pages that left the list were handed out, pages that came into it
-were freed. This holds however the call works inside (groups, segments, deduplication). It costs a few comparisons of
-lengths on the host. The pages themselves are views of the lists, which SGLang replaces and never changes in place.
+The effect of a call is seen in the list: pages gone from the list were handed out, new pages in the list were freed. So
+the inner workings of a call do not matter (groups, segments, deduplication). The cost is a few comparisons of lengths
+on the host. The pages themselves are views of the lists, replaced by SGLang and never changed in place.
 """
 
 import operator
@@ -40,12 +40,12 @@ class Follower:
         self._remember()
 
     def intact(self) -> bool:
-        """Whether the list is still the one that was remembered last."""
+        """Whether the list is still the last remembered one."""
         return self._pages(self._allocator) is self._free and self._same(allocators.released_pages(self._allocator))
 
     def called(self, name: str, owners: Owners, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tells Canary what the function ``name`` of the allocator did to the list. The function has just run with
-        these arguments. False if the list changed in a way in which this function does not change it."""
+        """Reports the effect on the list of the allocator's function ``name``, just run with these arguments. False if
+        the list changed in a way unknown for the function."""
         if name in allocators.FREES:
             pages = args[0] if args else next(iter(kwargs.values()), None)
             return self._explained(name, owners, pages) or self._taken_back(name, owners)
@@ -66,8 +66,8 @@ class Follower:
         return len(self._pages(self._allocator)) + sum(len(part) for part in released)
 
     def evicted_waits(self) -> None:
-        """The prefix cache has evicted pages that will come into the list only at the end of a group of frees, with
-        those of requests."""
+        """The prefix cache has evicted pages that will come into the list only at the end of a group of frees, together
+        with requests' pages."""
         self._evicted_waits = True
 
     def _remember(self) -> None:
@@ -99,9 +99,9 @@ class Follower:
         return len(released) == len(known) and all(map(operator.is_, released, known))
 
     def _explained(self, name: str, owners: Owners, pages: Any) -> bool:
-        """Handles the two usual cases of a free: the pages wait for the end of a group, or they continue the run. False
-        in all others. These two must be fast: each request of a batch that ends frees its own pages, and the engine
-        waits for its host meanwhile."""
+        """Handles the two usual cases of a free: the pages wait for the end of a group, or continue the run. False in
+        all others. These two must be fast: each request of an ending batch frees its own pages, and the engine waits
+        for its host meanwhile."""
         if not self._same(allocators.released_pages(self._allocator)):
             return False
         free, run = self._pages(self._allocator), self._run
@@ -155,7 +155,7 @@ class Follower:
         return sound
 
     def _tell_run(self) -> None:
-        """Ends the run and tells Canary of its pages, which are in the lists as they were remembered last."""
+        """Ends the run and reports its pages, in the lists as last remembered."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -169,12 +169,13 @@ class Follower:
 
 
 class _Run:
-    """Pages that were freed by several calls, one after another, to the same end of a list. When a batch of requests
-    ends, each frees its own pages. Canary is told of all of them as one event, with a view of the last list: views of
-    the lists before it, which SGLang has replaced, would hold megabytes of memory each.
+    """Pages freed by several calls, one after another, to the same end of a list. At the end of a batch, each request
+    frees its own pages. All are reported as one event, with a view of the last list: views of the earlier lists,
+    replaced by SGLang, would hold megabytes of memory each.
 
-    ``place``: ``free``, ``released`` or ``staged``; and whether pages are appended there. ``event``: what is told of
-    them."""
+    ``place``: ``free``, ``released`` or ``staged``; and whether pages are appended there. ``event``: the kind of
+    report.
+    """
 
     def __init__(self, place: tuple[str, bool], event: Freeing, device: torch.device) -> None:
         self.place = place
@@ -185,15 +186,15 @@ class _Run:
         self._shares: list[Sequence[tuple[int, int]]] = []
 
     def grow(self, count: int, shares: Sequence[tuple[int, int]], parts: Sequence[Tensor] = ()) -> None:
-        """Adds ``count`` pages, which were freed on the current stream. ``shares``: writer ids, and how many of the
-        pages each has freed. ``parts``: the pages themselves, where they are ``staged``."""
+        """Adds ``count`` pages, freed on the current stream. ``shares``: writer ids, with each one's number of freed
+        pages. ``parts``: the pages themselves, if ``staged``."""
         self._streams.add()
         self._count += count
         self._shares.append(shares)
         self._parts += parts
 
     def ready(self) -> list[torch.cuda.Event]:
-        """Events after which `pages` are valid, one for each stream on which pages were freed."""
+        """Events after which `pages` are valid, one for each stream of a free."""
         return self._streams.ready()
 
     def pages(self, free: Tensor, released: Sequence[Tensor]) -> Tensor:
@@ -205,7 +206,7 @@ class _Run:
         return pages[-self._count :] if at_end else pages[: self._count]
 
     def owner(self, writers: RequestWriters) -> int | Callable[[], Tensor]:
-        """Writer id that freed the `pages`; if there are several, a function that gives one for each page."""
+        """Writer id that freed the `pages`; for several, a function that returns one for each page."""
         ordered = self._shares if self.place[1] else self._shares[::-1]
         shares = [share for group in ordered for share in group]
         ids, counts = [writer for writer, _ in shares], [count for _, count in shares]

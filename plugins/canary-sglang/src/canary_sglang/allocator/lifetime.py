@@ -1,4 +1,4 @@
-"""Tells Canary which slots SGLang's allocators hand out and take back.
+"""Reports slots handed out and taken back by SGLang's allocators to Canary.
 
 Nothing here waits for the device. The events take effect before the next forward, on its stream.
 """
@@ -20,11 +20,11 @@ from canary_sglang.pools import mamba
 
 
 class Lifetime:
-    """Follows the allocators of one runner. ``owners``: for which request they are called at the moment.
+    """Follows the allocators of one runner. ``owners``: the requests behind the present calls.
 
     A ``lifetime_off`` event names regions whose allocator can't be followed, or no longer; from then on none of their
-    slots counts as freed. A ``parking_off`` event tells so of a prefix cache; from then on none of its slots counts as
-    parked.
+    slots counts as freed. A ``parking_off`` event does the same for a prefix cache; from then on none of its slots
+    counts as parked.
     """
 
     def __init__(self, runner: Any, canary: Canary, writers: RequestWriters) -> None:
@@ -64,12 +64,12 @@ class Lifetime:
 
     @property
     def whole(self) -> bool:
-        """Whether Canary hears of every slot of every region that is given back."""
+        """Whether every slot given back is reported, in every region."""
         return 0 < self._followed == len(self._followers)
 
     def meet(self, cache: Any) -> None:
-        """The engine uses ``cache`` now: its locks are followed, or a ``parking_off`` event says why not. To be called
-        before each batch, which is cheap."""
+        """The engine uses ``cache`` now: its locks are followed, or a ``parking_off`` event has the reason. To be
+        called before each batch; cheap."""
         if id(cache) in self._caches or not self._followers or not self._canary.enabled:
             return
         self._caches[id(cache)] = cache
@@ -92,7 +92,7 @@ class Lifetime:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Runs a function of `targets.PARKING` and tells Canary which slots nobody holds after it."""
+        """Runs a function of `targets.PARKING` and reports slots without a holder afterwards."""
         # Each request that begins or ends makes several of these calls, while the engine waits for its host.
         parking = self.parking
         if parking is None or cache is not parking.cache:
@@ -110,7 +110,7 @@ class Lifetime:
         return result
 
     def call(self, name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function ``name`` of an allocator and tells Canary what it did."""
+        """Runs the function ``name`` of an allocator and reports its effect."""
         follower = self._followers.get(id(allocator))
         if follower is None or not self._canary.enabled:
             return original(allocator, *args, **kwargs)
@@ -132,7 +132,7 @@ class Lifetime:
         return result
 
     def _locks(self, cache: Any) -> CacheLocks | str:
-        """The cache's locks, or the reason why they don't say which slots are parked."""
+        """The cache's locks, or the reason why parked slots can't be derived from them."""
         refusal = caches.parking_refusal(self._runner)
         locks = cache_locks.locks_of(cache, self._allocator) if refusal is None else refusal
         if isinstance(locks, str):
@@ -156,15 +156,15 @@ class Lifetime:
 
 
 class Guarded(Protocol):
-    """What the hooks need of a `Session`."""
+    """The part of a `Session` used by the hooks."""
 
     canary: Canary
     lifetime: Lifetime | None
 
 
 def allocator_hooks(session: Callable[[], Guarded | None]) -> dict[str, Hook]:
-    """Hooks for the functions of SGLang that change an allocator's list, and for those that say for which request.
-    ``session``: gives the session whose allocator is followed now, None if there is none. Imports SGLang."""
+    """Hooks for SGLang's functions that change an allocator's list, and for those that show the request. ``session``:
+    returns the session of the followed allocator, None if there is none. Imports SGLang."""
 
     def changing(name: str, original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
         guarded = session()

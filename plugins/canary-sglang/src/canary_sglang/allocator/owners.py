@@ -1,4 +1,4 @@
-"""`Owners`: for which request SGLang calls its allocators."""
+"""`Owners`: the requests behind SGLang's calls of its allocators."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from canary_sglang.compat import batches, schedulers
 
 
 class Owners:
-    """For whom the allocator is called: the batch that is prepared, or the request that frees its slots."""
+    """The cause of the allocator's present call: the batch in preparation, or the request that frees its slots."""
 
     def __init__(self, writers: RequestWriters) -> None:
         self._writers = writers
@@ -21,10 +21,10 @@ class Owners:
         self._freer: int | None = -1
         self._drafted: _DraftedSlots | None = None
         self.evicting: Callable[[], bool] = lambda: False
-        """Whether a prefix cache whose slots are parked frees them now."""
+        """Whether a prefix cache with parked slots frees them now."""
 
     def preparing(self, batch: Any, prepare: Callable[[], Any], decode: bool = False) -> Any:
-        """Runs ``prepare``. Slots that it takes are handed out to the requests of ``batch``, an extend or a decode."""
+        """Runs ``prepare``. Slots taken within are handed out to the requests of ``batch``, an extend or a decode."""
         # No context manager, which is slower: the engine waits for its host, here before each decode.
         before, self._batch = (self._batch, self._drafted), batch
         self._drafted = drafted = _DraftedSlots(batch) if decode and batches.speculates(batch) else None
@@ -36,7 +36,7 @@ class Owners:
                 drafted.prepared()
 
     def releasing(self, request: Any, release: Callable[[], Any]) -> Any:
-        """Runs ``release``. Slots that it frees were those of ``request``."""
+        """Runs ``release``. Slots freed within belonged to ``request``."""
         before, self._request, self._freer = (self._request, self._freer), request, None
         try:
             return release()
@@ -44,7 +44,7 @@ class Owners:
             self._request, self._freer = before
 
     def freer(self) -> int:
-        """Writer id of the request that frees its slots; -1 if no request does, as in an eviction."""
+        """Writer id of the request that frees its slots; -1 without one, as in an eviction."""
         if self._freer is None:
             self._freer = self._writers.id(self._request.rid)
         return self._freer
@@ -54,11 +54,12 @@ class Owners:
         return self._writers.each(ids, counts)
 
     def taker(self, count: int, shares: Sequence[int] | None) -> int | Callable[[], int | Tensor]:
-        """Who gets ``count`` pages: a writer id, -1 if unknown, or a function that gives an int or int32 ``[count]``.
+        """Receiver of ``count`` pages: a writer id, -1 if unknown, or a function that returns an int or int32
+        ``[count]``.
 
-        ``shares``: how many of them each request of the batch gets, in the batch's order. None where that isn't known.
-        Then, if a speculative decode is prepared, each gets as many as its allocated tokens grow; else one, if there
-        are as many requests as pages; else, with pages of one slot, what its extend needs.
+        ``shares``: number of pages for each request of the batch, in the batch's order. None where unknown. Then, in
+        preparation of a speculative decode, each gets as many as its allocated tokens grow; else one, if there are as
+        many requests as pages; else, with pages of one slot, the need of its extend.
         """
         if self._batch is None or not count:
             return -1
@@ -77,9 +78,9 @@ class Owners:
 
 
 class _DraftedSlots:
-    """How many slots each request gets for its drafted tokens when a decode is prepared. SGLang takes the slots of all
-    requests at once, and its requests have their numbers only afterwards. That is early enough: Canary asks for the
-    writers when the event takes effect."""
+    """Numbers of slots for each request's drafted tokens in preparation of a decode. SGLang takes the slots of all
+    requests at once, and its requests have their numbers only afterwards. Early enough: Canary asks for the writers
+    when the event takes effect."""
 
     def __init__(self, batch: Any) -> None:
         self._requests = tuple(batch.reqs)

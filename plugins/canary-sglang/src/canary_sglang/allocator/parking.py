@@ -1,4 +1,4 @@
-"""`Parking`: which cached slots no request has, by the locks of the prefix cache."""
+"""`Parking`: cached slots without a request, by the locks of the prefix cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,17 +15,15 @@ from canary_sglang.compat.targets import CacheChange
 
 
 class Parking:
-    """Tells Canary when the last lock of a node goes, or a node is inserted that nobody has locked: its slots are
-    parked; and when somebody locks it again: they are shared. What the cache evicts it gives to its allocator, whose
-    `Follower` asks `evicting`.
+    """Reports parked slots when the last lock of a node goes, or a node is inserted without a lock; and shared ones at
+    the next lock. Evicted slots go to the cache's allocator, whose `Follower` asks `evicting`.
 
-    What the calls between two events come to is told before the second one: all that are parked as one event, and all
-    that are shared as another. When a batch of requests begins or ends, the engine waits for its host. Nothing is read
-    from the device.
+    The calls between two events are summed up before the second one: all parked slots as one event, and all shared ones
+    as another. When a batch of requests begins or ends, the engine waits for its host. Nothing is read from the device.
 
-    ``locks``: of the cache that is followed. ``regions``: those whose slots are numbered as the cache's. ``owners``:
-    say which request lets go of its slots now. ``lost``: called with the reason when it can't be said any more which
-    slots are parked; none is then, and nothing more must be told here.
+    ``locks``: of the followed cache. ``regions``: those with slots numbered as the cache's. ``owners``: the request
+    that lets go of its slots now. ``lost``: called with the reason when parked slots can't be told any more; none is
+    parked then, and nothing more must be reported here.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class Parking:
         self._locks = locks
         locks.freer = owners.freer
         self.cache = locks.cache
-        """The cache that is followed."""
+        """The followed cache."""
         self._regions = tuple(regions)
         self._owners = owners
         self._streams = StreamSet(canary.device)
@@ -51,7 +49,7 @@ class Parking:
     def call(
         self, change: CacheChange, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Calls ``original``, a function of `targets.PARKING`, and notes what it did."""
+        """Calls ``original``, a function of `targets.PARKING`, and notes its effect."""
         locks = self._locks
         # Not `Canary.guard`, a context of which each costs two calls: a batch that begins or ends calls this hundreds
         # of times while the engine waits for its host.
@@ -91,7 +89,7 @@ class Parking:
             self.evicting = before
 
     def _give_up(self) -> None:
-        """It is not known any more what is locked: nothing is parked from now on."""
+        """The locks are unknown from now on: nothing is parked."""
         self._tell()
         cached = caches.cached_slots(self.cache)
         if cached is not None:
@@ -113,7 +111,7 @@ class Parking:
     def _tell_as_one(
         self, tell: Callable[..., None], nodes: Sequence[Tensor], writers: Sequence[int], streams: StreamSet
     ) -> None:
-        """One event of all ``nodes``, if they can be joined on the current stream."""
+        """One event for all ``nodes``, if they can be joined on the current stream."""
         if len(nodes) > 1 and streams.only_current():
             joined, owner = torch.cat(list(nodes)), self._owners.each(writers, [slots.numel() for slots in nodes])
             for region in self._regions:

@@ -1,1 +1,1 @@
-"""What SGLang's forwards read and write, as `BatchView`s."""
+"""Reads and writes of SGLang's forwards, as `BatchView` objects."""

@@ -1,4 +1,4 @@
-"""`Answers`: whether the tokens in a request's own list, which its client gets, are those that were sampled."""
+"""`Answers`: whether the tokens in a request's own list, sent to its client, are the sampled ones."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from torch import Tensor
 from canary_core import Canary, HostCopy, Kind, Phase, Violation
 
 MOST_WAITING = 8
-"""Batches whose results are not processed yet; more are given up."""
+"""Most batches with results not yet processed; more are given up."""
 
 
 class Answers:
-    """Copies what was sampled for a batch to the host, beside SGLang's own copy, and compares it with what SGLang has
-    appended to the requests' lists once it has processed the batch's result. The host waits for nothing: where the
-    copy has not arrived by then, it is not compared.
+    """Copies a batch's sampled tokens to the host, beside SGLang's own copy, and compares them with those appended by
+    SGLang to the requests' lists while processing the batch's result. The host waits for nothing: a late copy is not
+    compared.
 
     On a GPU in log mode every ``CANARY_READ_INTERVAL``-th batch is compared, else each.
     """
@@ -27,12 +27,12 @@ class Answers:
         self._batches = 0
 
     def begin(self) -> None:
-        """A batch runs next. What was sampled after the one before had been issued, as with a grammar under the overlap
-        scheduler, is of no result that is known, and not compared."""
+        """A batch runs next. Tokens sampled after the issue of the one before, as with a grammar under the overlap
+        scheduler, belong to no known result, and are not compared."""
         self._begun = None
 
     def sampled(self, tokens: Tensor, without: Collection[int] = ()) -> None:
-        """Of the batch that runs now: ``[rows]`` or ``[rows, n]``, see `SampledTokens.give`."""
+        """Sampled tokens of the running batch: ``[rows]`` or ``[rows, n]``, see `SampledTokens.give`."""
         canary = self._canary
         self._batches += 1
         seldom = canary.device.type != "cpu" and canary.mode != "raise"
@@ -100,8 +100,8 @@ class Answers:
 
 
 def _in_order(requests: Sequence[Any], before: Sequence[int], after: Sequence[int], given: Sequence[int]) -> bool:
-    """Whether each of ``requests`` got exactly the token that was ``given`` for it, as is usual: seen in a few lists of
-    a batch's length."""
+    """Whether each of ``requests`` got exactly its ``given`` token, as usual: seen in a few lists of a batch's
+    length."""
     if after != [length + 1 for length in before]:
         return False
     return [request.output_ids[-1] for request in requests] == given

@@ -1,14 +1,13 @@
 """Draft models of EAGLE and STANDALONE. SGLang runs their steps as several forwards, or as one CUDA graph without any
 call of `ModelRunner.forward`.
 
-One iteration of the engine begins with ``L`` tokens in the cache, and one sampled token that is not in it yet. The
-draft model writes ``steps - 1`` guesses from position ``L`` on (`DraftBatches.steps`). The target verifies them
-(`ForwardBatches`). Then the draft model writes the target's tokens over its guesses (`DraftBatches.extend`). Rejected
-tokens stay in the request's slots until the next iteration overwrites them; they are beyond the prefix, so no forward
-reads them.
+One iteration of the engine begins with ``L`` tokens in the cache, and one sampled token not yet there. The draft model
+writes ``steps - 1`` guesses from position ``L`` on (`DraftBatches.steps`). The target verifies them (`ForwardBatches`).
+Then the draft model writes the target's tokens over its guesses (`DraftBatches.extend`). Rejected tokens stay in the
+request's slots until the next iteration overwrites them; being beyond the prefix, they are not read by any forward.
 
-A draft pool's slot at position ``p`` holds the token at ``p + 1``, with EAGLE's hidden state at ``p``. Requests that
-share a prefix share its slots, also the last one: see `Anchors`.
+A draft pool's slot at position ``p`` holds the token at ``p + 1``, with EAGLE's hidden state at ``p``. Requests with a
+common prefix share its slots, also the last one: see `Anchors`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from canary_sglang.batches.writers import RequestWriters
 
 
 class DraftBatches:
-    """Views of what a draft worker runs for one `ScheduleBatch`. To be made on the stream of its forwards: `steps` and
+    """Views of a draft worker's runs for one `ScheduleBatch`. To be made on the stream of its forwards: `steps` and
     `extend` before the worker runs, the others after a verification."""
 
     def __init__(self, runner: Any, regions: Sequence[str], writers: RequestWriters) -> None:
@@ -37,7 +36,7 @@ class DraftBatches:
         self._tokens = torch.zeros(0, dtype=torch.int64, device=self._entries.device)
 
     def steps(self, batch: Any, written: int) -> BatchView:
-        """The draft steps, which write ``written`` guesses for each request, 0 for a tree. `guessed` adds the tokens
+        """The draft steps, with ``written`` guesses for each request, 0 for a tree. `guessed` adds the tokens
         afterwards."""
         rows = batch.seq_lens.shape[0]
         return self._view(batch, self._room(rows * max(written, 1)), written, None)
@@ -50,13 +49,13 @@ class DraftBatches:
         view.token_ids.view(view.rows, written).copy_(chains[:, 1 : 1 + written])
 
     def extend(self, batch: Any, tokens: Tensor) -> BatchView:
-        """The target's ``tokens``, verified ones first. They are written to the slots of the verification."""
+        """The target's ``tokens``, verified ones first, written to the slots of the verification."""
         slots = batch.out_cache_loc
         same = slots is not None and slots.shape == tokens.shape
         return self._view(batch, tokens, tokens.shape[0] // batch.seq_lens.shape[0], slots if same else None)
 
     def padding(self, rows: int) -> Iterator[BatchView]:
-        """Steps and an extend of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+        """Steps and an extend of ``rows`` rows without reads and writes, for `Canary.warm_up`."""
         numbers = self._entries.new_zeros(rows, dtype=torch.int64)
         writers = self._entries.new_zeros(rows, dtype=torch.int32)
         for tokens, slots in ((numbers, None), (writers, numbers)):
@@ -65,9 +64,8 @@ class DraftBatches:
             yield BatchView(numbers, numbers, tokens, writers, tables, anchors=self._anchors.of(numbers))
 
     def moved(self, batch: Any, accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """From which slots to which SGLang moves the accepted path of a tree: int64 ``[n]`` each, -1 where it is
-        shorter. ``accepted``: the path's places among the batch's ``out_cache_loc``, ``[rows, steps]``, -1 where it is
-        shorter."""
+        """Source and target slots of SGLang's move of a tree's accepted path: int64 ``[n]`` each, -1 where shorter.
+        ``accepted``: the path's places among the batch's ``out_cache_loc``, ``[rows, steps]``, -1 where shorter."""
         places = accepted.view(batch.seq_lens.shape[0], -1).long()
         taken = places >= 0
         source = batch.out_cache_loc[places.clamp(min=0)].long()
@@ -77,8 +75,8 @@ class DraftBatches:
 
     def accepted(self, batch: Any, roots: Tensor, result: Any, carried: bool) -> BatchView:
         """The accepted path of a tree, after SGLang moved it to the front of each request's slots. Tokens from
-        `GenerationBatchResult.accept_lens` on are not valid: see `rejected_slots`. ``carried``: whether that move was
-        told."""
+        `GenerationBatchResult.accept_lens` on are not valid: see `rejected_slots`. ``carried``: whether the move was
+        reported."""
         rows = batch.seq_lens.shape[0]
         tokens = result.next_token_ids.view(rows, -1).roll(1, 1)
         tokens[:, 0] = roots
@@ -87,8 +85,8 @@ class DraftBatches:
         return replace(view, tables=tables)
 
     def branch_slots(self, batch: Any, worker: Any) -> Tensor:
-        """Every slot that the steps of a tree may have written, int ``[n]``, padded with 0. Each branch has pages of
-        its own behind the prefix, and a copy of the prefix's last page."""
+        """Every slot possibly written by the steps of a tree, int ``[n]``, padded with 0. Each branch has pages of its
+        own behind the prefix, and a copy of the prefix's last page."""
         page, steps, topk = int(worker.draft_runner.page_size), worker.speculative_num_steps, worker.topk
         begin = batch.seq_lens.long()
         whole = begin - begin % page
@@ -98,7 +96,7 @@ class DraftBatches:
         return self._slots(batch, columns, inside)
 
     def rejected_slots(self, batch: Any, result: Any) -> Tensor:
-        """Slots of the tokens in `accepted` that were rejected, int ``[n]``, padded with 0."""
+        """Slots of rejected tokens in `accepted`, int ``[n]``, padded with 0."""
         rows = batch.seq_lens.shape[0]
         offset = torch.arange(result.next_token_ids.shape[0] // rows, device=batch.seq_lens.device)
         columns = batch.seq_lens.long()[:, None] + offset

@@ -1,4 +1,4 @@
-"""Hooks in SGLang's draft workers. They are applied only when a model needs them."""
+"""Hooks in SGLang's draft workers, applied only when needed by a model."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,20 +13,20 @@ from canary_sglang.session import Session
 
 
 class DraftHooks:
-    """Brackets what a draft worker runs for a batch as one forward, even if SGLang issues several forwards, a CUDA
-    graph of them, or none.
+    """Brackets a draft worker's work on a batch as one forward, even if SGLang issues several forwards, a CUDA graph of
+    them, or none.
 
-    ``session_of``: gives the session of a `ModelRunner`, None where it has none.
+    ``session_of``: returns the session of a `ModelRunner`, None without one.
     """
 
     def __init__(self, session_of: Callable[[Any], Session | None]) -> None:
         self._session_of = session_of
         self._verifying: _Tree | None = None
-        """The tree that is being verified."""
+        """The tree under verification."""
 
     def register(self, runner: Any) -> None:
-        """Applies the hooks that this runner's model needs. To be called when the pool of a guarded model was
-        allocated: then SGLang has imported the worker and applied its other hooks."""
+        """Applies the hooks needed by the runner's model. To be called after the pool of a guarded model was allocated:
+        then SGLang has imported the worker and applied its other hooks."""
         hooks: dict[str, Hook] = {
             targets.DRAFT_STEPS: (self._steps, "AROUND"),
             targets.DRAFT_EXTEND: (self._extend, "AROUND"),
@@ -81,7 +81,7 @@ class DraftHooks:
         return result
 
     def _ngram(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The worker's whole work on a batch; it verifies only decodes."""
+        """The worker's whole work on a batch; only decodes are verified."""
         session = self._session_of(worker.target_worker.model_runner)
         if session is None or not batch.forward_mode.is_decode():
             return original(worker, batch, *args, **kwargs)
@@ -112,16 +112,16 @@ class DraftHooks:
 
 @dataclass(slots=True, eq=False)
 class _Tree:
-    """A tree that ``session``'s model verifies. ``moved``: whether its accepted path was seen to be moved."""
+    """A tree verified by ``session``'s model. ``moved``: whether the move of its accepted path was seen."""
 
     session: Session
     moved: bool = False
 
 
 def _accept(tree: _Tree, batch: Any, drafted: Any, result: Any) -> None:
-    """Records the accepted path of a verified tree, which SGLang has moved to the front of each request's slots. The
-    slots behind it hold nothing from now on: whoever reads them has kept a rejected draft. Where no move was seen, a
-    token that did not get to its slot is a lost write."""
+    """Records the accepted path of a verified tree, moved by SGLang to the front of each request's slots. The slots
+    behind hold nothing from now on: a reader has kept a rejected draft. Without a seen move, a token missing in its
+    slot is a lost write."""
     session = tree.session
 
     def accepted() -> BatchView:

@@ -1,4 +1,4 @@
-"""A `ForwardBatch` as a `BatchView`. Its tensors are those that SGLang's own kernels read, wherever they fit."""
+"""A `ForwardBatch` as a `BatchView`. Its tensors are those read by SGLang's own kernels, wherever they fit."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,17 +13,17 @@ from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import batches, drafts, runners
 
 FIRST_ROWS = 256
-"""Rows of static buffers at first. A larger batch makes them larger."""
+"""Rows of static buffers at first. A larger batch enlarges them."""
 
 
 class Anchors:
-    """The anchors of one runner's rows, from which their prefix hashes start: those of the requests' identities, which
-    is mostly the common one. Where a shared prefix may end in another request's token
-    (`drafts.shared_with_next_token`), they are 0, which makes the hashes unknown. Then positions, written tokens and
-    bytes are still checked in this pool. Whether all slots of a row are of one sequence is checked in the served
-    model's pool, whose rows have the same slots.
+    """The anchors of one runner's rows, the starts of their prefix hashes, by the requests' identities: mostly the
+    common one. Where a shared prefix may end in another request's token (`drafts.shared_with_next_token`), they are 0,
+    and the hashes unknown. Then positions, written tokens and bytes are still checked in this pool. Whether all slots
+    of a row are of one sequence is checked in the served model's pool, whose rows have the same slots.
 
-    ``common``: whether there are any, and not 0."""
+    ``common``: whether there are any, and not 0.
+    """
 
     def __init__(self, runner: Any, requests: RequestWriters) -> None:
         self._requests = requests
@@ -37,7 +37,7 @@ class Anchors:
         return self._requests.anchors(names) if self.common else self._zeros.of(0, rows, torch.int64)
 
     def padding(self, rows: Tensor) -> Iterator[Tensor | None]:
-        """What `of` may give for batches of so many rows: with LoRA adapters there will be anchors. For other
+        """Possible results of `of` for batches of so many rows: with LoRA adapters there will be anchors. For other
         identities kernels are compiled when the first one comes."""
         yield self.of(rows)
         if self.common and self._adapters:
@@ -64,11 +64,12 @@ class ForwardBatches(BatchAdapter[Any]):
         # A draft model's slot at position p holds the token at p + 1.
         self._ahead = int(runners.draft_name(runner) is not None)
         self.trees_followed = False
-        """Whether who verifies a tree also tells which of its slots were accepted and where they were moved to."""
+        """Whether the verifier of a tree also reports accepted slots and their move."""
 
     def view(self, batch: Any) -> BatchView | None:
-        """None for a forward without requests, such as a warm-up, and for one that can't be checked (see
-        `batches.is_checked`, `batches.verified_tokens`), or that has rows of no request of its own: beams."""
+        """None for a forward without requests, such as a warm-up, for one that can't be checked (see
+        `batches.is_checked`, `batches.verified_tokens`), and for one with rows without a request of their own:
+        beams."""
         names = batch.rids
         mode = batch.forward_mode.name
         if not names or not batches.is_checked(batch) or batch.seq_lens.shape[0] > len(names):
@@ -104,7 +105,7 @@ class ForwardBatches(BatchAdapter[Any]):
         )
 
     def padding(self, rows: int) -> Iterator[BatchView]:
-        """A decode and extends of ``rows`` rows that read and write nothing, as `Canary.warm_up` wants them."""
+        """A decode and extends of ``rows`` rows without reads and writes, for `Canary.warm_up`."""
         numbers = self._entries.new_zeros(rows, dtype=torch.int64)
         lengths = self._entries.new_zeros(rows, dtype=torch.int32)
         known = lengths.new_full((rows, TABLE_STEP), -1)
@@ -135,9 +136,9 @@ class ForwardBatches(BatchAdapter[Any]):
         return prefix_lens, ones
 
     def _expected(self, batch: Any, names: Sequence[str]) -> Tensor | None:
-        """The requests' own tokens for an extend, as `BatchView.expected_tokens`; None if they are not those that the
-        model computes, as with embeddings, or images that a separate encoder has. A draft model is given the tokens of
-        images after the served model has cut them to the vocabulary."""
+        """The requests' own tokens for an extend, as `BatchView.expected_tokens`; None if the model computes others, as
+        with embeddings, or images in a separate encoder. A draft model gets the tokens of images after the served model
+        has cut them to the vocabulary."""
         images = batches.has_images(batch) and (self._ahead > 0 or batches.strips_media(batch))
         prefixes, news = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
         if images or batch.input_embeds is not None or prefixes is None or news is None:

@@ -1,4 +1,4 @@
-"""`GivenTables`: the lists that a model's attention is given, against `req_to_token`."""
+"""`GivenTables`: the lists given to a model's attention, against `req_to_token`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,13 +15,12 @@ from canary_sglang.compat import attention
 
 
 class GivenTables:
-    """Compares what the attention backends of one runner make of `req_to_token`, and of the map from requests to
-    recurrent states (the region ``states``), right after they have made it: while a forward is issued (`around`), on
-    its stream. The scheduler may write to both once that is done (`Step.follow_check`). Where a model has both, they
-    take turns.
+    """Compares the tables made by one runner's attention backends from `req_to_token`, and from the map of requests to
+    recurrent states (the region ``states``), right after they are made: while a forward is issued (`around`), on its
+    stream. The scheduler may write to both afterwards (`Step.follow_check`). Where a model has both, they take turns.
 
-    The backends' own objects are patched with the first forward, since SGLang makes them after the pool. A backend that
-    is not known is told once, as a ``tables_left_out`` event.
+    The backends' own objects are patched with the first forward, since SGLang makes them after the pool. An unknown
+    backend is reported once, as a ``tables_left_out`` event.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class GivenTables:
         self._turn_of_states = False
 
     def around(self, forward: Callable[[], Any], batch: Any) -> Any:
-        """Issues ``forward``, of ``batch``, whose tables are due, and gives what it gives. If nothing was compared by
-        then, they are skipped: before the step ends, which makes the next ones due."""
+        """Issues ``forward``, of ``batch`` with due tables, and returns its result. Without a comparison by then, they
+        are skipped: before the step ends, which makes the next ones due."""
         with self._canary.guard("tables"):
             if self._runner.attn_backend is not self._backend:
                 self._follow(self._runner.attn_backend)
@@ -61,7 +60,7 @@ class GivenTables:
             self._batch = None
 
     def close(self) -> None:
-        """The backends' methods are their own again."""
+        """Restores the backends' methods."""
         self._patches.undo()
 
     def _follow(self, backend: Any) -> None:
@@ -98,7 +97,7 @@ class GivenTables:
             self._tables.compare(list(self._state_tables(backend, batch)))
 
     def _state_tables(self, backend: Any, batch: Any) -> Iterator[ReadTable]:
-        """A request's state counts as what its last position before the forward reads."""
+        """Tables of states. A request's state counts as read by its last position before the forward."""
         made, lengths, rows = attention.state_slots(backend, batch), attention.read_lengths(batch), len(batch.rids)
         if made is None or lengths is None or self._states is None or len(made) < rows:
             return
@@ -110,7 +109,7 @@ class GivenTables:
         yield ReadTable(name, self._states, given, kept, end - 1, end, self._writers.ids(batch.rids))
 
     def _read_tables(self, backend: Any, graph: bool, batch: Any, seen: Any) -> Iterator[ReadTable]:
-        """``seen``: the batch as the backend was given it, with padded rows in a graph."""
+        """Tables of slots. ``seen``: the batch as given to the backend, with padded rows in a graph."""
         lengths, rows = attention.read_lengths(batch), len(batch.rids)
         if lengths is None:
             return
@@ -136,7 +135,7 @@ class GivenTables:
         return torch.sub(end, tokens, out=self._buffers[0, : len(end)]).clamp_(min=0)
 
     def _list_begins(self, made: attention.Indices, first: Tensor, rows: int) -> Tensor:
-        """Where each row's position 0 would be in a list that begins with its position ``first``; of a window's in a
+        """Place of each row's position 0 in a list that begins with its position ``first``; for a window's list, in a
         static buffer."""
         starts = made.starts[:rows]
         if made.window_tokens is None or self._buffers is None:

@@ -1,4 +1,4 @@
-"""`SampledRows`: what SGLang's sampler gave, as `canary.sampled` wants it."""
+"""`SampledRows`: output of SGLang's sampler, in the form of `Canary.sampled`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from canary_sglang.compat import schedulers
 
 
 class SampledRows:
-    """Gives what was sampled for the batch whose forward was guarded last to ``canary``, row by row. On the stream of
-    the forwards; the host waits for nothing.
+    """Gives the sampled tokens of the last guarded forward's batch to ``canary``, row by row. On the stream of the
+    forwards; the host waits for nothing.
 
-    Left out are rows whose next token somebody else decides: prompts that are not at their end, and beams. Where rows
-    can't be matched with those of the forward, as under pipeline parallelism, nothing is given.
+    Left out are rows whose next token is decided elsewhere: prompts in the middle, and beams. Where rows can't be
+    matched with the forward's, as under pipeline parallelism, nothing is given.
     """
 
     def __init__(self, canary: Canary, writers: RequestWriters) -> None:
@@ -29,7 +29,7 @@ class SampledRows:
         self._beams: tuple[int, ...] = ()
 
     def forward(self, batch: Any) -> None:
-        """The forward of this `ForwardBatch` was guarded; its tokens are sampled next."""
+        """The forward of a `ForwardBatch` was guarded; its tokens are sampled next."""
         self._batch = batch
 
     def after(self, batch: Any, tokens: Any) -> None:
@@ -47,8 +47,8 @@ class SampledRows:
                 self.answers.sampled(tokens, without)
 
     def verified(self, batch: Any, result: Any) -> None:
-        """Drafted tokens were verified: the target's own tokens for the positions after them are in ``result``, and
-        those that `GenerationBatchResult.accept_lens` says count. ``batch``: the `ScheduleBatch`."""
+        """Drafted tokens were verified: ``result`` has the target's own tokens for the positions after them, as many as
+        counted by `GenerationBatchResult.accept_lens`. ``batch``: the `ScheduleBatch`."""
         if not self._canary.sampled.followed:
             return
         with self._canary.guard("verified tokens"):
@@ -62,7 +62,7 @@ class SampledRows:
             self.answers.sampled(tokens)
 
     def _without(self, batch: Any, names: Sequence[str]) -> tuple[int, ...]:
-        """Rows of ``batch`` whose token is not the request's next one."""
+        """Rows of ``batch`` whose sampled token is not the request's next one."""
         requests: Sequence[Any] = ()
         if names != self._names:
             self._names = list(names)
@@ -82,5 +82,5 @@ class SampledRows:
 
 
 def _unfinished(request: Any | None, computed: int) -> bool:
-    """Whether a request has tokens behind those that are computed: they are what comes next."""
+    """Whether a request has tokens beyond the computed ones: they come next."""
     return request is None or computed < len(request.origin_input_ids) + len(request.output_ids)

@@ -1,5 +1,5 @@
-"""The tokens of a batch as its requests give them. The check compares them with the tokens of cached slots, and so
-finds the prefix of another request."""
+"""The tokens of a batch as given by its requests. The check compares them with the tokens of cached slots, and so finds
+the prefix of another request."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`UnguardedForwards`: forwards that can't be checked."""
+"""`UnguardedForwards`: forwards outside of any check."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from canary_sglang.compat import batches
 
 
 class UnguardedForwards(StepListener):
-    """Forgets the slots that a forward may have written if it could not be checked, and tells of it.
-    ``forget``: forgets slots, as the engine's tables number them."""
+    """Forgets the slots possibly written by an unchecked forward, and reports it. ``forget``: forgets slots, numbered
+    as in the engine's tables."""
 
     def __init__(self, canary: Canary, forget: Callable[[Tensor], None]) -> None:
         self._canary = canary
@@ -32,7 +32,7 @@ class UnguardedForwards(StepListener):
         self._forget_slots(batch.out_cache_loc)
 
     def computed(self, tokens: int) -> None:
-        """The scheduler says that the batch which has run last computed ``tokens``: what its witness is told."""
+        """The last batch computed ``tokens`` by the scheduler's account: for the witness."""
         passed, self._passed = self._passed, None
         self._canary.witness.computed(tokens)
         if passed is not None:

@@ -17,12 +17,13 @@ from canary_sglang.compat import schedulers
 
 
 class RequestWriters:
-    """Writer ids of a batch's requests. The requests of the batch before in the same order, as in decode, cost one
-    comparison of lists; others one small copy from pinned memory. To be asked when the forward is issued, on its
-    stream, so that the ids are those of this batch and not of a later one.
+    """Writer ids of a batch's requests. The same requests as in the batch before, in the same order, as in decode, cost
+    one comparison of lists; others one small copy from pinned memory. To be asked when the forward is issued, on its
+    stream, so that the ids belong to the same batch and not to a later one.
 
-    ``adapters``: whether LoRA adapters tell requests apart; not where records come from another engine, which has other
-    ids for the same adapters. ``embedded``: those that were given embeddings in the place of tokens."""
+    ``adapters``: whether LoRA adapters tell requests apart; not where records come from another engine, with other ids
+    for the same adapters. ``embedded``: requests with embeddings in the place of tokens.
+    """
 
     def __init__(self, writers: Writers, device: torch.device, adapters: bool = True) -> None:
         self.writers = writers
@@ -67,7 +68,7 @@ class RequestWriters:
         self.writers.identify(request.rid, **identity)
 
     def request(self, name: str) -> Any | None:
-        """The `Req` object with this name, None if it was not noticed or no longer exists, or is one of several."""
+        """The `Req` object with the name, None if unknown, gone, or not unique."""
         return None if name in self._doubled else self._requests.get(name)
 
     def requests(self, names: Sequence[str]) -> list[Any | None]:
@@ -88,8 +89,8 @@ class RequestWriters:
         return upload(torch.from_numpy(np.repeat(np.array(ids, dtype=np.int32), counts)), self._device)
 
     def each(self, ids: Sequence[int], counts: Sequence[int]) -> int | Callable[[], Tensor]:
-        """Who has slots of which each of writer ``ids`` has so many: the id if they are all the same, else a function
-        that gives one for each slot."""
+        """Owner of slots, ``counts`` of them for each of writer ``ids``: the id if all are the same, else a function
+        that returns one for each slot."""
         return ids[0] if len(set(ids)) == 1 else partial(self.spread, ids, counts)
 
     def anchors(self, names: Sequence[str]) -> Tensor | None:

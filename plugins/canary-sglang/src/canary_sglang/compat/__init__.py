@@ -1,24 +1,24 @@
-"""What Canary knows of SGLang's code, and how its releases differ.
+"""Canary's knowledge of SGLang's code, and of differences between releases.
 
-This package has the functions that are hooked, and what is used of runners, schedulers, allocators, prefix caches,
-`ForwardBatch` and switches. What belongs to one part of SGLang is named where it is used:
+This package has the hooked functions, and the used parts of runners, schedulers, allocators, prefix caches,
+`ForwardBatch` and switches. Parts for one room only are named there:
 
-| package or module      | what of SGLang                                                                         |
+| package or module      | part of SGLang                                                                         |
 |------------------------|----------------------------------------------------------------------------------------|
 | `pools`                | KV pools, by class in `pool_kinds`; `MambaPool` in `mamba`                             |
 | `batches`              | tensors of `ForwardBatch`, `ScheduleBatch` and of draft workers' results               |
-| `prefix_cache/tree.py` | nodes of the prefix caches; its table says which release has which cache               |
+| `prefix_cache/tree.py` | nodes of the prefix caches, with a table of releases and caches                        |
 | `transfer`             | HiCache's controllers, transfer managers of PD disaggregation                          |
 
 Some names are used everywhere: a runner's pools, a scheduler's ``tree_cache``, a batch's ``reqs``, a request's ``rid``.
 
-How releases differ:
+Differences between releases:
 
-| what                                     | releases                                                             |
+| part                                     | releases                                                             |
 |------------------------------------------|----------------------------------------------------------------------|
 | `ModelRunner.alloc_memory_pool`          | 0.5.14 and later; before, `init_memory_pool`                         |
 | `ModelRunner.post_capture_resize_kv_pool`| from 0.5.17: a pool may get its memory only after graphs are captured|
-| `ForwardBatch`, `Scheduler.run_batch`,   | what is used of them runs on each of 0.5.14 - 0.5.23                 |
+| `ForwardBatch`, `Scheduler.run_batch`,   | the used parts run on each of 0.5.14 - 0.5.23                        |
 | `on_idle`, `flush_cache`                 |                                                                      |
 | allocators' lists of free pages          | `release_pages`, in the paged one `staged_pages` from 0.5.2x;        |
 |                                          | `free_segment` from 0.5.17, `free_page_ids` from 0.5.21;             |
@@ -26,6 +26,6 @@ How releases differ:
 | DSA's indexer                            | `index_k_with_scale_buffer`: a list, from 0.5.21 a property          |
 | `NSATokenToKVPool`                       | called `DSATokenToKVPool` from 0.5.14                                |
 | `mamba_cache_chunk_size`                 | to 0.5.17 a property of `ServerArgs`, then of `runtime_context`      |
-| `HybridCacheController.start_loading`    | to 0.5.20 a method of its own, then that of `HiCacheController`      |
+| `HybridCacheController.start_loading`    | to 0.5.20 a method of its own, then inherited of `HiCacheController` |
 | switches of `sglang.srt.environ`         | older compressors to 0.5.17, the cache in C++ to 0.5.20              |
 """

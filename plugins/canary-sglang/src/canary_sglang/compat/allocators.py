@@ -1,4 +1,4 @@
-"""SGLang's allocators of slots: which ones are known, their functions, and their lists of free pages.
+"""SGLang's allocators of slots: the known classes, their functions, and their lists of free pages.
 
 Allocators are recognised by the exact name of their class: a subclass may store its list in another way. An allocator
 of recurrent states has pages of one slot.
@@ -20,7 +20,7 @@ FREES = frozenset({"free", "free_page_ids", "free_segment", "free_group_end"})
 STATE_ALLOCATOR = "MambaSlotAllocator"
 
 ALLOCATED_REGIONS = {"full": "full", "c4": "full", "c128": "full", "swa": "window"}
-"""Regions whose slots an allocator hands out, and from which list: that of the full pool or that of the window."""
+"""Regions with slots handed out by an allocator, and the list: the full pool's or the window's."""
 
 
 def lifetime_refusal(runner: Any) -> str | None:
@@ -35,7 +35,8 @@ def lifetime_refusal(runner: Any) -> str | None:
 
 
 def allocator_functions() -> Sequence[str]:
-    """The functions of allocators that change a list of free pages, as far as this release has them. Imports SGLang."""
+    """The functions of allocators that change a list of free pages, as far as present in the installed release. Imports
+    SGLang."""
     token, paged = f"{ALLOCATORS}.{TOKEN_ALLOCATOR}", f"{ALLOCATORS}.{PAGED_ALLOCATOR}"
     one, many = ("alloc", "free", CLEAR, MERGE, RESTORE), ("alloc_extend", "alloc_decode", "free_group_end")
     # ``free_segment`` calls ``free_page_ids`` where there is one.
@@ -52,8 +53,8 @@ def allocator_functions() -> Sequence[str]:
 
 
 def page_allocators(allocator: Any) -> dict[str, Any]:
-    """The allocators that have the lists of free pages, by the lists of `ALLOCATED_REGIONS`. ``allocator`` may be one
-    itself or have two. Those of other classes than `TOKEN_ALLOCATOR` and `PAGED_ALLOCATOR` are left out."""
+    """The allocators with the lists of free pages, by the lists of `ALLOCATED_REGIONS`. ``allocator`` may be one itself
+    or have two. Other classes than `TOKEN_ALLOCATOR` and `PAGED_ALLOCATOR` are left out."""
     kind = type(allocator).__name__
     lists = {"full": allocator}
     if kind == "SWATokenToKVPoolAllocator":
@@ -71,7 +72,7 @@ def state_allocator(runner: Any) -> Any:
 
 
 def hands_out_states(allocator: Any) -> bool:
-    """Whether it is a known allocator of slots of recurrent states."""
+    """Whether the allocator is a known one of slots of recurrent states."""
     return type(allocator).__name__ == STATE_ALLOCATOR
 
 
@@ -81,8 +82,7 @@ def appends(allocator: Any) -> bool:
 
 
 def free_pages_reader(allocator: Any) -> Callable[[Any], Tensor]:
-    """A function that gives the list of pages that an allocator like this one can hand out at once. `released_pages`
-    are not in it."""
+    """A function that returns an allocator's list of pages to be handed out at once, without `released_pages`."""
     return attrgetter("free_slots" if hands_out_states(allocator) else "free_pages")
 
 
@@ -92,8 +92,7 @@ def page_tokens(allocator: Any) -> int:
 
 
 def released_pages(allocator: Any) -> Sequence[Tensor]:
-    """Freed pages that are not yet sorted into the list of free pages. From 0.5.2x on several tensors, before that
-    one."""
+    """Freed pages not yet sorted into the list of free pages. From 0.5.2x on several tensors, before only one."""
     staged = getattr(allocator, "staged_pages", None)
     if staged is not None:
         pages: Sequence[Tensor] = staged
@@ -103,16 +102,16 @@ def released_pages(allocator: Any) -> Sequence[Tensor]:
 
 
 def free_lists(allocator: Any) -> list[FreeList]:
-    """All pages that the allocator has free now, as a sweep of the prefix cache compares them. None for allocators that
-    are not known, and for those whose windows are rings of the requests."""
+    """All present free pages of the allocator, for the comparison of a sweep of the prefix cache. Empty for unknown
+    allocators, and for those with windows as rings of the requests."""
     if _has_request_rings(allocator):
         return []
     return [_free_list("swa" if name == "window" else None, part) for name, part in page_allocators(allocator).items()]
 
 
 def freed_pages(name: str, allocator: Any, slots: Tensor) -> int:
-    """How many pages come back when the function ``name`` is called with ``slots`` (pages, if it is
-    ``free_page_ids``); -1 where their number alone doesn't tell."""
+    """Number of pages given back by a call of the function ``name`` with ``slots`` (pages, for ``free_page_ids``); -1
+    where their number alone doesn't tell."""
     if appends(allocator) or name == "free_page_ids":
         return len(slots)
     return -(-len(slots) // allocator.page_size) if name == "free_segment" else -1

@@ -1,4 +1,4 @@
-"""What attention backends are given for a forward: lists of slots and page tables that they make of `req_to_token`."""
+"""Tables of attention backends for a forward: lists of slots and page tables made from `req_to_token`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 PARTS = ("prefill_backend", "decode_backend", "full_attn_backend", "primary")
-"""Under these names a backend keeps others, which do its work; beside them those of recurrent layers, which read no
-slots of tokens."""
+"""Names under which a backend keeps others for its work; beside them those of recurrent layers, which read no slots of
+tokens."""
 
 READ_THEMSELVES = frozenset({"TorchNativeAttnBackend", "TorchFlexAttnBackend", "IntelAMXAttnBackend"})
 """Backends that look every slot up in `req_to_token`."""
@@ -33,7 +33,7 @@ class Indices:
 
     @property
     def rows(self) -> int:
-        """Batch rows that it has."""
+        """Number of batch rows."""
         return self.starts.shape[0] - 1
 
 
@@ -50,7 +50,7 @@ class Pages:
 
     @property
     def rows(self) -> int:
-        """Batch rows that it has."""
+        """Number of batch rows."""
         return self.entries.shape[0]
 
 
@@ -58,7 +58,7 @@ Made = Indices | Pages
 
 
 def leaves(backend: Any) -> Iterator[Any]:
-    """``backend``, or those of which it consists."""
+    """``backend``, or its parts."""
     parts = [part for name in PARTS if (part := getattr(backend, name, None)) is not None]
     # FlashInfer's own backend has names of kernels there.
     parts = [part for part in parts if not isinstance(part, str)]
@@ -69,13 +69,13 @@ def leaves(backend: Any) -> Iterator[Any]:
 
 
 def recurrent(backend: Any) -> Any | None:
-    """The part of ``backend`` that computes recurrent layers, None for none."""
+    """The part of ``backend`` for recurrent layers, None for none."""
     return getattr(backend, "linear_attn_backend", None)
 
 
 def state_slots(backend: Any, batch: Any) -> Tensor | None:
-    """The slots of the batch's recurrent states that such a part has noted for its kernels, ``[rows]`` and padding;
-    None where the forward computes them in another way than one state a request, or nothing is known of them."""
+    """The slots of the batch's recurrent states as noted by such a part for its kernels, ``[rows]`` and padding; None
+    where the forward computes them in another way than one state a request, or nothing is known."""
     if batch.forward_mode.name not in ("DECODE", "EXTEND", "MIXED") or batch.spec_info is not None:
         return None
     slots = getattr(getattr(backend, "forward_metadata", None), "mamba_cache_indices", None)
@@ -103,8 +103,8 @@ def why_not(backend: Any) -> str | None:
 
 
 def made(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
-    """What a leaf has made last, for ``batch``, as it was given that. ``graph``: for the replay of a CUDA graph, in
-    that graph's own buffers."""
+    """The tables last made by a leaf for ``batch``. ``graph``: for the replay of a CUDA graph, in the graph's own
+    buffers."""
     yield from KNOWN[type(backend).__name__](backend, graph, batch)
 
 
@@ -124,7 +124,7 @@ def _triton(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
 
 
 def _flashinfer(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
-    """The lists that its wrappers were planned with: one for all layers, or a window's and one for the other layers."""
+    """The lists its wrappers were planned with: one for all layers, or a window's and one for the other layers."""
     mode = batch.forward_mode.name
     # Of drafted tokens other code makes it.
     if mode == "TARGET_VERIFY":
@@ -173,7 +173,7 @@ KNOWN: dict[str, Callable[[Any, bool, Any], Iterator[Made]]] = {
     "FlashInferAttnBackend": _flashinfer,
     "FlashAttentionBackend": _flash_attention,
 }
-"""Backends whose tables are known, and what they have made."""
+"""Known backends, and readers of their tables."""
 
 
 def read_lengths(batch: Any) -> Tensor | None:

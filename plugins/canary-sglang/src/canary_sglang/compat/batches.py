@@ -1,12 +1,12 @@
-"""`ForwardBatch`: which forwards can be checked, and how they speculate."""
+"""`ForwardBatch`: checkable forwards, and their way of speculating."""
 
 from typing import Any
 
 CHECKED_MODES = frozenset({"DECODE", "EXTEND", "MIXED", "TARGET_VERIFY"})
-"""Names of `ForwardMode`s in which the batch alone tells what the forward reads and writes."""
+"""Names of `ForwardMode` values whose batch alone tells the forward's reads and writes."""
 
 NO_KV_MODES = frozenset({"IDLE", "PREBUILT"})
-"""Names of `ForwardMode`s that write no KV."""
+"""Names of `ForwardMode` values without writes of KV."""
 
 
 def writes_kv(batch: Any) -> bool:
@@ -17,22 +17,22 @@ def writes_kv(batch: Any) -> bool:
 
 
 def is_checked(batch: Any) -> bool:
-    """Whether the forward of a `ForwardBatch` can be checked: its mode is one of `CHECKED_MODES`, and it does not mix
-    extends with decodes that speculate. The overlap scheduler sets the lengths of those later than the host's copy."""
+    """Whether the forward of a `ForwardBatch` can be checked: its mode is one of `CHECKED_MODES`, without a mix of
+    extends and speculating decodes, whose lengths are set by the overlap scheduler later than the host's copy."""
     mode = batch.forward_mode.name
     return mode in CHECKED_MODES and not (mode == "MIXED" and speculates(batch))
 
 
 def has_images(batch: Any) -> bool:
-    """Whether a `ForwardBatch` computes prompts of requests with images or other media. Their tokens are hashes of
-    these, until the model's forward, within which they are cut to the vocabulary, in place."""
+    """Whether a `ForwardBatch` computes prompts of requests with images or other media. Their tokens are hashes, until
+    the model's forward cuts them to the vocabulary, in place."""
     if batch.mm_inputs is None or batch.forward_mode.name not in ("EXTEND", "MIXED"):
         return False
     return any(item is not None for item in batch.mm_inputs)
 
 
 def strips_media(batch: Any) -> bool:
-    """Whether the tokens of media are no part of the batch's tokens: a separate encoder has them."""
+    """Whether the tokens of media are missing in the batch's tokens: a separate encoder has them."""
     return getattr(batch, "encoder_lens", None) is not None
 
 
@@ -53,7 +53,7 @@ def is_tree(batch: Any) -> bool:
 
 
 def verified_tokens(batch: Any) -> int | None:
-    """How many drafted tokens a ``TARGET_VERIFY`` writes for each request; None if that isn't known."""
+    """Number of drafted tokens written by a ``TARGET_VERIFY`` for each request; None if unknown."""
     drafted = batch.spec_info
     known = type(drafted).__name__ in ("EagleVerifyInput", "NgramVerifyInput")
     return int(drafted.draft_token_num) if known else None

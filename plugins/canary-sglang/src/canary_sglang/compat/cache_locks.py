@@ -1,10 +1,10 @@
-"""What the locks of a prefix cache say: which of its nodes a call of the cache has locked or unlocked.
+"""Locks of a prefix cache: the nodes locked or unlocked by a call of the cache.
 
-| cache                                                           | how it is told                                    |
+| cache                                                           | source                                            |
 |-----------------------------------------------------------------|---------------------------------------------------|
 | `RadixCache`, the usual one up to 0.5.18                        | its nodes count their locks                       |
-| `UnifiedRadixCache`, the usual one from 0.5.19 on, with no      | how many of its tokens are not locked, before and |
-| component but the full one, and its core in Python or in Rust   | after a call, and which nodes are above another   |
+| `UnifiedRadixCache`, the usual one from 0.5.19 on, with no      | number of its unlocked tokens before and after a  |
+| component but the full one, and its core in Python or in Rust   | call, and the nodes above another                 |
 
 Caches are recognised by the exact names of their classes, since a subclass may hold slots without a lock. Nothing here
 waits for the device.
@@ -26,26 +26,26 @@ OFF = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
 
 
 class Changes(NamedTuple):
-    """Slots that nobody holds any more, each with the writer id of who has let go of them last, and slots that were
-    such and that somebody holds now: int64 ``[tokens]`` of a node each, whose numbers never change."""
+    """Slots without a holder any more, each with the writer id of the last one, and such slots held again: int64
+    ``[tokens]`` of a node each, whose numbers never change."""
 
     parked: list[tuple[int, Tensor]]
     shared: list[Tensor]
 
 
 class CacheLocks(ABC):
-    """Which nodes the calls of one cache lock and unlock. Each call of a function of `targets.PARKING` is told before
-    it runs, and after: what sort of change it makes, and its arguments without the cache. A batch of requests that
-    begins or ends makes hundreds of them while the engine waits for its host, so they are only noted; what they come to
-    is worked out by `changes`, once for all."""
+    """Nodes locked and unlocked by the calls of one cache. Each call of a function of `targets.PARKING` is reported
+    before it runs, and after: the sort of change, and the arguments without the cache. A batch of requests that begins
+    or ends makes hundreds of calls while the engine waits for its host, so they are only noted; `changes` works out
+    their effect, once for all."""
 
     doubt = ""
-    """Why it is not known any more which nodes are locked; empty while it is."""
+    """Why the locked nodes are unknown; empty while they are known."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.freer: Callable[[], int] = lambda: -1
-        """Gives the writer id of who lets go of nodes now, -1 for nobody."""
+        """Returns the writer id of the request letting go of nodes now, -1 for nobody."""
 
     @abstractmethod
     def before(self) -> None:
@@ -53,13 +53,12 @@ class CacheLocks(ABC):
 
     @abstractmethod
     def after(self, change: targets.CacheChange, args: Args, kwargs: Kwargs, result: Any) -> bool:
-        """A call has run, with this result. Gives whether `changes` may have something to tell
-        of it. False, too, if that is not known any more; `doubt` says why."""
+        """A call has run, with ``result``. Returns whether `changes` may have something to report. False, too, if the
+        locks are unknown from now on; `doubt` has the reason."""
 
     @abstractmethod
     def changes(self) -> Sequence[Changes]:
-        """What has changed since this was asked last. Several are to be told one after the other. To be asked before
-        the cache evicts."""
+        """Changes since the last call, to be reported one after the other. To be asked before the cache evicts."""
 
     @abstractmethod
     def cleared(self) -> None:
@@ -76,8 +75,8 @@ NOT_CALLED = (0, -1)
 
 
 class RadixLocks(CacheLocks):
-    """Those of a `RadixCache`. Each lock is of a node and all nodes above it. So how often a node was locked before the
-    calls that were noted is how often it is now, less what these calls were about it and the nodes below it."""
+    """Locks of a `RadixCache`. Each lock is of a node and all nodes above. So a node's number of locks before the noted
+    calls is the present one, less the calls about the node and the nodes below."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -143,11 +142,11 @@ class RadixLocks(CacheLocks):
 
 
 class UnifiedLocks(CacheLocks):
-    """Those of a `UnifiedRadixCache`.
+    """Locks of a `UnifiedRadixCache`.
 
-    Its core counts the tokens of all nodes that nobody has locked. Each lock is of a node and all nodes above it. So
-    what a lock or an unlock changes are the lowest nodes of that path, and the count says how many. An insertion makes
-    one node, the lowest one. A count that changed between two calls means that something else has locked or unlocked.
+    Its core counts the tokens of all unlocked nodes. Each lock is of a node and all nodes above. So a lock or an unlock
+    changes the lowest nodes of the path, as many as shown by the count. An insertion makes one node, the lowest one. A
+    count that changed between two calls means another source of locks or unlocks.
 
     A node's changes take turns. So of those between two events only the last one counts, if there is an odd number of
     them.
@@ -210,7 +209,7 @@ class UnifiedLocks(CacheLocks):
                 changed[key] = parks, writer, slots
 
     def _round(self) -> None:
-        """What is noted is told before what comes."""
+        """Reports noted changes before new ones."""
         changed, self._changed = self._changed.values(), {}
         # A slot that is in two nodes, one of which was split meanwhile, was parked first: a node is not let go of
         # before those below it.
@@ -218,7 +217,7 @@ class UnifiedLocks(CacheLocks):
         self._earlier.append(Changes(parked, [slots for parks, _, slots in changed if not parks]))
 
     def _lowest(self, node: int, tokens: int) -> Sequence[tuple[int, Tensor]] | None:
-        """``node`` and those above it that have ``tokens`` together, with their slots."""
+        """``node`` and those above with ``tokens`` together, with their slots."""
         found = []
         core = self._core
         while not core.is_root(node):
@@ -239,13 +238,13 @@ class UnifiedLocks(CacheLocks):
 
 
 def argument(args: Args, kwargs: Kwargs, index: int, *names: str) -> Any:
-    """The argument at ``index`` of a call, which is called one of ``names``."""
+    """The argument at ``index`` of a call, or by one of ``names``."""
     return args[index] if len(args) > index else next(kwargs[name] for name in names if name in kwargs)
 
 
 def locks_of(cache: Any, allocator: Any) -> CacheLocks | str:
-    """The locks of ``cache``, which must take its slots from ``allocator``, or the reason why they do not say which of
-    its slots no request holds."""
+    """The locks of ``cache``, which must take its slots from ``allocator``, or the reason why slots without a request
+    can't be derived from them."""
     kind = type(cache).__name__
     if kind not in ("RadixCache", "UnifiedRadixCache"):
         return f"{kind} is no prefix cache whose locks this canary-sglang follows"
@@ -258,7 +257,7 @@ def locks_of(cache: Any, allocator: Any) -> CacheLocks | str:
 
 
 def keeps_nothing(cache: Any) -> bool:
-    """Whether it has no slots that could be parked: SGLang without a prefix cache."""
+    """Whether the cache has no slots to park: SGLang without a prefix cache."""
     return type(cache).__name__ in OFF or bool(getattr(cache, "disable", False))
 
 

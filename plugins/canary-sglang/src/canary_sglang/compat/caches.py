@@ -1,5 +1,4 @@
-"""Prefix caches: which slots they hold, and how these are evicted. Their nodes are in `prefix_cache/tree.py`, and their
-locks in `cache_locks.py`."""
+"""Prefix caches: their slots, and eviction. `prefix_cache/tree.py` has their nodes, `cache_locks.py` their locks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +10,13 @@ from canary_sglang.compat.runners import disaggregation, host_cache
 
 
 def keeps_host_copies(scheduler: Any) -> bool:
-    """Whether KV that is evicted from the device may come back from host memory."""
+    """Whether KV evicted from the device may come back from host memory."""
     args = scheduler.server_args
     return any(getattr(args, name, False) for name in ("enable_hierarchical_cache", "enable_lmcache"))
 
 
 def parking_refusal(runner: Any) -> str | None:
-    """Why it can't be said of any cache which of its slots no request holds, None if it can of some: see
-    `cache_locks.locks_of`."""
+    """Why slots without a request are unknown for every cache, None if known for some: see `cache_locks.locks_of`."""
     args = runner.server_args
     if disaggregation(runner) != "null" or host_cache(runner):
         return "requests of other engines, and copies to host memory, hold slots without a lock"
@@ -28,12 +26,12 @@ def parking_refusal(runner: Any) -> str | None:
 
 
 def evicted(result: Any) -> int:
-    """How many tokens a cache's ``evict`` has given up, by its result."""
+    """Number of tokens given up by a cache's ``evict``, from its result."""
     return int(result.num_tokens_evicted)
 
 
 def cached_slots(cache: Any) -> torch.Tensor | None:
-    """Slots of the full pool for all tokens in the prefix cache; None if it is empty."""
+    """Slots of the full pool for all tokens in the prefix cache; None if the cache is empty."""
     size = cache.total_size() if hasattr(cache, "all_values_flatten") else 0
     if not (size[0] if isinstance(size, tuple) else size):
         return None
@@ -50,8 +48,8 @@ def cached_states(cache: Any) -> torch.Tensor | None:
 
 
 def evict_states(cache: Any) -> int:
-    """Evicts all recurrent states that are not in use, since a cache with states does not let a caller choose; gives
-    their number. The KV of the same tokens stays, but can't be reused without its states."""
+    """Evicts all recurrent states not in use, since a cache with states offers no choice; returns their number. The KV
+    of the same tokens stays, but can't be reused without its states."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     states = int(cache.mamba_evictable_size())
@@ -60,12 +58,12 @@ def evict_states(cache: Any) -> int:
 
 
 SlotTest = Callable[[torch.Tensor], torch.Tensor]
-"""Says which of the given slots of the full pool must be evicted: bool ``[n]``."""
+"""Whether each of the given slots of the full pool must be evicted: bool ``[n]``."""
 
 
 def evict_nodes(cache: Any, must_go: SlotTest) -> int:
-    """Evicts each node with a slot that ``must_go``, and all nodes below it, unless they are in use; gives the number
-    of tokens. From a cache that does not let a caller choose, it evicts every node that is not in use."""
+    """Evicts each node with a slot that ``must_go``, and all nodes below, unless in use; returns the number of tokens.
+    From a cache without a choice, evicts every node not in use."""
     if type(cache).__name__ == "RadixCache":
         return _evict_from_radix(cache, must_go)
     full = cache.full_evictable_size() if cache.supports_swa() else cache.evictable_size()
@@ -99,8 +97,8 @@ def _names_leaves(cache: Any) -> bool:
 
 @contextmanager
 def _only_chosen_leaves(cache: Any, must_go: SlotTest) -> Iterator[None]:
-    """Within it, the core of a `UnifiedRadixCache` names only leaves to evict that have a slot that ``must_go`` on
-    their path from the root. It also names nodes that become such leaves."""
+    """Context: the core of a `UnifiedRadixCache` names only leaves to evict with a slot that ``must_go`` on their path
+    from the root, and nodes that become such leaves."""
     core = cache.tree_core
     advance = core.evict_device_next_node
 
@@ -133,8 +131,8 @@ def _evict_from_radix(cache: Any, must_go: SlotTest) -> int:
 
 
 class _ChosenFirst:
-    """An eviction strategy for `RadixCache` that evicts chosen nodes first: those with a slot that ``must_go`` on their
-    path from the root. ``tokens``: how many the chosen nodes have that are not in use."""
+    """An eviction strategy for `RadixCache` with chosen nodes first: those with a slot that ``must_go`` on their path
+    from the root. ``tokens``: number of the chosen nodes' tokens not in use."""
 
     def __init__(self, root: Any, must_go: SlotTest) -> None:
         self._nodes: set[int] = set()

@@ -7,13 +7,13 @@ from canary_sglang.compat.switches import switched_on
 from canary_sglang.compat.targets import DRAFT_MODEL_TARGETS, MOVE_ACCEPTED, NGRAM, existing
 
 FOLLOWED_SPECULATION = frozenset({"EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"})
-"""Algorithms that allocate slots for drafted tokens when a decode is prepared, and free those of rejected tokens when
-the request ends."""
+"""Algorithms that allocate slots for drafted tokens in preparation of a decode, and free those of rejected tokens at
+the end of the request."""
 
 
 def draft_refusal(runner: Any) -> str | None:
     """Why a draft model's pool can't be guarded without false alarms. None if it can: then `DRAFT_WORKER` runs the
-    model, and it is known which slots that writes."""
+    model, and its written slots are known."""
     args = runner.server_args
     algorithm = str(args.speculative_algorithm)
     if algorithm.upper() not in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):
@@ -27,7 +27,7 @@ def draft_refusal(runner: Any) -> str | None:
 
 
 def draft_targets(runner: Any) -> Sequence[str]:
-    """Functions of draft workers to hook if this runner's model is guarded. Imports their modules."""
+    """Functions of draft workers to hook if the runner's model is guarded. Imports their modules."""
     if runner.is_draft_worker:
         return (*DRAFT_MODEL_TARGETS, *existing((MOVE_ACCEPTED,)))
     ngram = str(getattr(runner.server_args, "speculative_algorithm", None)).upper() == "NGRAM"

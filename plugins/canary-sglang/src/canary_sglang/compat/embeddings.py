@@ -1,4 +1,4 @@
-"""A model's embedding of tokens. Each tensor-parallel rank has a part of it."""
+"""A model's embedding of tokens, with a part on each tensor-parallel rank."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from canary_adapters import EmbeddingPart
 
 
 def part(model: Any) -> EmbeddingPart | None:
-    """What this rank has of the embedding; None where the model has none that is known."""
+    """This rank's part of the embedding; None without a known one."""
     layer = next((m for m in model.modules() if type(m).__name__ == "VocabParallelEmbedding"), None)
     return EmbeddingPart.of(layer, _group)
 
 
 def _group(layer: Any) -> Any:
-    """The ranks over which it is spread."""
+    """The ranks with the parts."""
     from sglang.srt.distributed import parallel_state
 
     # With data-parallel attention only the ranks that serve the same requests have parts of one embedding.

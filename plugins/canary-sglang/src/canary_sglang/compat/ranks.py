@@ -1,4 +1,4 @@
-"""Where a process stands among those that serve one model."""
+"""Place of a process among those of one model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,21 +9,20 @@ import torch
 @dataclass(frozen=True, slots=True)
 class ReplicaRank:
     """``replica``: index of the data-parallel replica (``--dp-size``, with or without data-parallel attention).
-    ``rank``: among the processes that serve that replica: tensor-parallel ranks of the first pipeline stage first.
-    """
+    ``rank``: among the processes of the replica: tensor-parallel ranks of the first pipeline stage first."""
 
     replica: int = 0
     rank: int = 0
 
 
 def place(runner: Any) -> ReplicaRank:
-    """That of the process of a `ModelRunner`. With data-parallel attention the replicas are parts of one group of
-    processes, of which each pipeline stage has some of every replica; else each replica is a group of its own."""
+    """The place of a `ModelRunner`'s process. With data-parallel attention the replicas are parts of one group of
+    processes, and each pipeline stage has some of every replica; else each replica is a group of its own."""
     return places(runner)[world_rank()]
 
 
 def places(runner: Any) -> list[ReplicaRank]:
-    """Those of all processes of this group, by their world rank."""
+    """The places of all processes of the group, by world rank."""
     size = _world_size()
     replicas = int(_parallel("attn_dp_size") or 1)
     if replicas == 1:
@@ -34,7 +33,7 @@ def places(runner: Any) -> list[ReplicaRank]:
 
 
 def world_rank() -> int:
-    """Rank of this process in torch.distributed's first group."""
+    """Rank of the process in torch.distributed's first group."""
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
@@ -45,7 +44,7 @@ def _world_size() -> int:
 
 
 def _replica(runner: Any) -> int:
-    """The index that SGLang's data-parallel controller gave the process; 0 without one."""
+    """The process's index by SGLang's data-parallel controller; 0 without one."""
     for holder in (runner, getattr(runner, "ps", None)):
         index = getattr(holder, "dp_rank", None)
         if index is not None:
@@ -54,7 +53,7 @@ def _replica(runner: Any) -> int:
 
 
 def _parallel(name: str) -> Any:
-    """What SGLang knows of its groups; None for what this release does not have, or does not know yet."""
+    """A fact known to SGLang about its groups; None if unknown to the installed release, or not known yet."""
     try:
         from sglang.srt.runtime_context import get_parallel
 

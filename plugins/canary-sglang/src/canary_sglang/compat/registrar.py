@@ -10,7 +10,7 @@ from typing import Any, Literal
 from canary_core import PluginError
 
 Hook = tuple[Callable[..., Any], Literal["BEFORE", "AFTER", "AROUND"]]
-"""A function, and when it is called: the name of one of SGLang's `HookType`s."""
+"""A function, and the time of its call: the name of one of SGLang's `HookType` values."""
 
 
 class Registrar:
@@ -21,8 +21,8 @@ class Registrar:
         self._registered: set[str] = set()
 
     def register(self, hooks: Mapping[str, Hook]) -> None:
-        """Registers ``hooks``, given by the full names of functions. SGLang's plugin loader applies them once all
-        plugins are loaded; it does so once in a process, so where that is over they are applied now."""
+        """Registers ``hooks``, by the full names of functions. SGLang's plugin loader applies them once all plugins are
+        loaded, once in a process; after that they are applied now."""
         registry = importlib.import_module("sglang.srt.plugins.hook_registry")
         new = [target for target in hooks if target not in self._registered]
         for target in new:
@@ -33,8 +33,8 @@ class Registrar:
             registry.HookRegistry.apply_hooks()
 
     def apply(self, hooks: Mapping[str, Hook]) -> None:
-        """Registers and applies them now: for functions that only some engines use. Raises `PluginError` for a function
-        that can't be wrapped; SGLang would only log it."""
+        """Registers and applies hooks now: for functions used by some engines only. Raises `PluginError` for a function
+        that can't be wrapped; SGLang would only log the failure."""
         if hooks.keys() <= self._registered:
             return
         self.register(hooks)
@@ -45,8 +45,8 @@ class Registrar:
                 raise PluginError(f"{target} could not be hooked; see SGLang's log")
 
     def left_out(self) -> list[str]:
-        """Functions that were registered and are not hooked, once SGLang's loader has applied all: it logs and swallows
-        what it can't apply."""
+        """Functions registered but not hooked, after SGLang's loader has applied all: failures there are logged and
+        swallowed."""
         registry = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry
         applied = getattr(registry, "_patched", None)
         return sorted(target for target in self._registered if not _is_hooked(target, applied))
@@ -60,7 +60,7 @@ def _is_hooked(target: str, applied: Container[str] | None) -> bool:
 
 
 def is_applying() -> bool:
-    """Whether a thread of this process is within SGLang's plugin loader, which imports much while it applies hooks."""
+    """Whether a thread of the process is within SGLang's plugin loader, which imports much while applying hooks."""
     for frame in sys._current_frames().values():
         at: FrameType | None = frame
         while at is not None:
@@ -71,11 +71,11 @@ def is_applying() -> bool:
 
 
 def _loader_is_done(registry: Any) -> bool:
-    """Whether SGLang's plugin loader has run in this process; not while it runs. False in releases that don't say."""
+    """Whether SGLang's plugin loader has run in the process; not while it runs. False in releases that don't say."""
     source = getattr(registry, "_current_plugin_source", None)
     loader = importlib.import_module("sglang.srt.plugins")
     return source is not None and source.get() is None and bool(getattr(loader, "_plugins_loaded", False))
 
 
 REGISTRAR = Registrar()
-"""The only one in this process."""
+"""The only one in the process."""

@@ -1,4 +1,4 @@
-"""`ModelRunner`: with which options it was started, and whether it can be guarded with them."""
+"""`ModelRunner`: its options, and whether they allow a guard."""
 
 from typing import Any
 
@@ -37,12 +37,12 @@ def draft_name(runner: Any) -> str | None:
 
 
 def awaits_resize(runner: Any) -> bool:
-    """Whether the pool's memory is only reserved until `RESIZE`. Until then an access to it would crash."""
+    """Whether the pool's memory is only reserved until `RESIZE`. An earlier access would crash."""
     return bool(getattr(runner.token_to_kv_pool, "post_capture_active", False))
 
 
 def captures_graphs(runner: Any) -> bool:
-    """Whether this engine captures CUDA graphs when it starts. No forward is guarded meanwhile."""
+    """Whether the engine captures CUDA graphs at its start. No forward is guarded meanwhile."""
     return not _option(runner, "disable_cuda_graph", False)
 
 
@@ -52,12 +52,12 @@ def host_cache(runner: Any) -> bool:
 
 
 def speculates(runner: Any) -> bool:
-    """Whether a draft model, or a table of n-grams, proposes tokens that the served model verifies."""
+    """Whether a draft model, or a table of n-grams, proposes tokens to be verified by the served model."""
     return bool(_option(runner, "speculative_algorithm", None))
 
 
 def scales_refusal(runner: Any) -> str | None:
-    """Why interleaved scales, which are a region of their own, can't be guarded with this runner; None if they can."""
+    """Why interleaved scales, a region of their own, can't be guarded with the runner; None if they can."""
     if host_cache(runner) or disaggregation(runner) != "null":
         return "interleaved scales come without a forward; not followed"
     return None
@@ -85,18 +85,18 @@ def parks_retracted(runner: Any) -> bool:
 
 
 def disaggregation(runner: Any) -> str:
-    """Which side of PD disaggregation this engine is: ``prefill``, ``decode``, or ``null``."""
+    """The engine's side of PD disaggregation: ``prefill``, ``decode``, or ``null``."""
     return str(_option(runner, "disaggregation_mode", "null"))
 
 
 def has_adapters(runner: Any) -> bool:
-    """Whether this engine serves LoRA adapters."""
+    """Whether the engine serves LoRA adapters."""
     return bool(_option(runner, "enable_lora", False))
 
 
 def records_may_travel(runner: Any) -> bool:
-    """Whether buffers that are appended to those of a transfer reach the other engine. They do with NIXL, the only back
-    end whose code was read, and without pipeline stages, which each send a part of the decode engine's list."""
+    """Whether buffers appended to those of a transfer reach the other engine. They do with NIXL, the only back end
+    whose code was read, and without pipeline stages, which each send a part of the decode engine's list."""
     backend = _option(runner, "disaggregation_transfer_backend", None)
     return bool(backend == "nixl" and _option(runner, "pp_size", 1) == 1)
 
@@ -119,12 +119,12 @@ def is_elastic(runner: Any) -> bool:
 
 
 def served_model(runner: Any) -> str:
-    """The name under which the engine serves its model (``--served-model-name``), empty where it has none."""
+    """The engine's served name of its model (``--served-model-name``), empty without one."""
     return str(_option(runner, "served_model_name", None) or "")
 
 
 def _option(runner: Any, name: str, default: Any) -> Any:
-    """An option of the engine; ``default`` where this release has no such option."""
+    """An option of the engine; ``default`` if unknown to the installed release."""
     return getattr(getattr(runner, "server_args", None), name, default)
 
 
