@@ -77,7 +77,7 @@ class Incident:
             self.kinds[kind] = self.kinds.get(kind, 0) + number
 
     def fields(self) -> dict[str, object]:
-        """What the ``incident`` event says: where and what the root is, and counts of what follows from it."""
+        """Fields of the ``incident`` event: place and kind of the root, and counts of its consequences."""
         root = self.root.fields()
         names = list(self.requests)
         out: dict[str, object] = {"incident": self.number, "findings": self.total}

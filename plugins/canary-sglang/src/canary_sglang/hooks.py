@@ -1,4 +1,4 @@
-"""`Hooks`: what runs before, after or around SGLang's own functions, those of its runner, scheduler and pools."""
+"""`Hooks`: code before, after or around SGLang's own functions, of runner, scheduler and pools."""
 
 import contextlib
 import threading
@@ -25,10 +25,10 @@ LAST_WORDS_S = 5.0
 
 
 class Hooks:
-    """The hooks of this process. They can't be removed; after `stop` they only call SGLang's functions.
+    """The hooks of the process. Never removed; after `stop` they only call SGLang's functions.
 
-    There is one session for each guarded model: ``session`` is that of the served model, ``sessions`` has those of its
-    draft models, too.
+    There is one session for each guarded model: ``session`` is the served model's, ``sessions`` includes those of draft
+    models.
     """
 
     def __init__(self) -> None:
@@ -37,19 +37,19 @@ class Hooks:
         self._applied: Watchdog | None = None
         self._by_runner: dict[int, Session] = {}
         self.session: Session | None = None
-        """That of the served model, None while there is none."""
+        """Session of the served model, None without one."""
         self._drafts = DraftHooks(lambda runner: self._by_runner.get(id(runner)))
         self._quarantine: Quarantine | None = None
         self._roll_call: RanksRollCall | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
-        """All sessions, in the order in which their pools were allocated."""
+        """All sessions, in the order of the pools' allocation."""
         return tuple(self._by_runner.values())
 
     def start(self, config: CanaryConfig) -> None:
-        """Guards the runners that are built from now on. To be called before SGLang applies its hooks: from its plugin
-        loader, or before an engine is made, after `targets.hook_targets` were found."""
+        """Guards runners built from now on. To be called before SGLang applies its hooks: from its plugin loader, or
+        before an engine is made, after `targets.hook_targets` were found."""
         hooks: dict[str, Hook] = {
             targets.ALLOCATE: (self._allocated, "AFTER"),
             targets.RESIZE: (self._resized, "AFTER"),
@@ -230,7 +230,7 @@ class Hooks:
                 session.last_words()
 
     def _look_at_hooks(self) -> None:
-        """SGLang only logs a hook that it can't apply."""
+        """Reports hooks missing after SGLang's loader, which only logs a hook that can't be applied."""
         left_out = REGISTRAR.left_out() if self._config is not None else []
         if left_out:
             _tell_left_out(left_out, "error", "SGLang could not apply these hooks; its log says why")
@@ -238,7 +238,7 @@ class Hooks:
                 raise PluginError(f"SGLang could not hook {', '.join(left_out)}; see its log")
 
     def _no_pool(self) -> None:
-        """No pool was allocated so far, as in a process that has no engine, or where that is not hooked."""
+        """No pool was allocated so far, as in a process without an engine, or with an unhooked allocation."""
         if self._config is None:
             return
         if is_applying():
@@ -259,7 +259,7 @@ def _tell_left_out(names: Iterable[str], level: Level, why: str) -> None:
 
 
 def _called(runner: Any, config: CanaryConfig) -> RanksRollCall | None:
-    """The roll call to which this rank has come; None where ranks may come and go."""
+    """The roll call joined by the rank; None where ranks may come and go."""
     if runners.is_elastic(runner):
         return None
     call = RanksRollCall(config, ranks.places(runner), ranks.world_rank())
@@ -273,4 +273,4 @@ def _together(roll_call: RanksRollCall | None) -> bool:
 
 
 HOOKS = Hooks()
-"""The only one in this process."""
+"""The only one in the process."""

@@ -1,4 +1,4 @@
-"""The plugin ``sglang``, which ``CANARY_PLUGINS=sglang`` turns on. Importing this module does not import SGLang."""
+"""The plugin ``sglang``, turned on by ``CANARY_PLUGINS=sglang``. Importing the module does not import SGLang."""
 
 from collections.abc import Sequence
 from typing import NoReturn
@@ -19,30 +19,30 @@ CANARY_PROTOCOL = 1
 
 
 def start() -> None:
-    """SGLang's plugin loader calls it in each process. Does nothing unless ``CANARY_PLUGINS`` names ``sglang``. A
+    """Called by SGLang's plugin loader in each process. Does nothing unless ``CANARY_PLUGINS`` names ``sglang``. A
     second call changes nothing.
 
-    SGLang only logs exceptions of its plugins. In log mode that is right. In raise mode the process must not run
-    unguarded, so `SystemExit` is raised instead.
+    SGLang only logs exceptions of its plugins: right in log mode. In raise mode the process must not run unguarded, so
+    `SystemExit` is raised instead.
     """
     start_plugins_for("sglang")
 
 
 @hookimpl
 def canary_engine() -> EngineInfo:
-    """The installed SGLang, and the releases that are supported."""
+    """The installed SGLang, and the supported releases."""
     return version.engine()
 
 
 @hookimpl
 def canary_targets() -> Sequence[HookTarget]:
-    """What is hooked in every engine."""
+    """Functions hooked in every engine."""
     return targets.hook_targets()
 
 
 @hookimpl
 def canary_install(config: CanaryConfig) -> None:
-    """Guards the engine that this process builds."""
+    """Guards engines built by the process."""
     HOOKS.start(config)
 
 
@@ -54,7 +54,7 @@ def canary_uninstall() -> None:
 
 @hookimpl
 def canary_conformance() -> NoReturn:
-    """Raises `PluginError`: the suite is among the tests, since it wants an SGLang that runs on a CPU."""
+    """Raises `PluginError`: the suite is among the tests, since it needs an SGLang for CPUs."""
     raise PluginError(
         "the conformance suite of canary-sglang starts many small engines on a CPU, for which SGLang needs an "
         "environment of its own, so it is among the tests. In a checkout of the repository run: make test-sglang "

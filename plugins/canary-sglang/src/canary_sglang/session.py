@@ -53,14 +53,13 @@ Item = TypeVar("Item", Region, Uncovered)
 
 
 class Session:
-    """Guards every forward of one model, on the stream on which the engine issues it. ``model``: None for the served
-    model; for a draft model its name, with which its regions and events begin.
+    """Guards every forward of one model, on the engine's stream for it. ``model``: None for the served model; for a
+    draft model its name, the prefix of its regions and events.
 
-    ``requests``: those of another session of this process, whose forwards are for the same requests; None if this is
-    the first session.
-    In log mode Canary raises nothing into the engine: an exception of its own switches the session off with a
-    ``disabled`` event. In raise mode a finding is raised out of `ModelRunner.forward`, which ends the engine.
-    Raises `AttachError` if the pool can't be guarded, `ConfigError` if a setting can't be used.
+    ``requests``: those of another session of the process, with forwards for the same requests; None for the first
+    session. In log mode Canary raises nothing into the engine: an exception of its own switches the session off with a
+    ``disabled`` event. In raise mode a finding is raised out of `ModelRunner.forward`, which ends the engine. Raises
+    `AttachError` if the pool can't be guarded, `ConfigError` if a setting can't be used.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Session:
             raise
 
     def notice(self, requests: Sequence[Any]) -> None:
-        """Takes the `Req` objects of the batch that is issued next."""
+        """Takes the `Req` objects of the next batch."""
         if self.canary.enabled:
             with self.canary.guard("requests"):
                 self.requests.notice(requests)
@@ -134,7 +133,7 @@ class Session:
         return original() if run is None else run()
 
     def _run(self, original: Callable[[], Any], batch: Any) -> Callable[[], Any]:
-        """What runs the forward of ``batch`` under guard."""
+        """A function that runs the forward of ``batch`` under guard."""
         self._shards.begin()
         self.sampled.forward(batch)
         # `ModelRunner.forward` never writes to a batch's tensors: it replaces them. Draft workers do, see `DraftHooks`.
@@ -157,14 +156,14 @@ class Session:
         return partial(self.canary.step.run, original, view, batch=batch, overlap=overlap, settle=settle)
 
     def forget_slots(self, slots: Tensor) -> None:
-        """Makes ``slots`` unknown in all regions; they are numbered as in the engine's tables."""
+        """Makes ``slots`` unknown in all regions, numbered as in the engine's tables."""
         for name in self._paged:
             self.canary.slots.forget(name, self.canary.regions[name].slots_of(slots))
 
     @contextlib.contextmanager
     def following_trees(self) -> Iterator[None]:
-        """Within it, a tree that is verified is recorded: the caller tells by `carry` what of it was moved, records the
-        accepted path and forgets the rest."""
+        """Context: a verified tree is recorded; the caller reports moves by `carry`, records the accepted path and
+        forgets the rest."""
         self._batches.trees_followed = True
         try:
             yield
@@ -172,14 +171,14 @@ class Session:
             self._batches.trees_followed = False
 
     def carry(self, source: Tensor, destination: Tensor) -> None:
-        """SGLang copied slots ``source`` to ``destination``, numbered as in its tables, -1 for none: what is known of
-        them goes along, and the bytes that arrived are compared."""
+        """SGLang copied slots ``source`` to ``destination``, numbered as in its tables, -1 for none: the records go
+        along, and the arrived bytes are compared."""
         for name in self._paged:
             region = self.canary.regions[name]
             self.canary.slots.copy(name, region.slots_of(source), region.slots_of(destination), check=True)
 
     def clear_slots(self, slots: Tensor) -> None:
-        """Nothing is in ``slots`` any more: what they held was rejected. Numbered as in the engine's tables."""
+        """Empties ``slots`` of rejected content. Numbered as in the engine's tables."""
         for name in self._paged:
             own = self.canary.regions[name].slots_of(slots)
             self.canary.slots.clear(name, own)
@@ -187,8 +186,8 @@ class Session:
             self.canary.slots.forget_bytes(name, own)
 
     def last_words(self) -> None:
-        """Reports what was found in the last forwards of an engine that has failed; where the device can't be read any
-        more, it tells so with a ``findings_lost`` event. Raises `ViolationError` in raise mode."""
+        """Reports findings of the last forwards of a failed engine; if the device can't be read any more, a
+        ``findings_lost`` event says so. Raises `ViolationError` in raise mode."""
         if not self.canary.enabled:
             return
         try:
@@ -212,8 +211,7 @@ class Session:
             hook_manager().unregister(self._filter)
 
     def _listen(self, state: str | None) -> None:
-        """Adds the listeners to the step, in the order in which they are called. ``state``: the region of recurrent
-        states."""
+        """Adds the listeners to the step, in the order of their calls. ``state``: the region of recurrent states."""
         runner, step = self.runner, self.canary.step
         self._states: MambaStates | None = None
         if state is not None:
@@ -248,12 +246,12 @@ class Session:
             self.canary.warm_up(self.drafts.padding, rows, beside=beside)
 
     def _forget_tree(self, batch: Any, followed: bool, view: BatchView, output: Any) -> None:
-        """Makes the slots unknown that a verified tree has written, unless that is ``followed``."""
+        """Makes slots written by a verified tree unknown, unless the tree is ``followed``."""
         if not followed and batches.is_tree(batch):
             self.forget_slots(batch.out_cache_loc)
 
     def _padding(self, rows: int) -> Iterable[BatchView]:
-        """Views of padding for `Canary.warm_up`, with the tables that forwards have."""
+        """Views of padding for `Canary.warm_up`, with the forwards' tables."""
         views: Iterable[BatchView] = self._batches.padding(rows)
         for tables in (self._compressor, self._states):
             if tables is not None:
@@ -262,14 +260,14 @@ class Session:
 
 
 def _copied(batch: Any) -> Any:
-    """`copy.copy` of a `ForwardBatch`, at a fraction of its cost: it has nothing but attributes."""
+    """`copy.copy` of a `ForwardBatch`, at a fraction of the cost: there is nothing but attributes."""
     made = object.__new__(type(batch))
     made.__dict__.update(batch.__dict__)
     return made
 
 
 def _transfers(session: Session) -> Iterator[StepListener]:
-    """Listeners for the ways in which KV reaches this session's pool without a forward, or leaves it."""
+    """Listeners for the ways of KV to and from the session's pool without a forward."""
     runner, canary = session.runner, session.canary
     carried = canary.config.transfer_records and session.model is None and runners.records_may_travel(runner)
     if runners.parks_retracted(runner):
@@ -302,8 +300,8 @@ def _refusal(runner: Any, pool: SGLangPool) -> str | None:
 
 
 def attach_runner(runner: Any, config: CanaryConfig, requests: RequestWriters | None = None) -> Session | None:
-    """A session for ``runner``, whose pool must have its memory. None if it can't be guarded; an event says why. In
-    raise mode an exception while attaching is raised. ``requests``: see `Session`."""
+    """A session for ``runner``, whose pool must have its memory. None if it can't be guarded; an event has the reason.
+    In raise mode an exception while attaching is raised. ``requests``: see `Session`."""
     return attach("attach to sglang", config, partial(_open, runner, config, requests))
 
 

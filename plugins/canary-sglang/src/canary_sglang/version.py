@@ -1,11 +1,11 @@
-"""The version of canary-sglang, and the versions of SGLang that it supports."""
+"""The version of canary-sglang, and the supported versions of SGLang."""
 
 from canary_core import EngineInfo
 
 __version__ = "0.1.0"
 
 SUPPORTED = ">=0.5.14,<0.5.24"
-"""Releases whose pools, batches and hooked functions were read; docs/evidence.md says which ones were run."""
+"""Releases whose pools, batches and hooked functions were read; docs/evidence.md names those also run."""
 
 
 def engine() -> EngineInfo:

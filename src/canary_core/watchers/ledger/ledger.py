@@ -44,7 +44,7 @@ class LedgerHost(Protocol):
 
 
 class Slots(Protocol):
-    """What the ledger needs of its `SlotEvents`."""
+    """The part of `SlotEvents` used by the ledger."""
 
     workspace: Workspace
     audit: RunningAudit

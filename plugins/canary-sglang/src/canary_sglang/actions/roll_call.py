@@ -13,8 +13,8 @@ from canary_sglang.compat.ranks import ReplicaRank
 from canary_sglang.version import __version__
 
 LOOK_S = 10.0
-"""Seconds after the start of this rank's engine until a silent rank counts as unguarded. SGLang's ranks wait for each
-other when they allocate their pools, and a rank's word comes before its first forward."""
+"""Seconds after the start of the rank's engine until a silent rank counts as unguarded. SGLang's ranks wait for each
+other when allocating pools, and a rank's word comes before its first forward."""
 
 ATTACH_S = 600.0
 """Longest time for a rank to attach, after announcing the attempt."""

@@ -11,7 +11,7 @@ from canary_sglang.compat import batches, schedulers
 
 
 class Owners:
-    """The cause of the allocator's present call: the batch in preparation, or the request that frees its slots."""
+    """The cause of the allocator's present call: the batch in preparation, or the request freeing slots."""
 
     def __init__(self, writers: RequestWriters) -> None:
         self._writers = writers
@@ -44,7 +44,7 @@ class Owners:
             self._request, self._freer = before
 
     def freer(self) -> int:
-        """Writer id of the request that frees its slots; -1 without one, as in an eviction."""
+        """Writer id of the request freeing slots; -1 without one, as in an eviction."""
         if self._freer is None:
             self._freer = self._writers.id(self._request.rid)
         return self._freer

@@ -1,4 +1,4 @@
-"""A `ForwardBatch` as a `BatchView`. Its tensors are those read by SGLang's own kernels, wherever they fit."""
+"""A `ForwardBatch` as a `BatchView`, with the tensors of SGLang's own kernels, wherever they fit."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

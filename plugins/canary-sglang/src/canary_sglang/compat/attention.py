@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 PARTS = ("prefill_backend", "decode_backend", "full_attn_backend", "primary")
-"""Names under which a backend keeps others for its work; beside them those of recurrent layers, which read no slots of
-tokens."""
+"""Names of a backend's inner backends, which do the work; the part for recurrent layers, not among them, reads no slots
+of tokens."""
 
 READ_THEMSELVES = frozenset({"TorchNativeAttnBackend", "TorchFlexAttnBackend", "IntelAMXAttnBackend"})
-"""Backends that look every slot up in `req_to_token`."""
+"""Backends with a look-up of every slot in `req_to_token`."""
 
 METADATA = ("init_forward_metadata", "init_forward_metadata_out_graph")
-"""Methods of a backend that make its tables, for a forward and for the replay of a graph."""
+"""Methods of a backend for making tables, for a forward and for the replay of a graph."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -173,7 +173,7 @@ KNOWN: dict[str, Callable[[Any, bool, Any], Iterator[Made]]] = {
     "FlashInferAttnBackend": _flashinfer,
     "FlashAttentionBackend": _flash_attention,
 }
-"""Known backends, and readers of their tables."""
+"""Known backends, with readers of the tables."""
 
 
 def read_lengths(batch: Any) -> Tensor | None:

@@ -22,7 +22,7 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
 OFF = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
-"""Classes of caches that keep nothing."""
+"""Classes of caches without any content."""
 
 
 class Changes(NamedTuple):

@@ -1,4 +1,4 @@
-"""Prefix caches: their slots, and eviction. `prefix_cache/tree.py` has their nodes, `cache_locks.py` their locks."""
+"""Prefix caches: slots, and eviction. `prefix_cache/tree.py` has the nodes, `cache_locks.py` the locks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""`ModelRunner`: its options, and whether they allow a guard."""
+"""`ModelRunner`: options, and obstacles to a guard."""
 
 from typing import Any
 

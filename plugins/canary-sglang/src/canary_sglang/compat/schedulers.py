@@ -7,7 +7,7 @@ import torch
 
 
 def running_requests(scheduler: Any) -> list[Any]:
-    """Unfinished requests that have slots or get some next, in the order of their names."""
+    """Unfinished requests with slots, or about to get some, in the order of their names."""
     batches = [scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "cur_batch", None)]
     found = {id(request): request for batch in batches if batch is not None for request in batch.reqs}
     if scheduler.chunked_req is not None:
@@ -16,8 +16,9 @@ def running_requests(scheduler: Any) -> list[Any]:
 
 
 def computed_tokens(scheduler: Any, batch: Any, draft: bool = False) -> int:
-    """How many tokens SGLang's own books say that a `ScheduleBatch` computes with the served model, or with its
-    ``draft`` model; of a tree of drafts what is verified. To be asked before it runs: speculation changes the batch."""
+    """Number of tokens computed by a `ScheduleBatch` by SGLang's own books, with the served model, or with its
+    ``draft`` model; of a tree of drafts the verified ones. To be asked before the batch runs: speculation changes
+    it."""
     mode = batch.forward_mode
     if mode.is_idle() or mode.is_prebuilt():
         return 0
@@ -45,7 +46,7 @@ def computed_tokens(scheduler: Any, batch: Any, draft: bool = False) -> int:
 
 
 def table_row(scheduler: Any, request: Any) -> tuple[torch.Tensor | None, int]:
-    """A request's row of the slot table, and how many of its entries are valid; None and 0 before it has a row."""
+    """A request's row of the slot table, and its number of valid entries; None and 0 before there is a row."""
     index = _row_number(request)
     if index is None:
         return None, 0
@@ -53,13 +54,13 @@ def table_row(scheduler: Any, request: Any) -> tuple[torch.Tensor | None, int]:
 
 
 def state_slot(scheduler: Any, request: Any) -> int | None:
-    """The slot of a request's recurrent state; None before it has one. Reads the device."""
+    """The slot of a request's recurrent state; None before there is one. Reads the device."""
     index = _row_number(request)
     return None if index is None else int(scheduler.req_to_token_pool.req_index_to_mamba_index_mapping[index])
 
 
 def allocated_tokens(request: Any) -> int:
-    """The number of tokens for which a request has slots."""
+    """Number of a request's tokens with slots."""
     kv = getattr(request, "kv", None)
     return int(getattr(kv if hasattr(kv, "kv_allocated_len") else request, "kv_allocated_len", 0))
 
@@ -70,8 +71,8 @@ def _row_number(request: Any) -> Any:
 
 
 def identity(request: Any, adapters: bool = True) -> dict[str, str | None]:
-    """What a request's KV depends on beside its tokens, as `Identities.anchor` takes it: empty for most. Without
-    ``adapters`` its LoRA adapter is left out. SGLang joins the id of that to the key of the prefix cache."""
+    """Conditions of a request's KV beside its tokens, for `Identities.anchor`: empty for most. Without ``adapters`` the
+    LoRA adapter is left out. SGLang joins the adapter's id to the key of the prefix cache."""
     lora, key = getattr(request, "lora_id", None), getattr(request, "extra_key", None)
     salt = getattr(request, "cache_salt", None)
     if not (lora or key or salt):
@@ -83,27 +84,27 @@ def identity(request: Any, adapters: bool = True) -> dict[str, str | None]:
 
 
 def searches_beams(request: Any) -> bool:
-    """Whether a beam search decides a request's next token: not the sampler's for its row."""
+    """Whether a beam search decides a request's next token: not the one sampled for its row."""
     width = getattr(getattr(request, "sampling_params", None), "beam_width", None)
     return getattr(request, "beam_group", None) is not None or (width or 1) > 1
 
 
 def streaming_session(request: Any) -> Any | None:
-    """The session in whose slots the request goes on, beside the prefix cache; None for none."""
+    """The session with the slots for the rest of the request, beside the prefix cache; None for none."""
     session = getattr(request, "session", None)
     return session if getattr(session, "streaming", False) else None
 
 
 def embedded(request: Any) -> bool:
-    """Whether the request brings embeddings in the place of tokens, or of some: its tokens stand for nothing there."""
+    """Whether the request has embeddings in the place of tokens, or of some: the tokens there mean nothing."""
     if getattr(request, "input_embeds", None) is not None:
         return True
     return getattr(request, "positional_embed_overrides", None) is not None
 
 
 def abort(scheduler: Any, request: Any, message: str) -> bool:
-    """Ends a running request after its next forward, as SGLang ends requests that time out: its client gets ``message``
-    with status 503, and its KV does not enter the prefix cache. False if the request ends already."""
+    """Ends a running request after its next forward, as SGLang ends requests that time out: the client gets ``message``
+    with status 503, and the KV does not enter the prefix cache. False if the request ends already."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     if request.finished() or request.to_finish is not None:

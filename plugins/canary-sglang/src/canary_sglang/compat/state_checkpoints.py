@@ -15,14 +15,14 @@ NO_SLOT = -1
 
 
 class Checkpoints:
-    """Which states the forwards of one runner copy into checkpoint slots, and after which token each state is taken.
+    """States copied by one runner's forwards into checkpoint slots, and the token after which each is taken.
 
-    The scheduler decides for which requests. An extend copies the state at the end of its last whole chunk, or at the
-    token where sequences in the cache branch. A decode copies it where a sequence's length is a multiple of an
+    The scheduler chooses the requests. An extend copies the state at the end of its last whole chunk, or at the token
+    where sequences in the cache branch. A decode copies the state where a sequence's length is a multiple of an
     interval.
 
-    ``chunk_tokens``: length of a chunk. ``interval_tokens``: a number that divides the lengths at which decodes copy, 0
-    if none is known.
+    ``chunk_tokens``: length of a chunk. ``interval_tokens``: a divisor of all lengths at which decodes copy, 0 if
+    unknown.
     """
 
     def __init__(self, chunk_tokens: int, interval_tokens: int) -> None:
@@ -31,15 +31,15 @@ class Checkpoints:
 
     @classmethod
     def of(cls, runner: Any) -> "Checkpoints | None":
-        """The checkpoints of one `ModelRunner`; None if its forwards make none. Raises `PluginError` if this SGLang
-        does not say how long a chunk is."""
+        """The checkpoints of one `ModelRunner`; None if its forwards make none. Raises `PluginError` if the installed
+        SGLang does not give the length of a chunk."""
         if not getattr(runner.req_to_token_pool, "enable_mamba_extra_buffer", False):
             return None
         return cls(_chunk_tokens(runner.server_args), _interval_tokens(runner.server_args))
 
     def of_forward(self, batch: Any, prefix_lens: Tensor) -> StateCheckpoints | None:
-        """The checkpoints that a decode or an extend makes; None if it makes none. ``prefix_lens``, ``[rows]``: tokens
-        before the forward."""
+        """The checkpoints made by a decode or an extend; None without any. ``prefix_lens``, ``[rows]``: tokens before
+        the forward."""
         slots, mask = batch.mamba_track_indices, batch.mamba_track_mask
         if slots is None or mask is None or not len(slots):
             return None
@@ -75,7 +75,7 @@ def tracked_slots(batch: Any) -> Tensor | None:
 
 
 def _chunk_tokens(server_args: Any) -> int:
-    """Tokens of a chunk. SGLang gives them by a function, up to 0.5.17 by a property of `ServerArgs`."""
+    """Tokens of a chunk, from a function of SGLang, up to 0.5.17 from a property of `ServerArgs`."""
     said = getattr(importlib.import_module(CONTEXT), "mamba_cache_chunk_size", None)
     tokens = said() if said is not None else getattr(server_args, "mamba_cache_chunk_size", None)
     if not tokens:
@@ -84,7 +84,7 @@ def _chunk_tokens(server_args: Any) -> int:
 
 
 def _interval_tokens(server_args: Any) -> int:
-    """Tokens between two checkpoints of decodes, or a divisor of that number; 0 if not known."""
+    """Tokens between two checkpoints of decodes, or a divisor; 0 if unknown."""
     context = importlib.import_module(CONTEXT)
     said = context.get_exec().mamba if hasattr(context, "get_exec") else server_args
     return int(getattr(said, "mamba_track_interval", 0) or 0)

@@ -1,4 +1,4 @@
-"""Full names of the functions of SGLang that are hooked, and which of them this release has."""
+"""Full names of SGLang's functions to hook, and their presence in the installed release."""
 
 import pkgutil
 from collections.abc import Iterable, Sequence
@@ -27,14 +27,14 @@ REQUIRED = (ALLOCATE, FORWARD, RUN_BATCH, FLUSH, IDLE, STATE_COPY, STATE_LOAD, T
 OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE, PROCESS)
 
 EXPECTED = (LOOP, SAMPLE, PROCESS)
-"""Those of `OPTIONAL` that every supported release has."""
+"""Members of `OPTIONAL` in every supported release."""
 
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     FORWARD: ("forward_batch",),
     RUN_BATCH: ("batch",),
     STATE_LOAD: (None, "indices"),
 }
-"""Parameters of `REQUIRED` that are read."""
+"""Parameters of `REQUIRED` read by hooks."""
 
 HICACHE = "sglang.srt.managers.cache_controller.HiCacheController"
 HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
@@ -77,7 +77,7 @@ LOAD_BACKS = (f"{UNIFIED}.init_load_back", "sglang.srt.mem_cache.hiradix_cache.H
 """Functions of prefix caches that queue a load from host memory for a request."""
 
 CacheChange = Literal["lock", "unlock", "insert", "split", "evict"]
-"""What a call of a prefix cache changes: who holds a node, or which slots a node has."""
+"""Effect of a call on a prefix cache: other holders of a node, or other slots in a node."""
 
 PARKING: dict[str, CacheChange] = {
     f"{RADIX}.inc_lock_ref": "lock",
@@ -91,22 +91,23 @@ PARKING: dict[str, CacheChange] = {
     f"{UNIFIED}.evict": "evict",
     f"{UNIFIED}.evict_for_alloc": "evict",
 }
-"""Functions of prefix caches after which a node is held by others than before, or has other slots."""
+"""Functions of prefix caches after which a node has other holders, or other slots."""
 
 RELEASES = (f"{COMMON}.release_kv_cache", f"{COMMON}.maybe_cache_unfinished_req")
-"""Functions that free slots of a request, their first argument."""
+"""Functions freeing slots of a request, the first argument."""
 
 
 ALLOCATIONS = {
     "alloc_extend": (None, "prefix_lens_cpu", None, "seq_lens_cpu"),
     "alloc_decode": (None, "seq_lens_cpu"),
 }
-"""Functions of the paged allocator that tell how many pages each request gets, and the parameters that say so."""
+"""Functions of the paged allocator with the number of pages for each request in their parameters, listed here."""
 
 
 def hook_targets() -> Sequence[HookTarget]:
-    """What the core checks before anything is hooked, since SGLang would only log a hook that it can't apply: all of
-    `REQUIRED`, and what else is hooked in every engine where a release has it. Without importing SGLang."""
+    """Targets checked by the core before anything is hooked, since SGLang would only log a hook that can't be applied:
+    all of `REQUIRED`, and the other functions hooked in every engine where a release has them. Without importing
+    SGLang."""
     paged = f"{ALLOCATORS}.{PAGED_ALLOCATOR}"
     return (
         *(HookTarget(name, PARAMETERS.get(name, ())) for name in REQUIRED),
@@ -117,14 +118,14 @@ def hook_targets() -> Sequence[HookTarget]:
 
 
 def targets() -> Sequence[str]:
-    """Functions to hook in every engine: `REQUIRED`, and those of `OPTIONAL` that exist. Imports SGLang."""
+    """Functions to hook in every engine: `REQUIRED`, and the existing ones of `OPTIONAL`. Imports SGLang."""
     return (*REQUIRED, *existing(OPTIONAL))
 
 
 def hicache_targets() -> Sequence[str]:
-    """HiCache's functions to hook. One that a class inherits is hooked in its base only. Imports their modules.
+    """HiCache's functions to hook. An inherited one is hooked in its base only. Imports their modules.
 
-    Raises `PluginError` if this SGLang does not have the functions that are needed.
+    Raises `PluginError` if the installed SGLang lacks the needed functions.
     """
     names = (HICACHE_WRITE, HICACHE_QUEUE, HICACHE_LOAD, HYBRID_WRITE, HYBRID_QUEUE, HYBRID_LOAD, HOST_ALLOCATE)
     needed = (HICACHE_WRITE, HICACHE_QUEUE, HICACHE_LOAD, HOST_ALLOCATE)
@@ -136,7 +137,7 @@ def hicache_targets() -> Sequence[str]:
 
 
 def existing(names: Iterable[str]) -> list[str]:
-    """The functions of ``names`` that this SGLang has."""
+    """The functions of ``names`` in the installed SGLang."""
     return [name for name in names if HookTarget(name).problem() is None]
 
 

@@ -1,20 +1,20 @@
-"""DeepSeek-V4's compressor states: the input of the compressors, for tokens whose group is not complete yet. They are
-the regions ``c4_state`` and ``c128_state``. A token has a row in a ring, with its K (``kv.N``) and its score
-(``score.N``) in each layer N; in c4 layers also the K and the score of the indexer (``index_kv.N``, ``index_score.N``).
+"""DeepSeek-V4's compressor states: the input of the compressors, for tokens of an incomplete group. They are the
+regions ``c4_state`` and ``c128_state``. A token has a row in a ring, with its K (``kv.N``) and its score (``score.N``)
+in each layer N; in c4 layers also the K and the score of the indexer (``index_kv.N``, ``index_score.N``).
 
 | region       | one ring for each  | row of position ``p``       | a forward that completes a group reads           |
 |--------------|--------------------|-----------------------------|--------------------------------------------------|
 | `c4_state`   | page of the window | ``page * 8 + p % 8``        | the group so far, and the four tokens before it  |
 | `c128_state` | request            | ``request * 128 + p % 128`` | the group so far                                 |
 
-Source: SGLang's ``c_plan.cuh`` (which rows are stored and read), ``c4_v2.cuh`` and ``c128_v2.cuh``. They agree on this
-from 0.5.15 to 0.5.23 without speculative decoding. A request that continues a cached prefix begins at a page boundary.
-It reads the last four c4 rows of the page before, which do not change while that page is cached, and no c128 row. Only
-the compressors write to the rings; where something else does, the rings are not guarded (`compressor_state_refusal`).
+Source: SGLang's ``c_plan.cuh`` (rows stored and read), ``c4_v2.cuh`` and ``c128_v2.cuh``, in agreement from 0.5.15 to
+0.5.23 without speculative decoding. A request after a cached prefix begins at a page boundary. It reads the last four
+c4 rows of the page before, unchanged while the page is cached, and no c128 row. Only the compressors write to the
+rings; with another writer, the rings are not guarded (`compressor_state_refusal`).
 
-A prefill stores only rows that can be read later, and some more; how many more depends on the release. So every row
-that one of its tokens could have taken counts as written, with the bytes that it has after the forward. Some of these
-rows may not have changed, so lost writes are not judged here.
+A prefill stores only rows for later reads, and some more; the number depends on the release. So every row within reach
+of one of its tokens counts as written, with its bytes after the forward. Some of the rows may not have changed, so lost
+writes are not judged here.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ C4_ROWS, C128_ROWS = 8, 128
 """Rows of a ring without speculative decoding."""
 
 NULL_ROW = 0
-"""The first row of page 0 and of request 0, which are padding."""
+"""The first row of page 0 and of request 0, both padding."""
 
 
 def by_region(pool: Any) -> dict[str, list[Any]]:
@@ -99,7 +99,7 @@ class RequestCompressorStates(StepListener):
         return view if view is None or batch is None else self._with_rings(view, batch.req_pool_indices)
 
     def padding(self, view: BatchView) -> list[BatchView]:
-        """``view``, which has only padding, with the padding's ring in each row."""
+        """``view``, with only padding, with the padding's ring in each row."""
         return [self._with_rings(view, view.prefix_lens.new_zeros(view.rows, dtype=torch.int64))]
 
     def forget(self, batch: Any) -> None:
@@ -148,7 +148,7 @@ def _c128_region(pool: Any) -> Region:
 
 
 def _of_ratio(pools: Sequence[Any], ratio: int) -> list[tuple[int, Any]]:
-    """Layers whose compressor makes one entry of ``ratio`` tokens, with their `CompressStatePool`."""
+    """Layers with a compressor of ``ratio`` tokens an entry, each with the `CompressStatePool`."""
     return [(layer, state) for layer, state in enumerate(pools) if state is not None and state.ratio == ratio]
 
 

@@ -1,12 +1,12 @@
 """Recurrent states of hybrid models (Mamba, linear attention, short convolutions): the region ``mamba``. A request has
-one slot, which every forward rewrites.
+one slot, rewritten by every forward.
 
 SGLang stores the states in a `MambaPool` beside the KV pool. ``req_index_to_mamba_index_mapping`` gives the slot of a
 request; the prefix cache has slots of its own. SGLang copies states between slots in two ways, and Canary copies the
-records with them. ``copy_from`` copies the state of an unfinished request into the cache. When a request reuses a
-cached state, the `ForwardBatch` names both slots, and the forward clones it before its layers read it: what is in the
-request's slot then is compared with what the cached one should hold. With ``extra_buffer`` forwards also copy states
-into checkpoint slots: see `canary_sglang.compat.state_checkpoints`.
+records along. ``copy_from`` copies the state of an unfinished request into the cache. When a request reuses a cached
+state, the `ForwardBatch` names both slots, and the forward clones the state before its layers read it: then the content
+of the request's slot is compared with the cached slot's. With ``extra_buffer`` forwards also copy states into
+checkpoint slots: see `canary_sglang.compat.state_checkpoints`.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ NULL_STATE = 0
 """The slot of padded rows."""
 
 REWRITING_MODES = frozenset({"DECODE", "EXTEND", "MIXED"})
-"""Names of `ForwardMode`s after which each request's state is that of its last new token."""
+"""Names of `ForwardMode` values after which a request's state belongs to the last new token."""
 
 STATE_FIELDS = ("conv", "temporal")
-"""Fields of `MambaPool.State` that are the state itself. All others are scratch memory of one forward, or rings."""
+"""Fields of `MambaPool.State` with the state itself. All others are scratch memory of one forward, or rings."""
 
 
 def state_pool(pool: Any, layers: Sequence[int]) -> RegionPool:
@@ -103,12 +103,12 @@ class MambaStates(StepListener):
         _STATES_BY_POOL.pop(id(self._pool), None)
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
-        """Adds the states that the forward reads and writes. A cached state must have the prefix hash of the KV that is
-        reused with it.
+        """Adds the states read and written by the forward. A cached state must have the prefix hash of the KV reused
+        beside it.
 
-        SGLang updates the states some time after a verification, so the verification makes them unknown. A request that
-        reuses a cached state reads it from the cache's slot, since its own slot is empty until the forward has copied
-        the state there. A decode copies no states, but its batch may still have the lists of the extend before it.
+        SGLang updates the states some time after a verification, so the verification makes them unknown. A request with
+        a reused cached state reads the cache's slot, since its own slot is empty until the forward has copied the state
+        there. A decode copies no states, but its batch may still have the lists of the extend before.
         """
         self._due = None
         if view is None or batch is None:
@@ -128,21 +128,21 @@ class MambaStates(StepListener):
         return replace(view, tables={**view.tables, self.region: table})
 
     def after(self, batch: Any, view: BatchView | None) -> None:
-        """A cached state that nobody was seen to clone: the forward went on from what its request's slot held before,
-        and that slot holds something else than what was cached."""
+        """Judges a cached state without a seen clone: the forward went on from the old content of its request's slot,
+        unlike the cached one."""
         if self._due is not None and view is not None:
             self.cloned(*self._due)
 
     def padding(self, view: BatchView) -> list[BatchView]:
-        """``view``, which has only padding, twice: with the table of requests that continue, and with that of requests
-        that reuse a cached state."""
+        """``view``, with only padding, twice: with the table of continuing requests, and with that of requests with a
+        reused cached state."""
         numbers = torch.zeros(view.rows, dtype=torch.int64, device=self._slots.device)
         tables = self._own(numbers), _slot_lists(numbers, numbers, view, 0)
         return [replace(view, tables={**view.tables, self.region: table}) for table in tables]
 
     def forget(self, batch: Any) -> None:
         """The forward may have rewritten the states of its requests; SGLang may copy some of them into checkpoint slots
-        after it."""
+        afterwards."""
         if batches.writes_kv(batch):
             self._forget_requests(batch)
 
@@ -159,14 +159,14 @@ class MambaStates(StepListener):
             self._canary.slots.forget(self.region, tracked)
 
     def copied(self, sources: Tensor, destinations: Tensor) -> None:
-        """SGLang copied states from slots ``sources`` to slots ``destinations``, which may be one number each."""
+        """SGLang copied states from slots ``sources`` to slots ``destinations``, possibly one number each."""
         if not self._cloning:
             self._due = None
             self._canary.slots.copy(self.region, self._listed(sources), self._listed(destinations))
 
     @contextlib.contextmanager
     def cloning(self) -> Iterator[None]:
-        """Within it, copies are those that `cloned` tells of."""
+        """Context: copies within are those of `cloned`."""
         self._cloning = True
         try:
             yield
@@ -174,7 +174,7 @@ class MambaStates(StepListener):
             self._cloning = False
 
     def cloned(self, sources: Tensor, destinations: Tensor) -> None:
-        """SGLang should have cloned the states ``sources`` to ``destinations`` by now: compares what is there."""
+        """SGLang should have cloned the states ``sources`` to ``destinations`` by now: compares the slots."""
         self._due = None
         self._canary.slots.copy(self.region, self._listed(sources), self._listed(destinations), check=True)
 
@@ -183,7 +183,7 @@ class MambaStates(StepListener):
         self._canary.slots.forget(self.region, self._listed(slots))
 
     def _listed(self, slots: Tensor) -> Tensor:
-        """``slots`` as `SlotEvents` takes them: ``[n]``, beside the pool."""
+        """``slots`` in the form of `SlotEvents`: ``[n]``, on the pool's device."""
         return slots.reshape(-1).to(self._slots.device)
 
     def _own(self, requests: Tensor) -> SlotTable:
@@ -202,7 +202,7 @@ _STATES_BY_POOL: dict[int, MambaStates] = {}
 
 
 def is_guarded(pool: Any) -> bool:
-    """Whether a session guards this `MambaPool` already: a draft model has the same one as the served model."""
+    """Whether a session guards the `MambaPool` already: a draft model has the served model's."""
     return id(pool) in _STATES_BY_POOL
 
 
@@ -216,7 +216,7 @@ def copied(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
 
 def cloned(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``ModelRunner._maybe_execute_deferred_mamba_cow_and_clear(forward_batch)``, which clones cached states and
-    then takes their numbers out of the batch; in some forwards it leaves both alone."""
+    then takes their numbers out of the batch; in some forwards both are left alone."""
     states = _STATES_BY_POOL.get(id(getattr(runner.req_to_token_pool, "mamba_pool", None)))
     batch = args[0] if args else kwargs["forward_batch"]
     sources, destinations = batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices
@@ -255,8 +255,8 @@ def _reuses(batch: Any) -> bool:
 
 
 def _sources(half: str, tensor: Tensor, layers: Sequence[int]) -> list[KVSource]:
-    """One source for each layer of a tensor ``[layers, slots, ...]``; none if it is empty. Raises `AttachError` if it
-    has another number of layers."""
+    """One source for each layer of a tensor ``[layers, slots, ...]``; none for an empty one. Raises `AttachError` for
+    another number of layers."""
     if not tensor.numel():
         return []
     if tensor.shape[0] != len(layers):

@@ -1,9 +1,9 @@
-"""MXFP8's scales in pages of 128. SGLang interleaves the scales of one page, in the order in which a matrix instruction
-reads them.
+"""MXFP8's scales in pages of 128. SGLang interleaves the scales of one page, in the order of a matrix instruction's
+reads.
 
-A page of a layer's scales is ``[heads, 32, page / 32, scales of a row]``: slot ``i`` of the page lies in row
-``i % 32 * (page / 32) + i // 32`` of every head. So the scales are a region of their own, whose slots are in that
-order. Its ``slot_map`` gives the scales' slot for each slot of the pool.
+A page of a layer's scales is ``[heads, 32, page / 32, scales of a row]``: slot ``i`` of the page lies in row ``i % 32 *
+(page / 32) + i // 32`` of every head. So the scales are a region of their own, with slots in row order. Its
+``slot_map`` gives the scales' slot for each slot of the pool.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ SCALES = "full_scale"
 """Name of the region."""
 
 BLOCK = 32
-"""Two rows that lie side by side hold slots that are so many slots apart."""
+"""Distance of the slots in two neighbouring rows."""
 
 
 def interleaved_scales(pool: Any, layers: Sequence[int] | None, refusal: str | None) -> list[PoolAdapter]:
     """The scales of K and V of a pool that interleaves them; empty for other pools. ``layers``: numbers of the layers
-    in the model, None for those that the pool gives. ``refusal``: why the scales can't be guarded, None if they can."""
+    in the model, None for the pool's own. ``refusal``: why the scales can't be guarded, None if they can."""
     if type(pool).__name__ != "MHATokenToKVPoolMXFP8" or not pool.mxfp8_sf_interleaved:
         return []
     scales = [*pool.k_scale_buffer, *pool.v_scale_buffer]
@@ -35,8 +35,7 @@ def interleaved_scales(pool: Any, layers: Sequence[int] | None, refusal: str | N
 
 
 def _scale_pool(pool: Any, layers: Sequence[int]) -> RegionPool:
-    """The scales of an `MHATokenToKVPoolMXFP8` with interleaved pages. Raises `AttachError` if they are not as
-    expected."""
+    """The scales of an `MHATokenToKVPoolMXFP8` with interleaved pages. Raises `AttachError` if not as expected."""
     halves = {"k_scale": pool.k_scale_buffer, "v_scale": pool.v_scale_buffer}
     sources = tuple(
         paged_source(_rows(tensors[i]), Part(half, layer, role=Role.SCALE), slot_dim=2)
@@ -49,7 +48,7 @@ def _scale_pool(pool: Any, layers: Sequence[int]) -> RegionPool:
 
 
 def _scale_slots(slots: int, page_slots: int, device: torch.device) -> Tensor:
-    """Where the scales of each slot are, int32 ``[slots]``. Each slot stays in its page, and slot 0 is slot 0."""
+    """Places of each slot's scales, int32 ``[slots]``. Each slot stays in its page, and slot 0 is slot 0."""
     slot = torch.arange(slots, dtype=torch.int32, device=device)
     place = slot % page_slots
     return slot - place + place % BLOCK * (page_slots // BLOCK) + place // BLOCK

@@ -1,4 +1,4 @@
-"""Adapters that are not for one kind of pool, and the size of a pool."""
+"""Adapters for more than one kind of pool, and the size of a pool."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 from canary_core import AttachError, PoolAdapter, Region, Uncovered
 
 NULL_SLOT = 0
-"""SGLang writes padded tokens there. In a map from full to window slots it means that the window slot was evicted."""
+"""SGLang writes padded tokens there. In a map from full to window slots: the window slot was evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unguarded(PoolAdapter):
-    """Memory that was found and is not guarded. ``held``: a pool or tensors that it is all of, where there are such."""
+    """Found but unguarded memory. ``held``: its pool or tensors, if there are such."""
 
     name: str
     size_bytes: int
@@ -27,14 +27,14 @@ class Unguarded(PoolAdapter):
         return ()
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """All of it; by its storages where these are known."""
+        """All of the memory; by storages where known."""
         if self.held is None:
             return (Uncovered(self.name, self.size_bytes, self.reason),)
         return left_out(self.name, self.held, self.reason)
 
 
 def or_unguarded(name: str, pool: Any, build: Callable[[], PoolAdapter], parts: Sequence[Any] = ()) -> PoolAdapter:
-    """The adapter that ``build`` makes for ``pool``. If ``build`` raises `AttachError`, an `Unguarded` named ``name``,
+    """The adapter made by ``build`` for ``pool``. If ``build`` raises `AttachError`, an `Unguarded` named ``name``,
     with the bytes of ``parts`` (none given: of the pool) and the error as its reason."""
     try:
         return build()
@@ -45,13 +45,13 @@ def or_unguarded(name: str, pool: Any, build: Callable[[], PoolAdapter], parts: 
 
 
 def model_layers(pool: Any, layers: Sequence[int] | None) -> Sequence[int]:
-    """Numbers of the pool's layers in the model: ``layers``, or, where there are none, those that the pool gives."""
+    """Numbers of the pool's layers in the model: ``layers``, or, without any, the pool's own."""
     first = int(pool.start_layer)
     return layers or range(first, first + pool.layer_num)
 
 
 class WholePool(PoolAdapter):
-    """The regions of another adapter. Bytes that SGLang counts to the pool and that are in no region are left out."""
+    """The regions of another adapter. Bytes counted by SGLang to the pool and outside of all regions are left out."""
 
     def __init__(self, name: str, pool: Any, adapter: PoolAdapter) -> None:
         self._name = name
@@ -64,7 +64,7 @@ class WholePool(PoolAdapter):
         return self._adapter.regions()
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """What the adapter leaves out, and the pool's bytes that none of its sources has."""
+        """Memory left out by the adapter, and the pool's bytes outside of its sources."""
         known = tuple(self._adapter.uncovered())
         guarded = sum(region.pool_bytes for region in self._adapter.regions())
         rest = self._all_bytes - guarded - sum(item.size_bytes for item in known)
@@ -103,5 +103,6 @@ def _tensors(thing: Any, depth: int) -> Iterator[Tensor]:
 
 
 def _is_sglangs(thing: Any) -> bool:
-    """Whether its class is one of SGLang's or derived from one. Other objects may refer to half the process."""
+    """Whether the object's class is one of SGLang's or derived from one. Other objects may refer to half the
+    process."""
     return any(base.__module__.startswith("sglang.") for base in type(thing).__mro__)

@@ -15,13 +15,13 @@ from canary_sglang.pools.parts import NULL_SLOT, Unguarded, or_unguarded, tensor
 from canary_sglang.pools.pool_kinds import compressed_pool, known_pool
 
 _INDICES = (torch.int32, torch.int64, torch.uint32, torch.uint64, torch.bool)
-"""Of these SGLang makes indices, addresses, lengths and flags; KV is floats, or bytes that stand for them."""
+"""SGLang's types of indices, addresses, lengths and flags; KV is floats, or bytes in their place."""
 
 _WORKSPACES = ("dq_k_buffer", "dq_v_buffer")
 """Attributes of pools into which a forward unpacks quantized KV for itself."""
 
 _ELSEWHERE = tuple(f"sglang.srt.{m}" for m in ("managers", "model_executor", "layers", "models", "mem_cache.pool_host"))
-"""Modules whose objects a pool may refer to and which are no part of it."""
+"""Modules of objects within reach of a pool, but no part of it."""
 
 
 class SGLangPool(PoolAdapter):
@@ -55,13 +55,13 @@ class SGLangPool(PoolAdapter):
         return self._joined.regions()
 
     def uncovered(self) -> Sequence[Uncovered]:
-        """Memory that is in no region."""
+        """Memory outside of all regions."""
         return self._joined.uncovered()
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
-        """What SGLang's own objects hold: the runner's pool with all pools in it, and, for the served model, the pool
-        of requests, which has the recurrent states. Not KV are tensors of whole numbers of 32 bits or more and of truth
-        values (`req_to_token`, maps between pools, addresses of buffers, free lists), and what is on another device
+        """Tensors of SGLang's own objects: the runner's pool with all pools within, and, for the served model, the pool
+        of requests, with the recurrent states. Not KV are tensors of whole numbers of 32 bits or more and of truth
+        values (`req_to_token`, maps between pools, addresses of buffers, free lists), and tensors on another device
         (copies in host memory). None where SGLang only reserves addresses (post-capture KV): behind the end of the pool
         there is no memory."""
         if getattr(self._pool, "post_capture_active", False):
@@ -89,7 +89,7 @@ class SGLangPool(PoolAdapter):
         return self._full(pool, None)
 
     def _states(self) -> list[PoolAdapter]:
-        """Recurrent states, which hybrid models have beside the KV."""
+        """Recurrent states, beside the KV of hybrid models."""
         requests = self._requests
         pool = getattr(requests, "mamba_pool", None)
         if requests is None or pool is None or mamba.is_guarded(pool):
@@ -143,7 +143,7 @@ class SGLangPool(PoolAdapter):
         return found
 
     def _minimax_sparse(self) -> list[PoolAdapter]:
-        """K and V of all layers, and the indexer's K (in some layers its V, too), which have the same slots."""
+        """K and V of all layers, and the indexer's K (in some layers its V, too), with the same slots."""
         pool = self._pool
         if getattr(pool, "dense_pool", None) is not None:
             return [Unguarded("pool", tensor_bytes(pool), "MiniMax's sparse pool with HiSparse")]
@@ -175,7 +175,7 @@ def _layers_of(mapping: Mapping[int, tuple[int, bool]]) -> tuple[list[int], list
 
 
 def _no_kv(name: str, held: object) -> bool:
-    """Whether it is a tensor that holds no KV, or leads to the engine's other parts."""
+    """Whether an object is a tensor without KV, or leads to the engine's other parts."""
     if isinstance(held, Tensor):
         return held.dtype in _INDICES or name.rpartition(".")[2].partition("[")[0] in _WORKSPACES
     return type(held).__module__.startswith(_ELSEWHERE)

@@ -1,4 +1,4 @@
-"""SGLang's pools by the name of their class, and where the tensors of each one are."""
+"""SGLang's pools by class name, with the places of tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,9 +39,9 @@ def known_pool(name: str, pool: Any, layers: Sequence[int] | None) -> PoolAdapte
 
 
 def compressed_pool(name: str, pool: Any, indexer: Any, layers: Sequence[int], ratio: int) -> RegionPool:
-    """One of DeepSeek-V4's compressed pools, with ``ratio`` tokens a slot, and the indexer's keys (None: it has no
-    indexer), which have the same slots. Page 0 is padding: no token has its first slot. Raises `AttachError` if a slot
-    has another size than expected."""
+    """One of DeepSeek-V4's compressed pools, with ``ratio`` tokens a slot, and the indexer's keys (None: no indexer),
+    with the same slots. Page 0 is padding: no token has its first slot. Raises `AttachError` if a slot has another size
+    than expected."""
     sources = tuple(_compressed_sources(pool, indexer, layers))
     slots = min(source.tensor.shape[0] * source.page_size for source in sources)
     region = Region(name, slots, sources, RegionKind.COMPRESSED, null_slot=NULL_SLOT, tokens_per_slot=ratio)
@@ -53,7 +53,7 @@ def compressed_pool(name: str, pool: Any, indexer: Any, layers: Sequence[int], r
 
 
 def _beside(name: str, buffer: Tensor, page: PackedPage, slots: int) -> list[Uncovered]:
-    """What of a compressed pool's pages holds no slot."""
+    """The part of a compressed pool's pages outside of slots."""
     used = -(-slots // page.page_size)
     found = {
         "page padding, holds no KV": packed_page_padding(buffer[:used], page),
@@ -93,7 +93,7 @@ def _mha(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
 
 
 def _mxfp8(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
-    """Rows of fp8, and their scales where these are rows, too. For interleaved scales see `mxfp8_scales`."""
+    """Rows of fp8, and their scales if also rows. For interleaved scales see `mxfp8_scales`."""
     tensors = _kv_tensors(pool, layers, scaled=not pool.mxfp8_sf_interleaved)
     return RowPool(name, tensors, slots=_slots(pool), null_slot=NULL_SLOT)
 
@@ -123,7 +123,7 @@ def _mla(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
 
 
 def _dsa(name: str, pool: Any, layers: Sequence[int]) -> PoolAdapter:
-    """MLA rows, and the indexer's keys and scales: these are in pages of their own, with the same slot numbers."""
+    """MLA rows, and the indexer's keys and scales, in pages of their own, with the same slot numbers."""
     packed = bool(getattr(pool, "dsa_kv_cache_store_fp8", False) or getattr(pool, "nsa_kv_cache_store_fp8", False))
     # A packed row holds fp8, scales and bf16 side by side, so it has no single element type.
     dtype = None if packed else _element_type(pool, pool.kv_buffer[0])
@@ -183,13 +183,13 @@ def _kv_tensors(pool: Any, layers: Sequence[int], scaled: bool, dtype: torch.dty
 
 
 def _slots(pool: Any) -> int:
-    """Slots of a pool. SGLang adds one page to those that it hands out: the first one, for padding."""
+    """Slots of a pool. SGLang adds one page to those handed out: the first one, for padding."""
     return int(pool.size + pool.page_size)
 
 
 def _element_type(pool: Any, tensor: Tensor) -> torch.dtype | None:
-    """Element type of a tensor that holds fp8 as uint8: the pool gives it. None where the tensor's own type is right,
-    or its numbers can't be checked."""
+    """Element type of a tensor with fp8 as uint8, given by the pool. None where the tensor's own type is right, or its
+    numbers can't be checked."""
     if tensor.dtype.is_floating_point or pool.dtype not in CHECKED_DTYPES or pool.dtype.itemsize != tensor.itemsize:
         return None
     known: torch.dtype = pool.dtype

@@ -1,22 +1,22 @@
-"""`Stores`: tells after each layer's store into the pool that it was issued."""
+"""`Stores`: reports each layer's store into the pool, once issued."""
 
 from typing import Any
 
 from canary_core import Canary, Patches
 
 WHOLE = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
-"""Pools all of whose bytes of a layer are stored by one call."""
+"""Pools with all bytes of a layer stored by one call."""
 
 PARTS = {"SWAKVPool": ("full_kv_pool", "swa_kv_pool"), "HybridLinearKVPool": ("full_kv_pool",)}
-"""Pools that store through others."""
+"""Pools with inner pools for their stores."""
 
 METHODS = ("set_kv_buffer", "set_mla_kv_buffer")
 
 
 class Stores:
-    """Follows the stores of one pool, with ``CANARY_STORE_CHECK``. Only pools of which it is known that nothing of a
-    layer is stored later; by the exact name of their class, since a subclass may do more. Where a kernel of its own
-    stores, as some attention backends have, nothing is told, and nothing is compared."""
+    """Follows the stores of one pool, with ``CANARY_STORE_CHECK``. Only pools known to store nothing of a layer later;
+    by the exact name of their class, since a subclass may do more. Where an attention backend's own kernel stores,
+    nothing is reported, and nothing is compared."""
 
     def __init__(self, canary: Canary, pool: Any) -> None:
         self._canary = canary
@@ -28,7 +28,7 @@ class Stores:
                     self._patches.follow(type(pool), method, self._stored)
 
     def close(self) -> None:
-        """The functions of the pool's class are its own again."""
+        """Restores the functions of the pool's class."""
         self._patches.undo()
 
     def _stored(self, result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from canary_core import BatchView, Canary, Event, HostCopy, Level, Region, RegionKind, StepListener
 
 MOST_ENTRIES = 1 << 20
-"""Most entries of the request table that are counted at once; if there are more, they are counted in several turns."""
+"""Most entries of the request table counted at once; more are counted in several turns."""
 
 FIELDS = ("full_entries", "window_entries", "live_entries", "diverged", "out_of_window", "evicted_inside")
 """Counted numbers; see `WindowDivergence`."""
@@ -49,7 +49,7 @@ class WindowDivergence(StepListener):
         self._windows = windows if self._interval and canary.enabled else []
 
     def before(self, batch: Any, view: BatchView | None) -> BatchView | None:
-        """Counts, if it is time to; tells the counts that have arrived. ``view`` stays as it is."""
+        """Counts, when due; reports arrived counts. ``view`` is returned unchanged."""
         if self._windows and view is not None and batch is not None:
             self.close()
             self._forwards += 1
@@ -58,7 +58,7 @@ class WindowDivergence(StepListener):
         return view
 
     def close(self) -> None:
-        """Tells the counts that have arrived."""
+        """Reports arrived counts."""
         while self._samples and self._samples[0].counts.arrived():
             sample = self._samples.pop(0)
             (counts,) = sample.counts.tensors

@@ -1,6 +1,6 @@
-"""Compares nodes of a prefix cache in host memory with the records that went there with their bytes.
+"""Compares nodes of a prefix cache in host memory with the records sent there with their bytes.
 
-All of this runs on the host and reads no device. The bytes are compared later, when they are loaded: see `hicache`.
+All of this runs on the host and reads no device. The bytes are compared later, on loading: see `hicache`.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ RULE = "host"
 
 
 def check_host_nodes(parked: ParkedRecords, runs: Sequence[HostRun], vocabulary: int) -> tuple[list[Broken], int]:
-    """The first contradiction of each run (a host slot that does not exist, that is free, or that was written for
-    another token or position), and how many host slots were compared with a record. Tokens of ``vocabulary`` and above,
-    such as the hash of an image, are not compared."""
+    """The first contradiction of each run (a host slot that does not exist, is free, or was written for another token
+    or position), and the number of host slots compared with a record. Tokens from ``vocabulary`` on, such as the hash
+    of an image, are not compared."""
     if not runs:
         return [], 0
     lengths = torch.tensor([len(run.slots) for run in runs], device="cpu")

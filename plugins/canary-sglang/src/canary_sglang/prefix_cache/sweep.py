@@ -1,10 +1,9 @@
 """`PrefixSweep`: checks every node of SGLang's prefix cache, locked or not, for contradictions in the cache and between
 the cache and Canary's records.
 
-A sweep walks the tree while the scheduler does not change it: before it issues a batch, or while it idles. It takes
-`PER_STEP` of the tree a step. It reads the records of these nodes' slots on the forwards' stream before that batch, so
-after every forward that wrote them, and compares them once they have reached the host. A sweep is reported when its
-last results are there.
+A sweep walks the tree while the scheduler does not change it: before the issue of a batch, or in idle time, `PER_STEP`
+of the tree a step. The records of the nodes' slots are read on the forwards' stream before the batch, so after every
+forward that wrote them, and compared once arrived on the host. A sweep is reported with its last results.
 """
 
 from collections import deque
@@ -23,21 +22,21 @@ from canary_sglang.prefix_cache.walk import FlatWalk, Limit, NodeWalk, Piece, Wa
 from canary_sglang.transfer.hicache import ParkedRecords
 
 PER_STEP = Limit(nodes=64, slots=4096)
-"""Most of the tree that is walked before one forward."""
+"""Most of the tree walked before one forward."""
 
 IDLE_FACTOR = 16
 """While the engine idles, so many times `PER_STEP` are walked at once."""
 
 MOST_IN_FLIGHT = 4
-"""Most pieces whose records are on their way to the host; no more is walked until one has arrived."""
+"""Most pieces with records on their way to the host; the walk waits for an arrival then."""
 
 MOST_SUSPECTS = 16
-"""Most pairs of nodes that are walked again. They had the same slot, but at different moments."""
+"""Most pairs of nodes walked again. They had the same slot, but at different moments."""
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """The state of a sweep that has begun and is not reported yet."""
+    """The state of a sweep between begin and report."""
 
     walk: Walk
     cache: Any
@@ -51,13 +50,13 @@ class _Sweep:
     suspects: list[tuple[Any, Any]] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     owner: torch.Tensor | None = None
-    """For each slot, the index in ``seen`` of the last node that had it, -1 for none."""
+    """For each slot, the index in ``seen`` of the last node with it, -1 for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WalkedPiece:
-    """A piece of the tree, and the pages that the allocator had free when it was walked. ``ready``: event after which
-    their tensors are valid."""
+    """A piece of the tree, and the allocator's free pages at the time of the walk. ``ready``: event after which their
+    tensors are valid."""
 
     piece: Piece
     free: tuple[FreeList, ...]
@@ -82,12 +81,11 @@ class PrefixSweep(StepListener):
 
     @property
     def on(self) -> bool:
-        """Whether this engine's cache is swept."""
+        """Whether the engine's cache is swept."""
         return bool(self._interval) and self._canary.enabled
 
     def before_batch(self, scheduler: Any) -> None:
-        """To be called before the scheduler issues a batch: walks the next piece, and reports results that have
-        arrived."""
+        """To be called before the scheduler issues a batch: walks the next piece, and reports arrived results."""
         if self.on:
             self._scheduler = scheduler
             self._batches += 1
@@ -101,13 +99,13 @@ class PrefixSweep(StepListener):
             self._issue(self._sweep, self._sweep.waiting)
 
     def idle(self) -> None:
-        """Walks a large piece of a sweep that is due or has begun."""
+        """Walks a large piece of a due or begun sweep."""
         if self.on and self._scheduler is not None:
             self._advance(self._scheduler, True)
             self.begin(None)
 
     def close(self) -> None:
-        """Reports results that have arrived."""
+        """Reports arrived results."""
         if self.on:
             self._collect()
 
@@ -269,7 +267,7 @@ class PrefixSweep(StepListener):
         self._canary.count("sweep_findings", sweep.findings)
 
     def _abandon(self) -> None:
-        """Ends a sweep without a report. Records that are on their way are not compared."""
+        """Ends a sweep without a report. Records on their way are not compared."""
         self._canary.count("sweeps_abandoned")
         self._sweep = None
         self._records.drop()

@@ -27,7 +27,7 @@ FULL, WINDOW = "full", "swa"
 """The components of a node, each with its own locks and sizes; also the names of their regions."""
 
 PASSED = frozenset({WINDOW})
-"""`CachedRun.absent` of tokens that the window has passed."""
+"""`CachedRun.absent` of tokens passed by the window."""
 OFF = "the radix cache is off"
 
 Sizes = dict[str, tuple[int, int]]
@@ -36,7 +36,7 @@ Sizes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """One contradiction in a cache: node, rule, detail and slot of a `Violation`, and the component that has it."""
+    """One contradiction in a cache: node, rule, detail and slot of a `Violation`, and the component."""
 
     node: int | None
     rule: str
@@ -46,7 +46,7 @@ class Broken:
 
 
 class NodeTree(ABC):
-    """A cache whose nodes are Python objects."""
+    """A cache with Python objects as nodes."""
 
     has_window = False
     has_host = False
@@ -59,7 +59,7 @@ class NodeTree(ABC):
     @property
     @abstractmethod
     def root(self) -> Any:
-        """The node that stands for the empty prefix; another object after a flush."""
+        """The node of the empty prefix; another object after a flush."""
 
     @abstractmethod
     def slots(self, node: Any) -> Tensor | None:
@@ -71,11 +71,10 @@ class NodeTree(ABC):
 
     @abstractmethod
     def sizes(self) -> Sizes:
-        """Tokens that the cache holds by its own counts."""
+        """Tokens in the cache by its own counts."""
 
     def window(self, node: Any) -> Tensor | bool | None:
-        """The node's slots of the window pool; True if it has some that are not known; None if the window has passed
-        it."""
+        """The node's slots of the window pool; True for unknown ones; None if the window has passed the node."""
         return None
 
     def host(self, node: Any) -> Tensor | None:
@@ -88,7 +87,7 @@ class NodeTree(ABC):
         return window is not None and window is not False
 
     def child_key(self, key: Any) -> Any:
-        """The key under which a parent stores a node with ``key``, which must have at least a page of tokens."""
+        """The key under which a parent stores a node with ``key``, of at least a page of tokens."""
         return key.child_key(self.page_size)
 
     def has(self, parent: Any, child: Any) -> bool:
@@ -142,7 +141,7 @@ class NodeTree(ABC):
         return found
 
     def _check_tiers(self, node: Any, slots: Tensor | None) -> list[Broken]:
-        """A prefix must not be evicted before its continuation, as the caches' own checks demand."""
+        """A prefix must not be evicted before its continuation, by the caches' own checks."""
         host, above = self.host(node), node.parent
         details = []
         if host is not None and len(host) != len(node.key):
@@ -187,7 +186,7 @@ class Radix(NodeTree):
         return {FULL: (int(self.cache.evictable_size_), int(self.cache.protected_size_))}
 
     def child_key(self, key: Any) -> Any:
-        """See `NodeTree`. Before 0.5.16 a function of the cache gives it."""
+        """See `NodeTree`. Before 0.5.16 from a function of the cache."""
         if hasattr(key, "child_key"):
             return key.child_key(self.page_size)
         return self.cache.get_child_key_fn(key)
@@ -300,7 +299,7 @@ class RustTree:
         ]
 
     def check(self, runs: Sequence[CachedRun]) -> list[Broken]:
-        """Contradictions that the core itself finds, and those between its counts and ``runs``."""
+        """Contradictions found by the core itself, and those between its counts and ``runs``."""
         found = []
         slots = (
             torch.cat([run.slots for run in runs]).cpu() if runs else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -11,7 +11,7 @@ from canary_core import CachedRun
 from canary_sglang.prefix_cache.tree import PASSED, Broken, NodeTree, RustTree, node_tokens
 
 DEEPEST = 1 << 20
-"""A node with more parents counts as lost: its links go in a circle."""
+"""Most parents of a node; with more it counts as lost, in a circle of links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Limit:
     slots: int
 
     def times(self, factor: int) -> "Limit":
-        """A limit that is ``factor`` times as large."""
+        """A limit ``factor`` times as large."""
         return Limit(self.nodes * factor, self.slots * factor)
 
 
@@ -48,7 +48,7 @@ class Piece:
     nodes: list[Any] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
     again: bool = False
-    """Whether its nodes were walked before in this walk."""
+    """Whether the nodes were walked before in the same walk."""
 
 
 class Walk(ABC):
@@ -70,13 +70,13 @@ class Walk(ABC):
         ``moment`` the cache must not change."""
 
     def again(self, nodes: list[Any]) -> Piece:
-        """All tokens of those ``nodes`` that are still in the cache."""
+        """All tokens of the ``nodes`` still in the cache."""
         return Piece(again=True)
 
 
 class NodeWalk(Walk):
-    """Walks from the root down. Nodes that are added during the walk are left for the next one, except those that a
-    split puts above a node that is not walked yet."""
+    """Walks from the root down. Nodes added during the walk are left for the next one, except those put by a split
+    above a node not yet walked."""
 
     def __init__(self, tree: NodeTree) -> None:
         super().__init__()
@@ -186,8 +186,8 @@ class NodeWalk(Walk):
             piece.host_runs.append(HostRun(node.id, start + begin, host[begin:end].cpu(), tokens))
 
     def _start(self, node: Any, starts: dict[int, int]) -> int | None:
-        """Position of the node's first token, None if the node is no longer in the tree. ``starts``: the positions that
-        are known at this moment, by ``id()`` of the node."""
+        """Position of the node's first token, None if the node is no longer in the tree. ``starts``: the known
+        positions of the moment, by ``id()`` of the node."""
         path: list[Any] = []
         at = node
         while at is not self._root and id(at) not in starts:
@@ -223,8 +223,8 @@ class NodeWalk(Walk):
 
 
 class FlatWalk(Walk):
-    """Walks a core that lists all its slots at once, as it is at the moment of the first piece. If the cache may have
-    changed since, the rest is left out."""
+    """Walks a core that lists all its slots at once, as of the moment of the first piece. If the cache may have changed
+    since, the rest is left out."""
 
     def __init__(self, tree: RustTree, device: torch.device) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""KV that reaches the pool or leaves it without a forward."""
+"""KV on its way to or from the pool without a forward."""

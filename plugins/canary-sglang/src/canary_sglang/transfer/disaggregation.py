@@ -6,12 +6,12 @@ slot (a `RecordBuffers`). On the prefill side these are Canary's own tables, on 
 shape.
 
 Entries at the end can't harm a peer without Canary. If only the decode engine has them, SGLang pairs the first entries,
-as with a decode engine that also has a draft model. If only the prefill engine has them, or if they differ in size, the
+as with a decode engine that also has a draft model. If only the prefill engine has them, or the sizes differ, the
 prefill side removes them. So slots arrive with records or without.
 
-Records are imported before the request's first forward on the decode side. That forward then checks positions, tokens
-and prefix as those of the engine's own slots, and the bytes are compared before it. If the records of some slots of a
-request arrive and those of others do not, the transfer was incomplete, and the others count as unwritten.
+Records are imported before the request's first forward on the decode side. The forward then checks positions, tokens
+and prefix as for the engine's own slots, and the bytes are compared before it. If the records of only some slots of a
+request arrive, the transfer was incomplete, and the other slots count as unwritten.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ from canary_sglang.transfer.transfer_buffers import TransferBuffers
 
 
 class PrefillSide(StepListener):
-    """The prefill engine's side, which sends records."""
+    """The prefill engine's side, the sender of records."""
 
     def __init__(self, canary: Canary) -> None:
         REGISTRAR.apply(_prefill_hooks())
@@ -50,7 +50,7 @@ class PrefillSide(StepListener):
 
     def meeting(self, manager: Any, peer: Any) -> None:
         """To be called before the manager pairs its buffers with those of a decode engine, ``peer``: removes Canary's
-        if they can't be paired."""
+        if unfit."""
         args, ours = manager.kv_args, len(self._buffers.kv)
         same = peer.decode_tp_size == manager.attn_tp_size and not getattr(peer, "requires_dcp_relayout", False)
         if ours and not (same and _ends_alike(args.kv_item_lens, peer.dst_kv_item_lens, ours)):
@@ -72,7 +72,7 @@ class PrefillSide(StepListener):
 
     def sending(self, manager: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments to send with instead of ``arguments``. They differ where the list of a state component ends
-        with Canary's buffers: a peer that takes these gets each buffer by itself, another one does not get them."""
+        with Canary's buffers: a fit peer gets each buffer by itself, another one does not get them."""
         component = next(
             (i for i, ptrs in enumerate(manager.kv_args.state_data_ptrs) if ptrs is arguments["src_data_ptrs"]), -1
         )
@@ -85,8 +85,8 @@ class PrefillSide(StepListener):
         return {k: v[:-ours] if k in cut and v else v for k, v in arguments.items()}
 
     def close(self) -> None:
-        """Makes the records that are sent from now on unknown, since Canary no longer updates them. The manager still
-        has the longer lists, so `sending` is still called."""
+        """Makes later records unknown, since Canary no longer updates them. The manager still has the longer lists, so
+        `sending` is still called."""
         _SIDES.remove(self)
         for buffers in self._buffers.by_region.values():
             buffers.stamps.zero_()
@@ -107,7 +107,7 @@ def _ends_alike(own: Sequence[int], other: Sequence[int], count: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Transfer:
-    """One request's KV: the slots that are sent, by position, from position ``start`` on."""
+    """One request's KV: the slots to send, by position, from position ``start`` on."""
 
     request: Any
     start: int
@@ -141,8 +141,8 @@ class DecodeSide(StepListener):
 
     def allocated(self, request: Any, prefix: Tensor | None, start: int, slots: Tensor) -> None:
         """To be called when slots were allocated for ``request``'s KV from position ``start`` on, before the prefill
-        engine gets their numbers: from then on their bytes may change at any time. ``prefix``: slots before them, which
-        hold KV already."""
+        engine gets their numbers: from then on their bytes may change at any time. ``prefix``: slots before them,
+        already with KV."""
         if not self.canary.enabled:
             return
         if self._whole and prefix is not None and len(prefix):
@@ -175,7 +175,7 @@ class DecodeSide(StepListener):
             self._arrived[request.rid] = transfer
 
     def begin(self, batch: Any) -> None:
-        """Imports the records of requests for which this is the first forward, and compares the bytes."""
+        """Imports the records of requests in their first forward, and compares the bytes."""
         self._first = {}
         if not self._arrived or batch is None or not batch.rids:
             return
@@ -193,7 +193,7 @@ class DecodeSide(StepListener):
         return replace(view, expected_tokens=expected_tokens(requests, ends, view.device))
 
     def flushed(self) -> None:
-        """Drops records that are not imported yet."""
+        """Drops records not yet imported."""
         self._arrived = {}
 
     def close(self) -> None:
@@ -233,10 +233,10 @@ def refusal(regions: Sequence[Region]) -> str | None:
 
 
 _SIDES: list[PrefillSide | DecodeSide] = []
-"""Those of this process that are not closed, the newest last."""
+"""Open sides of the process, the newest last."""
 
 _MANAGERS: WeakKeyDictionary[Any, PrefillSide | DecodeSide] = WeakKeyDictionary()
-"""For each transfer manager the side that has appended to its lists."""
+"""For each transfer manager the side with entries in its lists."""
 
 
 def _prefill_hooks() -> dict[str, Hook]:

@@ -1,10 +1,10 @@
 """HiCache: the records of slots go to host memory with the slots' bytes, and come back with them.
 
 When SGLang writes a page to the host (`HiCacheController.start_writing`), the records of its slots go to a table in
-host memory, by host slot. When it loads the page to other slots (`start_loading`), the records are imported before the
-forward that reads these slots, so that the forward's table is checked. The bytes are compared when all layers have
-arrived, since SGLang loads layer by layer while that forward runs. Host slots that got their bytes in another way (from
-a storage back end) have no records; what is loaded from them is compared by its prefix, see `storage`.
+host memory, by host slot. When the page is loaded to other slots (`start_loading`), the records are imported before the
+forward that reads these slots, so that the forward's table is checked. The bytes are compared after all layers have
+arrived, since SGLang loads layer by layer during the forward. Host slots filled in another way (from a storage back
+end) have no records; loads from them are compared by prefix, see `storage`.
 """
 
 from collections import deque
@@ -24,13 +24,12 @@ from canary_sglang.transfer.kv_transfer import plain_names, used_here
 from canary_sglang.transfer.storage import Sought, StoredPages
 
 REGIONS = frozenset({"full", "swa"})
-"""Names of the regions that HiCache moves and that can be followed."""
+"""Names of the regions moved by HiCache that can be followed."""
 
 
 class HostCache(StepListener):
     """Follows HiCache for one session's pool. ``carried``: whether records go with the bytes; if not, loaded slots are
-    unknown. ``requests``: those for which a storage back end's pages are loaded, so that they can be compared; None
-    where they are not."""
+    unknown. ``requests``: those with loads from a storage back end, for the comparison; None without one."""
 
     def __init__(self, canary: Canary, pool: Any, carried: bool = True, requests: RequestWriters | None = None) -> None:
         REGISTRAR.apply(_hooks())
@@ -46,7 +45,7 @@ class HostCache(StepListener):
         _ATTACHED.append(self)
 
     def concerns(self, controller: Any) -> bool:
-        """Whether the controller moves this session's KV. The served model's controller also moves a draft model's."""
+        """Whether the controller moves the session's KV. The served model's controller also moves a draft model's."""
         pools = (self._pool, getattr(self._pool, "full_kv_pool", None))
         moved = (controller.mem_pool_device, getattr(controller, "mem_pool_device_draft", None))
         return self.canary.enabled and any(pool is not None and pool in pools for pool in moved)
@@ -65,19 +64,19 @@ class HostCache(StepListener):
             self.counts["parked_slots"] += len(slots)
 
     def queued(self, controller: Any) -> None:
-        """To be called when the controller has allocated slots for its load queue. The cache has these slots from now
-        on, but they are loaded only with the next prefill."""
+        """To be called after the controller has allocated slots for its load queue. The slots are in the cache from now
+        on, but loaded only with the next prefill."""
         for region, _, _, slots in self._transfers(controller, controller.load_queue[-1:]):
             self.canary.slots.forget(region, slots)
 
     def sought(self, controller: Any, request: Any, loaded: Tensor) -> None:
-        """To be called when the cache has queued a load for ``request``; ``loaded``: the slots that it gets by that."""
+        """To be called after the cache has queued a load for ``request``; ``loaded``: its slots."""
         if self._stored is not None and len(loaded) and controller.load_queue:
             self._stored.sought(controller.load_queue[-1], request, loaded)
 
     def loading(self, controller: Any) -> "list[_Load]":
-        """To be called before the controller copies its load queue to the device: the slots' old content is not checked
-        any more. The result must be given to `loaded` after that."""
+        """To be called before the controller copies its load queue to the device: the slots' old content is no longer
+        checked. The result must be passed to `loaded` afterwards."""
         loads = []
         for operation in list(controller.load_queue):
             for region, _, host_slots, slots in self._transfers(controller, [operation]):
@@ -110,14 +109,14 @@ class HostCache(StepListener):
         return _Coming(controller, sought, slots, int(known.logical_not().sum()))
 
     def loaded(self, loads: "list[_Load]", counter: Any, producer: int) -> None:
-        """To be called when the controller has issued the copies of ``loads``. The forward that waits for them names
+        """To be called after the controller has issued the copies of ``loads``. The forward that waits for them names
         ``producer``."""
         for load in loads:
             load.counter, load.producer, load.done = counter, producer, counter.events[producer].finish_event
         self._loads += loads
 
     def reused(self, host_pool: Any, host_slots: Tensor) -> None:
-        """To be called when the host pool has handed out slots: their records are not valid any more."""
+        """To be called when the host pool has handed out slots: their records are void."""
         for parked in self._parked.values():
             if parked.host_pool is host_pool:
                 parked.forget(host_slots)
@@ -127,7 +126,7 @@ class HostCache(StepListener):
         return self._parked.get(self._names.get(plain, ""))
 
     def begin(self, batch: Any) -> None:
-        """Imports the records of loads for which this forward waits, and of those that are complete already."""
+        """Imports the records of loads awaited by the forward, and of complete ones."""
         for load in self._loads:
             if not load.imported and load.due():
                 if self.canary.compares_reads(load.region):
@@ -139,7 +138,7 @@ class HostCache(StepListener):
                 self._expect(load)
 
     def _expect(self, load: "_Load") -> None:
-        """Tells the ledger what comes to the load's slots."""
+        """Announces the load's arrival to the ledger."""
         if load.coming is None or self._stored is None:
             return
         coming, load.coming = load.coming, None
@@ -157,7 +156,7 @@ class HostCache(StepListener):
             load.arrival = arrival
 
     def after(self, batch: Any, view: BatchView | None) -> None:
-        """Compares the bytes of slots whose records were imported, or that were expected."""
+        """Compares the bytes of slots with imported records, or of expected arrivals."""
         if not self._loads:
             return
         for load in self._loads:
@@ -171,7 +170,7 @@ class HostCache(StepListener):
         self._loads = [load for load in self._loads if not load.imported]
 
     def flushed(self) -> None:
-        """Drops loads that are not imported yet."""
+        """Drops loads not yet imported."""
         for load in self._loads:
             if load.arrival is not None:
                 self.canary.ledger.give_up(load.arrival)
@@ -201,7 +200,7 @@ class HostCache(StepListener):
 class ParkedRecords:
     """The records of one region's host slots: payloads in host memory, int64 ``[host slots, words]``.
 
-    Never waits for the device: slots whose payload has not arrived when it is needed are unknown.
+    Never waits for the device: slots with a late payload are unknown.
     """
 
     def __init__(self, canary: Canary, region: str, host_pool: Any) -> None:
@@ -227,8 +226,8 @@ class ParkedRecords:
         canary.tell(Event("records_travel", fields=fields))
 
     def park(self, host_slots: Tensor, slots: Tensor, arriving: Sequence[Tensor]) -> None:
-        """Starts copying the records of ``slots`` to ``host_slots``, on the current stream. ``arriving``: slots whose
-        own records are not imported yet, so that they are unknown."""
+        """Starts copying the records of ``slots`` to ``host_slots``, on the current stream. ``arriving``: slots with
+        own records not yet imported, and so unknown."""
         # Queued events stay queued (``settle=False``): this is not the stream of the forwards, and none of these events
         # changes the records that are copied.
         payload = self._canary.slots.export_records(self._region, slots, settle=False)
@@ -240,8 +239,8 @@ class ParkedRecords:
         self._settle()
 
     def fetch(self, host_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``host_slots`` are known, bool ``[n]``, and the payload of all, in pinned memory, from which it can
-        be copied without a wait."""
+        """Whether each of ``host_slots`` is known, bool ``[n]``, and the payload of all, in pinned memory, to be copied
+        without a wait."""
         self._settle()
         host_slots = host_slots.cpu()
         rows = torch.empty(
@@ -252,7 +251,7 @@ class ParkedRecords:
         return known, rows.mul_(known[:, None])
 
     def records(self, host_slots: Tensor) -> PayloadRecords:
-        """The records of ``host_slots`` (a tensor on the host), as they were when the bytes left the device."""
+        """The records of ``host_slots`` (a tensor on the host), as of the bytes' departure from the device."""
         self._settle()
         return self._layout.read(self._table[host_slots] * self._known[host_slots][:, None])
 
@@ -262,7 +261,7 @@ class ParkedRecords:
         self._age[host_slots] += 1
 
     def _settle(self) -> None:
-        """Stores payloads that have arrived, except those of host slots that were reused meanwhile."""
+        """Stores arrived payloads, except those of host slots reused meanwhile."""
         while self._coming and self._coming[0].payload.arrived():
             parking = self._coming.popleft()
             (payload,) = parking.payload.tensors
@@ -273,7 +272,7 @@ class ParkedRecords:
 
 @dataclass(slots=True, eq=False)
 class _Parking:
-    """A payload on its way to the table. ``age``: how often its host slots had been reused when the copy began."""
+    """A payload on its way to the table. ``age``: number of reuses of its host slots when the copy began."""
 
     host_slots: Tensor
     age: Tensor
@@ -282,8 +281,8 @@ class _Parking:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Coming:
-    """What a load brings without records: to ``slots``, in the order of the sequence, -1 for those with records.
-    ``count``: how many come without."""
+    """The part of a load without records: to ``slots``, in the order of the sequence, -1 for those with records.
+    ``count``: the number without."""
 
     controller: Any
     sought: Sought
@@ -293,9 +292,9 @@ class _Coming:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Slots that are being loaded. ``payload``: their records, if any come. ``coming``: what comes without records;
-    ``arrival``: the same, since the ledger expects it. ``counter``: SGLang's counter of loaded layers. ``done``: event
-    of the last layer's copy."""
+    """Slots under loading. ``payload``: their records, if any. ``coming``: the part without records; ``arrival``: the
+    same, once expected by the ledger. ``counter``: SGLang's counter of loaded layers. ``done``: event of the last
+    layer's copy."""
 
     region: str
     slots: Tensor
@@ -308,7 +307,7 @@ class _Load:
     imported: bool = False
 
     def due(self) -> bool:
-        """Whether the next forward waits for this load, or the load is complete."""
+        """Whether the next forward waits for the load, or the load is complete."""
         return self.counter.consumer_index == self.producer or bool(self.done.query())
 
 

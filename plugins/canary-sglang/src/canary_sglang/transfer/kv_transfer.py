@@ -1,4 +1,4 @@
-"""Code that HiCache and PD disaggregation share."""
+"""Common code of HiCache and PD disaggregation."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ def plain_names(canary: Canary) -> dict[str, str]:
 
 
 def used_here(*tensors: Tensor) -> None:
-    """To be called before the current stream reads tensors that were made on another stream: their memory must not be
-    reused earlier."""
+    """To be called before the current stream reads tensors made on another stream: their memory must not be reused
+    earlier."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,7 +1,7 @@
-"""HiCache's storage back ends: what they bring is compared with what this engine gave away, by the ledger.
+"""HiCache's storage back ends: loads are compared with the engine's own stores, by the ledger.
 
-What leaves the device for host memory may go on to a storage back end (a disk, a server), and comes back to other host
-slots without records. The ledger knows it by its prefix: by the tokens of the request for which SGLang loads it.
+KV in host memory may go on to a storage back end (a disk, a server), and comes back to other host slots without
+records. The ledger knows it by prefix: by the tokens of the request that SGLang loads for.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from canary_sglang.batches.writers import RequestWriters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sought:
-    """For whom a queued load brings KV: its tokens from position ``first`` on, of the request's ``tokens`` up to the
-    last one that is loaded, int64 on the host."""
+    """The request of a queued load: its tokens from position ``first`` on, of the request's ``tokens`` up to the last
+    loaded one, int64 on the host."""
 
     request: Any
     first: int
     tokens: Tensor
 
     def part(self, begin: int, end: int) -> "Sought":
-        """Of the tokens that are loaded, those from ``begin`` to ``end``."""
+        """The loaded tokens from ``begin`` to ``end``."""
         return Sought(self.request, self.first + begin, self.tokens[: self.first + end])
 
 
 class StoredPages:
-    """Pages of the full pool that a storage back end may hold, for one session's pool. ``region``: its name."""
+    """Pages of the full pool possibly held by a storage back end, for one session's pool. ``region``: its name."""
 
     def __init__(self, canary: Canary, region: str, requests: RequestWriters) -> None:
         self._canary = canary
@@ -48,8 +48,8 @@ class StoredPages:
             self._canary.ledger.keep(self._region, slots, int(controller.page_size))
 
     def sought(self, operation: Any, request: Any, loaded: Tensor) -> None:
-        """To be called when ``operation`` was queued to load KV for ``request``, behind its prefix that is on the
-        device; ``loaded``: the slots that SGLang adds to that prefix."""
+        """To be called after ``operation`` was queued to load KV for ``request``, behind its prefix on the device;
+        ``loaded``: the slots added by SGLang to the prefix."""
         # Else some of them were on the device already.
         if len(loaded) == len(operation.device_indices) and _tokens_say_all(request):
             first = len(request.prefix_indices)
@@ -59,9 +59,9 @@ class StoredPages:
                 self._sought[operation] = Sought(request, first, tokens)
 
     def coming(self, controller: Any, operation: Any, known: Tensor | None) -> tuple[int, Sought] | None:
-        """To be called before ``operation`` is carried out. ``known``: which of its slots come with records, bool
-        ``[n]`` on the host; None if none does. Gives how many of the first slots need not be compared, and for whom the
-        ones after them come; None if nothing can be compared."""
+        """To be called before ``operation`` is carried out. ``known``: whether each of its slots comes with records,
+        bool ``[n]`` on the host; None if none does. Returns the number of first slots without need of a comparison, and
+        the request of those after; None if nothing can be compared."""
         sought = self._sought.pop(operation, None)
         if sought is None or not has_storage(controller):
             return None
@@ -75,7 +75,7 @@ class StoredPages:
         return begin, sought.part(begin, min(end, len(operation.device_indices)))
 
     def arrival(self, controller: Any, sought: Sought, slots: Tensor) -> Arrival | None:
-        """What comes to ``slots``; None if it is not known which prefix that is."""
+        """The arrival in ``slots``; None for an unknown prefix."""
         name = str(sought.request.rid)
         if self._requests.request(name) is not sought.request:
             # Nobody has told yet with which adapter, salt or key it is computed.
@@ -99,12 +99,13 @@ def has_storage(controller: Any) -> bool:
 
 def origin(controller: Any, private: Sequence[str]) -> Origin:
     """The controller's storage back end, under the name of its class. Others may store there, too (other engines, this
-    one's earlier runs), unless ``private`` names it; and this rank's own is not there if another rank stores for it."""
+    one's earlier runs), unless ``private`` names it; and the rank's own stores are missing if another rank stores in
+    its place."""
     name = type(controller.storage_backend).__name__
     return Origin(name, shared=name not in private or bool(getattr(controller, "backup_skip", False)))
 
 
 def _tokens_say_all(request: Any) -> bool:
-    """Whether the request's KV depends on nothing that its tokens and its identity don't say."""
+    """Whether the request's KV depends on its tokens and its identity only."""
     media = getattr(request, "multimodal_inputs", None) is not None or getattr(request, "mm_inputs", None) is not None
     return not media and getattr(request, "input_embeds", None) is None

@@ -1,4 +1,4 @@
-"""`TransferBuffers`: records of slots, as buffers that a transfer manager sends together with those of the KV."""
+"""`TransferBuffers`: records of slots, as buffers for a transfer manager beside those of the KV."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
