@@ -10,6 +10,8 @@ from support import sentences
 from canary_core import CanaryError, Kind, Phase, Violation
 from canary_core.kinds import registry
 from canary_core.kinds.finding_kind import FindingKind
+from canary_core.kit.conformance.problems import Nonconforming, require_silence
+from canary_core.records import PROBE, Counter
 
 
 @pytest.fixture
@@ -56,6 +58,20 @@ def test_two_kinds_at_one_place_are_an_error_at_once(read_anew, monkeypatch):
     monkeypatch.setattr("canary_core.kinds.token.KIND", FindingKind(**{**fields, "place": 160}))
     with pytest.raises(CanaryError, match="the place 160 of position is that of another kind, too"):
         registry.load()
+
+
+def test_numbers_of_kinds_are_those_of_counters():
+    """The device counts each kind at its number, before all other counters; one number stands for the alarm's probe."""
+    assert max(Kind) < Counter.FIRST
+    assert PROBE not in list(Kind)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_conformance_suite_blames_a_part_of_a_plugin(kind):
+    """Whatever is found on an engine that does nothing wrong."""
+    with pytest.raises(Nonconforming) as raised:
+        require_silence([Violation(kind, "full", Phase.PRE_FORWARD, 8)], [], "serving")
+    assert registry.of(kind).blame.hint in str(raised.value)
 
 
 def test_guarding_a_pool_reads_all_kinds(read_anew, guarded):

@@ -1,7 +1,7 @@
-"""`arrival`: bytes that came back without a forward are not those that were stored for this prefix."""
+"""`arrival`: bytes that came back without a forward differ from the bytes stored for the prefix."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import FindingKind, Page, Remedy, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import Blame, FindingKind, Page, Remedy, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, READ, Link
 from canary_core.records import Kind
 
@@ -28,14 +28,10 @@ KIND = FindingKind(
             "{reader}{different}."
         ),
     ),
-    brings={
-        Kind.ARRIVAL: {Link.STEP, *READ},
-        Kind.BYTES: OWNERS,
-        Kind.NON_FINITE: OWNERS,
-    },
+    brings={Kind.ARRIVAL: {Link.STEP, *READ}, Kind.BYTES: OWNERS, Kind.NON_FINITE: OWNERS},
     diagnose=as_told(LOAD_BACK),
     classes=(LOAD_BACK,),
-    suspect=Suspect(
+    blame=Blame(
         "slot events",
         "bytes that come back are others than were kept: ledger.keep, expect or arrive with the wrong slots or tokens",
     ),

@@ -7,7 +7,7 @@ from canary_core.kinds.arrival import LOAD_BACK
 from canary_core.kinds.case import Case, Copy, Damage, Pattern
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import NAMELESS, named
-from canary_core.kinds.finding_kind import FindingKind, Page, Remedy, Sentence, Suspect, Wrong
+from canary_core.kinds.finding_kind import Blame, FindingKind, Page, Remedy, Sentence, Wrong
 from canary_core.kinds.links import READ, Link
 from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER, Kind, Phase, State
 
@@ -309,13 +309,10 @@ KIND = FindingKind(
             "a flipped bit."
         ),
     ),
-    brings={
-        Kind.BYTES: {Link.CONTENT, *READ},
-        Kind.NON_FINITE: {Link.STEP, Link.SLOT},
-    },
+    brings={Kind.BYTES: {Link.CONTENT, *READ}, Kind.NON_FINITE: {Link.STEP, Link.SLOT}},
     diagnose=_diagnose,
     classes=CLASSES,
-    suspect=Suspect(
+    blame=Blame(
         "PoolAdapter",
         "bytes change that no view said are written: strides, page_size, layers that share memory, or copies of the "
         "engine that are not told",

@@ -1,7 +1,7 @@
 """`cache_structure`: the prefix cache contradicts itself, its allocator or its window map."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, TWO_OWNERS, Link
 from canary_core.records import Kind
 
@@ -16,13 +16,10 @@ KIND = FindingKind(
     kind=Kind.CACHE_STRUCTURE,
     place=10,
     sentences=(Sentence("{node} is broken: {detail}."),),
-    brings={
-        Kind.CACHE_STRUCTURE: {Link.STEP, *OWNERS},
-        **TWO_OWNERS,
-    },
+    brings={Kind.CACHE_STRUCTURE: {Link.STEP, *OWNERS}, **TWO_OWNERS},
     diagnose=as_told(BROKEN_CACHE),
     classes=(BROKEN_CACHE,),
-    suspect=Suspect("hooks", "the prefix cache is read wrongly"),
+    blame=Blame("hooks", "the prefix cache is read wrongly"),
     page=Page(
         wrong=Wrong.CACHE,
         means="""

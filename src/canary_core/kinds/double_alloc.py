@@ -1,7 +1,7 @@
-"""`double_alloc`: the allocator handed out a slot that is in use, or parked."""
+"""`double_alloc`: the allocator handed out a slot in use, or a parked one."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import TWO_OWNERS
 from canary_core.records import Kind, State
 
@@ -38,15 +38,11 @@ KIND = FindingKind(
     brings=TWO_OWNERS,
     diagnose=as_told(DOUBLE_ALLOCATION),
     classes=(DOUBLE_ALLOCATION,),
-    suspect=Suspect("slot events", "alloc is told of slots in use, or their free or evict is not told"),
+    blame=Blame("slot events", "alloc is told of slots in use, or their free or evict is not told"),
     page=Page(
         wrong=Wrong.ALLOCATOR,
-        means="""
-        The allocator handed out a slot that is in use, or parked: the prefix cache did not evict it before.
-        """,
-        causes="""
-        A slot was freed too early, twice, or never taken from the free list.
-        """,
+        means="The allocator handed out a slot that is in use, or parked: the prefix cache did not evict it before.",
+        causes="A slot was freed too early, twice, or never taken from the free list.",
         next_steps="""
         `request` got it now; `stored_request` still has it since `step_written`. Look for a `double_free` of the same
         slot before it. With `stored_state` `parked` no request has it: the block was taken out of the free list and

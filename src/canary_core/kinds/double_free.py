@@ -1,7 +1,7 @@
-"""`double_free`: a slot was given back that was free, or parked, already."""
+"""`double_free`: a free or parked slot was given back again."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import TWO_OWNERS
 from canary_core.records import Kind, State
 
@@ -35,7 +35,7 @@ KIND = FindingKind(
     brings=TWO_OWNERS,
     diagnose=as_told(DOUBLE_FREE),
     classes=(DOUBLE_FREE,),
-    suspect=Suspect(
+    blame=Blame(
         "slot events",
         "free, park or evict is told twice of a slot, free where park is meant, or share not at a prefix hit",
     ),

@@ -1,7 +1,7 @@
-"""`evicted_in_use`: the prefix cache gave up a slot that a request still has."""
+"""`evicted_in_use`: the prefix cache gave up a slot of a running request."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import TWO_OWNERS
 from canary_core.records import Kind, State
 
@@ -29,12 +29,10 @@ KIND = FindingKind(
     brings=TWO_OWNERS,
     diagnose=as_told(EVICTED_IN_USE),
     classes=(EVICTED_IN_USE,),
-    suspect=Suspect("slot events", "evict is told of slots that were never parked: tell park before, or free"),
+    blame=Blame("slot events", "evict is told of slots that were never parked: tell park before, or free"),
     page=Page(
         wrong=Wrong.ALLOCATOR,
-        means="""
-        The prefix cache gave up a slot that a request still has.
-        """,
+        means="The prefix cache gave up a slot that a request still has.",
         causes="""
         A lock that is taken too late, released twice, or not taken for all of the prefix. An eviction that looks at an
         old count of references.

@@ -76,7 +76,7 @@ class Page:
     remedies: tuple[Remedy, ...]
 
 
-class Suspect(NamedTuple):
+class Blame(NamedTuple):
     """Part of an adapter plugin to blame where a kind is found in an engine that does nothing wrong, and where to look
     in it."""
 
@@ -90,9 +90,9 @@ class FindingKind:
 
     ``place``: number in the order from causes to effects; of two findings of one forward the lower place is the cause.
     ``sentences``: the first with a fulfilled condition is told; the last has none. ``brings``: the kinds that may
-    follow, and the links between cause and effect. ``classes``: the possible classes of `diagnose`. ``suspect``: for
-    the conformance suite. ``numbers``: phases
-    with a slot, token or index in ``stored_value``; in other phases ``stored_value`` is a hash.
+    follow, and the links between cause and effect. ``classes``: the possible classes of `diagnose`. ``blame``: for the
+    conformance suite. ``numbers``: phases with a slot, token or index in ``stored_value``; in other phases
+    ``stored_value`` is a hash.
     """
 
     kind: Kind
@@ -101,7 +101,7 @@ class FindingKind:
     brings: CauseRow
     diagnose: Rule
     classes: tuple[Class, ...]
-    suspect: Suspect
+    blame: Blame
     page: Page
     numbers: Collection[Phase] = ()
 

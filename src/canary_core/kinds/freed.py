@@ -1,11 +1,11 @@
-"""`freed`: a forward will read a slot that was freed, or a request shares one."""
+"""`freed`: a forward will read a freed slot, or a request shares one."""
 
 from collections.abc import Iterator
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import named
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong
+from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import OWNERS, TWO_OWNERS
 from canary_core.records import Kind, Phase
 
@@ -45,24 +45,17 @@ KIND = FindingKind(
             "{reader} will read {position} from {where}, which was freed by {freer}{freed}{wrote}: use after free."
         ),
     ),
-    brings={
-        **TWO_OWNERS,
-        Kind.NON_FINITE: OWNERS,
-    },
+    brings={**TWO_OWNERS, Kind.NON_FINITE: OWNERS},
     diagnose=_diagnose,
     classes=(USE_AFTER_FREE,),
-    suspect=Suspect(
-        "slot events", "slots are read after free or evict was told: tell park and share around a prefix hit"
-    ),
+    blame=Blame("slot events", "slots are read after free or evict was told: tell park and share around a prefix hit"),
     page=Page(
         wrong=Wrong.NOTHING,
         means="""
         A forward is about to read a slot that was given back to the allocator. With `phase` `event`: a request was
         given such a slot by the prefix cache.
         """,
-        causes="""
-        Use after free: the slot was freed while a request or a node of the cache still names it.
-        """,
+        causes="Use after free: the slot was freed while a request or a node of the cache still names it.",
         next_steps="""
         `freed_by` and `step_freed` say who gave it back and when. Without `freed_by` the engine did so by itself, for
         example when it evicted a prefix, or several requests gave slots back together. Then look at the lock count of

@@ -1,11 +1,11 @@
-"""`lost_write`: a forward should have written the slot, and its bytes are what they were before."""
+"""`lost_write`: a forward should have written the slot, and its bytes are the same as before."""
 
 from collections.abc import Iterator
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import counted
-from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Suspect, Wrong
+from canary_core.kinds.finding_kind import KERNEL, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import OWNERS, Link
 from canary_core.records import Kind
 
@@ -51,19 +51,18 @@ KIND = FindingKind(
     brings={
         Kind.LOST_WRITE: {Link.STEP, *OWNERS},
         Kind.UNWRITTEN: OWNERS,
+        # The store went elsewhere: that slot's bytes are found a step later.
         Kind.BYTES: {Link.STEP, *OWNERS},
     },
     diagnose=_diagnose,
     classes=(LOST_WRITE, LOST_WRITE_OF_A_LAYER),
-    suspect=Suspect(
+    blame=Blame(
         "PoolAdapter",
         "written slots did not change: the sources point elsewhere (slot dimension, page, copy), or write_slots do",
     ),
     page=Page(
         wrong=Wrong.WRITE,
-        means="""
-        A forward should have written the slot, and its bytes are what they were before.
-        """,
+        means="A forward should have written the slot, and its bytes are what they were before.",
         causes="""
         The store went to another place, or did not run. `bytes` findings elsewhere at the same time show where it went.
         """,

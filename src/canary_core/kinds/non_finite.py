@@ -1,7 +1,7 @@
-"""`non_finite`: a float KV value just written is NaN or infinite, or one that got into the null slot."""
+"""`non_finite`: a float KV value just written, or a float in the null slot, is NaN or infinite."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import KERNEL, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import READ, Link
 from canary_core.records import Kind, Phase
 
@@ -23,12 +23,10 @@ KIND = FindingKind(
         ),
         Sentence("{reader} wrote a NaN or infinite value at {position} to {where}: numerics, or poisoned padding."),
     ),
-    brings={
-        Kind.NON_FINITE: {Link.STEP, *READ},
-    },
+    brings={Kind.NON_FINITE: {Link.STEP, *READ}},
     diagnose=as_told(NON_FINITE),
     classes=(NON_FINITE,),
-    suspect=Suspect("PoolAdapter", "written values are no finite numbers: dtype or strides of a source"),
+    blame=Blame("PoolAdapter", "written values are no finite numbers: dtype or strides of a source"),
     page=Page(
         wrong=Wrong.WRITE,
         means="""

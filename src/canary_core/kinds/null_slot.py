@@ -1,7 +1,7 @@
 """`null_slot`: a live token is read from, or written to, the null (padding) slot."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import Link
 from canary_core.records import Kind, Phase
 
@@ -41,12 +41,10 @@ KIND = FindingKind(
     },
     diagnose=as_told(PADDING),
     classes=(PADDING,),
-    suspect=Suspect("BatchAdapter", "live tokens at the null slot: null_slot, lengths or rows of padding"),
+    blame=Blame("BatchAdapter", "live tokens at the null slot: null_slot, lengths or rows of padding"),
     page=Page(
         wrong=Wrong.READ,
-        means="""
-        A forward reads or writes the padding slot for a live token.
-        """,
+        means="A forward reads or writes the padding slot for a live token.",
         causes="""
         Padding of the batch got into a row that is in use. The row of the table is another request's, which ends
         earlier, or was not filled so far. Or an entry of a sliding window was evicted while it can still be read.

@@ -1,6 +1,6 @@
-"""`position`: the slot holds another position than the one it is read as."""
+"""`position`: the slot holds another position than the position read from it."""
 
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong
+from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind
@@ -19,19 +19,13 @@ KIND = FindingKind(
             "slot mapping, a prefix match that is out of date, or the slot was handed out twice."
         ),
     ),
-    brings={
-        Kind.POSITION: READ,
-        Kind.TOKEN: READ,
-        Kind.PREFIX: READ,
-    },
+    brings={Kind.POSITION: READ, Kind.TOKEN: READ, Kind.PREFIX: READ},
     diagnose=read_wrongly,
     classes=READ_WRONGLY,
-    suspect=Suspect("BatchAdapter", "slots hold other positions than the table says: table, page_size or prefix_lens"),
+    blame=Blame("BatchAdapter", "slots hold other positions than the table says: table, page_size or prefix_lens"),
     page=Page(
         wrong=Wrong.READ,
-        means="""
-        The slot holds another position than the one at which it is about to be read.
-        """,
+        means="The slot holds another position than the one at which it is about to be read.",
         causes="""
         A wrong slot mapping. A slot that was handed out twice. A stale page table. A match in the prefix cache that is
         out of date: its slots were given to others since.

@@ -1,6 +1,6 @@
-"""`prefix`: the slot's prefix is not the prefix of the slot before it: it belongs to another sequence."""
+"""`prefix`: the slot's prefix is not the prefix of the slot before: the slot belongs to another sequence."""
 
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong
+from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind
@@ -20,21 +20,17 @@ KIND = FindingKind(
             "sequence that {writer} wrote{written}."
         ),
     ),
-    brings={
-        Kind.PREFIX: READ,
-    },
+    brings={Kind.PREFIX: READ},
     diagnose=read_wrongly,
     classes=READ_WRONGLY,
-    suspect=Suspect("BatchAdapter", "prefixes do not continue: prefix_lens, writers, or a fork whose copy is not told"),
+    blame=Blame("BatchAdapter", "prefixes do not continue: prefix_lens, writers, or a fork whose copy is not told"),
     page=Page(
         wrong=Wrong.READ,
         means="""
         The slot, or the whole row, belongs to another sequence: its prefix hash does not continue the hash of the slot
         before it.
         """,
-        causes="""
-        A stale page table. A wrong match of a prefix. A page that two requests got.
-        """,
+        causes="A stale page table. A wrong match of a prefix. A page that two requests got.",
         next_steps="""
         Token and position of the slot may be right; what came before it is not. `stored_request` is the sequence that
         it belongs to. For a recurrent state it means that the state is not the one of this prefix.

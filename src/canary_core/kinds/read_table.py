@@ -1,7 +1,7 @@
-"""`read_table`: the table that attention was given names another slot than the one that the engine keeps."""
+"""`read_table`: the table given to attention names another slot than the engine's own table."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, Link
 from canary_core.records import Kind, Phase, State
 
@@ -47,7 +47,7 @@ KIND = FindingKind(
     },
     diagnose=as_told(WRONG_TABLE_COPY),
     classes=(WRONG_TABLE_COPY,),
-    suspect=Suspect(
+    blame=Blame(
         "BatchAdapter",
         "the table given to attention is compared with another one: rows, page_size or lengths of ReadTable",
     ),

@@ -1,7 +1,7 @@
-"""`slot_range`: a table names a slot that does not exist."""
+"""`slot_range`: a table names a slot beyond the region."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import Link
 from canary_core.records import Kind, Phase
 
@@ -53,12 +53,10 @@ KIND = FindingKind(
     },
     diagnose=as_told(BROKEN_TABLE),
     classes=(BROKEN_TABLE,),
-    suspect=Suspect("BatchAdapter", "the table names slots that do not exist: page_size, rows or width of SlotTable"),
+    blame=Blame("BatchAdapter", "the table names slots that do not exist: page_size, rows or width of SlotTable"),
     page=Page(
         wrong=Wrong.READ,
-        means="""
-        A forward is about to read a position through a table entry that is no slot of the pool.
-        """,
+        means="A forward is about to read a position through a table entry that is no slot of the pool.",
         causes="""
         A row of the table was overwritten, is stale, or was never filled. The batch says that the request is longer
         than it is.

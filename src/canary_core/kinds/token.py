@@ -1,6 +1,6 @@
 """`token`: the slot holds another token than the request's own."""
 
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong
+from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
 from canary_core.records import Kind, Phase
@@ -24,18 +24,13 @@ KIND = FindingKind(
             "another request's prefix or image, or a rejected draft left behind."
         ),
     ),
-    brings={
-        Kind.TOKEN: READ,
-        Kind.PREFIX: READ,
-    },
+    brings={Kind.TOKEN: READ, Kind.PREFIX: READ},
     diagnose=read_wrongly,
     classes=READ_WRONGLY,
-    suspect=Suspect("BatchAdapter", "tokens differ from the requests' own: token_ids, prefix_lens or expected_tokens"),
+    blame=Blame("BatchAdapter", "tokens differ from the requests' own: token_ids, prefix_lens or expected_tokens"),
     page=Page(
         wrong=Wrong.READ,
-        means="""
-        The slot holds another token than the request has at this position.
-        """,
+        means="The slot holds another token than the request has at this position.",
         causes="""
         A prefix of another request was reused, or of the same text with another image: in SGLang the tokens of an image
         are numbers made of its hash. A rejected draft of speculative decoding was left in the cache.

@@ -1,7 +1,7 @@
 """`two_writers`: two tokens of one batch are written to the same slot."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import KERNEL, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import KERNEL, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, READ, Link
 from canary_core.records import Kind, Phase
 
@@ -33,12 +33,10 @@ KIND = FindingKind(
     },
     diagnose=as_told(TWO_WRITERS),
     classes=(TWO_WRITERS,),
-    suspect=Suspect("BatchAdapter", "two tokens of a batch have one slot: write_slots, table or padded rows"),
+    blame=Blame("BatchAdapter", "two tokens of a batch have one slot: write_slots, table or padded rows"),
     page=Page(
         wrong=Wrong.WRITE,
-        means="""
-        Two tokens of one batch are written to the same slot.
-        """,
+        means="Two tokens of one batch are written to the same slot.",
         causes="""
         The slot was handed out twice. Rows of padding store in a slot of the pool, or live tokens in one that is for
         padding and that the plugin does not name as such.

@@ -1,11 +1,11 @@
-"""`unwritten`: a forward will read a slot that no forward has written."""
+"""`unwritten`: a forward will read a slot never written by a forward."""
 
 from collections.abc import Iterator
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.facts import counted
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong
+from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import OWNERS, READ
 from canary_core.kinds.reads import STALE_TABLE
 from canary_core.records import Kind, State
@@ -75,25 +75,17 @@ KIND = FindingKind(
             "it was filled, a write was lost, or the table points elsewhere."
         ),
     ),
-    brings={
-        Kind.UNWRITTEN: READ,
-        Kind.POSITION: READ,
-        Kind.TOKEN: READ,
-        Kind.PREFIX: READ,
-        Kind.BYTES: OWNERS,
-    },
+    brings={Kind.UNWRITTEN: READ, Kind.POSITION: READ, Kind.TOKEN: READ, Kind.PREFIX: READ, Kind.BYTES: OWNERS},
     diagnose=_diagnose,
     classes=(STALE_TABLE, UNFILLED_PREFIX, UNWRITTEN),
-    suspect=Suspect(
+    blame=Blame(
         "BatchAdapter",
-        "slots are read that no view said are written: prefix_lens, table, page_size, or forwards without a view; or "
-        "events that clear too much",
+        "slots are read that no view said are written: prefix_lens, table, page_size, or forwards without a view; "
+        "or events that clear too much",
     ),
     page=Page(
         wrong=Wrong.NOTHING,
-        means="""
-        A forward is about to read a slot that no forward has written, or that was cleared since.
-        """,
+        means="A forward is about to read a slot that no forward has written, or that was cleared since.",
         causes="""
         A prefix was published in the cache before it was filled. A write was lost. The table points to another slot. A
         transfer between engines was cut short.

@@ -1,7 +1,7 @@
-"""`write_after_free`: a forward wrote a slot that was freed and not handed out again."""
+"""`write_after_free`: a forward wrote a freed slot before the allocator handed it out again."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import ALLOCATOR, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import TWO_OWNERS
 from canary_core.records import Kind
 
@@ -24,15 +24,11 @@ KIND = FindingKind(
     brings=TWO_OWNERS,
     diagnose=as_told(WRITE_AFTER_FREE),
     classes=(WRITE_AFTER_FREE,),
-    suspect=Suspect("slot events", "alloc is not told, or free is told too early"),
+    blame=Blame("slot events", "alloc is not told, or free is told too early"),
     page=Page(
         wrong=Wrong.ALLOCATOR,
-        means="""
-        A forward wrote a slot that was freed and that nobody was given since.
-        """,
-        causes="""
-        A request was ended while one of its forwards was still planned.
-        """,
+        means="A forward wrote a slot that was freed and that nobody was given since.",
+        causes="A request was ended while one of its forwards was still planned.",
         next_steps="""
         `step_freed` says when it was freed. Look whether the forward was put together before that and issued after.
         """,

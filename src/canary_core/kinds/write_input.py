@@ -1,7 +1,7 @@
 """`write_input`: a forward was given another token or position than the request's own."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import Link
 from canary_core.records import Kind, Phase
 
@@ -40,12 +40,10 @@ KIND = FindingKind(
     },
     diagnose=as_told(BATCH_INPUT),
     classes=(BATCH_INPUT,),
-    suspect=Suspect("BatchAdapter", "token_ids or positions contradict expected_tokens"),
+    blame=Blame("BatchAdapter", "token_ids or positions contradict expected_tokens"),
     page=Page(
         wrong=Wrong.WRITE,
-        means="""
-        The forward computed another token or position than the request has there.
-        """,
+        means="The forward computed another token or position than the request has there.",
         causes="""
         The batch was put together wrongly: rows exchanged, lengths shifted by one, an old token list.
 

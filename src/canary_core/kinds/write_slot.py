@@ -1,7 +1,7 @@
-"""`write_slot`: a forward writes a token to another slot than the one it will be read from."""
+"""`write_slot`: a forward writes a token to another slot than the table names for reading."""
 
 from canary_core.kinds.classes import Class
-from canary_core.kinds.finding_kind import TABLE, FindingKind, Page, Sentence, Suspect, Wrong, as_told
+from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong, as_told
 from canary_core.kinds.links import OWNERS, READ, Link
 from canary_core.records import Kind, Phase
 
@@ -38,15 +38,11 @@ KIND = FindingKind(
     },
     diagnose=as_told(WRONG_WRITE_SLOT),
     classes=(WRONG_WRITE_SLOT,),
-    suspect=Suspect("BatchAdapter", "write_slots contradict the table"),
+    blame=Blame("BatchAdapter", "write_slots contradict the table"),
     page=Page(
         wrong=Wrong.WRITE,
-        means="""
-        A forward writes a token to another slot than the one from which it will be read.
-        """,
-        causes="""
-        The list of slots to write and the table disagree.
-        """,
+        means="A forward writes a token to another slot than the one from which it will be read.",
+        causes="The list of slots to write and the table disagree.",
         next_steps="""
         `slot` is where it is written, `stored_value` is where the table says that it will be read. Look which of the
         two was changed after the other was made.

@@ -40,7 +40,7 @@ def require_silence(
     kinds = Counter(v.kind for v in violations)
     # The first cause comes first: later findings are often its consequences.
     first = violations[0]
-    suspect, hint = registry.of(first.kind).suspect
+    suspect, hint = registry.of(first.kind).blame
     if first.phase is Phase.EVENT and suspect != "slot events":
         suspect, hint = "slot events", "an event names slots that are none: page_slots, region or numbers of pages"
     elif part not in (None, suspect):
