@@ -17,6 +17,7 @@ import torch
 from support.guarded import Guarded
 from support.toy import ToyEngine
 
+from canary_core.desk.explain import tell
 from canary_core.desk.incidents import bundle_writer
 from canary_core.desk.incidents.bundle import PARTIAL, BundleError, read_bundle
 from canary_core.desk.incidents.bundle_writer import GIVEN_UP_S
@@ -83,6 +84,16 @@ def test_the_bundle_alone_brings_the_diagnosis_again(tmp_path, content):
     seen = list(patterns(bundle.evidence)) if content else bundle.patterns
     assert seen == bundle.patterns
     assert list(diagnose(bundle.rebuilt(), bundle.evidence, seen)) == bundle.diagnoses
+
+
+def test_a_diagnosis_of_another_release_is_read_by_its_name(tmp_path):
+    """Its class is not known here: the rest of the bundle is worth as much as ever."""
+    broken(tmp_path)
+    bundle = read_bundle(only(tmp_path))
+    bundle.incident["diagnoses"][0]["diagnosis"] = "gremlins"
+    assert bundle.diagnoses[0].name == "gremlins"
+    assert "gremlins, a class of another release of Canary" in bundle.diagnoses[0].sentence
+    assert tell(bundle)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -154,6 +165,7 @@ def test_a_full_disk_is_one_event_and_leaves_nothing(tmp_path, monkeypatch):
 WRITER = """
 import os, sys
 from pathlib import Path
+from canary_core.desk.explain import tell
 from canary_core.desk.incidents import bundle_writer
 sys.path.insert(0, sys.argv[2])
 put, calls = bundle_writer._put, []

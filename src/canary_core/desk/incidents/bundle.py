@@ -31,7 +31,7 @@ from canary_core.errors import CanaryError
 from canary_core.incident import Incident
 from canary_core.kinds import registry
 from canary_core.kinds.case import Copy, Pattern
-from canary_core.kinds.classes import Diagnosis
+from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.ops import hashing
 from canary_core.records import POSITION, Kind, Phase, State
 from canary_core.violation import Violation
@@ -81,7 +81,7 @@ class Bundle:
     def diagnoses(self) -> list[Diagnosis]:
         """As worked out when the bundle was written."""
         told, known = self.incident["diagnoses"], registry.classes()
-        return [Diagnosis(known[d["diagnosis"]], d["sure"], tuple(d["evidence"])) for d in told]
+        return [Diagnosis(known.get(d["diagnosis"]) or _of_others(d), d["sure"], tuple(d["evidence"])) for d in told]
 
     def rebuilt(self) -> Incident:
         """The incident, as far as the bundle tells."""
@@ -90,6 +90,11 @@ class Bundle:
         for violation in findings:
             incident.add(violation)
         return incident
+
+
+def _of_others(told: Mapping[str, Any]) -> Class:
+    """The class of a diagnosis made by another release, by its name."""
+    return Class(str(told["diagnosis"]), f"{told['diagnosis']}, a class of another release of Canary", (), ())
 
 
 def read_bundle(path: Path) -> Bundle:
