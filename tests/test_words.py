@@ -8,8 +8,6 @@ from support import words
 
 LIMIT = 0.04
 """Share of pronouns in the words of a room's docstrings."""
-
-
 RIDDLE = r"(What|Whoever|Whatever)\b"
 
 
@@ -24,9 +22,10 @@ ROOMS = sorted({room(file) for file in words.SOURCES})
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_docstrings_name_only_what_exists(name):
-    """Each name between backticks is in the code; `Class.member` and `module.member` belong together."""
-    lost = []
-    for found in words.docstrings(f for f in words.SOURCES if room(f) == name):
+    """Each name between backticks is in the code, in comments too; `Class.member` and `module.member` belong
+    together."""
+    lost, files = [], [f for f in words.SOURCES if room(f) == name]
+    for found in (*words.docstrings(files), *words.comments(files)):
         named = [n for span in words.spans(found.text) for n in words.names(span)]
         lost += [f"{found}: {n}" for n in named if words.code().lacks(n)]
     assert lost == []

@@ -36,8 +36,8 @@ class EmbeddingFilter:
 
     ``row(token)``: the token's row of the embedding, None where there is none. ``shards``: where other ranks may have
     some of the rows; rows not reported are unknown, and the finding is dismissed as well. ``regions``: names of the
-    regions concerned, None for all. ``embedded``: requests with
-    embeddings, whose tokens say nothing about the bytes; the embeddings of a text already cached write the same bytes.
+    regions concerned, None for all. ``embedded``: requests with embeddings, whose tokens say nothing about the bytes;
+    the embeddings of a text already cached write the same bytes.
     """
 
     def __init__(

@@ -75,6 +75,18 @@ def docstrings(files: Iterable[Path]) -> Iterator[Docstring]:
                         yield Docstring(file, statement.lineno, text, statement is node.body[0] and _printed(node))
 
 
+def comments(files: Iterable[Path]) -> Iterator[Docstring]:
+    """Every comment of ``files``, those on lines one after the other as one."""
+    for file in files:
+        block: list[str] = []
+        for number, line in enumerate([*file.read_text().splitlines(), ""], 1):
+            if line.lstrip().startswith("# "):
+                block.append(line.strip("# "))
+            elif block:
+                yield Docstring(file, number - len(block), " ".join(block))
+                block = []
+
+
 def pronouns(files: Iterable[Path]) -> float:
     """Share of pronouns in the words of those docstrings of ``files`` that are for readers of the code."""
     words = [word for found in docstrings(files) if not found.printed for word in found.words]

@@ -121,7 +121,7 @@ def _lost_write(scene: Scene) -> Injection | None:
     chosen = lost & (scene.writes.row == row)
     slots = slot[chosen].unique()
     kept = read_bytes(source, slots)
-    # By name, since the engine may have moved the region's bytes in between (`Canary.rebind`).
+    # By name, since the engine may have moved the region's bytes in between (`SlotEvents.rebind`).
     scene.pending.append(
         Pending(scene.canary, lambda: write_bytes(_named(scene.state, source.name), slots, kept), lasting=False)
     )
