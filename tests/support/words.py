@@ -179,7 +179,8 @@ def code() -> Code:
     for file in ROOT.glob("monitoring/*"):
         found.words |= set(re.findall(r"\w+", file.read_text()))
     bases: dict[str, set[str]] = {}
-    for file in sorted(f for f in ROOT.rglob("*.py") if not {".git", "build"} & set(f.parts) and ".venv" not in str(f)):
+    folders = (ROOT / name for name in ("src", "plugins", "tests", "examples", "benchmarks"))
+    for file in sorted(f for folder in folders for f in folder.rglob("*.py") if "build" not in f.parts):
         found.words |= set(file.relative_to(ROOT).with_suffix("").parts)
         found.files.add(file.name)
         tree = parsed(file)

@@ -264,8 +264,9 @@ class Session:
 
     def _inputs_written(self) -> torch.cuda.Event | None:
         """Event to wait for before the check. Without asynchronous batches the engine writes its lists on the caller's
-        stream, unknown to its own: long before a forward reads them, but the check may come first. Asynchronous lists
-        come by a copy awaited by the engine's own stream, which must not wait for more because of Canary."""
+        stream, and its own stream does not wait for the caller's: long before a forward reads the lists, but the check
+        may come first. Asynchronous lists come by a copy awaited by the engine's own stream, which must not wait for
+        more because of Canary."""
         if not self._lists_are_late:
             return None
         with self.canary.guard("canary_transformers: inputs"):
