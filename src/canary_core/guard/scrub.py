@@ -244,6 +244,8 @@ class Scrub:
         """Fingerprints all slots, and measures the scrub's speed. Never captured."""
         self.started = True
         self.pace.bytes_per_s = self._baseline()
+        for stretch in self.stretches:
+            _forget_foreign(stretch.state)
         # A graph may be captured before the first forward ends, and a scrub that it lacks would be lacking for good.
         self.adjust(captured=False)
 
@@ -371,9 +373,21 @@ class Scrub:
             self._backend.scrub(stretch.state, False)
 
 
+FORGOTTEN_AT_ONCE = 1 << 18
+"""Slots whose fingerprints are looked at together: bounds the memory for it."""
+
 _speeds: dict[tuple[object, ...], float] = {}
 """The speed of scrubs of pools alike. A cache of `generate()` has a pool of its own, and to measure is to wait for the
 whole prefill."""
+
+
+def _forget_foreign(state: RegionState) -> None:
+    """Makes the fingerprints of all slots with other bytes than zeros unknown. Bytes from before the engine's first
+    write prove nothing: memory that was given back may hold the KV of the same prompts, so a write changes nothing.
+    Zeros are a fill, and no KV of a token: a first write that leaves zeros is lost."""
+    zeros = state.sources.salts[: len(state.sources)]
+    for piece in state.fingerprints.split(FORGOTTEN_AT_ONCE):
+        piece.masked_fill_(piece != zeros, 0)
 
 
 def _list_some(state: RegionState) -> int:

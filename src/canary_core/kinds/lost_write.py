@@ -71,10 +71,11 @@ KIND = FindingKind(
         embedding look like a lost write, too; the engine plugins dismiss those, also where tensor-parallel ranks have
         the rows.
 
-        **Where it is not seen.** Hybrid models whose groups of layers take turns on the same memory (vLLM,
-        Transformers' continuous batching): in a slot that another group had before, this group does not know what the
-        bytes were. With `CANARY_STORE_CHECK` (in the profiles `hunt` and `ci`) it looks at them as they are handed out,
-        and the write is told.
+        **Where it is not seen.** The first write of a slot in memory that the engine has not cleared (`torch.empty`):
+        KV of the same prompts may lie there from an engine before, so that unchanged bytes prove nothing. And hybrid
+        models whose groups of layers take turns on the same memory (vLLM, Transformers' continuous batching): in a
+        slot that another group had before, this group does not know what the bytes were. With `CANARY_STORE_CHECK` (in
+        the profiles `hunt` and `ci`) it looks at them as they are handed out, and the write is told.
         """,
         remedies=(KERNEL,),
     ),
