@@ -70,9 +70,14 @@ class Hooks:
         if config.on_violation == "abort":
             self._left_out("CANARY_ON_VIOLATION=abort", ["requests are not ended; quarantine computes them again"])
         if config.on_violation != "report":
-            self._quarantine = Quarantine(lambda: [g for session in self.sessions for g in session.groups])
+            self._quarantine = Quarantine(lambda: [g for session in self.sessions for g in session.groups], self._tell)
             hook_manager().register(self._quarantine)
             self._wrap(f"{targets.SCHEDULER}.schedule", self._schedule)
+
+    def _tell(self, event: Event) -> None:
+        """With the place of the first guarded engine, as far as there is one."""
+        session = next(iter(self.sessions), None)
+        (emit if session is None else session.canary.tell)(event)
 
     def stop(self) -> None:
         """Closes all sessions, and restores vLLM's functions."""

@@ -186,7 +186,9 @@ class Quarantine:
         return next((canary for canary in self._canaries() if region in canary.regions), None)
 
     def _tell(self, name: str, fields: dict[str, object], level: Any) -> None:
-        emit(Event(name, level, {"rank": self._rank, "turn": self._turn, **fields}))
+        canary = next(iter(self._canaries()), None)
+        tell = emit if canary is None else canary.tell
+        tell(Event(name, level, {"rank": self._rank, "turn": self._turn, **fields}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from canary_core import Event, Kind, Violation, emit, hookimpl
+from canary_core import Event, Kind, Violation, hookimpl
 from canary_vllm.pools.pool import Group
 
 SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.POSITION, Kind.TOKEN, Kind.PREFIX})
@@ -14,14 +14,16 @@ SPOILED = frozenset({Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.POSITION
 
 class Quarantine:
     """Receives findings in a worker, and acts before the scheduler's next turn: so both must be in one process, as
-    without tensor or pipeline parallelism. ``groups``: the guarded ones.
+    without tensor or pipeline parallelism. ``groups``: the guarded ones. ``tell``: names the engine in an event, and
+    hands it to all plugins.
 
     A request computed again keeps its generated tokens. A request waiting for a connector is left alone, and so are
     copies stored elsewhere by a connector.
     """
 
-    def __init__(self, groups: Callable[[], Iterable[Group]]) -> None:
+    def __init__(self, groups: Callable[[], Iterable[Group]], tell: Callable[[Event], None]) -> None:
         self._groups = groups
+        self._tell = tell
         self._blocks: dict[int, Violation] = {}
         self._schedulers = 0
 
@@ -32,7 +34,7 @@ class Quarantine:
             return
         if not self._schedulers:
             reason = "the scheduler is another process; nothing is evicted, and nothing computed again"
-            emit(Event("quarantine_failed", "warning", {"kind": violation.kind.name.lower(), "reason": reason}))
+            self._tell(Event("quarantine_failed", "warning", {"kind": violation.kind.name.lower(), "reason": reason}))
             return
         for group in self._groups():
             if group.region == violation.region:
@@ -51,7 +53,7 @@ class Quarantine:
         blocks, self._blocks = self._blocks, {}
         if blocks and self._schedulers > 1:
             reason = f"{self._schedulers} engines in this process; nothing is evicted, and nothing computed again"
-            emit(Event("quarantine_failed", "warning", {"reason": reason}))
+            self._tell(Event("quarantine_failed", "warning", {"reason": reason}))
             return
         manager = scheduler.kv_cache_manager
         for number, violation in blocks.items():
@@ -66,7 +68,7 @@ class Quarantine:
                 about: dict[str, object] = {"kind": violation.kind.name.lower(), "region": violation.region}
                 about |= {"slot": violation.slot, "block": number, "evicted": cached}
                 about["recomputed"] = [request.request_id for request in having]
-                emit(Event("quarantined", "warning", about))
+                self._tell(Event("quarantined", "warning", about))
 
 
 def preempt(scheduler: Any, request: Any) -> None:
