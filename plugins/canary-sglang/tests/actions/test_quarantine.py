@@ -63,7 +63,8 @@ def test_only_the_corrupted_node_is_evicted_and_what_follows_it(start, core, nam
     engine.serve(prompts=[[5, 6, 7]], new_tokens=8)
     (told,) = [event for event in engine.events() if event["name"] in ("quarantined", "aborted", "quarantine_failed")]
     assert told["name"] == "quarantined"
-    assert told["host"] and told["replica"] == 0
+    assert told["host"]
+    assert told["replica"] == 0
     # Both ways on from there, with what was computed for each.
     assert 40 < told["evicted_tokens"] <= 20 + 24 + 4
     again = [engine.serve(prompts=[prompt], new_tokens=4) for prompt in (apart, beside, long)]
