@@ -15,7 +15,7 @@ from canary_core.ops.backends import Backend, torch_backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
 from canary_core.ops.state import RegionState, Shared
-from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, STATES, Cursor, Happened, ScrubWord, State
+from canary_core.records import BLOCK_VALUES, PLAN_WORDS, POSITION, PROBE, STATES, Cursor, Happened, ScrubWord, State
 
 REGION = "kv"
 VOCABULARY = 128_000
@@ -212,7 +212,7 @@ class Setting:
         if self.state.sources:
             backend.fingerprint(scratch, batch, table)
         backend.record(scratch, batch, table)
-        found = int(self.state.shared.counters[:16].sum())
+        found = int(self.state.shared.counters[:PROBE].sum())
         if found:
             raise RuntimeError(f"{self.case.name}: building the case raised {found} findings; its data is not clean")
 

@@ -23,8 +23,8 @@ def test_all_is_sorted_and_complete():
 
 
 def test_the_public_surface_is_what_was_agreed():
-    """Every public name, method and parameter is in public_surface.txt: plugins live on them, so each change is a
-    change of that file. ``PYTHONPATH=tests python -m support.surface > tests/public_surface.txt`` writes it anew."""
+    """Every public name, method and parameter is in public_surface.txt: plugins live on them, so each change is one of
+    that file. ``PYTHONPATH=src:tests python -m support.surface > tests/public_surface.txt`` writes the file anew."""
     assert surface.text() == Path(__file__).with_name("public_surface.txt").read_text()
 
 

@@ -28,6 +28,7 @@ from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.backends import Backend, torch_backend, triton_backend
 from canary_core.ops.kernels import check as check_kernels
 from canary_core.ops.kernels import fingerprint_record as together_kernels
+from canary_core.ops.kernels import histories as history_kernels
 from canary_core.ops.kernels import record as record_kernels
 from canary_core.ops.kernels import tables as table_kernels
 from canary_core.ops.state import RegionState
@@ -51,6 +52,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(check_reference, "CHECK_TILE", 8)
     monkeypatch.setattr(record_kernels, "TILE", 4)
     monkeypatch.setattr(together_kernels, "TILE", 4)
+    monkeypatch.setattr(history_kernels, "TILE", 4)
     monkeypatch.setattr(table_kernels, "TILE", 4)
     monkeypatch.setattr(table_kernels, "PARTS", 2)
 
