@@ -22,6 +22,13 @@ def test_all_is_sorted_and_complete():
     assert [n for n in canary_core.__all__ if not hasattr(canary_core, n)] == []
 
 
+def test_a_shell_completes_every_public_name():
+    """Those, too, whose module is loaded with their first use; and nothing else is there."""
+    assert set(canary_core.__all__) <= set(dir(canary_core))
+    with pytest.raises(AttributeError, match="no attribute 'Canarry'"):
+        canary_core.Canarry  # noqa: B018  (the look is the test)
+
+
 def test_the_public_surface_is_what_was_agreed():
     """Every public name, method and parameter is in public_surface.txt: plugins live on them, so each change is one of
     that file. ``PYTHONPATH=src:tests python -m support.surface > tests/public_surface.txt`` writes the file anew."""

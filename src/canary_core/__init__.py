@@ -140,3 +140,7 @@ def __getattr__(name: str) -> Any:
     module, own = _HOME[name]
     found = globals()[name] = getattr(import_module(f"canary_core.{module}"), own)
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
