@@ -7,35 +7,35 @@ from canary_core.batch import BatchView, ReadTable, SlotTable, StateCheckpoints
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
 from canary_core.events import Event, Level
+from canary_core.guard.attach import attach, report_unguarded
 from canary_core.guard.canary import Canary
 from canary_core.guard.listener import StepListener
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
 from canary_core.incident import Incident
+from canary_core.ops.payload import PayloadCheck, PayloadLayout, PayloadRecords, check_payload, fingerprint_bytes
 from canary_core.overlap import Overlap
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Placement, Region, RegionKind, Role, Uncovered
 from canary_core.runtime.host_copy import HostCopy
 from canary_core.runtime.streams import StreamSet
 from canary_core.runtime.telling import emit, hook_manager
+from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.witness import Witness
 from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
+from canary_core.watchers.audit.memory import tensors_of
 
 if TYPE_CHECKING:
     from canary_core.adapters import BatchAdapter, PoolAdapter
-    from canary_core.guard.attach import attach, report_unguarded
-    from canary_core.ops.payload import PayloadCheck, PayloadLayout, PayloadRecords, check_payload, fingerprint_bytes
     from canary_core.ops.record_buffers import RecordBuffers
     from canary_core.patches import Patches
     from canary_core.plugins import EngineInfo, HookTarget, private_hooks, require_engine
     from canary_core.plugins import start as start_plugins
     from canary_core.plugins import start_for as start_plugins_for
     from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
-    from canary_core.runtime.watchdog import Watchdog
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
-    from canary_core.watchers.audit.memory import tensors_of
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
 
@@ -114,15 +114,11 @@ __all__ = [
 
 _WHEN_ASKED = {
     "adapters": ("BatchAdapter", "PoolAdapter"),
-    "guard.attach": ("attach", "report_unguarded"),
-    "ops.payload": ("PayloadCheck", "PayloadLayout", "PayloadRecords", "check_payload", "fingerprint_bytes"),
     "ops.record_buffers": ("RecordBuffers",),
     "patches": ("Patches",),
     "plugins": ("EngineInfo", "HookTarget", "private_hooks", "require_engine"),
     "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
-    "runtime.watchdog": ("Watchdog",),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
-    "watchers.audit.memory": ("tensors_of",),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),
 }

@@ -62,8 +62,9 @@ class Reading:
 
     def scrub(self) -> dict[str, float]:
         """See `Canary.scrub_stats`."""
-        slots = self._findings.counters[Counter.SCRUBBED_SLOTS] if self._states else 0
-        return self._step.scrub.stats(slots) if self._states else {}
+        if not self._states:
+            return {}
+        return self._step.scrub.stats(self._findings.counters[Counter.SCRUBBED_SLOTS])
 
     def detection_s(self) -> float | None:
         """See `Canary.detection_s`."""
