@@ -226,6 +226,85 @@ def test_more_findings_than_the_ring_has_rows_are_told_as_dropped():
     assert int(counters[Kind.DOUBLE_FREE]) == int(counters[Counter.ROWS]) == 10
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Time as the reporter sees it."""
+    now = [100.0]
+    for module in ("guard.reporting.findings", "runtime.telling"):
+        monkeypatch.setattr(f"canary_core.{module}.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_flood_is_told_up_to_a_budget_and_counted_beyond_it(monkeypatch, clock):
+    """What was counted only is told when it is found again and there is room; a repetition costs nothing."""
+    monkeypatch.setattr("canary_core.guard.reporting.findings.MOST_FINDINGS", 3)
+    guarded = Guarded()
+    guarded.canary._findings._left = 3
+    flips = [replace(FLIP, slot=slot) for slot in range(10, 15)]
+    assert guarded.canary.report(flips) == 3
+    assert guarded.canary.report(flips[:3]) == 0
+    assert (guarded.canary.left_out["findings_limited"], guarded.canary.stats()["repeated"]) == (2, 3)
+    clock[0] += 1
+    assert guarded.canary.report(flips) == 2
+    assert guarded.canary.stats()["violations"] == 5
+
+
+def test_rows_beyond_the_budget_are_not_decoded(monkeypatch, clock):
+    """Neither are repetitions: of ten rows of the ring two are told, and of the same ten again none."""
+    guarded = Guarded()
+    reporter = guarded.canary._findings
+    reporter._left = 2
+    monkeypatch.setattr("canary_core.guard.reporting.findings.FINDINGS_S", 0)
+    decoded, decode = [], reporter.decode
+    monkeypatch.setattr(reporter, "decode", lambda row: decoded.append(row) or decode(row))
+    for _ in range(2):
+        guarded.canary.slots.free("full", torch.arange(10, 20))
+        guarded.canary.slots.settle()
+    guarded.canary.drain()
+    assert (len(guarded.violations), len(decoded)) == (2, 2)
+    (event,) = guarded.findings.told("findings_limited")
+    assert (event.fields["findings"], event.fields["kinds"]) == (8, {"double_free": 8})
+    rows = [[*row] for row in decoded]
+    reporter.take(reporter._decoded(rows))
+    assert (guarded.canary.stats()["repeated"], len(decoded)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.BYTES, Kind.TOKEN, Kind.PREFIX, Kind.LOST_WRITE, Kind.FREED, Kind.SLOT_RANGE, Kind.WRITE_SLOT]
+)
+def test_a_row_and_its_finding_are_remembered_alike(guarded, kind):
+    """So a row that repeats is known before it is decoded."""
+    writer = guarded.engine.writers.id("a")
+    for fields in (
+        {"STEP": 17, "SLOT": 3, "POSITION": 2, "WRITER": writer, "STORED_POSITION": 65, "STEP_WRITTEN": 1},
+        {"STEP": 17, "SLOT": 3, "FOUND_VALUE": 77, "STORED_VALUE": 5, "SOURCE": 1},
+    ):
+        one = row(KIND=kind, **fields)
+        reporter = guarded.canary._findings
+        reporter._left = 99
+        reporter.take([reporter.decode(one)])
+        assert reporter._repeats(reporter._row_key(one))
+
+
+def test_what_is_counted_is_told_by_the_watch_once_a_minute_while_the_engine_idles(clock):
+    """Dropped rows, and incidents beyond the limit: the first at the next look, later ones together."""
+    guarded = Guarded(ring_rows=2, incident_limit=1)
+    look = guarded.canary._lookout.look
+    reporter = guarded.canary._findings
+    for seconds in (0, 10, 20, 61):
+        clock[0] = 100.0 + seconds
+        reporter.dropped.add(number=5)
+        guarded.canary.report([replace(FLIP, slot=slot, found_value=slot) for slot in (1000 + seconds, 3000 + seconds)])
+        look(clock[0])
+    assert [e.fields["rows"] for e in guarded.findings.told("rows_dropped")] == [5, 15]
+    limited = guarded.findings.told("incidents_limited")
+    assert [e.fields["incidents"] for e in limited] == [1, 4]
+    guarded.canary.close()
+    limited = guarded.findings.told("incidents_limited")
+    assert sum(e.fields["incidents"] for e in limited) + len(guarded.findings.told("incident")) == 8
+    assert guarded.canary.left_out["rows_dropped"] == 20
+
+
 def test_forwards_that_no_check_sees_are_told(monkeypatch, guarded):
     """The host issues forwards and the device's counters stand still, as where a graph was captured without Canary:
     told once, until a check runs again."""

@@ -1,6 +1,5 @@
 """`Incident`: the findings of one cause."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -107,12 +106,3 @@ def precedes(one: Violation, other: Violation) -> bool:
     before it, then what it did, then what happened after it; of these an earlier kind."""
     first, second = registry.of(one.kind).place, registry.of(other.kind).place
     return (one.step, one.phase, first) < (other.step, other.phase, second)
-
-
-def total(incidents: Iterable[Incident]) -> dict[Kind, int]:
-    """All findings of ``incidents`` by kind."""
-    kinds: dict[Kind, int] = {}
-    for incident in incidents:
-        for kind, number in incident.kinds.items():
-            kinds[kind] = kinds.get(kind, 0) + number
-    return kinds

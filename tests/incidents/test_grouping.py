@@ -6,6 +6,8 @@ import pytest
 from support.guarded import Guarded
 
 from canary_core import Kind, Phase, Violation, ViolationError, hookimpl
+from canary_core.guard.reporting.grouping import Incidents
+from canary_core.incident import MOST_KEPT
 from canary_core.kinds.links import Link
 from canary_core.kinds.registry import links
 
@@ -127,6 +129,33 @@ def test_the_limit_is_for_a_minute(monkeypatch):
     guarded.canary.report([replace(FLIP, slot=60, page=15, found_value=60)])
     told = [e.name for e in guarded.findings.events if e.name.startswith("incident")]
     assert told == ["incident", "incidents_limited", "incident"]
+
+
+def test_one_incident_of_very_many_findings_stays_small(monkeypatch):
+    """Its findings are counted, and of its links those stay that the newest findings use."""
+    monkeypatch.setattr("canary_core.guard.reporting.grouping.MOST_KEYS", 64)
+    incidents = Incidents(lambda event: None, 20, lambda incident: None)
+    for number in range(2000):
+        incidents.add(replace(FLIP, slot=number, page=number // 4, step=9 + number // 100, found_value=number))
+        incidents.tell()
+    (incident,) = incidents
+    assert incident.total == 2000
+    assert len(incident.findings) == MOST_KEPT
+    assert len(incidents._index) <= 64
+    assert sum(map(len, incidents._open.values())) == sum(map(len, incidents._index.values())) == incidents._links <= 64
+
+
+def test_very_many_incidents_stay_small(monkeypatch):
+    """Those that are closed leave nothing behind, and the links of those that are open are bounded together."""
+    monkeypatch.setattr("canary_core.guard.reporting.grouping.MOST_KEYS", 200)
+    monkeypatch.setattr("canary_core.guard.reporting.grouping.MOST_OPEN", 16)
+    incidents = Incidents(lambda event: None, 20, lambda incident: None)
+    for number in range(500):
+        incidents.add(replace(FLIP, slot=number * 9, page=number * 9, step=number * 2000, found_value=number))
+        incidents.tell()
+    assert (incidents.total, len(list(incidents))) == (500, 16)
+    assert incidents._links == sum(map(len, incidents._index.values())) <= 200
+    assert {i for known in incidents._index.values() for i in known} <= set(incidents)
 
 
 def test_in_raise_mode_the_error_carries_the_incident():

@@ -112,7 +112,7 @@ class Canary:
         """The sampler's tokens, to compare with those of the next forward."""
         self.step = Step(self, self._switch, self.slots, self._findings)
         """Calls around a forward."""
-        self._lookout = Lookout(self._switch, self._findings.read_back, self.witness, self._findings.alarm)
+        self._lookout = Lookout(self._switch, self._findings)
         self.step.reader.lookout = self._lookout
         self._reading = Reading(self._workspace, self._switch, self._findings, self.step)
         self._start_up: StartUp | None = None

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from canary_core.errors import ViolationError
@@ -14,6 +14,7 @@ from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
 from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, Counter, Kind, Phase, Row, State
 from canary_core.region import RegionKind
+from canary_core.runtime.telling import Untold
 from canary_core.runtime.witness import Witness
 from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.runtime.writers import Writers
@@ -21,7 +22,11 @@ from canary_core.violation import Violation
 from canary_core.watchers.audit.running import RunningAudit
 
 REMEMBERED = 65536
-"""Findings remembered so that a repeated one is reported once."""
+"""Findings remembered, by a hash, so that a repeated one is reported once."""
+
+MOST_FINDINGS, FINDINGS_S = 2048, 500
+"""Findings reported at once, and a second: decoding, grouping and telling take the engine's thread some 30 µs for each,
+counting one takes 2 µs."""
 
 STALLED_READS = 100
 """Host reads in a row with new forwards on the host but none on the device, after which checks count as stalled."""
@@ -40,9 +45,9 @@ class ReporterHost(Protocol):
 
 class Reporter:
     """Reads, decodes, drops repeats, lets plugins dismiss, delivers, and folds related findings into ``incidents``.
-    ``delivered`` counts reported findings by kind; ``repeated``, ``dismissed`` and ``memory.withheld`` count the
-    others; ``counters`` are those of the last read. Regions whose memory the engine has given up, by the audit, are not
-    reported on."""
+    ``delivered`` counts reported findings by kind; ``repeated``, ``dismissed``, ``limited`` and ``memory.withheld``
+    count the others; ``counters`` are those of the last read. Regions whose memory the engine has given up, by the
+    audit, are not reported on."""
 
     def __init__(self, canary: ReporterHost, workspace: Workspace, switch: Switch) -> None:
         self._canary = canary
@@ -54,11 +59,15 @@ class Reporter:
         self.witness = canary.witness
         self.read_back = ReadBack(workspace.shared, workspace.proof.tallies)
         self.memory = WrongMemory(workspace)
-        self._known: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self._known: OrderedDict[int, None] = OrderedDict()
         self.forgotten = 0
         """Findings beyond `REMEMBERED`: a repetition is reported again."""
-        self.dropped = 0
+        ring_rows = workspace.config.ring_rows
+        self.dropped = Untold(switch.tell, Event("rows_dropped", "warning", {"ring_rows": ring_rows}), "rows")
         """Rows without room in the ring."""
+        self.limited = Untold(switch.tell, Event("findings_limited", "warning", {"limit": FINDINGS_S}), "findings")
+        """Findings beyond `MOST_FINDINGS`: reported when they are found again later, if they are."""
+        self._left, self._refilled = float(MOST_FINDINGS), time.monotonic()
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
         """Whether a finding would be told."""
@@ -120,12 +129,11 @@ class Reporter:
             self.memory.read(snapshot.tallies)
             # From then on a read costs what it did before there were tallies.
             self.read_back.proving = not self.memory.settled
-        self.take([self.decode(row) for row in snapshot.rows if row[Row.KIND] != PROBE or self._swallow(row)])
+        if snapshot.rows:
+            self.take(self._decoded(snapshot.rows))
         self.settle()
         if snapshot.dropped:
-            self.dropped += snapshot.dropped
-            fields: dict[str, object] = {"rows": snapshot.dropped, "ring_rows": self._config.ring_rows}
-            self._switch.tell(Event("rows_dropped", "warning", fields))
+            self.dropped.add(number=snapshot.dropped)
 
     def settle(self, at_last: bool = False) -> None:
         """Reports memory found to be the wrong one, and the delayed findings that stand. ``at_last``: all delayed
@@ -137,7 +145,8 @@ class Reporter:
             self._deliver(violation)
         self.incidents.tell()
         if at_last:
-            self.incidents.tell_limited()
+            for untold in self.untold:
+                untold.tell()
 
     def never_called(self) -> None:
         """No forward was checked for as long as the settings allow."""
@@ -163,19 +172,33 @@ class Reporter:
         """Raise mode begins now: earlier findings are not raised."""
         self._first = None
 
-    def take(self, violations: Sequence[Violation]) -> list[Violation]:
+    @property
+    def untold(self) -> tuple[Untold, ...]:
+        """Counts that an event has yet to tell, now and then."""
+        return self.incidents.limited, self.limited, self.dropped
+
+    def take(self, violations: Iterable[Violation]) -> list[Violation]:
         """The new findings not dismissed by anybody, each after its hooks. Findings that wait for the verdict on the
-        region's memory (`WrongMemory`) are reported later, or never."""
+        region's memory (`WrongMemory`) are reported later, or never; those beyond `MOST_FINDINGS` are counted."""
         stand = []
-        if violations:
-            self.audit.look()
+        now = time.monotonic()
+        self._left = min(MOST_FINDINGS, self._left + (now - self._refilled) * FINDINGS_S)
+        self._refilled, looked = now, False
         for violation in violations:
+            if not looked:
+                looked = True
+                self.audit.look()
             if violation.region in self.audit.moved:
                 self.dismissed += 1
                 continue
-            if self._repeats(violation):
-                self.repeated += 1
+            key = _key_of(violation)
+            if self._repeats(key):
                 continue
+            if self._left < 1:
+                self._limit(violation.kind)
+                continue
+            self._left -= 1
+            self._remember(key)
             reason = self._dismissal(violation)
             if reason is not None:
                 self.dismissed += 1
@@ -189,6 +212,19 @@ class Reporter:
         if stand:
             self.incidents.tell()
         return stand
+
+    def _decoded(self, rows: Sequence[list[int]]) -> Iterator[Violation]:
+        """The findings of ``rows``. Where no more are reported for now, none is decoded."""
+        for row in rows:
+            if row[Row.KIND] == PROBE and not self._swallow(row):
+                continue
+            if self._left >= 1:
+                yield self.decode(row)
+            elif not self._repeats(self._row_key(row)):
+                self._limit(Kind(row[Row.KIND]))
+
+    def _limit(self, kind: Kind) -> None:
+        self.limited.add({kind.name.lower(): 1})
 
     def _swallow(self, row: list[int]) -> bool:
         """A probe came out of the ring, see `AlarmTest`. Gives whether the slot's bytes are wrong all the same; then
@@ -292,7 +328,7 @@ class Reporter:
             stored_position=word // STATES if stored else None,
             stored_token=row[Row.STORED_TOKEN] if stored else None,
             stored_value=value,
-            found_value=row[Row.FOUND_VALUE] if kind in (Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE) else None,
+            found_value=row[Row.FOUND_VALUE] if kind in _FOUND else None,
             request=self.writers.name(row[Row.WRITER]),
             stored_request=self.writers.name(row[Row.STORED_WRITER]) if written else None,
             step_written=_known(row[Row.STEP_WRITTEN]) if written else None,
@@ -305,22 +341,45 @@ class Reporter:
             window=True if state.region.kind is RegionKind.WINDOW and len(self._states) > 1 else None,
         )
 
-    def _repeats(self, v: Violation) -> bool:
+    def _row_key(self, row: Sequence[int]) -> int:
+        """`_key_of` the row's finding."""
+        kind, state = row[Row.KIND], self._states[row[Row.REGION]]
+        source = state.sources[row[Row.SOURCE]].name if row[Row.SOURCE] >= 0 else None
+        written = _known(row[Row.STEP_WRITTEN]) if row[Row.STEP_WRITTEN] else None
+        found = row[Row.FOUND_VALUE] if kind in _FOUND else None
+        key = (kind, state.region.name, row[Row.SLOT], source, written, found)
+        if kind != Kind.BYTES:
+            return hash((*key, _known(row[Row.POSITION]), self.writers.name(row[Row.WRITER])))
+        return hash(key)
+
+    def _repeats(self, key: int) -> bool:
         """Whether the finding was reported before. A persistent fault is found by every check; a fault in a rewritten
         slot, or with other bytes, is new."""
-        key: tuple[object, ...] = (v.kind, v.region, v.slot, v.source, v.step_written, v.found_value)
-        if v.kind is Kind.CACHE_STRUCTURE:
-            key = (*key, v.rule, v.node, v.detail)
-        elif v.kind is not Kind.BYTES:
-            key = (*key, v.position, v.request)
         if key in self._known:
             self._known.move_to_end(key)
+            self.repeated += 1
             return True
+        return False
+
+    def _remember(self, key: int) -> None:
         self._known[key] = None
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
             self.forgotten += 1
-        return False
+
+
+_FOUND = frozenset({Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE})
+"""Kinds with a `Violation.found_value`, and one in their rows."""
+
+
+def _key_of(v: Violation) -> int:
+    """A number for the finding, the same for a repeated one."""
+    key: tuple[object, ...] = (v.kind, v.region, v.slot, v.source, v.step_written, v.found_value)
+    if v.kind is Kind.CACHE_STRUCTURE:
+        key = (*key, v.rule, v.node, v.detail)
+    elif v.kind is not Kind.BYTES:
+        key = (*key, v.position, v.request)
+    return hash(key)
 
 
 def _known(value: int) -> int | None:

@@ -5,14 +5,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from canary_core.events import Event
-from canary_core.incident import Incident, total
+from canary_core.incident import Incident
 from canary_core.kinds import registry
 from canary_core.kinds.links import NEAR_STEPS, Link
 from canary_core.records import Kind, Phase
+from canary_core.runtime.telling import Untold
 from canary_core.violation import Violation
 
 MOST_OPEN = 256
 """Most open incidents; beyond, the one quiet for longest is closed."""
+
+MOST_KEYS = 16384
+"""Most keys that link a finding to the open incidents, all together; beyond, the one unused for longest goes."""
 
 LIMIT_S = 60.0
 """Seconds over which ``CANARY_INCIDENT_LIMIT`` counts."""
@@ -25,8 +29,8 @@ class Incidents:
     reports the new incidents.
 
     All work is the host's, and there is none without a finding. ``limit``: incidents reported within `LIMIT_S`, 0 for
-    all; further ones are counted, and reported as one ``incidents_limited`` event. Each reported incident goes to
-    ``tell_incident`` before its event. ``total`` counts all incidents.
+    all; further ones are ``limited``: counted, and reported as one ``incidents_limited`` event. Each reported incident
+    goes to ``tell_incident`` before its event. ``total`` counts all incidents.
     """
 
     def __init__(self, tell: Callable[[Event], None], limit: int, tell_incident: Callable[[Incident], None]) -> None:
@@ -34,11 +38,12 @@ class Incidents:
         self._tell_event = tell
         self._limit = limit
         self._tell_incident = tell_incident
-        self._open: OrderedDict[Incident, list[Key]] = OrderedDict()
-        self._index: dict[Key, list[Incident]] = {}
+        self._open: OrderedDict[Incident, dict[Key, None]] = OrderedDict()
+        self._index: OrderedDict[Key, list[Incident]] = OrderedDict()
+        self._links = 0
         self._new: list[Incident] = []
         self._times: list[float] = []
-        self._over: list[Incident] = []
+        self.limited = Untold(tell, Event("incidents_limited", "error", {"limit": limit}), "incidents")
         self._grown: dict[Incident, int] = {}
         self.total = 0
         self.counts: dict[tuple[Kind, str], int] = {}
@@ -56,7 +61,7 @@ class Incidents:
         if not found:
             incident = Incident(violation)
             self._new.append(incident)
-            self._open[incident] = []
+            self._open[incident] = {}
         else:
             incident = min(told, key=lambda incident: incident.number) if told else found[0]
             for other in found:
@@ -83,29 +88,21 @@ class Incidents:
         self._grown = {}
         now = time.monotonic()
         self._times = [moment for moment in self._times if now - moment < LIMIT_S]
-        if self._over and (not self._limit or len(self._times) < self._limit):
-            self.tell_limited()
+        if len(self._times) < self._limit:
+            self.limited.look(now)
         for incident in new:
             self.total += 1
             place = (incident.root.kind, incident.root.region)
             self.counts[place] = self.counts.get(place, 0) + 1
             incident.number, incident.told = self.total, True
             if self._limit and len(self._times) >= self._limit:
-                self._over.append(incident)
+                kinds = {kind.name.lower(): number for kind, number in incident.kinds.items()}
+                self.limited.add(kinds, at=incident.number)
                 continue
             self._times.append(now)
             self._tell_incident(incident)
             self._tell_event(Event("incident", "error", incident.fields()))
         return new
-
-    def tell_limited(self) -> None:
-        """Reports the incidents kept back by the limit since the last report, in one event with all counts."""
-        over, self._over = self._over, []
-        if over:
-            kinds = {kind.name.lower(): number for kind, number in total(over).items()}
-            numbers: dict[str, object] = {"first": over[0].number, "last": over[-1].number}
-            fields: dict[str, object] = {"incidents": len(over), **numbers, "kinds": kinds, "limit": self._limit}
-            self._tell_event(Event("incidents_limited", "error", fields))
 
     def _related(self, violation: Violation, keys: Iterable[Key]) -> list[Incident]:
         found: dict[Incident, None] = {}
@@ -130,13 +127,22 @@ class Incidents:
     def _enter(self, incident: Incident, keys: Iterable[Key]) -> None:
         own = self._open[incident]
         for key in keys:
-            known = self._index.setdefault(key, [])
-            if incident not in known:
-                known.append(incident)
-                own.append(key)
+            if key in own:
+                self._index.move_to_end(key)
+                continue
+            own[key] = None
+            self._index.setdefault(key, []).append(incident)
+            self._links += 1
+        while self._links > MOST_KEYS:
+            key, known = self._index.popitem(last=False)
+            self._links -= len(known)
+            for one in known:
+                del self._open[one][key]
 
     def _close(self, incident: Incident) -> None:
-        for key in self._open.pop(incident):
+        own = self._open.pop(incident)
+        self._links -= len(own)
+        for key in own:
             known = self._index[key]
             known.remove(incident)
             if not known:

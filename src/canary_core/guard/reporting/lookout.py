@@ -4,10 +4,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from canary_core.events import Event
-from canary_core.guard.reporting.alarm_test import AlarmTest
-from canary_core.guard.reporting.readback import ReadBack
+from canary_core.guard.reporting.findings import Reporter
 from canary_core.runtime.watch import WATCH
-from canary_core.runtime.witness import Witness
 from canary_core.runtime.workspace import Switch
 
 STUCK_S, STUCK_STEPS = 20.0, 3
@@ -16,17 +14,21 @@ STUCK_S, STUCK_STEPS = 20.0, 3
 
 class Lookout:
     """Looks at one Canary from the watch's thread, with facts known to the host: at its `Witness`, its `AlarmTest`, and
-    the pending copy of the counters. Each sort of trouble is one event, reported once until over."""
+    the pending copy of the counters. Each sort of trouble is one event, reported once until over. Has ``findings`` tell
+    what was counted only."""
 
-    def __init__(self, switch: Switch, read_back: ReadBack, witness: Witness, alarm: AlarmTest) -> None:
+    def __init__(self, switch: Switch, findings: Reporter) -> None:
         self._switch = switch
-        self._read_back = read_back
-        self._witness = witness
-        self._alarm = alarm
+        self._read_back = findings.read_back
+        self._witness = findings.witness
+        self._alarm = findings.alarm
+        self._untold = findings.untold
         self._stuck = self._watch_dead = False
 
     def look(self, now: float) -> None:
         """See `Watch.look`."""
+        for untold in self._untold:
+            untold.look(now)
         if not self._switch.enabled:
             return
         with ExitStack() as looks:
