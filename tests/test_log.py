@@ -196,3 +196,58 @@ def test_a_summary_keeps_its_fields_for_programs(capsys):
     told = json.loads(line)
     assert (told["event"], told["level"]) == ("summary", "warning")
     assert {name: told[name] for name in SUMMARY.fields} == SUMMARY.fields
+
+
+NASTY = {
+    "request": "a\n2026-01-01T00:00:00Z [error    ] incident\x1b[2J\x00\x07\u202e\u2028\ud800",
+    "nested": {"k\ney": ["v\x1balue", ("\x9b2J",)]},
+    "error": ValueError("of\nours"),
+}
+
+
+@pytest.mark.usefixtures("own_logger")
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_no_text_from_outside_forges_a_line_or_moves_the_cursor(monkeypatch, form):
+    """Whatever release of structlog renders it: one printable line."""
+    lines = written(monkeypatch, form, Event("incident", "error", NASTY))
+    assert len(lines) == 1
+    assert lines[0].isprintable()
+
+
+def test_a_host_is_given_no_text_that_forges_a_line(logs):
+    """Its own renderer may write texts as they are."""
+    Plugins().emit(Event("incident", "error", NASTY))
+    (entry,) = logs
+    assert all(str(value).isprintable() for value in entry.values())
+
+
+@pytest.mark.usefixtures("own_logger")
+@pytest.mark.parametrize("form", ["json", "console"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"error": "x" * 1_000_000, "step": 3},
+        {"error": "\x00" * 1_000_000, "traceback": "€" * 1_000_000, "step": 3},
+        {"requests": ['"' * 200] * 500, "step": 3},
+        {"step": 3, **{f"a rather long name of a counter {n}": n for n in range(5000)}},
+        {"step": 3, **{f"t{n}": "y" * 500 for n in range(100)}},
+    ],
+)
+def test_a_line_has_at_most_four_kilobytes(monkeypatch, form, fields):
+    """The largest fields are cut, so that the small ones stay; of very many the last are left out."""
+    (line,) = written(monkeypatch, form, Event("disabled", "error", fields))
+    assert len(line.encode()) <= 4096
+    assert "disabled" in line
+    assert ('"step": 3' if form == "json" else "step=3") in line
+    if form == "json":
+        json.loads(line)
+
+
+def written(monkeypatch, form: str, event: Event) -> list[str]:
+    """Lines of stderr for ``event``."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    found = Plugins()
+    found.load(CanaryConfig.load(log_format=form))
+    found.emit(event)
+    return [line for line in stream.getvalue().split("\n") if "plugins_loaded" not in line and line]

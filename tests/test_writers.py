@@ -1,7 +1,11 @@
 """`Writers`: names of requests behind the small numbers in records."""
 
+from collections import deque
+
+import pytest
 import torch
 
+from canary_core.runtime.identities import Identities
 from canary_core.runtime.writers import Writers
 
 
@@ -72,3 +76,58 @@ def test_a_running_request_keeps_its_anchor_however_many_others_begin() -> None:
         rows = writers.anchors(["long", str(number)], device)
         assert rows is not None
         assert rows[0] == anchor
+
+
+LONG = "x" * 1_000_000
+FORGED = "a\n2026-01-01 [error] incident\x1b[2J\x00\x07\u202e\ud800"
+
+
+def test_a_name_of_a_megabyte_is_kept_as_its_start_and_a_digest() -> None:
+    """As a client may choose it: the request is known by it all the same, and another long name is another one."""
+    writers = Writers()
+    one, other = writers.id(LONG), writers.id(LONG + "y")
+    assert one != other
+    assert writers.id("x" * 1_000_000) == writers.known(LONG) == one
+    name = writers.name(one)
+    assert name is not None
+    assert (name[:128], name[128], len(name)) == ("x" * 128, "#", 145)
+    assert name == Writers.told(LONG) != writers.name(other)
+    writers.identify(LONG, lora=LONG, cache_salt=LONG, extra_key=LONG)
+    assert writers.anchor(LONG) != writers.anchor(LONG + "y")
+    writers.forget(LONG)
+    assert writers.id(LONG) != one
+    assert _longest(vars(writers)) <= 256
+
+
+def test_a_name_can_forge_no_line_and_no_other_name() -> None:
+    """It is told in one printable line. A request that is called like that line is another one."""
+    writers = Writers()
+    one = writers.id(FORGED)
+    told = writers.name(one)
+    assert told is not None
+    assert told.isprintable()
+    assert told.startswith("a\\n2026-01-01 [error] incident\\x1b[2J\\x00\\x07\\u202e\\ud800#")
+    assert writers.id(told) != one
+    assert writers.id(FORGED) == one
+    writers.identify("b", lora=FORGED)
+    identity = writers.identities.name(writers.anchor("b"))
+    assert identity is not None
+    assert identity.isprintable()
+
+
+@pytest.mark.parametrize("name", ["a", "cmpl-7f3c", "ünïcödé", "x" * 128, "with space"])
+def test_an_ordinary_name_is_told_as_it_is(name: str) -> None:
+    """Up to 128 printable characters."""
+    writers = Writers()
+    assert writers.name(writers.id(name)) == Writers.told(name) == name
+
+
+def _longest(value: object) -> int:
+    """Length of the longest text within."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return max((_longest(one) for pair in value.items() for one in pair), default=0)
+    if isinstance(value, tuple | list | deque):
+        return max(map(_longest, value), default=0)
+    return _longest(vars(value)) if isinstance(value, Identities) else 0

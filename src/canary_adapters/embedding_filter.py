@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from canary_adapters.embedding_shards import EmbeddingShards
-from canary_core import Kind, Violation, hookimpl
+from canary_core import Kind, Violation, Writers, hookimpl
 
 
 class EmbeddedRequests:
-    """Names of requests with embeddings in the place of tokens; the last ``capacity`` of them."""
+    """Requests with embeddings in the place of tokens, by the names in findings; the last ``capacity`` of them."""
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity
@@ -19,8 +19,9 @@ class EmbeddedRequests:
 
     def add(self, request: str) -> None:
         """Adds a request."""
-        self._names[request] = None
-        self._names.move_to_end(request)
+        name = Writers.told(request)
+        self._names[name] = None
+        self._names.move_to_end(name)
         if len(self._names) > self._capacity:
             self._names.popitem(last=False)
 
@@ -68,7 +69,7 @@ class EmbeddingFilter:
         if self._shards is not None and any(self._shards.elsewhere(t) for t in (token, old) if t is not None):
             hashes = self._shards.hashes(t for t in (token, old) if t is not None)
             if hashes is None:
-                return f"rows of tokens {token} and {old} are not both on this rank, and the other one's is not known"
+                return "the rows of the two tokens are not both on this rank, and the other one's is not known"
             zero, same = hashes[0] == 0, old is not None and hashes[0] == hashes[-1]
         else:
             new_row = self._row(token)
@@ -78,8 +79,8 @@ class EmbeddingFilter:
             zero = not bool(new_row.any())
             same = old_row is not None and torch.equal(_bits(new_row), _bits(old_row))
         if zero:
-            return f"the embedding of token {token} is all zero"
-        return f"tokens {token} and {old} have the same embedding" if same else None
+            return "the embedding of the token is all zero"
+        return "both tokens have the same embedding" if same else None
 
 
 def _bits(row: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """`Event`: a report of Canary beside violations, as a name and fields."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -83,6 +84,26 @@ class Event:
     name: str
     level: Level = "info"
     fields: dict[str, object] = field(default_factory=dict)
+
+
+def escaped(text: str) -> str:
+    """``text`` in one printable line: control characters, line ends, marks of direction and broken surrogates as in
+    Python's source."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def all_escaped(value: object) -> Any:
+    """A plain value, of mappings, lists, texts and numbers, with every text `escaped`; anything else as its text."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {escaped(str(name)): all_escaped(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [all_escaped(one) for one in value]
+    # Of an enumeration's text its value, not its name.
+    return escaped(str.__str__(value) if isinstance(value, str) else str(value))
 
 
 def size_text(size_bytes: int) -> str:

@@ -22,9 +22,9 @@ def lost(token, stored, kind=Kind.LOST_WRITE, region="full"):
 @pytest.mark.parametrize(
     ("token", "stored", "reason"),
     [
-        (1, 2, "tokens 1 and 2 have the same embedding"),
+        (1, 2, "both tokens have the same embedding"),
         (5, 5, "same embedding"),
-        (0, 3, "the embedding of token 0 is all zero"),
+        (0, 3, "the embedding of the token is all zero"),
         (0, None, "all zero"),
         (4, 3, "all zero"),
     ],

@@ -1,25 +1,30 @@
 """Built-in reporting: findings and events as structlog events with fields, to stderr or to the host's structlog."""
 
 import contextlib
+import json
 import logging
 import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import pluggy
 import structlog
 
 from canary_core.config import CanaryConfig, LogFormat, LogLevel
-from canary_core.events import Event
+from canary_core.events import Event, all_escaped
 from canary_core.plugins.hookspecs import hookimpl
 from canary_core.violation import Violation
+
+MOST_LINE_BYTES, ROOM_BYTES = 4096, 3600
+"""Longest line, and most of it for an event's fields, as JSON; the rest is for time, level, name and colours."""
 
 
 class Reporting:
     """A plugin like any other, registered first and called first, so that no other plugin can silence it.
 
     Where the host has configured structlog, events go through the host's pipeline, under the logger name ``canary``;
-    else through a logger of ours to stderr. Neither structlog's nor logging's global setup is ever changed.
+    else through a logger of ours to stderr. Neither structlog's nor logging's global setup is ever changed. Either way
+    texts are escaped, so that nobody's name forges a line, and a line has at most `MOST_LINE_BYTES`.
     """
 
     def __init__(self) -> None:
@@ -58,10 +63,11 @@ class Reporting:
                 self._write(event, hosted=False)
 
     def _write(self, event: Event, hosted: bool) -> None:
+        fields: Mapping[str, Any] = all_escaped(event.fields)
         if event.name == "summary" and self._format == "console" and not hosted:
-            getattr(self._logger(hosted), event.level)(_page(event))
+            getattr(self._logger(hosted), event.level)(_page(fields))
             return
-        fields = event.fields
+        fields = _bounded(fields)
         if self._format == "console" and not hosted:
             fields = {
                 name: value for name, value in fields.items() if not _goes_without_saying(event.name, name, value)
@@ -99,13 +105,52 @@ def _number(level: LogLevel) -> int:
     return int(getattr(logging, level.upper()))
 
 
-def _page(event: Event) -> str:
+def _bounded(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``fields`` within `ROOM_BYTES`: the largest ones are cut, and last ones left out, with a note of how much."""
+    sizes = {name: len(name) + 4 + len(json.dumps(value)) for name, value in fields.items()}
+    if sum(sizes.values()) <= ROOM_BYTES:
+        return fields
+    # The largest size at which all fit, as long as each is cut to no less than a number's length.
+    left, room = len(sizes), float(ROOM_BYTES)
+    for size in sorted(sizes.values()):
+        if size * left > room:
+            break
+        left, room = left - 1, room - size
+    most = max(int(room / max(left, 1)), LEAST_FIELD_BYTES)
+    out: dict[str, Any] = {}
+    spent = 0
+    for name, value in fields.items():
+        if sizes[name] > most:
+            value = _cut(value, most - len(name) - 4)
+        spent += len(name) + 4 + len(json.dumps(value))
+        if spent > ROOM_BYTES:
+            return {**out, "left_out": len(fields) - len(out)}
+        out[name] = value
+    return out
+
+
+LEAST_FIELD_BYTES = 80
+"""A field is not cut to less."""
+
+
+def _cut(value: Any, most_bytes: int) -> str:
+    """Start and end of a field's text, with a note between them, in so many bytes as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    note = f" ... ({len(text)} characters) ... "
+    each = most_bytes // 2
+    while True:
+        told = text[:each] + note + text[len(text) - each :]
+        if each == 0 or len(json.dumps(told)) <= most_bytes:
+            return told
+        each = each * 7 // 8
+
+
+def _page(fields: Mapping[str, Any]) -> str:
     """A ``summary`` event for people: a line for each region and for each warning."""
-    fields = cast(Mapping[str, Any], event.fields)
     about = "".join(f", {name} {fields[name]}" for name in ("model", "replica", "rank") if fields.get(name))
     lines = [f"canary summary{about}: {fields['summary']}"]
     for region, kinds in fields["events"].items():
         told = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
         lines.append(f"  events of {region}: {told or 'none'}")
     lines += [f"  warning: {sentence}" for sentence in fields["warnings"]]
-    return "\n".join(lines)
+    return "\n".join(line[:ROOM_BYTES] for line in lines)

@@ -84,7 +84,7 @@ def anchor(*salt: str) -> int:
     """
     value = COMMON_ANCHOR
     for text in salt:
-        for byte in text.encode() + b"\0":
+        for byte in text.encode(errors="surrogatepass") + b"\0":
             value = _splitmix(value ^ byte)
     return value
 

@@ -3,7 +3,11 @@
 from collections import OrderedDict
 from hashlib import blake2b
 
+from canary_core.events import escaped
 from canary_core.ops import hashing
+
+MOST_NAME = 128
+"""Characters of a name from outside that are kept."""
 
 
 class Identities:
@@ -13,7 +17,7 @@ class Identities:
 
     def __init__(self, capacity: int = 65536) -> None:
         self._capacity = capacity
-        self._anchors: OrderedDict[tuple[str | None, ...], int] = OrderedDict()
+        self._anchors: OrderedDict[tuple[str | bytes | None, ...], int] = OrderedDict()
         self._names: dict[int, str] = {}
 
     def anchor(self, *, lora: str | None = None, cache_salt: str | None = None, extra_key: str | None = None) -> int:
@@ -22,12 +26,12 @@ class Identities:
 
         Findings name an adapter. A salt or a key may be a secret, so findings give a digest.
         """
-        given = (lora, cache_salt, extra_key)
+        parts = dict(zip(("lora", "cache_salt", "extra_key"), (lora, cache_salt, extra_key), strict=True))
+        given = tuple(None if text is None else name_key(text) for text in parts.values())
         known = self._anchors.get(given)
         if known is not None:
             self._anchors.move_to_end(given)
             return known
-        parts = dict(zip(("lora", "cache_salt", "extra_key"), given, strict=True))
         said = {part: text for part, text in parts.items() if text is not None}
         if not said:
             return hashing.COMMON_ANCHOR
@@ -37,7 +41,7 @@ class Identities:
             del self._names[oldest]
         self._anchors[given] = found
         self._names[found] = ", ".join(
-            _NAMES[part].format(name=text, digest=_digest(text)) for part, text in said.items()
+            _NAMES[part].format(name=told(text), digest=_digest(text)) for part, text in said.items()
         )
         return found
 
@@ -61,5 +65,18 @@ NONE = "no LoRA adapter, cache salt or extra key"
 _NAMES = {"lora": "LoRA adapter {name}", "cache_salt": "cache salt #{digest}", "extra_key": "extra key #{digest}"}
 
 
+def name_key(name: str) -> str | bytes:
+    """A name from outside, to remember it by: itself, or a digest of a long one, or of one that can't be printed."""
+    plain = len(name) <= MOST_NAME and name.isprintable()
+    return name if plain else blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def told(name: str) -> str:
+    """A name from outside as every output has it: one printable line of `MOST_NAME` characters and, where that is not
+    all of it, a digest."""
+    key = name_key(name)
+    return key if isinstance(key, str) else f"{escaped(name[:MOST_NAME])[:MOST_NAME]}#{key.hex()[:16]}"
+
+
 def _digest(text: str) -> str:
-    return blake2b(text.encode(), digest_size=4).hexdigest()
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=4).hexdigest()

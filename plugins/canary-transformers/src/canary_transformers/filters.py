@@ -87,7 +87,7 @@ class GivenEmbeddingFilter:
         if violation.token is None:
             return "its embedding was given, not its token, and may be all zero"
         if violation.token in self._placeholders:
-            return f"token {violation.token} stands for other embeddings, which may be all zero"
+            return "the token stands for other embeddings, which may be all zero"
         return None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from canary_core import Canary, CanaryConfig, Event, Region, Violation, emit, hookimpl
+from canary_core import Canary, CanaryConfig, Event, Region, Violation, Writers, emit, hookimpl
 from canary_sglang.actions.ranks import Ranks
 from canary_sglang.actions.suspect import Suspect
 from canary_sglang.compat import allocators, caches, schedulers
@@ -148,7 +148,7 @@ class Quarantine:
         for request in schedulers.running_requests(scheduler):
             holds = suspect.spoiled and place is not None and place.held(request)
             in_use |= holds
-            if holds or (first and request.rid in suspect.requests):
+            if holds or (first and Writers.told(request.rid) in suspect.requests):
                 self._abort(scheduler, request, suspect)
         cached = place is not None and place.cached()
         if cached and place is not None and self._evicts:
