@@ -222,3 +222,189 @@ def test_what_a_connector_brought_back_wrong_is_named():
     (diagnosis,) = incident.diagnoses
     assert (incident.root.kind, diagnosis.name, diagnosis.sure) == (Kind.ARRIVAL, "load_back", "likely")
     assert "1 of 4 sources differs: layer 0 V" in diagnosis.evidence[0]
+
+
+def all_of(guarded):
+    """Names and certainties of all diagnoses of the only incident, after one more forward."""
+    incident, _ = first(guarded)
+    return [(d.name, d.sure) for d in incident.diagnoses]
+
+
+@pytest.mark.parametrize(
+    ("bits", "diagnoses"),
+    [
+        (0x10, [("flipped_bit", "certain"), ("stray_write", "likely")]),
+        (0x18, [("flipped_bit", "likely"), ("stray_write", "likely"), ("overwritten_word", "possible")]),
+        (0xF6, [("flipped_bit", "likely"), ("stray_write", "likely"), ("overwritten_word", "possible")]),
+    ],
+)
+def test_bits_of_one_byte_flipped(served, bits, diagnoses):
+    """One bit is certain; of several it is said that a write of a few bytes may have done it, too."""
+    guarded, one, _ = served
+    rows(guarded, "k.1").view(torch.uint8)[one.slots[3], 9] ^= bits
+    assert all_of(guarded) == diagnoses
+
+
+def test_pages_that_were_exchanged_with_one_that_nobody_reads(served):
+    """The other one's request is gone, and no forward compares its bytes; the evidence does."""
+    guarded, one, two = served
+    a, b = one.slots[4:8], two.slots[4:8]
+    guarded.engine.requests.remove(two)
+    for tensor in (*guarded.engine.k, *guarded.engine.v):
+        tensor[a], tensor[b] = tensor[b].clone(), tensor[a].clone()
+    incident, diagnosis = first(guarded)
+    assert incident.total == 32
+    assert (diagnosis.name, diagnosis.sure) == ("swapped", "certain")
+
+
+def test_kv_whose_owner_has_changed_too_is_not_certainly_overwritten(served):
+    """The bytes are another slot's, which does not have them any more: more happened than one copy."""
+    guarded, one, two = served
+    guarded.engine.requests.remove(two)
+    for tensor in (*guarded.engine.k, *guarded.engine.v):
+        tensor[one.slots[4:8]] = tensor[two.slots[10:14]].clone()
+        noise(tensor, two.slots[10:14])
+    _, diagnosis = first(guarded)
+    assert (diagnosis.name, diagnosis.sure) == ("overwritten", "likely")
+
+
+class Told(Guarded):
+    """A toy engine that tells its allocator's events, as a plugin would."""
+
+    def start(self, name, tokens, steps=3):
+        """A request of ``tokens`` that has been computed."""
+        request = self.engine.submit(name, tokens)
+        for _ in range(steps):
+            self.forward()
+        return request
+
+    def forward(self, change=lambda batch: None):
+        """A forward; each slot is told as handed out to its request. ``change``: of the batch."""
+        had = {request.name: len(request.slots) for request in self.engine.requests}
+        batch = self.engine.batch()
+        for request in self.engine.requests:
+            self.tell("alloc", request.slots[had[request.name] :], request)
+        change(batch)
+        self.canary.step.before(batch)
+        self.engine.forward(batch)
+        self.canary.step.after(batch)
+        self.canary.step.end()
+
+    def decode(self):
+        for request in self.engine.requests:
+            request.tokens.append(8)
+        self.forward()
+
+    def tell(self, event, slots, request):
+        """An event of the allocator, of ``slots`` of a request."""
+        if slots:
+            of = self.engine.writers.id(request.name)
+            getattr(self.canary.slots, event)("full", torch.tensor(slots), of)
+
+
+@pytest.fixture
+def told():
+    """An engine with two requests of 20 tokens, whose events are told."""
+    guarded = Told(ToyEngine(layers=4), read_check=-1)
+    return guarded, guarded.start("a", list(range(5, 25))), guarded.start("b", list(range(40, 60)))
+
+
+def test_a_slot_that_was_handed_out_as_all_are_was_not_handed_out_twice(told):
+    """A table entry of a shared prefix names another slot. Each slot is handed out right before it is written."""
+    guarded, _, two = told
+    guest = guarded.engine.submit("guest", two.tokens[:18], two, 12)
+    guarded.tell("share", two.slots[:12], guest)
+    guest.slots[5] = two.slots[9]
+    assert all_of(guarded) == [("stale_table", "likely"), ("foreign_prefix", "possible")]
+
+
+def test_a_slot_that_was_given_back_while_it_was_in_use(told):
+    """And handed out to somebody else, who wrote it: the first one has had it."""
+    guarded, one, two = told
+    lost = one.slots[6]
+    guarded.tell("free", [lost], one)
+    guarded.engine.free.insert(0, lost)
+    guarded.engine.requests.remove(one)
+    guarded.decode()
+    guarded.engine.requests.insert(0, one)
+    assert two.slots[-1] == lost
+    assert all_of(guarded) == [("use_after_free", "likely"), ("stale_table", "possible")]
+
+
+def test_a_slot_that_was_handed_out_again_and_is_not_written_yet(told):
+    """A block that is used again: no prefix cache has to do with it."""
+    guarded, one, two = told
+    lost = one.slots[6]
+    guarded.tell("free", [lost], one)
+    guarded.tell("alloc", [lost], two)
+    assert all_of(guarded) == [("use_after_free", "likely"), ("stale_table", "possible")]
+
+
+def test_a_table_that_names_a_slot_of_somebody_who_has_not_written_it(told):
+    """It is the wrong table, not the wrong length: the slot is another request's."""
+    guarded, one, two = told
+    ahead = guarded.engine.free.pop()
+    guarded.tell("alloc", [ahead], two)
+    one.cached += 1
+    one.tokens.append(8)
+    one.slots.append(ahead)
+    assert all_of(guarded) == [("stale_table", "likely")]
+
+
+def test_a_length_that_counts_what_was_never_written(told):
+    """It is the wrong length, not the wrong table: the slot is the request's, and nothing behind it was written."""
+    guarded, one, _ = told
+    ahead = guarded.engine.free.pop()
+    guarded.tell("alloc", [ahead], one)
+    one.cached += 1
+    one.tokens.append(8)
+    one.slots.append(ahead)
+    assert all_of(guarded) == [("wrong_length", "likely"), ("unwritten", "possible")]
+
+
+def test_a_cache_that_was_cleared_and_keeps_its_length(told):
+    """Its slots hold nothing, and the request counts them."""
+    guarded, one, _ = told
+    guarded.canary.slots.clear("full", torch.tensor(one.slots[12:]))
+    assert all_of(guarded) == [("wrong_length", "likely")]
+
+
+@pytest.mark.parametrize(("event", "diagnoses"), [("share", "unfilled_prefix"), ("alloc", "stale_table")])
+def test_a_prefix_that_was_published_early(told, event, diagnoses):
+    """Slots that nobody has written, and that the prefix cache gave; where it did not, nothing is said of it."""
+    guarded, _, two = told
+    ahead = [guarded.engine.free.pop() for _ in range(4)]
+    guarded.tell("alloc", ahead, two)
+    guest = guarded.engine.submit("guest", list(range(70, 78)))
+    if event == "share":
+        guarded.tell("share", ahead, guest)
+    guest.slots, guest.cached = ahead, 4
+    assert all_of(guarded) == [(diagnoses, "likely")]
+
+
+@pytest.mark.parametrize(("own", "diagnoses"), [(True, "write_after_free"), (False, "wrong_write_slot")])
+def test_a_write_to_a_freed_slot(told, own, diagnoses):
+    """By somebody who had it, or who never did: then the address is wrong."""
+    guarded, one, two = told
+    gone = one.slots[-3:]
+    guarded.tell("free", gone, one)
+    guarded.engine.requests.remove(one)
+    (two if not own else one).tokens.append(8)
+    guarded.engine.requests = [one if own else two]
+    if own:
+        one.slots, one.cached = one.slots[:-3], one.cached - 3
+        one.tokens = one.tokens[: one.cached + 1]
+    guarded.engine.free.insert(0, gone[0])
+
+    def forward():
+        batch = guarded.engine.batch()
+        guarded.canary.step.before(batch)
+        guarded.engine.forward(batch)
+        guarded.canary.step.after(batch)
+        guarded.canary.step.end()
+
+    forward()
+    guarded.canary.drain()
+    (incident,) = guarded.canary.incidents
+    assert incident.root.kind is Kind.WRITE_AFTER_FREE
+    assert (incident.diagnoses[0].name, incident.diagnoses[0].sure) == (diagnoses, "likely")

@@ -7,7 +7,8 @@ import torch
 
 from canary_core import Kind, Violation
 from canary_core.desk.incidents.evidence import Evidence
-from canary_core.desk.incidents.happened import handed_out_late, last_of_all, was_cached
+from canary_core.desk.incidents.happened import had_it, held_before, last_of_all, was_cached
+from canary_core.kinds.case import Held
 from canary_core.ops.histories import Happening
 from canary_core.records import Phase
 from canary_core.runtime.journal import Entry
@@ -62,9 +63,49 @@ def test_a_slot_that_nobody_noted_decides_nothing():
     assert last_of_all(some, SLOTS, "share", "share") == 9
 
 
-def test_a_slot_that_was_handed_out_late():
-    """Shortly before it was written; not where its life began long before, whatever the host's list says now."""
-    late = ((20, "alloc"),)
-    assert "step 20" in handed_out_late(evidence(calls=late), root(21))
-    assert "step 20" in handed_out_late(evidence(*late, (21, "write")), root(21))
-    assert handed_out_late(evidence((3, "alloc"), (21, "write"), calls=late), root(21)) == ""
+READER, OTHER = 1, 2
+
+
+def lived(*life: tuple[int, str, int]) -> Evidence:
+    """Notes of the first slot: step, event, writer."""
+    known = evidence()
+    return replace(known, lives={16: [Happening(*h) for h in life]}, names={READER: "ann", OTHER: "bob"})
+
+
+@pytest.mark.parametrize(
+    ("life", "held"),
+    [
+        # As every slot: handed out, and written in the next forward.
+        (((1, "alloc", OTHER), (2, "write", OTHER)), None),
+        (((3, "alloc", READER), (4, "write", READER), (8, "alloc", OTHER), (9, "write", OTHER)), Held(4, None, 8)),
+        (((4, "write", READER), (6, "free", READER), (8, "alloc", -1), (9, "write", OTHER)), Held(4, 6, 8)),
+        (((4, "write", OTHER), (6, "free", OTHER), (8, "alloc", READER)), None),
+        (((4, "write", -1), (6, "free", -1), (8, "alloc", OTHER)), None),
+    ],
+)
+def test_a_slot_that_changed_hands(life, held):
+    """Its reader had it, and somebody else got it: not whatever was handed out shortly before it was written."""
+    assert held_before(lived(*life), replace(root(9), request="ann")) == held
+    assert held_before(lived(*life), replace(root(9), request="nobody known")) is None
+
+
+@pytest.mark.parametrize(
+    ("life", "had"),
+    [
+        (((4, "write", OTHER), (6, "free", OTHER)), False),
+        (((4, "write", READER), (6, "free", -1)), True),
+        (((4, "write", -1), (6, "free", OTHER)), None),
+        # The very write that was found.
+        (((4, "write", OTHER), (6, "free", OTHER), (40, "write", READER)), False),
+        ((), None),
+    ],
+)
+def test_a_slot_that_a_request_never_had(life, had):
+    """As far as notes go back; where one does not say whose it was, nothing is known."""
+    assert had_it(lived(*life), replace(root(4), request="ann")) is had
+
+
+def test_calls_of_another_life_say_nothing_of_a_cached_slot():
+    """Where the device has no notes, the host's calls since the slot was handed out, freed or evicted count."""
+    assert was_cached(evidence(calls=((5, "share"),)), 16)
+    assert not was_cached(evidence(calls=((5, "share"), (7, "evict"), (8, "alloc"))), 16)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from canary_core.kinds.arrival import LOAD_BACK
 from canary_core.kinds.case import Case, Copy, Damage, Pattern
@@ -179,8 +180,12 @@ def _diagnose(case: Case) -> Iterator[Diagnosis]:
 def _flips(case: Case, shapes: Counter[str], where: str) -> Iterator[Diagnosis]:
     if "bit" in shapes or "two_bits" in shapes:
         told = tuple(sentence for p in case.patterns for sentence in _told_bits(p))
-        sure = "certain" if len(case.patterns) == 1 else "likely"
-        yield Diagnosis(FLIPPED_BIT, sure, (*told, f"nothing but {where} differs"))
+        changed = [(o ^ n).bit_count() for p in case.patterns for o, n in zip(p.old, p.new, strict=True)]
+        single = max(changed) == 1
+        told = (*told, f"nothing but {where} differs")
+        yield Diagnosis(FLIPPED_BIT, "certain" if single and len(case.patterns) == 1 else "likely", told)
+        if not single:
+            yield Diagnosis(OVERWRITTEN_WORD, "possible", told)
     elif "word" in shapes:
         told = tuple(
             f"word {p.words[0]} of slot {p.slot} in {p.source} was 0x{p.old[0]:08x} and is 0x{p.new[0]:08x}"
@@ -213,12 +218,14 @@ def _copied(case: Case, damage: Damage) -> Iterator[Diagnosis]:
         yield Diagnosis(WRONG_LAYER, sure, (text, *damage.layout))
         return
     sure = "certain" if explained * 5 > 4 * damage.looked_up else "possible"
-    moved = {c.slot: c.other_slot for c in own}
+    moved = _most_donors(own)
+    if damage.exchanged:
+        # Of several slots with the same bytes the one that has this slot's in exchange.
+        own = [replace(c, other_slot=damage.exchanged.get(c.slot, c.other_slot)) for c in own]
     told = tuple(_told_copy(case, copy, own) for copy in _one_of_each(own)[:3])
     count = f"of {damage.looked_up} damaged places, {explained} have bytes that the records of another slot know"
     told = (*told, count, *damage.layout)
-    back = [slot for slot, other in moved.items() if moved.get(other) == slot]
-    if back:
+    if damage.exchanged:
         yield Diagnosis(SWAPPED, sure, told)
         return
     off = [slot for slot, other in moved.items() if _follows(case, other, slot)]
@@ -228,7 +235,19 @@ def _copied(case: Case, damage: Damage) -> Iterator[Diagnosis]:
         )
         yield Diagnosis(SHIFTED, sure, (text, *told))
         return
+    if not damage.donors_intact and sure == "certain":
+        # What owned the bytes has changed, too, or was not looked at: more happened than this one copy.
+        sure = "likely"
     yield Diagnosis(OVERWRITTEN, sure, told)
+
+
+def _most_donors(copies: Sequence[Copy]) -> dict[int, int]:
+    """By slot the most frequent owner of its bytes: where a layer has the same bytes for every like token, the first
+    owner found may be any of them."""
+    owners: dict[int, Counter[int]] = {}
+    for copy in copies:
+        owners.setdefault(copy.slot, Counter())[copy.other_slot] += 1
+    return {slot: counts.most_common(1)[0][0] for slot, counts in owners.items()}
 
 
 def _one_of_each(copies: Sequence[Copy]) -> list[Copy]:
@@ -279,10 +298,11 @@ def _spread(damage: Damage) -> Iterator[Diagnosis]:
         yield Diagnosis(ONE_LAYER, "likely", (f"only layer {next(iter(damage.layers))} differs", *damage.layout))
     if damage.whole_page:
         yield Diagnosis(PAGE_OVERWRITTEN, "likely", (damage.whole_page, *damage.layout))
-    if damage.shared:
-        yield Diagnosis(PREFIX_HIT, "possible", (damage.shared, *damage.layout))
     sure = "likely" if damage.cells == 1 else "possible"
     yield Diagnosis(STRAY_WRITE, sure, (f"{damage.where} differs", *damage.layout))
+    if damage.shared:
+        # That shared slots are damaged says nothing of the hit: whatever writes to a wrong place meets cached pages.
+        yield Diagnosis(PREFIX_HIT, "possible", (damage.shared, *damage.layout))
 
 
 KIND = FindingKind(

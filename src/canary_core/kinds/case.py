@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from canary_core.kinds.facts import NAMELESS, Facts, counted, named
 from canary_core.records import Kind
@@ -22,8 +22,9 @@ class Copy:
 class Pattern:
     """The shape of a slot's bytes in one source where the bytes differ from the record.
 
-    shape: ``bit`` (few bits of one word), ``word`` (one word), ``two_bits`` (one bit in each of two words), ``zeros``,
-    ``constant`` (every byte the same), ``nan`` (most numbers are NaN or infinite), ``other``.
+    shape: ``bit`` (few bits of one word, or bits of one of its bytes), ``word`` (one word), ``two_bits`` (one bit in
+    each of two words), ``zeros``, ``constant`` (every byte the same), ``nan`` (most numbers are NaN or infinite),
+    ``other``.
     words, old, new: the changed 32-bit words by index, before and after, where the fingerprint's algebra tells: a sum
     of words times odd keys, so one changed word leaves ``difference / key`` behind. byte: the value of a ``constant``.
     not_finite: share of the numbers that are NaN or infinite.
@@ -42,9 +43,10 @@ class Pattern:
 @dataclass(slots=True, eq=False)
 class Damage:
     """Where the bytes of an incident differ; a cell is a slot in a source. ``copies``: cells with the bytes of another
-    cell, of ``looked_up`` cells. ``all_layers``, ``all_halves``: numbers of the region, 0 if unknown. ``every``: the
-    distance between damaged positions, if constant and with intact positions between. ``edge``: of each page only the
-    first, or only the last, slot is damaged.
+    cell, of ``looked_up`` cells. ``exchanged``: by slot another one that holds what the slot should, and the reverse.
+    ``donors_intact``: every cell named by ``copies`` as the owner of bytes has the bytes itself. ``all_layers``,
+    ``all_halves``: numbers of the region, 0 if unknown. ``every``: the distance between damaged positions, if constant
+    and with intact positions between. ``edge``: of each page only the first, or only the last, slot is damaged.
 
     Texts are parts of sentences, empty where they do not apply.
     """
@@ -58,6 +60,8 @@ class Damage:
     cells: int
     copies: list[Copy]
     looked_up: int
+    exchanged: dict[int, int] = field(default_factory=dict)
+    donors_intact: bool = False
     where: str = ""
     layout: tuple[str, ...] = ()
     every: int | None = None
@@ -67,6 +71,17 @@ class Damage:
     whole_page: str = ""
     shared: str = ""
     arrived: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A slot that changed hands. ``step``: when its reader had it for the last time. ``given_back``: the step at which
+    it was freed, evicted or parked after that, None if no such event is known. ``again``: when it was handed out to
+    somebody else."""
+
+    step: int
+    given_back: int | None
+    again: int
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +139,28 @@ class Case(ABC):
 
     @property
     @abstractmethod
-    def handed_out_late(self) -> str:
-        """A part of a sentence if the root's slot was handed out again shortly before the write."""
+    def held_before(self) -> Held | None:
+        """How the root's slot went from the root's request to somebody else, None if it did not, or not for certain."""
+
+    @property
+    @abstractmethod
+    def had_it(self) -> bool | None:
+        """Whether the root's request ever had the root's slot, as far as its history goes; None where nothing says."""
+
+    @property
+    @abstractmethod
+    def handed_to(self) -> str | None:
+        """The request that the root's slot was handed out to for the last time, in words; None if unknown."""
+
+    @property
+    @abstractmethod
+    def reader_last(self) -> int | None:
+        """The last position written by the root's request before the root's forward, -1 for none, None if unknown."""
+
+    @property
+    @abstractmethod
+    def cleared(self) -> int | None:
+        """The step at which the root's slot was cleared, if nothing was written since."""
 
     @property
     @abstractmethod

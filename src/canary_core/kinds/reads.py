@@ -1,12 +1,13 @@
 """The rule of `position`, `token` and `prefix`: a forward reads another position, token or sequence than its own."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
 from canary_core.kinds.double_alloc import DOUBLE_ALLOCATION
 from canary_core.kinds.facts import NAMELESS, counted, named
+from canary_core.kinds.freed import USE_AFTER_FREE
 from canary_core.records import Kind
 
 STALE_TABLE = Class(
@@ -37,7 +38,7 @@ ROLLED_BACK = Class(
     ("Look at the roll-back after the last verification: rows of different lengths, one layer left out.",),
 )
 
-READ_WRONGLY = (FOREIGN_PREFIX, WRONG_POSITION, STALE_TABLE, ROLLED_BACK, DOUBLE_ALLOCATION)
+READ_WRONGLY = (FOREIGN_PREFIX, WRONG_POSITION, STALE_TABLE, ROLLED_BACK, DOUBLE_ALLOCATION, USE_AFTER_FREE)
 
 
 def read_wrongly(case: Case) -> Iterator[Diagnosis]:
@@ -73,15 +74,35 @@ def read_wrongly(case: Case) -> Iterator[Diagnosis]:
     if own:
         yield Diagnosis(WRONG_POSITION, "likely", tuple(told))
         return
-    later = case.handed_out_late
-    if later:
-        told.append(later)
-        yield Diagnosis(DOUBLE_ALLOCATION, "possible", tuple(told))
-    in_place = root.stored_position == root.position or root.kind is Kind.PREFIX
-    if in_place:
+    yield from changed_hands(case, told)
+    if case.held_before is not None:
+        return
+    # Where nobody looked at records, the right slot may be anywhere.
+    sure = "possible" if case.reader_last is None else "likely"
+    if (root.position is not None and root.stored_position == root.position) or root.kind is Kind.PREFIX:
         told.append("the position is right, the sequence is another one; the request has never written it itself")
+        if case.only_a_hit:
+            told.append("the request has written nothing yet, so a prefix hit brought it")
+        yield Diagnosis(FOREIGN_PREFIX, sure, tuple(told))
+        yield Diagnosis(STALE_TABLE, "possible", tuple(told))
+        return
+    # The blocks of a prefix hit are at their own positions, whoever computed them.
+    yield Diagnosis(STALE_TABLE, sure, tuple(told))
     if case.only_a_hit:
-        told.append("the request has written nothing yet, so a prefix hit brought it")
-    if in_place or case.only_a_hit:
-        yield Diagnosis(FOREIGN_PREFIX, "likely", tuple(told))
-    yield Diagnosis(STALE_TABLE, "possible", tuple(told))
+        told.append("the request has written nothing yet, so a prefix hit may have brought it")
+        yield Diagnosis(FOREIGN_PREFIX, "possible", tuple(told))
+
+
+def changed_hands(case: Case, told: Sequence[str]) -> Iterator[Diagnosis]:
+    """Diagnoses where the root's slot was its reader's, and somebody else got it: none else. ``told``: evidence."""
+    held = case.held_before
+    if held is None:
+        return
+    had = f"{case.reader} had it at step {held.step}"
+    if held.given_back is None:
+        text = f"{had}; it was handed out again at step {held.again}, and nobody gave it back in between"
+        yield Diagnosis(DOUBLE_ALLOCATION, "likely", (*told, text))
+    else:
+        text = f"{had}; it was given back at step {held.given_back} and handed out again at step {held.again}"
+        yield Diagnosis(USE_AFTER_FREE, "likely", (*told, text))
+    yield Diagnosis(STALE_TABLE, "possible", (*told, text))

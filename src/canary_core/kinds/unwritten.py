@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
+from canary_core.kinds.double_alloc import DOUBLE_ALLOCATION
 from canary_core.kinds.facts import counted
 from canary_core.kinds.finding_kind import ALLOCATOR, Blame, FindingKind, Page, Sentence, Wrong
+from canary_core.kinds.freed import USE_AFTER_FREE
 from canary_core.kinds.links import OWNERS, READ
-from canary_core.kinds.reads import STALE_TABLE
+from canary_core.kinds.reads import STALE_TABLE, changed_hands
 from canary_core.records import Kind, State
 
 UNFILLED_PREFIX = Class(
@@ -25,23 +27,61 @@ UNWRITTEN = Class(
 )
 
 
+WRONG_LENGTH = Class(
+    "wrong_length",
+    "a length that counts tokens which the cache does not hold",
+    ("transformers#48809", "transformers#48509", "vllm#49250"),
+    (
+        "Look where the request's length is set: after a reset, a roll-back, a load, a forward that was skipped.",
+        "If the length is right, the forward that should have written these positions never ran.",
+    ),
+)
+
+
 def _diagnose(case: Case) -> Iterator[Diagnosis]:
     root, right = case.root, case.right_slot
-    told = [f"{case.slot} at {counted('position', root.position)} of {case.reader} holds nothing"]
+    told = (f"{case.slot} at {counted('position', root.position)} of {case.reader} holds nothing",)
     if right is not None and right != root.slot:
-        told.append(f"what it should read is intact in slot {right}")
-        yield Diagnosis(STALE_TABLE, "likely", tuple(told))
+        yield Diagnosis(STALE_TABLE, "likely", (*told, f"what it should read is intact in slot {right}"))
         return
-    if root.stored_state is State.PARKED or case.was_cached or case.only_a_hit:
-        told.append(
-            "the prefix cache has it"
-            if root.stored_state is State.PARKED
-            else "a prefix hit brought it" + (": the request has written nothing yet" if case.only_a_hit else "")
-        )
-        yield Diagnosis(UNFILLED_PREFIX, "likely", tuple(told))
+    if case.held_before is not None:
+        yield from changed_hands(case, told)
         return
-    yield Diagnosis(UNWRITTEN, "likely", tuple(told))
-    yield Diagnosis(UNFILLED_PREFIX, "possible", tuple(told))
+    own = root.request is not None and root.stored_request == root.request
+    if own and root.stored_state is State.ALLOCATED and root.stored_position == root.position:
+        text = f"{case.reader} wrote it at step {root.step_written}, and it was handed out again since"
+        yield Diagnosis(USE_AFTER_FREE, "likely", (*told, text))
+        return
+    if case.cleared is not None:
+        text = f"it was cleared at step {case.cleared} and not written since, and the request still counts it"
+        yield Diagnosis(WRONG_LENGTH, "likely", (*told, text))
+        return
+    if root.stored_state is State.PARKED or case.was_cached:
+        text = "the prefix cache has it" if root.stored_state is State.PARKED else "a prefix hit brought it"
+        yield Diagnosis(UNFILLED_PREFIX, "likely", (*told, text))
+        return
+    yield from _nobody_knows(case, told)
+
+
+def _nobody_knows(case: Case, told: tuple[str, ...]) -> Iterator[Diagnosis]:
+    """Diagnoses of a slot whose past says nothing: neither cleared, nor cached, nor the reader's before."""
+    root, owner, last = case.root, case.handed_to, case.reader_last
+    if owner is not None and owner != case.reader:
+        yield Diagnosis(STALE_TABLE, "likely", (*told, f"it was handed out to {owner}"))
+        return
+    if case.only_a_hit:
+        text = "the request has written nothing yet, so it did not write this either"
+        yield Diagnosis(UNFILLED_PREFIX, "possible", (*told, text))
+        yield Diagnosis(UNWRITTEN, "possible", (*told, text))
+        return
+    if last is not None and root.position is not None and root.position > last >= 0:
+        text = f"the last position that the request has written is {last}"
+        yield Diagnosis(WRONG_LENGTH, "likely", (*told, text))
+        yield Diagnosis(UNWRITTEN, "possible", (*told, text))
+        return
+    yield Diagnosis(UNWRITTEN, "likely", told)
+    if last is None:
+        yield Diagnosis(UNFILLED_PREFIX, "possible", told)
 
 
 KIND = FindingKind(
@@ -77,7 +117,7 @@ KIND = FindingKind(
     ),
     brings={Kind.UNWRITTEN: READ, Kind.POSITION: READ, Kind.TOKEN: READ, Kind.PREFIX: READ, Kind.BYTES: OWNERS},
     diagnose=_diagnose,
-    classes=(STALE_TABLE, UNFILLED_PREFIX, UNWRITTEN),
+    classes=(STALE_TABLE, DOUBLE_ALLOCATION, USE_AFTER_FREE, WRONG_LENGTH, UNFILLED_PREFIX, UNWRITTEN),
     blame=Blame(
         "BatchAdapter",
         "slots are read that no view said are written: prefix_lens, table, page_size, or forwards without a view; "

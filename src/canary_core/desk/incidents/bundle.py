@@ -198,6 +198,7 @@ def _evidence_of(raw: Mapping[str, Any], history: Sequence[Mapping[str, Any]], p
         {slot: life_of(rows) for slot, rows in zip(raw["slots"], raw.get("lives", ()), strict=False) if rows},
         names,
         raw["table"],
+        raw.get("reader_last"),
     )
 
 

@@ -242,6 +242,7 @@ def _evidence(evidence: Evidence, seen: Sequence[Pattern], circumstances: Circum
         "looked_up": evidence.looked_up,
         "right_slot": evidence.right_slot,
         "reader_began": evidence.reader_began,
+        "reader_last": evidence.reader_last,
         "table": evidence.table,
         "lives": [life_rows(evidence.lives.get(slot, ())) for slot in evidence.slots[:rows].tolist()],
         "names": {str(writer): name for writer, name in evidence.names.items()},

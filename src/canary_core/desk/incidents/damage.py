@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from canary_core.desk.incidents.evidence import Evidence
 from canary_core.desk.incidents.happened import last_of_all
-from canary_core.kinds.case import Damage
+from canary_core.kinds.case import Copy, Damage
 from canary_core.kinds.facts import Facts, counted
 from canary_core.records import POSITION, STATES, WRITER, State
 
@@ -37,8 +37,31 @@ def damage_of(found: Sequence[Facts], evidence: Evidence | None) -> Damage:
     damage.where = _where(damage)
     damage.layout = (f"{len(damage.slots)} slots, {len(sources)} of {len(by_name) or '?'} sources are damaged",)
     if evidence is not None:
+        damage.exchanged = _exchanged(damage.slots, evidence)
+        damage.donors_intact = bool(damage.copies) and all(_intact(copy, evidence) for copy in damage.copies)
         _place(damage, evidence)
     return damage
+
+
+def _exchanged(slots: Sequence[int], evidence: Evidence) -> dict[int, int]:
+    """By damaged slot another slot, where in some source each has the bytes recorded of the other one."""
+    found: dict[int, int] = {}
+    for slot in slots:
+        row = evidence.row(slot)
+        if row is None:
+            continue
+        stored, present = evidence.stored[row], evidence.found[row]
+        both = (evidence.found == stored) & (evidence.stored == present) & (stored != present) & (stored != 0)
+        others = (both & (present != 0)).any(1).nonzero()[:, 0].tolist()
+        if others:
+            found[slot] = int(evidence.slots[others[0]])
+    return found
+
+
+def _intact(copy: Copy, evidence: Evidence) -> bool:
+    """Whether the owner of the bytes has them itself. False where nobody looked."""
+    row, column = evidence.row(copy.other_slot), evidence.column(copy.other_source)
+    return row is not None and column is not None and bool(evidence.stored[row, column] == evidence.found[row, column])
 
 
 def _place(damage: Damage, evidence: Evidence) -> None:
@@ -105,8 +128,16 @@ def _of_history(damage: Damage, evidence: Evidence) -> None:
     if arrived is not None:
         damage.arrived = f"step {arrived}"
     shared = last_of_all(evidence, damage.slots, "share", "share")
-    if shared is not None:
-        damage.shared = f"every damaged slot is one that a prefix hit brought, the last one at step {shared}"
+    if shared is not None and len(damage.slots) > 1 and _all_of_the_hit(damage, evidence, shared):
+        damage.shared = (
+            f"what the prefix hit at step {shared} brought is damaged, as far as it was looked at: all of it"
+        )
+
+
+def _all_of_the_hit(damage: Damage, evidence: Evidence, step: int) -> bool:
+    """Whether all slots are damaged that were shared at ``step``, and no other ones."""
+    shared = {slot for slot in evidence.lives if any((h.step, h.event) == (step, "share") for h in evidence.life(slot))}
+    return not shared or shared == set(damage.slots)
 
 
 def _where(damage: Damage) -> str:

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 from canary_core.desk.incidents.damage import damage_of
 from canary_core.desk.incidents.evidence import Evidence
-from canary_core.desk.incidents.happened import handed_out_late, was_cached
+from canary_core.desk.incidents.happened import cleared, had_it, handed_to, held_before, was_cached
 from canary_core.incident import Incident
 from canary_core.kinds import registry
-from canary_core.kinds.case import Case, Damage, Pattern
+from canary_core.kinds.case import Case, Damage, Held, Pattern
 from canary_core.kinds.classes import SURE, UNKNOWN, Diagnosis
+from canary_core.kinds.facts import named
 from canary_core.records import Kind
 
 
@@ -54,8 +55,24 @@ class _Known(Case):
         return self.evidence is not None and was_cached(self.evidence, self.root.slot)
 
     @property
-    def handed_out_late(self) -> str:
-        return "" if self.evidence is None else handed_out_late(self.evidence, self.root)
+    def held_before(self) -> Held | None:
+        return None if self.evidence is None else held_before(self.evidence, self.root)
+
+    @property
+    def had_it(self) -> bool | None:
+        return None if self.evidence is None else had_it(self.evidence, self.root)
+
+    @property
+    def handed_to(self) -> str | None:
+        return None if self.evidence is None else named(handed_to(self.evidence, self.root.slot))
+
+    @property
+    def reader_last(self) -> int | None:
+        return None if self.evidence is None else self.evidence.reader_last
+
+    @property
+    def cleared(self) -> int | None:
+        return None if self.evidence is None else cleared(self.evidence, self.root.slot)
 
     @property
     def damage(self) -> Damage:

@@ -77,7 +77,7 @@ class Evidence:
     their own source.
     right_slot: the slot with the right content for the root's request, None if there is none or it was not looked for.
     reader_began: whether the root's request had written anything before; if not, all of its reads come from a prefix
-    hit.
+    hit. reader_last: the last position that it had written, -1 for none, None where nobody looked.
     history: the calls about the region, oldest first. lives: by slot the last events noted by the device, oldest first;
     empty where the region has no histories. names: requests by writer id.
     table: the row of the root's request around the root's position, as ``first_position`` and ``slots``, None if the
@@ -103,6 +103,7 @@ class Evidence:
     lives: dict[int, list[Happening]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     table: dict[str, Any] | None = None
+    reader_last: int | None = None
 
     @property
     def differs(self) -> Tensor:
@@ -119,6 +120,10 @@ class Evidence:
         """The record's eight words, None if the slot was not taken."""
         row = self.row(slot)
         return None if row is None else self.records[row].tolist()
+
+    def writer(self, name: str | None) -> int | None:
+        """The writer id of the request, None without a name, or if no slot or call has to do with it."""
+        return next((writer for writer, known in self.names.items() if known == name), None) if name else None
 
     def life(self, slot: int | None) -> list[Happening]:
         """Events of ``slot`` from the last hand-out or clearing on, oldest first; empty if unknown, or if too many
@@ -180,8 +185,9 @@ class Taken:
             if hit:
                 names = self.sources[column].name, self.sources[other_column].name
                 evidence.copies.append(Copy(slot, names[0], other, names[1]))
-        hit, place, began = right.tolist()
+        hit, place, began, last = right.tolist()
         evidence.right_slot, evidence.reader_began = place if hit else None, bool(began)
+        evidence.reader_last = None if last < -1 else last
         if len(row):
             evidence.table = {"first_position": int(row[0]), "slots": row[1:].tolist()}
         for copy in self.history_copies:
@@ -216,13 +222,14 @@ def take(
     of_writer = written & (state.records[:, WRITER] == state.records[root, WRITER])
     most = min(MOST_OF_WRITER, region.slots)
     mates = torch.where(of_writer, every, region.slots).topk(most, largest=False).values
-    right = upload([0, 0, 1], device)
+    right = upload([0, 0, 1, -2], device)
     position = incident.root.position
     if reader is not None and position is not None:
         holds = written & (state.records[:, WRITER] == reader) & (state.records[:, POSITION] // STATES == position)
         earlier = (state.records[:, WRITER] == reader) & (state.records[:, STEP_WRITTEN] < incident.root.step)
-        began = (earlier & (state.records[:, STEP_WRITTEN] > 0)).any()
-        right = torch.stack((holds.any().long(), holds.int().argmax(), began.long()))
+        earlier &= state.records[:, STEP_WRITTEN] > 0
+        last = torch.where(earlier, state.records[:, POSITION] // STATES, -1).max()
+        right = torch.stack((holds.any().long(), holds.int().argmax(), earlier.any().long(), last.long()))
     known = slots[: _readable(state)]
     # Where a record has the bytes that were found, its slot's own bytes are worth a look, too.
     donors = torch.where(matches[:, 0] != 0, matches[:, 1], region.slots)[:MOST_READ]
