@@ -23,7 +23,8 @@ class Incident:
     `MOST_KEPT` in the order in which they were told, the root among them; ``kinds`` counts all. ``number`` counts a
     Canary's incidents from 1, 0 until it was told. ``told``: whether its ``incident`` event was due, after which the
     root stays. ``diagnoses``: what probably happened, the surest first; empty until somebody has looked. ``bundle``:
-    the directory that was written, None if none was.
+    the directory that was written, None if none was. ``signature``: the sort of the incident, in words, empty until
+    then; ``suppressed``: why nobody needs to act on it, empty if somebody should.
     """
 
     root: Violation
@@ -37,6 +38,8 @@ class Incident:
     told: bool = False
     diagnoses: "tuple[Diagnosis, ...]" = ()
     bundle: str | None = None
+    signature: str = ""
+    suppressed: str = ""
 
     @property
     def total(self) -> int:

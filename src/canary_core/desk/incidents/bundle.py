@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from canary_core.desk.incidents.evidence import Evidence, SourceFacts
+from canary_core.desk.incidents.signature import Signature, signature
 from canary_core.desk.incidents.slot_history import call_of, life_of
 from canary_core.errors import CanaryError
 from canary_core.incident import Incident
@@ -82,6 +83,13 @@ class Bundle:
         """As worked out when the bundle was written."""
         told, known = self.incident["diagnoses"], registry.classes()
         return [Diagnosis(known.get(d["diagnosis"]) or _of_others(d), d["sure"], tuple(d["evidence"])) for d in told]
+
+    @property
+    def signature(self) -> Signature:
+        """The sort of the incident, worked out from the bundle: older ones tell none."""
+        incident = self.rebuilt()
+        incident.diagnoses = tuple(self.diagnoses)
+        return signature(incident, self.evidence, self.patterns)
 
     def rebuilt(self) -> Incident:
         """The incident, as far as the bundle tells."""

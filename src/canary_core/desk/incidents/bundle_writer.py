@@ -197,6 +197,7 @@ def _incident(incident: Incident, tokens: bool) -> dict[str, object]:
         "last_step": incident.last_step,
         "requests": list(incident.requests),
         "diagnoses": [d.fields() for d in incident.diagnoses],
+        "signature": incident.signature,
     }
 
 

@@ -16,6 +16,7 @@ from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.evidence import Taken, take
 from canary_core.desk.incidents.patterns import patterns
+from canary_core.desk.incidents.signature import signature
 from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
@@ -190,9 +191,12 @@ class Investigator:
             evidence.names = {w: name for w, name in named if name is not None}
             seen = list(patterns(evidence))
         incident.diagnoses = diagnose(incident, evidence, seen)
+        sort = signature(incident, evidence, seen)
+        incident.signature = sort.text
         if inquiry.circumstances is not None:
             self._write(inquiry.canary, Dossier(incident, evidence, seen, inquiry.circumstances))
         fields: dict[str, object] = {"incident": incident.number, **incident.diagnoses[0].fields()}
+        fields |= {"signature": sort.text, "signature_id": sort.id}
         others = [d.name for d in incident.diagnoses[1:]]
         if others:
             fields["also_possible"] = others
