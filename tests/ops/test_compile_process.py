@@ -1,5 +1,6 @@
 """`CompileProcess` and what it runs: it never holds the engine up for good, and never outlives it."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ def started(monkeypatch):
         monkeypatch.setattr(
             compile_process.subprocess,
             "Popen",
-            lambda command, **options: popen([sys.executable, "-c", line, *command[3:]], **options),
+            lambda command, **options: popen([sys.executable, "-c", line, *command[4:]], **options),
         )
         made.append(CompileProcess(work, frozenset(), folder, lambda: None))
         return made[-1]
@@ -54,14 +55,70 @@ def test_one_that_hangs_is_ended(started, monkeypatch):
     assert process.code == -9
 
 
+@pytest.mark.parametrize(
+    ("line", "done"),
+    [("import sys; sys.stdout.write('of Triton\\n' + 'all is compiled')", True), ("import os; os.abort()", False)],
+)
+def test_only_what_says_so_is_done(started, line, done):
+    """Where SIGCHLD is ignored the system forgets a child's exit status, and Python takes it for a good one."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        process = started(line)
+        process.wait()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert (process.code == 0) is done
+
+
+@pytest.fixture
+def probe(monkeypatch, tmp_path):
+    """Runs a module in the place of what compiles, in a working directory with foreign modules of its own."""
+    modules, here = tmp_path / "modules", tmp_path / "here"
+    modules.mkdir()
+    here.mkdir()
+    for name in ("fcntl", "queue", "json", "runpy", "triton", "canary_core", "probe"):
+        (here / f"{name}.py").write_text("import os; os._exit(66)")
+    (modules / "probe.py").write_text(
+        "import fcntl, queue, sys, os, canary_core\n"
+        "from canary_core.ops.compile_process import DONE\n"
+        "assert os.path.realpath(os.getcwd()) not in map(os.path.realpath, sys.path), sys.path\n"
+        "sys.stdout.buffer.write(DONE)\n"
+    )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(compile_process, "MODULE", "probe")
+    return modules, here
+
+
+@pytest.mark.parametrize("first", ["", ".", "{here}", "{here}/../here"])
+def test_nothing_of_the_working_directory_is_run(probe, monkeypatch, first):
+    """Anybody may be able to write there, and an innocent module may be called like one of Python's. Wherever else this
+    process finds modules, so does that one."""
+    modules, here = probe
+    monkeypatch.setattr(sys, "path", [first.format(here=here), *sys.path, str(modules)])
+    monkeypatch.setenv("PYTHONPATH", "")
+    process = CompileProcess(b"", frozenset(), None, lambda: None)
+    process.wait()
+    assert process.code == 0
+
+
+def test_a_working_directory_that_was_removed_stops_nobody(probe, monkeypatch):
+    """Folders that are given whole are still found."""
+    modules, here = probe
+    monkeypatch.setattr(sys, "path", ["", "relative", *sys.path, str(modules)])
+    monkeypatch.setattr(compile_process.os, "getcwd", lambda: (_ for _ in ()).throw(FileNotFoundError(str(here))))
+    process = CompileProcess(b"", frozenset(), None, lambda: None)
+    process.wait()
+    assert process.code == 0
+
+
 def test_nothing_of_canary_starts_there(started, monkeypatch):
-    """Neither plugins nor a guard. Modules and Triton's cache are this process's."""
+    """Neither plugins nor a guard. Triton's cache is this process's."""
     monkeypatch.setenv("CANARY_PLUGINS", "sglang")
     monkeypatch.setenv("CANARY_MODE", "raise")
     line = (
-        "import os, canary_core; e = os.environ; "
-        f"raise SystemExit((e.get('CANARY_PLUGINS'), e['CANARY_MODE'], e['{CACHE_VARIABLE}'], canary_core.__file__) "
-        f"== (None, 'off', 'somewhere', {compile_process.__file__.replace('ops/compile_process', '__init__')!r}))"
+        "import os; e = os.environ; "
+        f"raise SystemExit((e.get('CANARY_PLUGINS'), e['CANARY_MODE'], e['{CACHE_VARIABLE}']) "
+        f"== (None, 'off', 'somewhere'))"
     )
     process = started(line, folder="somewhere")
     process.wait()

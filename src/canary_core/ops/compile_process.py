@@ -1,5 +1,6 @@
 """`CompileProcess`: compiles in a process of its own, without the engine's interpreter lock and GPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,14 @@ from contextlib import contextmanager, suppress
 
 MODULE = "canary_core.ops.kernels.compile_child"
 """The module run by the process."""
+
+START = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[2]); runpy.run_module({module!r}, run_name='__main__')"
+)
+"""Line that runs the module, found in the folders given."""
+
+DONE = b"all is compiled"
+"""Last output of the process where it is so: the exit status of a child is lost where SIGCHLD is ignored."""
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -33,25 +42,29 @@ class CompileProcess:
         """Duration of the process, known after the end."""
         self._folder = folder
         self._began = time.perf_counter()
-        command = [sys.executable, "-m", MODULE, str(os.getpid())]
-        quiet = subprocess.DEVNULL
+        self._code: int | None = None
+        # Isolated: without the working directory, where others may put modules of any name.
+        command = [sys.executable, "-I", "-c", START.format(module=MODULE), str(os.getpid()), json.dumps(_path())]
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=_environment(folder)
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=_environment(folder)
         )
         # It takes its work when it has imported Triton, and somebody has to note its end.
         self._thread = threading.Thread(target=self._attend, args=(work,), name="canary-compile", daemon=True)
         self._thread.start()
 
     def _attend(self, work: bytes) -> None:
+        said = b""
         with suppress(OSError, ValueError):
-            self._process.communicate(work)
-        self._process.wait()
+            said, _ = self._process.communicate(work)
+        status = self._process.wait()
         self.seconds = time.perf_counter() - self._began
+        self._code = status or int(not said.endswith(DONE))
 
     @property
     def code(self) -> int | None:
         """0 once all is compiled; another number where something is left, None while the process runs."""
-        return self._process.returncode
+        return self._code
 
     def wait(self) -> None:
         """Waits for the end; ends the process after `MOST_WAIT_S`."""
@@ -82,10 +95,21 @@ class CompileProcess:
 
 
 def _environment(cache: str | None) -> dict[str, str]:
-    """Of the process: modules and Triton's settings as here, and Canary guards nothing."""
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    environment = {**os.environ, "CANARY_MODE": "off", "PYTHONPATH": path}
+    """Of the process: Triton's settings as here, and Canary guards nothing."""
+    environment = {**os.environ, "CANARY_MODE": "off"}
     environment.pop("CANARY_PLUGINS", None)
     if cache is not None:
         environment[CACHE_VARIABLE] = cache
     return environment
+
+
+def _path() -> list[str]:
+    """Folders of modules, as here but for the working directory, which comes last if canary_core itself is in it."""
+    try:
+        here = os.path.realpath(os.getcwd())
+    except OSError:
+        here = ""
+    folders = [os.path.join(here, folder) for folder in sys.path if folder]
+    elsewhere = [folder for folder in folders if os.path.isabs(folder) and os.path.realpath(folder) != here]
+    ours = os.path.realpath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
+    return [*elsewhere, here] if ours == here else elsewhere

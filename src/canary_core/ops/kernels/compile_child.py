@@ -1,7 +1,7 @@
 """Program of a `CompileProcess`: ``python -m canary_core.ops.kernels.compile_child PARENT``, with packed jobs as input.
 
-Fills Triton's disk cache for the process ``PARENT``, and ends with it. Loads nothing on the GPU. The exit status says
-whether everything is compiled.
+Fills Triton's disk cache for the process ``PARENT``, and ends with it. Loads nothing on the GPU. The exit status and
+the last output (`DONE`) say whether everything is compiled.
 """
 
 import fcntl
@@ -18,6 +18,7 @@ from typing import Any
 
 import triton
 
+from canary_core.ops.compile_process import DONE
 from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, unpack
 from canary_core.ops.kernels.launch import MOST_COMPILERS
 
@@ -36,7 +37,10 @@ def main() -> int:
     # Ranks on one machine start together, and all of them need the same.
     with _alone(Stamp(jobs).folder), ThreadPoolExecutor(MOST_COMPILERS) as threads:
         done = list(threads.map(partial(_compile, _launchers()), jobs))
-    return 0 if all(done) else 1
+    if not all(done):
+        return 1
+    sys.stdout.buffer.write(DONE)
+    return 0
 
 
 def _end_with(parent: int) -> None:
