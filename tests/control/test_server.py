@@ -1,5 +1,6 @@
 """The control socket: who may open it, what it answers, and that nobody can harm the engine with it."""
 
+import errno
 import json
 import os
 import random
@@ -337,3 +338,98 @@ def test_a_guarded_process_opens_one_and_takes_it_away(how, folder):
     finally:
         engine.communicate(timeout=60)
     assert not path.exists()
+
+
+def test_only_a_folder_of_its_own_user_is_asked(folder, listening, monkeypatch):
+    """Whoever else can make a socket there could answer in the engine's place: others may write, it is a link, or it
+    belongs to somebody else."""
+    folder.chmod(0o777)
+    with pytest.raises(ControlError, match="does not belong to this user"):
+        client.found(folder)
+    folder.chmod(0o700)
+    assert client.found(folder) == [listening.path]
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    with pytest.raises(ControlError, match="does not belong to this user"):
+        client.found(link)
+    monkeypatch.setattr(server.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ControlError, match="does not belong to this user"):
+        client.found(folder)
+
+
+def test_an_answer_moves_no_cursor(folder):
+    """Texts of the answer are printed by whoever asked."""
+    answers = [Reply(result={"model": "a\x1b[2J\u202e", "canaries": [{"x\n": "y\r"}]}), Reply(error="no\x1b[2J")]
+    made = Server(folder / "1.sock", lambda request: answers.pop(0))
+    try:
+        told = client.ask(made.path, Request(command="status"))
+        assert told == {"model": "a\\x1b[2J\\u202e", "canaries": [{"x\\n": "y\\r"}]}
+        with pytest.raises(ControlError, match="no.x1b") as refused:
+            client.ask(made.path, Request(command="status"))
+        assert str(refused.value).isprintable()
+    finally:
+        made.close()
+
+
+def test_without_files_left_it_waits_between_two_tries(folder, monkeypatch):
+    """The connection stays in the queue and would be offered again at once, so that the thread would take a core."""
+    waits, accept = [], socket.socket.accept
+
+    def poor(listener):
+        if len(waits) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", poor)
+    monkeypatch.setattr(server.time, "sleep", waits.append)
+    made = Server(folder / "1.sock", lambda request: Reply(result={"well": True}))
+    try:
+        assert client.ask(made.path, Request(command="status")) == {"well": True}
+        assert waits == [server.AGAIN_S] * 3
+    finally:
+        made.close()
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from canary_core.desk.control.messages import Reply
+from canary_core.desk.control.server import Server
+from canary_core.desk.metrics import prometheus
+from canary_core.desk.metrics.readings import Readings
+server = Server(Path(sys.argv[1]), lambda request: Reply(result={"pid": os.getpid()}))
+metrics = prometheus.listen(Readings(), "127.0.0.1", 0)
+port = metrics.server_address[1]
+if os.fork() == 0:
+    print(port, flush=True)
+    sys.stdin.read()
+    os._exit(0)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+def test_a_child_that_outlives_its_parent_holds_nothing_of_it(folder):
+    """Neither the socket, where whoever connects would wait for an answer of nobody, nor the port of the metrics. The
+    parent has both until it ends."""
+    path = folder / "1.sock"
+    paths = str(Path(canary_core.__file__).parents[1])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(path)],
+        env={**os.environ, "PYTHONPATH": paths}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        port = int(parent.stdout.readline())
+        assert client.ask(path, Request(command="status"))["pid"] == parent.pid
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        parent.wait(60)
+        with pytest.raises(ControlError, match="nobody answers"):
+            client.ask(path, Request(command="status"))
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("127.0.0.1", port))
+    finally:
+        parent.communicate(timeout=60)

@@ -1,6 +1,7 @@
 """Finds the control sockets of this machine's guarded engines, and sends requests."""
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from canary_core.desk.control.messages import CHANGES, MOST_REPLY_BYTES, Reply, Request
+from canary_core.desk.control.server import is_own
 from canary_core.errors import ControlError
+from canary_core.events import all_escaped, escaped
 
 ANSWER_S, CHANGE_S = 2.0, 5.0
 """Longest time for an engine's answer to a question, or to a command: its host may be busy."""
@@ -40,8 +43,9 @@ def ask(path: Path, request: Request) -> Answer:
     except ValidationError as error:
         raise ControlError(f"what listens at {path} is no Canary, or one of another release") from error
     if reply.error is not None:
-        raise ControlError(reply.error)
-    return reply.result
+        raise ControlError(escaped(reply.error))
+    result: Answer = all_escaped(reply.result)
+    return result
 
 
 def ask_all(paths: Sequence[Path], request: Request) -> "dict[Path, Answer | ControlError]":
@@ -60,7 +64,12 @@ def ask_all(paths: Sequence[Path], request: Request) -> "dict[Path, Answer | Con
 
 def found(folder: Path, pid: int | None = None) -> list[Path]:
     """Sockets in ``folder`` with a listener, the oldest first; only process ``pid``'s, if given. Raises `ControlError`
-    if there is none."""
+    if there is none, or ``folder`` is not this user's own: whoever else can write there could answer."""
+    if os.path.lexists(folder) and not is_own(folder):
+        raise ControlError(
+            f"the folder {str(folder)!r} does not belong to this user, or others can write to it, so whoever answers "
+            "there may be somebody else; ask as the engine's user, or see CANARY_CONTROL_DIR"
+        )
     sockets = []
     with contextlib.suppress(OSError):
         sockets = sorted(folder.glob("*.sock"), key=lambda path: path.stat().st_mtime)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakSet
 
 from canary_core.desk.control.messages import MOST_REQUEST_BYTES, Reply, Request
 from canary_core.errors import ControlError
@@ -23,6 +24,9 @@ MOST_CLIENTS = 16
 PATIENCE_S = 10.0
 """Longest silence of a client, neither asking nor taking its answer, before it is cut off."""
 
+AGAIN_S = 0.5
+"""Wait after a connection that the system could not give, for want of open files or memory, before the next try."""
+
 STALE_S, MOST_SWEPT = 60.0, 256
 """Age of a socket without hope of a listener, and most sockets looked at."""
 
@@ -30,6 +34,20 @@ MOST_PATH_BYTES = 103
 """Length of a unix socket's path: 108 on Linux and 104 on macOS, with a zero at the end."""
 
 Answer = Callable[[Request], Reply]
+
+
+_servers: "WeakSet[Server]" = WeakSet()
+"""Of this process."""
+
+
+def _forked() -> None:
+    for server in tuple(_servers):
+        server.let_go()
+    _servers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +81,7 @@ class Server:
         self._selector.register(wakes, selectors.EVENT_READ, None)
         self._clients: dict[socket.socket, _Client] = {}
         self._ending = False
+        _servers.add(self)
         self._thread = threading.Thread(target=self._run, name="canary-control", daemon=True)
         self._thread.start()
         WATCH.expect(self._thread)
@@ -80,6 +99,16 @@ class Server:
             # Somebody may have taken it away, and another process put its own there.
             if self.path.stat().st_ino == self._file:
                 self.path.unlink()
+
+    def let_go(self) -> None:
+        """In a forked process: closes the parent's descriptors, and changes nothing for the parent. Else whoever
+        connects after its end would wait for an answer of nobody."""
+        self._ending = True
+        connections = [client.connection for client in self._clients.values()]
+        self._selector.close()
+        for end in (self._listener, self._wakes, self._wake, *connections):
+            with contextlib.suppress(OSError):
+                end.close()
 
     def _run(self) -> None:
         try:
@@ -102,7 +131,11 @@ class Server:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
         except OSError:
+            # The connection stays where it is, and would be offered again at once.
+            time.sleep(AGAIN_S)
             return
         if len(self._clients) >= MOST_CLIENTS or not _may(connection):
             connection.close()
@@ -193,17 +226,25 @@ def _require_own_folder(folder: Path) -> None:
     it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
     except OSError as error:
         raise ControlError(
             f"the folder {str(folder)!r} of the control socket can't be made ({error}); name another in "
             "CANARY_CONTROL_DIR"
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not is_own(folder):
         raise ControlError(
             f"the folder {str(folder)!r} of the control socket must be one that belongs to this user and that nobody "
             "else can write to; correct it (chmod 700), or name another in CANARY_CONTROL_DIR"
         )
+
+
+def is_own(folder: Path) -> bool:
+    """Whether ``folder`` is a directory that belongs to this user and that nobody else can write to."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _clear(path: Path) -> None:

@@ -92,6 +92,9 @@ def listen(readings: Readings, address: str, port: int) -> Any:
         raise MetricsError(
             f"metrics can't be served at {address}:{port} ({error}); choose another port in CANARY_METRICS_LISTEN"
         ) from error
+    if hasattr(os, "register_at_fork"):
+        # A child that lives on must not keep its dead parent's port.
+        os.register_at_fork(after_in_child=server.socket.close)
     return server
 
 
