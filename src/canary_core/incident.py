@@ -53,8 +53,8 @@ class Incident:
         rest[self.root.kind] -= 1
         return {kind: rest[kind] for kind in registry.load() if rest.get(kind)}
 
-    def add(self, violation: Violation) -> None:
-        """One more finding of the same cause."""
+    def add(self, violation: Violation, leads: bool = True) -> None:
+        """One more finding of the same cause. ``leads``: whether it may be the root."""
         self.kinds[violation.kind] = self.kinds.get(violation.kind, 0) + 1
         self.last_step = max(self.last_step, violation.step)
         if len(self.findings) < MOST_KEPT:
@@ -66,7 +66,7 @@ class Incident:
             for name in (violation.request, violation.stored_request):
                 if name is not None:
                     self.requests[name] = None
-        if not self.told and precedes(violation, self.root):
+        if leads and not self.told and precedes(violation, self.root):
             self.root = violation
 
     def merge(self, other: "Incident") -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from canary_core import Kind, Phase, State, Violation
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.incident import Incident
+from canary_core.kinds.facts import ABSORBED
 
 KNOWN = {
     "slot": 40, "page": 2, "source": "k.1", "layer": 1, "half": "k", "position": 9, "token": 7, "stored_token": 3,
@@ -32,6 +33,7 @@ VARIANTS = (
     {**KNOWN, "stored_state": State.ALLOCATED, "step_written": None},
     {**KNOWN, "arrived": True, "window": True},
     {**KNOWN, "identity": "LoRA adapter sql", "stored_identity": "cache salt #0a1b2c3d"},
+    {**KNOWN, "detail": ABSORBED},
     {**KNOWN, "request": "bob", "source": None, "page": None, "stored_position": 9},
 )
 

@@ -113,6 +113,9 @@ class Facts:
         return f" in the window pool {self.region}" if self.window else ""
 
 
+ABSORBED = "NaN or infinite numbers, which the same numbers written again do not change"
+"""`Facts.detail` of a write that left no trace since it wrote NaN over NaN, or did not happen."""
+
 NAMELESS = "a request whose name is not known"
 """The subject of a sentence where the writer's number never had a name, or has none any more."""
 

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from canary_core.kinds.case import Case
 from canary_core.kinds.classes import Class, Diagnosis
-from canary_core.kinds.facts import counted
+from canary_core.kinds.facts import ABSORBED, counted
 from canary_core.kinds.finding_kind import KERNEL, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import OWNERS, Link
+from canary_core.kinds.non_finite import NON_FINITE
 from canary_core.records import Kind
 
 LOST_WRITE = Class(
@@ -35,14 +36,23 @@ def _diagnose(case: Case) -> Iterator[Diagnosis]:
     if elsewhere:
         slot = counted("slot", elsewhere[0].slot)
         told.append(f"the bytes of {slot} changed at the same time: the store may have gone there")
+    nothing_new = all(v.detail == ABSORBED for v in lost)
+    sure = "possible" if nothing_new else "likely"
+    if nothing_new:
+        yield Diagnosis(NON_FINITE, "likely", (*told, f"there are {ABSORBED}"))
     everything = len(sources) == case.sources if case.sources else len(layers) > 1
-    yield Diagnosis(LOST_WRITE if everything else LOST_WRITE_OF_A_LAYER, "likely", tuple(told))
+    yield Diagnosis(LOST_WRITE if everything else LOST_WRITE_OF_A_LAYER, sure, tuple(told))
 
 
 KIND = FindingKind(
     kind=Kind.LOST_WRITE,
     place=140,
     sentences=(
+        Sentence(
+            "{reader} should have written {token} at {position} to {where}, whose bytes are what they were before: "
+            "{detail}; or the store went elsewhere or never ran.",
+            when=lambda v: v.detail == ABSORBED,
+        ),
         Sentence(
             "{reader} should have written {token} at {position} to {where}, whose bytes are what they were before: "
             "the store went elsewhere or never ran."
@@ -55,7 +65,7 @@ KIND = FindingKind(
         Kind.BYTES: {Link.STEP, *OWNERS},
     },
     diagnose=_diagnose,
-    classes=(LOST_WRITE, LOST_WRITE_OF_A_LAYER),
+    classes=(LOST_WRITE, LOST_WRITE_OF_A_LAYER, NON_FINITE),
     blame=Blame(
         "PoolAdapter",
         "written slots did not change: the sources point elsewhere (slot dimension, page, copy), or write_slots do",
@@ -69,7 +79,9 @@ KIND = FindingKind(
         next_steps="""
         Look at the store of this layer and half: its slot list, its mask, its grid. Two tokens with the very same
         embedding look like a lost write, too; the engine plugins dismiss those, also where tensor-parallel ranks have
-        the rows.
+        the rows. A request that has read damaged bytes may write the same numbers whatever the token, and so leave what
+        an earlier one has left: NaN, infinity, or nothing but zeros. Such a finding joins the incident of the damage
+        that its request has read, or, where the bytes hold NaN or infinity, the first incident of wrong numbers.
 
         **Where it is not seen.** The first write of a slot in memory that the engine has not cleared (`torch.empty`):
         KV of the same prompts may lie there from an engine before, so that unchanged bytes prove nothing. And hybrid

@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from canary_core.errors import ViolationError
@@ -12,6 +13,7 @@ from canary_core.guard.reporting.grouping import Incidents
 from canary_core.guard.reporting.readback import HostRead, ReadBack
 from canary_core.guard.reporting.wrong_memory import WrongMemory
 from canary_core.incident import Incident
+from canary_core.kinds.facts import ABSORBED
 from canary_core.records import COUNTERS, GAUGES, PROBE, RECORDED, STATES, Counter, Kind, Phase, Row, State
 from canary_core.region import RegionKind
 from canary_core.runtime.telling import Untold
@@ -27,6 +29,9 @@ REMEMBERED = 65536
 MOST_FINDINGS, FINDINGS_S = 2048, 500
 """Findings reported at once, and a second: decoding, grouping and telling take the engine's thread some 30 µs for each,
 counting one takes 2 µs."""
+
+MOST_NOT_FINITE = 4096
+"""Fingerprints remembered of bytes with NaN or infinity: there are few, since a NaN makes whole slots NaN."""
 
 STALLED_READS = 100
 """Host reads in a row with new forwards on the host but none on the device, after which checks count as stalled."""
@@ -68,6 +73,7 @@ class Reporter:
         self.limited = Untold(switch.tell, Event("findings_limited", "warning", {"limit": FINDINGS_S}), "findings")
         """Findings beyond `MOST_FINDINGS`: reported when they are found again later, if they are."""
         self._left, self._refilled = float(MOST_FINDINGS), time.monotonic()
+        self._not_finite: OrderedDict[tuple[int, int, int], None] = OrderedDict()
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
         """Whether a finding would be told."""
@@ -193,6 +199,7 @@ class Reporter:
                 continue
             key = _key_of(violation)
             if self._repeats(key):
+                self.incidents.read_again(violation)
                 continue
             if self._left < 1:
                 self._limit(violation.kind)
@@ -218,10 +225,22 @@ class Reporter:
         for row in rows:
             if row[Row.KIND] == PROBE and not self._swallow(row):
                 continue
+            absorbed = self._absorbed(row)
             if self._left >= 1:
-                yield self.decode(row)
+                violation = self.decode(row)
+                yield replace(violation, detail=ABSORBED) if absorbed else violation
             elif not self._repeats(self._row_key(row)):
                 self._limit(Kind(row[Row.KIND]))
+
+    def _absorbed(self, row: Sequence[int]) -> bool:
+        """Whether ``row`` is of a write without a trace on bytes with NaN or infinity, by the fingerprint: NaN written
+        over NaN. Fingerprints of such bytes are remembered."""
+        bytes_ = row[Row.REGION], row[Row.SOURCE], row[Row.FOUND_VALUE]
+        if row[Row.KIND] == Kind.NON_FINITE:
+            self._not_finite[bytes_] = None
+            if len(self._not_finite) > MOST_NOT_FINITE:
+                self._not_finite.popitem(last=False)
+        return row[Row.KIND] == Kind.LOST_WRITE and bytes_ in self._not_finite
 
     def _limit(self, kind: Kind) -> None:
         self.limited.add({kind.name.lower(): 1})

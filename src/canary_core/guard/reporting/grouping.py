@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from canary_core.events import Event
 from canary_core.incident import Incident
 from canary_core.kinds import registry
+from canary_core.kinds.facts import ABSORBED
 from canary_core.kinds.links import NEAR_STEPS, Link
 from canary_core.records import Kind, Phase
 from canary_core.runtime.telling import Untold
@@ -56,7 +57,8 @@ class Incidents:
     def add(self, violation: Violation) -> Incident:
         """The incident of ``violation``: an open one with its cause, or a new one."""
         keys = list(_keys(violation))
-        found = self._related(violation, [*keys, *_beside(violation)])
+        damage = self._damage_read(violation) if violation.kind is Kind.LOST_WRITE else None
+        found = [damage] if damage else self._related(violation, [*keys, *_beside(violation)])
         told = [incident for incident in found if incident.told]
         if not found:
             incident = Incident(violation)
@@ -67,8 +69,9 @@ class Incidents:
             for other in found:
                 if other is not incident and not other.told:
                     self._absorb(incident, other)
-        incident.add(violation)
-        self._enter(incident, keys)
+        incident.add(violation, leads=damage is None)
+        if damage is None:
+            self._enter(incident, keys)
         self._open.move_to_end(incident)
         while len(self._open) > MOST_OPEN:
             self._close(next(iter(self._open)))
@@ -76,6 +79,27 @@ class Incidents:
             self._grown[incident] = self._grown.get(incident, 0) + 1
         self.last = incident
         return incident
+
+    def read_again(self, violation: Violation) -> None:
+        """A repeated finding of changed bytes names one more request, as their reader."""
+        if violation.kind is Kind.BYTES and violation.request is not None:
+            for incident in self._index.get((Link.SLOT, violation.region, violation.slot), ()):
+                if Kind.BYTES in incident.kinds:
+                    incident.requests[violation.request] = None
+
+    def _damage_read(self, violation: Violation) -> Incident | None:
+        """The first open incident whose damage explains a write without a trace: the request has read changed bytes, or
+        wrote NaN over NaN after some damage. Damage may make one number of all numbers."""
+        found = [
+            incident
+            for incident in self._open
+            if incident.root.step <= violation.step
+            and (
+                (Kind.BYTES in incident.kinds and violation.request in incident.requests)
+                or (violation.detail == ABSORBED and not incident.kinds.keys().isdisjoint(_DAMAGE))
+            )
+        ]
+        return min(found, key=lambda incident: (not incident.told, incident.number), default=None)
 
     def tell(self) -> list[Incident]:
         """After all findings of a read: reports the new incidents by an event each, and returns them. Reported ones
@@ -147,6 +171,10 @@ class Incidents:
             known.remove(incident)
             if not known:
                 del self._index[key]
+
+
+_DAMAGE = frozenset({Kind.BYTES, Kind.ARRIVAL, Kind.NON_FINITE})
+"""Kinds of wrong numbers, from which others are computed."""
 
 
 def _keys(v: Violation) -> Iterator[Key]:
