@@ -25,7 +25,7 @@ class HostTier:
         self.loads = 0
         self.fault: Callable[[Tokens, int, Tensor], Tensor] | None = None
         self._patches = Patches()
-        self._patches.follow(engine.cache, "insert", lambda _, tokens, pages: self._store(tokens, pages))
+        self._patches.follow(engine.cache, "insert", lambda _, tokens, pages, *salt: self._store(tokens, pages))
         self._patches.wrap(engine, "_admit", self._loads_first)
 
     def _store(self, tokens: Sequence[int], pages: Sequence[int]) -> None:

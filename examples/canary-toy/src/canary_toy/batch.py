@@ -1,9 +1,10 @@
 """A forward of the engine as a view: which slots it reads and writes."""
 
 import torch
+from torch import Tensor
 
 from canary_adapters import block_table
-from canary_core import BatchAdapter, BatchView, Writers
+from canary_core import BatchAdapter, BatchView, ReadTable, SlotTable, Writers
 from canary_toy.pool import REGION
 from canary_toy.toy_engine import PAGE, Batch, ModelRunner
 
@@ -22,7 +23,8 @@ class ToyBatch(BatchAdapter[Batch]):
         width = max(len(request.tokens) for request in batch.requests)
         expected = [request.tokens + [-1] * (width - len(request.tokens)) for request in batch.requests]
         expected += [[-1] * width for _ in padding]
-        writers = [self._writers.id(request.name) for request in batch.requests]
+        names = [request.name for request in batch.requests]
+        writers = [self._writers.id(name) for name in names]
         return BatchView(
             prefix_lens=batch.prefix_lens,
             new_lens=batch.new_lens,
@@ -31,4 +33,17 @@ class ToyBatch(BatchAdapter[Batch]):
             writers=torch.tensor(writers + padding, device=device),
             tables={REGION: block_table(self._runner.block_tables, PAGE, batch.rows, batch.slot_mapping)},
             expected_tokens=torch.tensor(expected, device=device),
+            anchors=self._writers.anchors(names + [""] * len(padding), device),
         )
+
+    def read_table(self, batch: Batch, view: BatchView) -> ReadTable:
+        """The pages that attention is given, beside the engine's block tables."""
+        given, kept = SlotTable(batch.pages, page_size=PAGE), view.tables[REGION]
+        first, end = torch.zeros_like(view.prefix_lens), view.prefix_lens + view.new_lens
+        return ReadTable("pages of ModelRunner", REGION, given, kept, first, end, view.writers)
+
+    def sampled(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """Each request's next token, -1 where its prompt goes on."""
+        lengths = torch.tensor([len(request.tokens) for request in batch.requests], device=tokens.device)
+        computed = (batch.prefix_lens + batch.new_lens)[: len(lengths)]
+        return torch.where(computed == lengths, tokens, -1)

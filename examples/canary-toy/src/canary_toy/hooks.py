@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canary_core import Canary, CanaryConfig, Patches, attach
+from canary_core import BatchView, Canary, CanaryConfig, Patches, attach
 from canary_toy.batch import ToyBatch
 from canary_toy.pool import REGION, ToyPool
 from canary_toy.toy_engine import PAGE, Batch, Engine, Request
@@ -32,6 +32,9 @@ class ToyGuard:
         self._patches.follow(engine.cache, "park", lambda _, pages: self._tell(slots.park, pages))
         self._patches.follow(engine.cache, "evict", lambda pages: self._tell(slots.evict, pages))
         self._patches.follow(engine.pool, "copy_page", self._copied)
+        if self.canary.step.stores.on:
+            self._patches.follow(engine.pool, "store", lambda _, layer, *new: self.canary.step.stored(layer))
+        self.canary.sampled.follow()
         self._patches.follow(engine, "roll_back", self._rolled_back)
         self._patches.follow(engine, "submit", self._named)
         self._patches.follow(engine, "fork", self._named)
@@ -45,9 +48,17 @@ class ToyGuard:
     def _guarded(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         @wraps(forward)
         def guarded(batch: Batch) -> Tensor:
-            return self.canary.step.run(partial(forward, batch), partial(self._batch.view, batch), batch=batch)
+            tokens = self.canary.step.run(partial(forward, batch), partial(self._view, batch), batch=batch)
+            self.canary.sampled.give(self._batch.sampled(batch, tokens))
+            return tokens
 
         return guarded
+
+    def _view(self, batch: Batch) -> BatchView:
+        view = self._batch.view(batch)
+        if self.canary.step.tables.due:
+            self.canary.step.tables.compare([self._batch.read_table(batch, view)])
+        return view
 
     def _tell(self, event: Callable[..., None], pages: Sequence[int]) -> None:
         event(REGION, torch.tensor(pages, dtype=torch.int64, device=self.canary.device), page_slots=PAGE)
@@ -64,6 +75,7 @@ class ToyGuard:
     def _named(self, request: Request, *arguments: Any, **more: Any) -> None:
         """A request may have the name of an earlier one: what is known of that one's sequence is not true of it."""
         self.canary.writers.forget(request.name)
+        self.canary.writers.identify(request.name, cache_salt=request.salt or None)
 
     def _slots(self, page: int) -> Tensor:
         return torch.arange(page * PAGE, (page + 1) * PAGE, device=self.canary.device)

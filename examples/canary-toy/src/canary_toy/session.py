@@ -1,6 +1,6 @@
 """The engine for the conformance suite: driven from outside of Canary and of the adapter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from canary_toy import plugin
 from canary_toy.toy_engine import LAYERS, PAGE, Batch, Engine, Request
 
 HALVES = ("k", "v")
+Change = Callable[[Batch, int, slice], None]
+"""Breaks a batch, at a row with these new tokens."""
 
 
 class ToySession(EngineSession):
@@ -17,6 +19,7 @@ class ToySession(EngineSession):
 
     def __init__(self) -> None:
         self.engine = Engine()
+        self._changes: dict[str, Change] = {}
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
         """The two layers' tensors."""
@@ -64,16 +67,102 @@ class ToySession(EngineSession):
 
     def misplace_write(self, request: str) -> None:
         """The bug of a wrong slot mapping: the request's last new token goes to the slot before its own."""
-        engine, right = self.engine, self.engine._batch
 
-        def wrong(scheduled: Sequence[tuple[Request, int]]) -> Batch:
-            engine._batch = right  # type: ignore[method-assign]
-            batch = right(scheduled)
-            row = [r.name for r, _ in scheduled].index(request)
-            batch.slot_mapping[batch.new_lens.cumsum(0)[row] - 1] -= 1
-            return batch
+        def wrong(batch: Batch, row: int, new: slice) -> None:
+            batch.slot_mapping[new.stop - 1] -= 1
 
-        engine._batch = wrong  # type: ignore[method-assign]
+        self._once(request, wrong)
+
+    def misfeed(self, request: str) -> None:
+        """The bug of a token that is another's."""
+
+        def wrong(batch: Batch, row: int, new: slice) -> None:
+            batch.token_ids[new.stop - 1] ^= 1
+
+        self._once(request, wrong)
+
+    def shift_positions(self, request: str) -> None:
+        """The bug of positions that count from one."""
+
+        def wrong(batch: Batch, row: int, new: slice) -> None:
+            batch.positions[new] += 1
+
+        self._once(request, wrong)
+
+    def miscount(self, request: str, tokens: int) -> None:
+        """The bug of a length that the device has wrong."""
+
+        def wrong(batch: Batch, row: int, new: slice) -> None:
+            batch.prefix_lens[row] += tokens
+
+        self._once(request, wrong)
+
+    def misplace_read(self, request: str, position: int, other: str) -> None:
+        """The bug of a block table that has another's page."""
+
+        def wrong(batch: Batch, row: int, new: slice) -> None:
+            page = self.engine.requests[other].pages[position // PAGE]
+            self.engine.block_tables[batch.rows[row], position // PAGE] = batch.pages[row, position // PAGE] = page
+
+        self._once(request, wrong)
+
+    def misread(self, request: str) -> None:
+        """The bug of pages for attention that are not those of the block table."""
+
+        def wrong(batch: Batch, row: int, new: slice) -> None:
+            batch.pages[row, 0] += 1
+
+        self._once(request, wrong)
+
+    def keep_stale(self, request: str) -> None:
+        """The bug of a graph's buffer that was not filled."""
+        runner, right = self.engine.runner, self.engine.runner.load
+
+        def wrong(batch: Batch) -> Batch:
+            runner.load = right  # type: ignore[method-assign]
+            loaded = right(batch)
+            last = _new(batch, [r.name for r in batch.requests].index(request)).stop - 1
+            loaded.token_ids[last] = batch.token_ids[last] ^ 1
+            return loaded
+
+        runner.load = wrong  # type: ignore[method-assign]
+
+    def spoil_store(self, layer: int, half: str, request: str) -> None:
+        """The bug of another layer's store that runs on: it hits what was just stored."""
+        pool, right = self.engine.pool, self.engine.pool.store
+
+        def wrong(stored: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+            right(stored, slots, keys, values)
+            if stored == layer:
+                pool.store = right  # type: ignore[method-assign]
+                self.poke(layer, half, request, self.engine.requests[request].computed)
+
+        pool.store = wrong  # type: ignore[method-assign]
+
+    def miscopy(self, layer: int, half: str) -> None:
+        """The bug of a copy that forgets one part."""
+        pool, right = self.engine.pool, self.engine.pool.copy_page
+
+        def wrong(source: int, destination: int) -> None:
+            pool.copy_page = right  # type: ignore[method-assign]
+            part = pool.layers[layer][HALVES.index(half)]
+            before = part[destination].clone()
+            right(source, destination)
+            part[destination] = before
+
+        pool.copy_page = wrong  # type: ignore[method-assign]
+
+    def submit_as(self, identity: str, request: str, tokens: Sequence[int], new_tokens: int) -> None:
+        """Queues a request with a cache salt."""
+        self.engine.submit(request, tokens, new_tokens, salt=identity)
+
+    def mix_identities(self) -> None:
+        """The bug of a key without the salt: any request hits what the first ones left."""
+        salts = {request.salt for request in self.engine.requests.values()}
+        right = self.engine.cache.match
+        self.engine.cache.match = lambda tokens, salt: max(  # type: ignore[method-assign]
+            (right(tokens, other) for other in salts), key=len
+        )
 
     def release_running(self, request: str) -> None:
         """The bug of a free too many: the pages of a running request go back to the allocator."""
@@ -88,6 +177,27 @@ class ToySession(EngineSession):
         """The bug of a lost eviction: a cached page is in the free list, and so is handed out."""
         self.engine.allocator.free_pages.append(next(iter(self.engine.cache.parked)))
         self.engine.allocator.allocate(1)
+
+    def _once(self, request: str, change: Change) -> None:
+        """``change`` breaks the next batch that has the request."""
+        self._changes[request] = change
+        engine, right = self.engine, type(self.engine)._batch
+
+        def wrong(scheduled: Sequence[tuple[Request, int]]) -> Batch:
+            batch = right(engine, scheduled)
+            for row, (scheduled_one, _) in enumerate(scheduled):
+                broken = self._changes.pop(scheduled_one.name, None)
+                if broken is not None:
+                    broken(batch, row, _new(batch, row))
+            return batch
+
+        engine._batch = wrong  # type: ignore[method-assign]
+
+
+def _new(batch: Batch, row: int) -> slice:
+    """The new tokens of a row, in lists by token."""
+    end = int(batch.new_lens[: row + 1].sum())
+    return slice(end - int(batch.new_lens[row]), end)
 
 
 class ToyConformance(PluginConformance):

@@ -1,12 +1,13 @@
 """A toy paged engine: small enough to read, and built like a real one. Nothing of Canary is in it.
 
 One forward prefills at most `CHUNK` tokens or decodes one token of each running request. Page 0 is the null block: rows
-that only fill a decode batch up to a multiple of `ROW_MULTIPLE` write there.
+that only fill a decode batch up to a multiple of `ROW_MULTIPLE` write there. A forward reads its batch from buffers
+that never move, as a CUDA graph does.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import torch
@@ -19,7 +20,7 @@ PAGE, CHUNK, MOST_ROWS, ROW_MULTIPLE = 4, 16, 8, 4
 @dataclass(eq=False)
 class Request:
     """``tokens``: prompt and answer. The first ``computed`` of them have their K and V in ``pages``. ``row``: its row
-    of the block tables while it runs."""
+    of the block tables while it runs. ``salt``: only requests with the same one share K and V."""
 
     name: str
     tokens: list[int]
@@ -28,6 +29,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     row: int = -1
+    salt: str = ""
 
     @property
     def answer(self) -> list[int]:
@@ -41,6 +43,11 @@ class KVPool:
 
     def __init__(self, pages: int, device: torch.device) -> None:
         self.layers = [torch.zeros(2, pages, PAGE, HEADS, DIM, device=device) for _ in range(LAYERS)]
+
+    def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """K and V of new tokens, each ``[tokens, HEADS, DIM]``, on one layer."""
+        for half, new in zip(self.layers[layer], (keys, values), strict=True):
+            half.view(-1, HEADS, DIM)[slots] = new
 
     def copy_page(self, source: int, destination: int) -> None:
         """On all layers."""
@@ -77,9 +84,9 @@ class PrefixCache:
         self.hashes: dict[int, int] = {}
         self.parked: OrderedDict[int, None] = OrderedDict()
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The pages of the longest beginning of ``tokens`` that is cached."""
-        return [self.pages[key] for key in takewhile(self.pages.__contains__, page_hashes(tokens))]
+        return [self.pages[key] for key in takewhile(self.pages.__contains__, page_hashes(tokens, salt))]
 
     def take(self, pages: Sequence[int]) -> None:
         """A request uses cached pages, or a fork those of its parent."""
@@ -87,9 +94,9 @@ class PrefixCache:
             self.allocator.users[page] += 1
             self.parked.pop(page, None)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
         """Publishes the full pages of ``tokens``, whose K and V have been computed."""
-        for key, page in zip(page_hashes(tokens), pages, strict=False):
+        for key, page in zip(page_hashes(tokens, salt), pages, strict=False):
             if key not in self.pages and page not in self.hashes:
                 self.pages[key], self.hashes[page] = page, key
 
@@ -107,9 +114,9 @@ class PrefixCache:
         return [page]
 
 
-def page_hashes(tokens: Sequence[int]) -> Iterator[int]:
-    """Of each full page, the hash of all tokens up to its end."""
-    key = 0
+def page_hashes(tokens: Sequence[int], salt: str = "") -> Iterator[int]:
+    """Of each full page, the hash of the salt and all tokens up to its end."""
+    key = hash(salt)
     for end in range(PAGE, len(tokens) + 1, PAGE):
         key = hash((key, *tokens[end - PAGE : end]))
         yield key
@@ -118,21 +125,21 @@ def page_hashes(tokens: Sequence[int]) -> Iterator[int]:
 @dataclass(eq=False)
 class Batch:
     """One forward. ``rows``: each row's row of the block tables; ``prefix_lens``, ``new_lens``: how many tokens it has
-    in the pool, and how many are computed now (both 0 in rows of padding). By new token, those of padding at the end:
-    ``token_ids``, ``positions``, ``token_rows`` (row of the block tables), ``slot_mapping`` (where K and V go)."""
+    in the pool, and how many are computed now (both 0 in rows of padding); ``pages``: the pages that attention reads.
+    By new token, those of padding at the end: ``token_ids``, ``positions``, ``slot_mapping`` (where K and V go)."""
 
     requests: list[Request]
     rows: Tensor
     prefix_lens: Tensor
     new_lens: Tensor
+    pages: Tensor
     token_ids: Tensor
     positions: Tensor
-    token_rows: Tensor
     slot_mapping: Tensor
 
 
 class ModelRunner:
-    """Two layers of attention with weights from ``seed``, which read K and V through the block tables."""
+    """Two layers of attention with weights from ``seed``, which read K and V through a batch's pages."""
 
     def __init__(self, pool: KVPool, block_tables: Tensor, seed: int) -> None:
         self.pool, self.block_tables = pool, block_tables
@@ -145,23 +152,35 @@ class ModelRunner:
         turns = torch.arange(block_tables.shape[1] * PAGE)[:, None] / 1.5 ** torch.arange(width)
         self.places = turns.sin().to(block_tables.device)
         self.layers = [{name: weights(width, width) for name in ("q", "k", "v", "out")} for _ in pool.layers]
+        numbers = dict(dtype=torch.int64, device=block_tables.device)
+        by_row = {name: torch.zeros(MOST_ROWS, **numbers) for name in ("rows", "prefix_lens", "new_lens")}
+        by_token = {name: torch.zeros(CHUNK, **numbers) for name in ("token_ids", "positions", "slot_mapping")}
+        self.buffers = {**by_row, **by_token, "pages": torch.zeros_like(block_tables)}
+
+    def load(self, batch: Batch) -> Batch:
+        """Copies a batch to the buffers that `forward` reads; gives it as it is there."""
+        there = {name: buffer[: len(getattr(batch, name))] for name, buffer in self.buffers.items()}
+        for name, buffer in there.items():
+            buffer.copy_(getattr(batch, name))
+        return replace(batch, **there)
 
     def forward(self, batch: Batch) -> Tensor:
         """Stores K and V of the new tokens, attends, and gives each request's next token, int64 ``[requests]``."""
         x = self.tokens[batch.token_ids] + self.places[batch.positions]
-        pages = self.block_tables[batch.token_rows].long()
-        visible = torch.arange(pages.shape[1] * PAGE, device=x.device) <= batch.positions[:, None]
-        for kv, weights in zip(self.pool.layers, self.layers, strict=True):
+        ends, index = batch.new_lens.cumsum(0), torch.arange(len(x), device=x.device)
+        row = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
+        last = batch.prefix_lens[row] + index - (ends - batch.new_lens)[row]
+        pages = batch.pages[row].long()
+        visible = torch.arange(pages.shape[1] * PAGE, device=x.device) <= last[:, None]
+        for layer, (kv, weights) in enumerate(zip(self.pool.layers, self.layers, strict=True)):
             q, k, v = ((x @ weights[name]).view(-1, HEADS, DIM) for name in ("q", "k", "v"))
-            kv[0].view(-1, HEADS, DIM)[batch.slot_mapping] = k
-            kv[1].view(-1, HEADS, DIM)[batch.slot_mapping] = v
+            self.pool.store(layer, batch.slot_mapping, k, v)
             keys, values = kv[0][pages].flatten(1, 2), kv[1][pages].flatten(1, 2)  # [tokens, slots, HEADS, DIM]
             # Sharp, and a large part of what comes out: so one wrong value of the pool soon changes the answer.
             scores = 2 * torch.einsum("thd,tshd->ths", q, keys).masked_fill(~visible[:, None], -torch.inf)
             attended = torch.einsum("ths,tshd->thd", scores.softmax(-1), values)
             x = torch.tanh(x + 8 * attended.flatten(1) @ weights["out"])
-        last = batch.new_lens.cumsum(0)[: len(batch.requests)] - 1
-        return (x[last] @ self.head).argmax(-1)
+        return (x[ends[: len(batch.requests)] - 1] @ self.head).argmax(-1)
 
 
 class Engine:
@@ -182,13 +201,13 @@ class Engine:
         self.free_rows = list(range(MOST_ROWS))
         self.computed_tokens = 0
 
-    def submit(self, name: str, tokens: Sequence[int], new_tokens: int) -> Request:
+    def submit(self, name: str, tokens: Sequence[int], new_tokens: int, salt: str = "") -> Request:
         """Queues a request. Raises ValueError if it has no tokens, runs already or is too long for the pool."""
         if not tokens or new_tokens < 1 or len(tokens) + new_tokens > self.block_tables.shape[1] * PAGE:
             raise ValueError(f"request {name!r} must have tokens, ask for some and fit the pool")
         if self.requests.get(name) in (*self.waiting, *self.running):
             raise ValueError(f"request {name!r} runs already")
-        request = self.requests[name] = Request(name, list(tokens), len(tokens), new_tokens)
+        request = self.requests[name] = Request(name, list(tokens), len(tokens), new_tokens, salt=salt)
         self.waiting.append(request)
         return request
 
@@ -199,12 +218,12 @@ class Engine:
         scheduled = self._schedule()
         if not scheduled:
             return False
-        tokens = self.runner.forward(self._batch(scheduled)).tolist()
+        tokens = self.runner.forward(self.runner.load(self._batch(scheduled))).tolist()
         for (request, count), token in zip(scheduled, tokens, strict=True):
             request.computed += count
             self.computed_tokens += count
             # Only now: a page that is published before its forward would be hit by others of the same forward.
-            self.cache.insert(request.tokens[: request.computed], request.pages)
+            self.cache.insert(request.tokens[: request.computed], request.pages, request.salt)
             if request.computed == len(request.tokens):
                 request.tokens.append(token)
                 if len(request.answer) == request.new_tokens:
@@ -230,7 +249,7 @@ class Engine:
         copied = self._allocate(1 if parent.computed % PAGE else 0) if self.free_rows else None
         if copied is None:
             raise RuntimeError(f"no room to fork request {parent.name!r}")
-        child = self.requests[name] = Request(name, list(parent.tokens), parent.prompt_tokens, parent.new_tokens)
+        child = self.requests[name] = replace(parent, name=name, tokens=list(parent.tokens), pages=[])
         self.cache.take(parent.pages[:full])
         for source, destination in zip(parent.pages[full:], copied, strict=True):
             self.pool.copy_page(source, destination)
@@ -264,7 +283,7 @@ class Engine:
         self.allocator.free([page for page in unused if page not in self.cache.hashes])
 
     def _admit(self, request: Request) -> None:
-        pages = self.cache.match(request.tokens[:-1])
+        pages = self.cache.match(request.tokens[:-1], request.salt)
         self.cache.take(pages)
         self._start(request, pages, len(pages) * PAGE)
 
@@ -311,15 +330,15 @@ class Engine:
 
     def _batch(self, scheduled: Sequence[tuple[Request, int]]) -> Batch:
         rows = [(request.row, request.computed, count) for request, count in scheduled]
-        tokens: list[tuple[int, int, int, int]] = []
+        tokens: list[tuple[int, int, int]] = []
         for request, count in scheduled:
             # What is right of them in the row is left from whoever had it before, as in real engines.
             self.block_tables[request.row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
             for at in range(request.computed, request.computed + count):
-                tokens.append((request.tokens[at], at, request.row, request.pages[at // PAGE] * PAGE + at % PAGE))
+                tokens.append((request.tokens[at], at, request.pages[at // PAGE] * PAGE + at % PAGE))
         if all(count == 1 for _, count in scheduled):
             padding = -len(rows) % ROW_MULTIPLE
             rows += [(0, 0, 0)] * padding
-            tokens += [(0, 0, 0, slot) for slot in range(padding)]
-        columns = (list(column) for table in (rows, tokens) for column in zip(*table, strict=True))
-        return Batch([request for request, _ in scheduled], *(torch.tensor(c, device=self.device) for c in columns))
+            tokens += [(0, 0, slot) for slot in range(padding)]
+        by_row, by_token = (torch.tensor(table, device=self.device).unbind(1) for table in (rows, tokens))
+        return Batch([request for request, _ in scheduled], *by_row, self.block_tables[by_row[0]], *by_token)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView
@@ -10,6 +11,7 @@ from canary_core.guard.canary import Canary
 from canary_core.guard.coverage import Coverage
 from canary_core.kit.conformance.problems import SHOWN, Culprit, Nonconforming
 from canary_core.kit.conformance.stage import Stage
+from canary_core.kit.faults.scene import read_bytes
 from canary_core.watchers.audit.footprint import FootprintAudit
 from canary_core.watchers.audit.memory import EngineMemory
 
@@ -69,17 +71,42 @@ class Footprints:
         self._audit = FootprintAudit(pool, regions, uncovered=told, strict=self._strict)
         for canary in self._stage.canaries:
             for name, place in _TOLD.items():
-                setattr(canary.slots, name, self._listening(getattr(canary.slots, name), place))
+                setattr(canary.slots, name, self._listening(canary, name, place))
         self._audit.begin()
 
-    def _listening(self, tell: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def _listening(self, canary: Canary, event: str, place: int) -> Callable[..., Any]:
+        tell = getattr(canary.slots, event)
+
         def told(region: str, *arguments: Any, **named: Any) -> Any:
             slots = arguments[place - 1] if len(arguments) >= place else named.get("slots", named.get("destination"))
             if self._audit is not None and isinstance(slots, Tensor):
                 self._audit.claim_slots(region, slots)
+                source = arguments[0] if arguments else named.get("source")
+                if event == "copy" and isinstance(source, Tensor):
+                    self._require_copied(canary, region, source, slots)
             return tell(region, *arguments, **named)
 
         return told
+
+    def _require_copied(self, canary: Canary, region: str, source: Tensor, destination: Tensor) -> None:
+        """When a copy is told, it was issued: the bytes are alike, but where a source is overwritten by the same
+        copy."""
+        state = canary.states.get(region)
+        if state is None or source.shape != destination.shape:
+            return
+        kept = ~torch.isin(source, destination) & (source >= 0) & (source < state.region.slots)
+        kept &= (destination >= 0) & (destination < state.region.slots)
+        for part in state.sources:
+            here = kept & part.has_bytes(source.long()) & part.has_bytes(destination.long())
+            wrong = (read_bytes(part, source[here].long()) != read_bytes(part, destination[here].long())).any(1)
+            if bool(wrong.any()):
+                slot, to = int(source[here][wrong][0]), int(destination[here][wrong][0])
+                what = (
+                    f"canary.slots.copy told that slot {slot} was copied to {to}, and {part.name} has other bytes "
+                    "there: tell a copy once it was issued, of the slots that it copies"
+                )
+                self._problems.append(("slot events", what))
+                return
 
     def _before(self, canary: Canary, view: BatchView) -> None:
         if self._audit is None:

@@ -18,8 +18,19 @@ Ability = Literal[
     "roll_back",
     "raise",
     "uninstall",
+    "token_ids",
+    "positions",
+    "lengths",
+    "tables",
+    "names",
+    "copies",
+    "graphs",
+    "sampled",
+    "identities",
+    "read_tables",
+    "stores",
 ]
-"""Abilities of an engine, followed by its plugin:
+"""Abilities of an engine, followed by its plugin. Methods of the last eleven plant a bug on purpose:
 
 | ability        | the engine                                             | `EngineSession` has                  |
 |----------------|--------------------------------------------------------|--------------------------------------|
@@ -37,6 +48,17 @@ Ability = Literal[
 | `roll_back`    | drops a request's last tokens and computes them again  | `roll_back`                          |
 | `raise`        | lets an exception in its forward reach its caller      |                                      |
 | `uninstall`    | is its own again after `canary_uninstall`              | the suite has an ``engine_package``  |
+| `token_ids`    | copies a request's tokens to the input of a forward    | `misfeed`                            |
+| `positions`    | gives a forward positions beside the lengths           | `shift_positions`                    |
+| `lengths`      | gives a forward lengths beside those of its scheduler  | `miscount`                           |
+| `tables`       | gives a forward a table beside its scheduler's lists   | `misplace_read`                      |
+| `names`        | lets a request have the name of an earlier one         |                                      |
+| `copies`       | copies slots, at a fork                                | `miscopy`                            |
+| `graphs`       | runs forwards on buffers that never move               | `keep_stale`                         |
+| `sampled`      | has a sampler, whose tokens the plugin follows         | `misfeed`                            |
+| `identities`   | keeps prefixes apart by adapter, salt or another key   | `submit_as`, `mix_identities`        |
+| `read_tables`  | makes tables of its own for attention                  | `misread`                            |
+| `stores`       | stores K and V of a layer by a function                | `spoil_store`                        |
 """
 
 ABILITIES: tuple[Ability, ...] = get_args(Ability)
@@ -111,6 +133,53 @@ class EngineSession(ABC):
         """Ability ``roll_back``: the last ``tokens`` tokens of the running ``request`` are dropped and generated anew.
         (The last one generated has no KV yet.)"""
         raise self._missing("roll_back", "roll_back")
+
+    def misfeed(self, request: str) -> None:
+        """Abilities ``token_ids`` and ``sampled``: the next forward with ``request`` computes another token in the
+        place of its last new one; the request's own list stays right."""
+        raise self._missing("misfeed", "token_ids")
+
+    def shift_positions(self, request: str) -> None:
+        """Ability ``positions``: the next forward with ``request`` gives its new tokens positions that are one higher,
+        and nothing else changes."""
+        raise self._missing("shift_positions", "positions")
+
+    def miscount(self, request: str, tokens: int) -> None:
+        """Ability ``lengths``: to the next forward with ``request`` so many more of its tokens (fewer, where negative)
+        have KV than really do; the scheduler's own count stays right."""
+        raise self._missing("miscount", "lengths")
+
+    def misplace_read(self, request: str, position: int, other: str) -> None:
+        """Ability ``tables``: the next forward with ``request`` reads, at ``position``, from the slot of the running
+        ``other`` at the same position (with pages: the whole page); the scheduler's own lists stay right."""
+        raise self._missing("misplace_read", "tables")
+
+    def miscopy(self, layer: int, half: str) -> None:
+        """Ability ``copies``: the next copy of slots leaves ``half`` of ``layer`` out."""
+        raise self._missing("miscopy", "copies")
+
+    def keep_stale(self, request: str) -> None:
+        """Ability ``graphs``: in the buffers of the next forward with ``request``, its last new token is the one that
+        stood there before, or any other."""
+        raise self._missing("keep_stale", "graphs")
+
+    def submit_as(self, identity: str, request: str, tokens: Sequence[int], new_tokens: int) -> None:
+        """Ability ``identities``: as `submit`, with an adapter, a cache salt or another key named ``identity``."""
+        raise self._missing("submit_as", "identities")
+
+    def mix_identities(self) -> None:
+        """Ability ``identities``: from now on requests hit prefixes of every identity."""
+        raise self._missing("mix_identities", "identities")
+
+    def misread(self, request: str) -> None:
+        """Ability ``read_tables``: in the next forward with ``request``, the table that attention is given names
+        another slot at one of its positions; the engine's own table stays right."""
+        raise self._missing("misread", "read_tables")
+
+    def spoil_store(self, layer: int, half: str, request: str) -> None:
+        """Ability ``stores``: in the next forward with ``request``, a bit of its newest token in ``half`` of ``layer``
+        flips right after that layer was stored."""
+        raise self._missing("spoil_store", "stores")
 
     def _missing(self, method: str, ability: Ability) -> NotImplementedError:
         name = type(self).__name__

@@ -3,6 +3,7 @@
 import contextlib
 import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from canary_core.config.faults import FaultSpec
@@ -23,6 +24,10 @@ from canary_core.records import Kind
 from canary_core.violation import Violation
 
 FAULT_REQUESTS = 12
+FORKS = 4
+"""Requests forked, or rolled back, at a time: as many as have their children beside them in a small engine."""
+MOST_DROPPED = 5
+"""Tokens of the longest roll back."""
 REUSE_WAVES = 6
 """Waves of requests until slots are written a second time."""
 ANSWERED = 3
@@ -30,6 +35,23 @@ ANSWERED = 3
 
 Act = Callable[[Drive], None]
 """Serves requests on an engine, guarded or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Poke:
+    """A bit to flip in ``half`` of ``layer``. ``writer``: the slot's writer, if not ``request``. ``unseen``: the part
+    to blame where nothing is found, and where to look in it."""
+
+    layer: int
+    half: str
+    request: str
+    position: int
+    writer: str = ""
+    unseen: tuple[Culprit, str] = (
+        "PoolAdapter",
+        "is this layer and half among the regions' sources, do they point at the engine's own memory, not at a copy, "
+        "and is canary.step.end called?",
+    )
 
 
 class Trials:
@@ -41,6 +63,7 @@ class Trials:
     abilities: frozenset[Ability]
     vocabulary: int
     longest_prompt: int
+    roll_backs: Sequence[int]
     faults: Sequence[str]
     engine_package: str
 
@@ -111,19 +134,15 @@ class Trials:
             footprints.require_whole()
             require_truth(stage, reuses=reuse)
 
-    def _poke(self, stage: Stage, source: tuple[int, str], request: str, position: int, writer: str = "") -> None:
-        """Flips a bit in ``source``, a layer and a half, and requires exactly its finding. ``writer``: the slot's
-        writer, if not ``request``."""
-        layer, half = source
+    def _poke(self, stage: Stage, flip: Poke) -> None:
+        """Flips a bit, and requires exactly its finding."""
+        layer, half, request, position = flip.layer, flip.half, flip.request, flip.position
         before = len(stage.violations)
         stage.session.poke(layer, half, request, position)
         place = f"a bit of {half} of layer {layer} was flipped at position {position} of {request}"
         if self._await(stage, lambda v: True, before) is None:
-            raise Nonconforming(
-                "PoolAdapter",
-                f"{place}, and nothing was found: is this layer and half among the regions' sources, do they point at "
-                "the engine's own memory, not at a copy, and is canary.step.end called?",
-            )
+            part, advice = flip.unseen
+            raise Nonconforming(part, f"{place}, and nothing was found: {advice}")
         found = stage.violations[before:]
         for v in found:
             if v.kind is not Kind.BYTES:
@@ -138,7 +157,7 @@ class Trials:
         group = self._group(stage, first)
         if first.position is not None and first.position != position // group:
             raise Nonconforming("BatchAdapter", f"{place}, and told at position {first.position}: {first}")
-        self._need_name(first, first.stored_request, writer or request)
+        self._need_name(first, first.stored_request, flip.writer or request)
 
     def _find(self, spec: FaultSpec) -> None:
         injector = FaultInjector([spec], seed=1)
@@ -188,10 +207,20 @@ class Trials:
         drive.step_until(ask.name, ANSWERED)
         return ask
 
-    def _fork(self, drive: Drive) -> str:
-        ask = self._running(drive, new_tokens=10)
-        drive.fork(ask.name, "child")
-        return "child"
+    def _by_length(self, first: int, series: object) -> list[Ask]:
+        """`FORKS` prompts whose lengths go up by one, from ``first`` tokens; other ones for another ``series``."""
+        prompts = [traffic.prompt(first + n, self.vocabulary, (series, n)) for n in range(FORKS)]
+        return [Ask(f"length-{len(p)}-{series}", p, ANSWERED + 9) for p in prompts]
+
+    def _fork_all(self, drive: Drive, first: int) -> list[str]:
+        """The names of children, each forked from one of `_by_length`."""
+        asks = self._by_length(first, "fork")
+        drive.submit(*asks)
+        for ask in asks:
+            drive.step_until(ask.name, ANSWERED)
+        for ask in asks:
+            drive.fork(ask.name, f"{ask.name}-child")
+        return [f"{ask.name}-child" for ask in asks]
 
     def _await(self, stage: Stage, wanted: Callable[[Violation], bool], since: int = 0) -> Violation | None:
         """The first wanted finding of the next steps, None without one."""
