@@ -40,6 +40,28 @@ def test_sorts_of_misuse_beyond_the_bound_are_counted():
     assert g.canary.left_out["misuses_untold"] == 3
 
 
+def test_sampled_tokens_that_fit_no_forward_are_counted():
+    """As after a forward that was not recorded, or of another size."""
+    g = Guarded()
+    assert g.canary.sampled.follow()
+    g.canary.sampled.give(torch.zeros(3, dtype=torch.int64))
+    assert g.canary.left_out["samples_left"] == 1
+
+
+def test_incidents_that_nobody_could_look_at_are_told(monkeypatch):
+    """Beyond those that wait: each by its number."""
+    monkeypatch.setattr("canary_core.desk.incidents.investigator.MOST_WAITING", 0)
+    g = Guarded(read_check=-1)
+    request = g.submit(tokens=8)
+    g.step()
+    g.engine.k[0][request.slots[2]] += 1
+    g.decode()
+    g.canary.drain()
+    (event,) = g.findings.told("diagnosis_failed")
+    assert event.fields["incident"] == 1
+    assert "wait to be looked at" in event.fields["error"]
+
+
 def test_names_and_identities_that_are_forgotten_are_counted():
     """Of three requests two are remembered."""
     writers = Writers(2)

@@ -114,7 +114,7 @@ class Canary:
         """Calls around a forward."""
         self._lookout = Lookout(self._switch, self._findings)
         self.step.reader.lookout = self._lookout
-        self._reading = Reading(self._workspace, self._switch, self._findings, self.step)
+        self._reading = Reading(self._workspace, self._switch, self._findings, self.step, self.sampled)
         self._start_up: StartUp | None = None
         self.audit.forget = self.slots.forget
         self._attached = on

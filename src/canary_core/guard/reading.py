@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from canary_core.guard.reporting.findings import Reporter
+from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.step import Step
 from canary_core.guard.summary import Summary
 from canary_core.records import Counter
@@ -13,12 +14,15 @@ from canary_core.runtime.workspace import Switch, Workspace
 class Reading:
     """Gathers the figures of a Canary's parts. Empty, or None, in off mode."""
 
-    def __init__(self, workspace: Workspace, switch: Switch, findings: Reporter, step: Step) -> None:
+    def __init__(
+        self, workspace: Workspace, switch: Switch, findings: Reporter, step: Step, sampled: SampledTokens
+    ) -> None:
         self._config = workspace.config
         self._states = workspace.states
         self._switch = switch
         self._findings = findings
         self._step = step
+        self._sampled = sampled
 
     def stats(self) -> dict[str, Any]:
         """Counters of the device, findings by kind, and the parts' own counts, by name."""
@@ -50,6 +54,7 @@ class Reading:
         tables, found = self._step.tables, self._findings
         return {
             "tokens_beyond_bound": self._step.tokens_cut,
+            "samples_left": self._sampled.left_out,
             "tables_left": tables.tables_left,
             "table_rows_left": tables.rows_left,
             "tables_skipped": tables.skipped,

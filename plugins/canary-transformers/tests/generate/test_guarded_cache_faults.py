@@ -193,6 +193,27 @@ def test_a_crop_that_no_layer_follows_is_found_and_guarding_goes_on() -> None:
     assert len(findings.told("cache_layers_disagree")) == 1
 
 
+def test_a_reset_that_keeps_the_length_is_called_a_wrong_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Transformers 5.17: the numbers are zeroed, and the next forward reads them. No prefix cache is blamed."""
+    model = generating("llama")
+
+    def zero(layer: Any) -> None:
+        layer.keys.zero_()
+        layer.values.zero_()
+
+    monkeypatch.setattr(DynamicLayer, "reset", zero)
+    watch, findings = listening(model)
+    with watch:
+        cache = new_cache(model, "dynamic")
+        forwards(model, cache, prompts(2, 9))
+        cache.reset()
+        forwards(model, cache, prompts(2, 4))
+    assert {v.kind for v in watch.violations} == {Kind.UNWRITTEN}
+    assert {(d.fields["diagnosis"], d.fields["sure"]) for d in findings.told("diagnosis")} == {
+        ("wrong_length", "likely")
+    }
+
+
 def test_raise_mode_stops_the_generation_that_reads_a_wrong_byte() -> None:
     """`generate()` raises the finding."""
     model = generating("llama")

@@ -25,7 +25,8 @@ from canary_core.kinds.case import Pattern
 from canary_core.runtime.streams import capturing
 
 MOST_WAITING = 8
-"""Most incidents waiting for a look; more are reported without a diagnosis."""
+"""Most incidents waiting for a look; more are reported without a diagnosis, and each with a ``diagnosis_failed``
+event."""
 
 AFTER_S = 1.0
 """Seconds from the writing of a bundle to its aftermath."""
@@ -88,6 +89,7 @@ class Investigator:
             return
         if self._waiting >= MOST_WAITING:
             self.skipped += 1
+            _failed(canary, incident, f"{MOST_WAITING} incidents wait to be looked at already")
             return
         try:
             canary.step.join()
@@ -233,8 +235,8 @@ class Investigator:
                 continue
 
 
-def _failed(canary: Canary, incident: Incident, error: Exception) -> None:
-    about = {"incident": incident.number, "error": repr(error)}
+def _failed(canary: Canary, incident: Incident, error: Exception | str) -> None:
+    about = {"incident": incident.number, "error": error if isinstance(error, str) else repr(error)}
     canary.tell(Event("diagnosis_failed", "warning", about))
 
 

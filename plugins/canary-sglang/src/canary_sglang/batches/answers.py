@@ -9,7 +9,7 @@ from torch import Tensor
 from canary_core import Canary, HostCopy, Kind, Phase, Violation
 
 MOST_WAITING = 8
-"""Most batches with results not yet processed; more are given up."""
+"""Most batches with results not yet processed; more are given up, and counted as ``answers_left``."""
 
 
 class Answers:
@@ -48,6 +48,7 @@ class Answers:
             self._waiting[id(result)] = (ref(result), *begun)
             if len(self._waiting) > MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
+                self._canary.count("answers_left")
 
     def processed(self, process: Callable[[], Any], batch: Any, result: Any) -> Any:
         """Runs ``process``, which appends the tokens of ``result`` to the lists of the batch's requests."""

@@ -31,7 +31,8 @@ MOST_IN_FLIGHT = 4
 """Most pieces with records on their way to the host; the walk waits for an arrival then."""
 
 MOST_SUSPECTS = 16
-"""Most pairs of nodes walked again. They had the same slot, but at different moments."""
+"""Most pairs of nodes walked again. They had the same slot, but at different moments. More are counted as
+``suspects_left``."""
 
 
 @dataclass(slots=True)
@@ -228,8 +229,12 @@ class PrefixSweep(StepListener):
         clash = (before >= 0).nonzero()[:, 0]
         for one, other in {(int(before[i]), int(index[i])) for i in clash[: 1 << 12].tolist()}:
             pair = sweep.seen[one], sweep.seen[other]
-            if pair[0] is not pair[1] and len(sweep.suspects) < MOST_SUSPECTS:
+            if pair[0] is pair[1]:
+                continue
+            if len(sweep.suspects) < MOST_SUSPECTS:
                 sweep.suspects.append(pair)
+            else:
+                self._canary.count("suspects_left")
         sweep.owner[numbers] = index
 
     def _violation(self, broken: Broken) -> Violation:
