@@ -109,6 +109,17 @@ def test_the_screen_tells_what_was_done_and_found(monkeypatch, one_fault):
     assert "overhead" in result.stdout
 
 
+def test_a_bundle_of_one_fault_is_left_to_read(monkeypatch, one_fault, tmp_path):
+    """The last line is the command for it, and its page is marked as one of a self-test."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = run(monkeypatch, ToyDemo())
+    command = result.stdout.splitlines()[-1].partition("canary explain ")[2]
+    told = CliRunner().invoke(app, ["explain", command], env={"COLUMNS": "200"})
+    assert told.exit_code == 0
+    assert "SELF-TEST" in told.output
+    assert "real_kv_used" in told.output
+
+
 def test_a_missed_fault_is_exit_code_1(monkeypatch, one_fault):
     """An engine whose bytes nobody compares misses a flipped one, and the command says so."""
     result = run(monkeypatch, ToyDemo(blind=True))

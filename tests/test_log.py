@@ -198,6 +198,17 @@ def test_a_summary_keeps_its_fields_for_programs(capsys):
     assert {name: told[name] for name in SUMMARY.fields} == SUMMARY.fields
 
 
+@pytest.mark.usefixtures("own_logger")
+def test_a_verdict_is_two_lines_verdict_first(capsys):
+    """Whose engine and what to do follow; a self-test says so before anything else."""
+    fields = {"incident": 1, "sentence": "This is a flipped bit.", "evidence": ["bit 3 of slot 5"], "host": "n7"}
+    more = {"next_steps": ["Run a memory test."], "bundle": "/tmp/b", "signature": "bytes:flipped_bit:1:bit:-"}
+    Plugins().emit(Event("diagnosis", "error", {**fields, **more, "self_test": True}))
+    first, second = stderr_of(capsys).splitlines()
+    assert "canary: SELF-TEST, This is a flipped bit. Incident 1, host n7 (bytes:flipped_bit:1:bit:-)" in first
+    assert second == "  bit 3 of slot 5; Run a memory test.; canary explain /tmp/b"
+
+
 NASTY = {
     "request": "a\n2026-01-01T00:00:00Z [error    ] incident\x1b[2J\x00\x07\u202e\u2028\ud800",
     "nested": {"k\ney": ["v\x1balue", ("\x9b2J",)]},

@@ -15,7 +15,7 @@ class Place:
     """The machine ``host`` (in a container its own name), the process ``pid``; ``gpu``: the driver's UUID, ``pci``: the
     address on the bus, both empty on a CPU. ``replica``: index of the data-parallel engine, ``rank``: index of the
     process within the engine. ``model``: a draft model's own name, else the engine's served name, empty where
-    unknown."""
+    unknown. ``self_test``: faults of Canary's own are injected, so an incident is none of the engine's."""
 
     host: str
     pid: int
@@ -24,6 +24,7 @@ class Place:
     replica: int
     rank: int
     model: str
+    self_test: bool = False
 
     @classmethod
     def of(cls, config: CanaryConfig, device: torch.device) -> "Place":
@@ -37,12 +38,14 @@ class Place:
             config.replica,
             config.rank,
             config.model or config.served_model,
+            bool(config.faults.strip()),
         )
 
     def fields(self) -> dict[str, object]:
         """The known parts, as fields of each event."""
         named = {"host": self.host, "gpu": self.gpu, "model": self.model}
-        return {**{k: v for k, v in named.items() if v}, "replica": self.replica, "rank": self.rank}
+        test = {"self_test": True} if self.self_test else {}
+        return {**{k: v for k, v in named.items() if v}, **test, "replica": self.replica, "rank": self.rank}
 
     @property
     def labels(self) -> tuple[str, str, str]:

@@ -227,3 +227,98 @@ def test_an_engine_of_one_rank_says_nothing_of_ranks(tmp_path):
     """Nor does a bundle of before there was a number of ranks."""
     assert tell(read_bundle(flipped(tmp_path))).ranks == ""
     assert tell(read_bundle(EXAMPLE)).ranks == ""
+
+
+def test_whose_answers_are_wrong_and_whether_they_were_held_back(tmp_path):
+    """A reader's answer leaves a log-mode engine, and not one that was stopped; who shared nothing is not named."""
+    guarded = Guarded(ToyEngine(layers=3), read_check=-1, incident_dir=str(tmp_path / "log"))
+    guarded.engine.submit("alice", list(range(100, 112)))
+    guarded.engine.submit("bob", list(range(200, 212)))
+    guarded.step(8)
+    guarded.engine.k[1].view(torch.int32)[guarded.engine.requests[0].slots[5], 3] ^= 1 << 30
+    guarded.step(4)
+    guarded.canary.close()
+    (path,) = (tmp_path / "log").iterdir()
+    story = tell(read_bundle(path))
+    assert [(row.request, row.part, row.retract) for row in story.affected] == [("alice", "read it at step 2", True)]
+    assert story.answers.startswith("The answer of alice may be wrong and was not held back")
+    assert story.to_do[0] == "Retract the answers of alice, or compute them again on another replica."
+    about = json.loads((path / "about.json").read_text())
+    about["settings"]["CANARY_MODE"] = "raise"
+    rewrite(path, "about.json", json.dumps(about).encode())
+    story = tell(read_bundle(path))
+    assert story.answers == "No answer with damage in it is known to have left the engine"
+    assert "the engine was stopped" in story.affected[0].answer
+
+
+def test_a_former_owner_of_a_slot_keeps_its_answer(tmp_path):
+    """Use after free: the reader is wrong, whoever had the slot before is not."""
+    guarded = Guarded(ToyEngine(layers=3), read_check=-1, incident_dir=str(tmp_path))
+    slots, ids = guarded.canary.slots, guarded.engine.writers.id
+    slots.alloc("full", torch.arange(1, 20), ids("ann"))
+    ann = guarded.submit("ann", 8)
+    guarded.step(8)
+    slots.free("full", torch.tensor(ann.slots), ids("ann"))
+    ann.name = "bob"
+    ann.tokens.append(9)
+    guarded.step(8)
+    guarded.canary.close()
+    (path, *_) = tmp_path.iterdir()
+    rows = {row.request: row.retract for row in tell(read_bundle(path)).affected}
+    assert rows == {"bob": True, "ann": False}
+
+
+def test_a_self_test_is_marked_everywhere(tmp_path):
+    """On the page, on the terminal, in each event: nobody is woken for it."""
+    guarded = Guarded(
+        ToyEngine(layers=3), read_check=-1, incident_dir=str(tmp_path), faults="real_kv_used:warmup=1", seed=3
+    )
+    guarded.submit("alice", 12)
+    for _ in range(3):
+        guarded.step(4)
+    guarded.canary.close()
+    (path, *_) = tmp_path.iterdir()
+    assert all(e.fields.get("self_test") for e in guarded.findings.events if e.name in ("incident", "diagnosis"))
+    story = tell(read_bundle(path))
+    assert story.self_test.startswith("self-test: a fault was injected on purpose")
+    assert story.to_do == ["Nothing, if the self-test was meant; else unset CANARY_FAULTS and restart the engine."]
+    assert "SELF-TEST" in run(str(path)).output
+    assert story.self_test in page(story).replace("&#39;", "'")
+    assert tell(read_bundle(flipped(tmp_path / "real"))).self_test == ""
+
+
+def test_a_lost_write_is_in_the_heat_map_and_nobody_is_about_to_read(tmp_path):
+    """The layer that was not written has a letter and a colour of its own; the timeline says whose write it was."""
+    engine = ToyEngine(layers=3)
+    guarded = Guarded(engine, read_check=-1, incident_dir=str(tmp_path))
+    guarded.submit("alice", 12)
+    guarded.step(4)
+    kept, forward = engine.k[2].clone(), engine.forward
+
+    def loses(batch):
+        forward(batch)
+        engine.k[2].copy_(kept)
+
+    kept.copy_(engine.k[2])
+    engine.forward = loses
+    guarded.step(4)
+    guarded.canary.close()
+    (path,) = tmp_path.iterdir()
+    story = tell(read_bundle(path))
+    cells = dict(story.heat.rows)
+    assert "l" in cells["k.2"]
+    assert all("l" not in letters for name, letters in cells.items() if name != "k.2")
+    text = " ".join(m.text for m in story.timeline)
+    assert "in the forward in which alice writes it" in text
+    assert "about to be read" not in text
+    assert 'class="l"' in page(story)
+
+
+def test_times_are_by_the_clock(tmp_path):
+    """In UTC, and between what is known where steps have no time of their own; equal lines are one with a number."""
+    from canary_core.desk.explain.affected import Clock, folded
+
+    clock = Clock([(0, 0.0), (100, 3600.0), (101, 3601.0)])
+    assert [clock.at(step) for step in (50, 101, 102)] == ["00:00:00 to 01:00:00", "01:00:01", ""]
+    assert list(folded([("a", "b", "c")] * 3 + [("a", "b", "d")])) == [("a", "b", "c (3 times)"), ("a", "b", "d")]
+    assert re.search(r"told on \d{4}-\d\d-\d\d, \d\d:\d\d:\d\d UTC", tell(read_bundle(flipped(tmp_path))).when)

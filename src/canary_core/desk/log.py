@@ -64,8 +64,8 @@ class Reporting:
 
     def _write(self, event: Event, hosted: bool) -> None:
         fields: Mapping[str, Any] = all_escaped(event.fields)
-        if event.name == "summary" and self._format == "console" and not hosted:
-            getattr(self._logger(hosted), event.level)(_page(fields))
+        if event.name in _PAGES and self._format == "console" and not hosted:
+            getattr(self._logger(hosted), event.level)(_PAGES[event.name](fields))
             return
         fields = _bounded(fields)
         if self._format == "console" and not hosted:
@@ -154,3 +154,18 @@ def _page(fields: Mapping[str, Any]) -> str:
         lines.append(f"  events of {region}: {told or 'none'}")
     lines += [f"  warning: {sentence}" for sentence in fields["warnings"]]
     return "\n".join(line[:ROOM_BYTES] for line in lines)
+
+
+def _verdict(fields: Mapping[str, Any]) -> str:
+    """A ``diagnosis`` event for people, in two lines: verdict and place; reason, next action, command for the rest."""
+    test = "SELF-TEST, " if fields.get("self_test") else ""
+    named = ("model", "host", "gpu", "replica", "rank")
+    place = ", ".join(f"{name} {fields[name]}" for name in named if name in fields)
+    said = [*fields["evidence"][:1], *fields["next_steps"][:1]]
+    more = [f"canary explain {fields['bundle']}"] if fields.get("bundle") else []
+    first = f"canary: {test}{fields['sentence']} Incident {fields['incident']}, {place} ({fields.get('signature')})"
+    return "\n".join(line[:ROOM_BYTES] for line in (first, f"  {'; '.join([*said, *more])}"))
+
+
+_PAGES = {"summary": _page, "diagnosis": _verdict}
+"""Events with a form of their own for people."""

@@ -28,6 +28,9 @@ OVERHEAD_REQUESTS = 48
 OVERHEAD_ROUNDS = 4
 """Rounds of the same requests without and with Canary, in turn."""
 
+EXPLAINED = "real_kv_used"
+"""The fault whose bundle is kept."""
+
 ShowProgress = Callable[[str, int], None]
 """Called with the present activity, and the number of requests finished since the last call."""
 
@@ -136,6 +139,8 @@ class Demo:
     seed: int = 0
     requests: int = 240
     progress: ShowProgress = lambda what, finished: None
+    incident_dir: str = ""
+    """Directory for the bundle of `EXPLAINED`; empty for none."""
 
     @property
     def total(self) -> int:
@@ -170,7 +175,8 @@ class Demo:
         injector = FaultInjector([_once(fault, draw.randrange(3, 10))], self.seed)
         heard = Findings()
         traffic = Traffic.of(self._fault_requests, self.seed)
-        self._serve(f"injecting {fault}", traffic, strict_config(), heard, injector)
+        kept = {"incident_dir": self.incident_dir, "incident_most": 1} if fault == EXPLAINED else {}
+        self._serve(f"injecting {fault}", traffic, strict_config(**kept), heard, injector)
         return judge(fault, injector.injections, heard)
 
     def overhead(self) -> tuple[float, Clean]:
@@ -244,7 +250,7 @@ def engines(wanted: str | None = None) -> list[DemoEngine]:
 
 def _troubles(heard: Findings) -> tuple[str, ...]:
     """Errors of Canary itself: an incident is the engine's."""
-    errors = (e for e in heard.events if e.level == "error" and not e.name.startswith("incident"))
+    errors = (e for e in heard.events if e.level == "error" and not e.name.startswith(("incident", "diagnosis")))
     return tuple(f"{e.name}: { {k: v for k, v in e.fields.items() if k != 'traceback'} }" for e in errors)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -207,6 +208,8 @@ def demonstrate(
     console = Console(stderr=as_json)
     try:
         demos = [demo.Demo(e, model, seed, requests) for e in demo.engines(engine) for model in e.models]
+        kept = Path(tempfile.mkdtemp(prefix="canary-demo-"))
+        demos[:1] = [replace(each, incident_dir=str(kept)) for each in demos[:1]]
         reports = []
         with Screen(console, sum(d.total for d in demos)) as screen:
             for each in demos:
@@ -219,6 +222,8 @@ def demonstrate(
         raise refusal(error) from error
     if not as_json:
         screen.summary(reports)
+        for bundle in kept.iterdir():
+            typer.echo(f"One of the faults, as an operator would read it: canary explain {bundle}")
     if not all(r.passed for r in reports):
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from canary_core.config import CanaryConfig, settings
+from canary_core.desk.explain.affected import Affected, Clock, affected, folded, self_test, summary, to_do
 from canary_core.desk.explain.ranks import of_ranks
 from canary_core.desk.explain.timeline import Moment, timeline
 from canary_core.desk.incidents.bundle import Bundle, redacted, state_of
@@ -17,7 +18,7 @@ from canary_core.desk.incidents.patterns import patterns
 from canary_core.incident import Incident
 from canary_core.kinds.case import Pattern
 from canary_core.kinds.classes import Diagnosis
-from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER
+from canary_core.records import FREED_BY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER, Kind
 from canary_core.region import RegionKind
 from canary_core.violation import Violation
 
@@ -38,8 +39,9 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Differing sources of slots. ``rows``: a source and a letter for each slot: ``x`` differs, ``.`` is as recorded,
-    ``?`` is unknown, a blank was not written. ``marks``: ``root``, ``found`` or nothing for each slot."""
+    """Differing sources of slots. ``rows``: a source and a letter for each slot: ``x`` differs, ``l`` should have been
+    written anew and was not, ``.`` is as recorded, ``?`` is unknown, a blank was not written. ``marks``: ``root``,
+    ``found`` or nothing for each slot."""
 
     slots: list[int]
     marks: list[str]
@@ -93,6 +95,13 @@ class Story:
     numbers: list[Number]
     shapes: list[str]
     where: str
+    when: str
+    self_test: str
+    affected: list[Affected]
+    answers: str
+    to_do: list[str]
+    clock: list[str]
+    signature: str
     ranks: str
     slots: list[SlotRow]
     table: list[tuple[str, str]]
@@ -120,6 +129,17 @@ def _where(about: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def _when(bundle: Bundle, clock: Clock) -> str:
+    """The day, the time of the first finding as far as known, and since when the content may be wrong."""
+    root = bundle.rebuilt().root
+    day, _, told = str(bundle.manifest.get("written", "")).removesuffix("Z").partition("T")
+    text = f"told on {day}, {clock.at(root.step) or told} UTC, step {root.step}"
+    written = root.step_written or 0
+    return text + (
+        f"; the slot was written at step {written}, {clock.at(written)}" if written and clock.at(written) else ""
+    )
+
+
 def tell(bundle: Bundle) -> Story:
     """The story of a bundle."""
     incident, evidence = bundle.rebuilt(), bundle.evidence
@@ -128,7 +148,8 @@ def tell(bundle: Bundle) -> Story:
     versions = {str(k): str(v) for k, v in bundle.about.get("versions", {}).items()}
     after = {str(k): int(v) for k, v in bundle.after.get("kinds", {}).items()}
     kinds = {str(k): int(v) for k, v in bundle.incident["kinds"].items()}
-    ranks = of_ranks(bundle)
+    ranks, rows, clock = of_ranks(bundle), affected(bundle), Clock.of(bundle)
+    moments = list(timeline(incident, evidence))
     return Story(
         name=bundle.path.name,
         written=str(bundle.manifest.get("written", "")),
@@ -138,7 +159,14 @@ def tell(bundle: Bundle) -> Story:
         diagnoses=bundle.diagnoses,
         kinds=kinds,
         grew={} if after == kinds else after,
-        timeline=list(timeline(incident, evidence)),
+        timeline=moments,
+        when=_when(bundle, clock),
+        self_test=self_test(bundle),
+        affected=rows[:MOST_ROWS],
+        answers=_capital(summary(rows, bundle.incident["total"] <= len(incident.findings))),
+        to_do=to_do(bundle, rows),
+        clock=[clock.at(moment.step) for moment in moments],
+        signature=bundle.signature.text,
         heat=None if evidence is None else _heat(incident, evidence),
         numbers=[] if evidence is None else list(_numbers(evidence, bundle.patterns)),
         shapes=_shapes(bundle.patterns),
@@ -149,8 +177,8 @@ def tell(bundle: Bundle) -> Story:
         changed_settings=_changed(bundle.about.get("settings", {})),
         coverage=str(bundle.about.get("coverage", {}).get("summary", "")),
         counters=dict(bundle.about.get("stats", {})),
-        events=[_event(event) for event in bundle.events[-MOST_ROWS:]],
-        after=[_event(event) for event in bundle.after.get("events", [])[:MOST_ROWS]],
+        events=list(folded([_event(event) for event in bundle.events[-MOST_ROWS:]])),
+        after=list(folded([_event(event) for event in bundle.after.get("events", [])[:MOST_ROWS]])),
         command=f"canary explain {bundle.path.name} --check",
         report=_report(bundle, versions, ranks),
     )
@@ -191,8 +219,11 @@ def _heat(incident: Incident, evidence: Evidence) -> Heat:
     beside = [i for i, s in enumerate(order) if root is not None and (s // page == root // page or abs(s - root) <= 4)]
     rows = sorted(dict.fromkeys([*damaged[: MOST_HEAT_SLOTS - 8], *beside][:MOST_HEAT_SLOTS]), key=lambda i: order[i])
     written = evidence.records[:, POSITION] & 3 != 0
+    lost = {(v.slot, v.source) for v in incident.findings if v.kind is Kind.LOST_WRITE and v.region == evidence.region}
 
     def cell(row: int, column: int) -> str:
+        if (order[row], evidence.sources[column].name) in lost:
+            return "l"
         if not written[row]:
             return " "
         if int(evidence.stored[row, column]) == 0:
@@ -327,13 +358,13 @@ def _report(bundle: Bundle, versions: Mapping[str, str], ranks: str) -> str:
         *(f"- {text}" for text in found[0].evidence),
         "",
         "Timeline of the slot:",
-        *(f"- step {m.step}: {m.text}" for m in timeline(incident, evidence)),
+        *(f"- {m.when}: {m.text}" for m in timeline(incident, evidence)),
         "",
         f"Region {incident.root.region}" + ("" if evidence is None else _about(evidence)),
         f"Versions: {', '.join(f'{k} {v}' for k, v in own.items())}",
         f"Settings: {', '.join(f'{k}={v}' for k, v in changed.items()) or 'defaults'}",
     ]
-    lines.append(f"Where: {_where(bundle.about)}")
+    lines.append(f"Where: rank {bundle.about.get('rank', 0)} of {bundle.about.get('ranks', 1)}")
     if ranks:
         lines.append(f"Ranks: {ranks}")
     if found[0].bugs:

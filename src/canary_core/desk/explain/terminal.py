@@ -19,31 +19,41 @@ MOST_LAYERS = 48
 """Rows of the heat map; more are left to the page."""
 
 
+_CELLS = {"x": ("█", "red"), "l": ("▒", "magenta"), ".": ("·", "dim")}
+"""Cells of the heat map."""
+
+
 def show(story: Story, console: Console) -> None:
     """Prints ``story``, for 80 columns and more."""
     diagnosis = story.diagnoses[0]
-    about: list[RenderableType] = [Text(story.headline), Text(""), Text(diagnosis.sentence, COLOURS[diagnosis.sure])]
+    about: list[RenderableType] = [Text(story.self_test.upper(), "bold magenta"), Text("")] if story.self_test else []
+    about += [Text(diagnosis.sentence, COLOURS[diagnosis.sure]), Text(story.headline), Text("")]
     about.append(_listed(diagnosis.evidence))
     if len(story.diagnoses) > 1:
         others = ", ".join(f"{d.name} ({d.sure})" for d in story.diagnoses[1:])
         about += [Text(""), Text(f"Also possible: {others}")]
     console.print(Panel(Group(*about), title=escape(story.name), title_align="left"))
+    _say(console, "Answers", story.answers)
+    _say(console, "Where", story.where)
+    _say(console, "When", story.when)
+    if story.ranks:
+        _say(console, "Ranks", story.ranks)
+    console.print()
+    console.print(Text("What to do next", "bold"))
+    console.print(_listed(story.to_do), "")
     followed = ", ".join(f"{kind} {number}" for kind, number in story.kinds.items())
     grew = ", ".join(f"{kind} {number}" for kind, number in story.grew.items())
     _say(console, "Findings", followed + (f"; a moment later: {grew}" if grew else ""))
-    _say(console, "Where", story.where)
-    if story.ranks:
-        _say(console, "Ranks", story.ranks)
     if diagnosis.bugs:
         _say(console, "Resembles", ", ".join(diagnosis.bugs))
+    _say(console, "Signature", story.signature)
     console.print()
+    _affected(story, console)
     _timeline(story, console)
     if story.heat is not None:
         _heat(story.heat, console)
     _numbers(story, console)
     _slots(story, console)
-    console.print(Text("What to do next", "bold"))
-    console.print(_listed(diagnosis.next_steps), "")
     _say(console, "Versions", ", ".join(f"{name} {version}" for name, version in story.versions.items()))
     settings = ", ".join(f"{name}={value}" for name, value in story.changed_settings.items())
     _say(console, "Settings", settings or "all as by default")
@@ -64,13 +74,28 @@ def _say(console: Console, name: str, text: str) -> None:
     console.print(line)
 
 
+def _affected(story: Story, console: Console) -> None:
+    if not story.affected:
+        return
+    table = Table("request", Column("its part", overflow="fold"), Column("its answer", overflow="fold"), box=None)
+    for row in story.affected[:MOST_SLOTS]:
+        table.add_row(escape(row.request), escape(row.part), Text(row.answer, "red" if row.retract else ""))
+    console.print(Text("Whose answers", "bold"))
+    console.print(table, "")
+
+
 def _timeline(story: Story, console: Console) -> None:
     if not story.timeline:
         return
     styles = {"finding": "red", "write": "green", "free": "yellow"}
-    table = Table(Column("step", justify="right"), Column("the slot's life", overflow="fold"), box=None)
-    for moment in story.timeline:
-        table.add_row(str(moment.step), Text(moment.text, styles.get(moment.sort, "")))
+    table = Table(
+        Column("", justify="right"),
+        Column("UTC", overflow="fold"),
+        Column("the slot's life", overflow="fold"),
+        box=None,
+    )
+    for moment, clock in zip(story.timeline, story.clock, strict=True):
+        table.add_row(moment.when, clock, Text(moment.text, styles.get(moment.sort, "")))
     console.print(table, "")
 
 
@@ -78,7 +103,7 @@ def _heat(heat: Heat, console: Console) -> None:
     """A row for each source; slots as columns, as many as fit."""
     widest = max((len(name) for name, _ in heat.rows), default=0)
     room = max(4, console.width - widest - 4)
-    damaged = [i for i in range(len(heat.slots)) if any(cells[i] == "x" for _, cells in heat.rows)]
+    damaged = [i for i in range(len(heat.slots)) if any(cells[i] in "xl" for _, cells in heat.rows)]
     if not damaged:
         return
     console.print(Text("Which layer differs in which slot", "bold"))
@@ -86,12 +111,14 @@ def _heat(heat: Heat, console: Console) -> None:
     for name, cells in shown:
         line = Text(f"  {name:<{widest}} ")
         for letter in cells[:room]:
-            line.append("█" if letter == "x" else "·" if letter == "." else letter, "red" if letter == "x" else "dim")
+            line.append(*_CELLS.get(letter, (letter, "dim")))
         console.print(line)
     first, last = heat.slots[0], heat.slots[min(len(heat.slots), room) - 1]
     left_out = len(heat.rows) - len(shown)
     more = f"; {left_out} more rows are on the page" if left_out else ""
-    console.print(Text(f"  slots {first} to {last}: █ differs, · as recorded, ? not known{more}", "dim"), "")
+    console.print(
+        Text(f"  slots {first} to {last}: █ differs, ▒ not written, · as recorded, ? not known{more}", "dim"), ""
+    )
 
 
 def _numbers(story: Story, console: Console) -> None:

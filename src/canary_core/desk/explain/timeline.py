@@ -1,14 +1,25 @@
 """The timeline of the root's slot: the device's notes, the host's calls, the record and the findings."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from canary_core.desk.incidents.evidence import Evidence
 from canary_core.incident import Incident
 from canary_core.kinds.facts import NAMELESS
 from canary_core.ops.histories import Happening
-from canary_core.records import FREED_BY, HISTORY, POSITION, STATES, STEP_FREED, STEP_WRITTEN, WRITER, Phase, State
+from canary_core.records import (
+    FREED_BY,
+    HISTORY,
+    POSITION,
+    STATES,
+    STEP_FREED,
+    STEP_WRITTEN,
+    WRITER,
+    Kind,
+    Phase,
+    State,
+)
 from canary_core.runtime.journal import Entry
 
 _TOLD = {
@@ -43,6 +54,20 @@ _NOTED = {
 _NOTED_AS = {"import_records": "arrive"}
 """Calls with another name in the device's notes."""
 
+_BY_PHASE = {
+    Phase.PRE_FORWARD: ", about to be read by {who}",
+    Phase.POST_FORWARD: ", in the forward in which {who} writes it",
+    Phase.SCRUB: ", by the scrub, in a slot of {who}",
+    Phase.SWEEP: ", by a sweep of the prefix cache, in a slot of {who}",
+    Phase.EVENT: ", on an event of {who}",
+}
+"""Findings about a request, by phase."""
+
+_BROUGHT = ", brought for {who}"
+
+_SEEN = {Phase.SCRUB: ", by the scrub", Phase.SWEEP: ", by a sweep of the prefix cache"}
+"""Findings about no request."""
+
 _RELEASES = ("free", "park", "evict")
 
 _FOUND_BEFORE, _BEFORE, _WRITTEN, _FOUND_AFTER, _AFTER, _FOUND_THEN = range(6)
@@ -52,11 +77,19 @@ knows the order of its own notes better: an event may also come while the forwar
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One line of a slot's timeline. ``sort``: event, write, free or finding."""
+    """One line of a slot's timeline. ``sort``: event, write, free or finding. ``last``: the last step of ``times``
+    equal lines, ``step`` the first."""
 
     step: int
     sort: str
     text: str
+    last: int = 0
+    times: int = 1
+
+    @property
+    def when(self) -> str:
+        """The step, or the steps."""
+        return f"step {self.step}" if self.times == 1 else f"steps {self.step} to {self.last}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +119,10 @@ def timeline(incident: Incident, evidence: Evidence | None) -> Iterator[Moment]:
         lines += _noted(slot, calls, evidence)
         lines += _recorded(slot, noted, evidence)
     lines += _found(incident, slot)
-    yield from (line.moment for line in sorted(lines, key=lambda line: line.order))
+    moments = [line.moment for line in sorted(lines, key=lambda line: line.order)]
+    for _, equal in groupby(moments, lambda m: (m.sort, m.text)):
+        first, *more = equal
+        yield replace(first, last=more[-1].step, times=1 + len(more)) if more else first
 
 
 def _is_about(entry: Entry, slot: int) -> bool:
@@ -184,6 +220,12 @@ def _found(incident: Incident, slot: int) -> Iterator[_Line]:
         these = list(same)
         sources = sorted({v.source for v in these if v.source})
         what = f" in {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}" if sources else ""
-        who = f", about to be read by {these[0].request}" if these[0].request else ""
-        moment = Moment(step, "finding", f"found: {kind.name.lower()}{what}{who}")
+        how = (
+            _BY_PHASE[these[0].phase].format(who=these[0].request)
+            if these[0].request
+            else _SEEN.get(these[0].phase, "")
+        )
+        if kind is Kind.ARRIVAL:
+            how = f", brought for {these[0].request}" if these[0].request else ""
+        moment = Moment(step, "finding", f"found: {kind.name.lower()}{what}{how}")
         yield _Line(places.get(these[0].phase, _FOUND_AFTER), moment)

@@ -1,5 +1,6 @@
 """`Circumstances`: facts for a bundle about the `Canary` of an incident."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from canary_core.guard.canary import Canary
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """Facts at the time of an incident. ``about``: settings, coverage, counters and regions, as plain values.
+    """Facts at the time of an incident. ``about``: time, settings, coverage, counters and regions, as plain values.
     ``events``: earlier events, each with its time. ``tokens``, ``content``: whether token ids, and the bytes of the
     slots, may be kept."""
 
@@ -28,6 +29,8 @@ class Circumstances:
             # Not the directory: a path says nothing here, and may say who runs the engine.
             "settings": {s.variable: s.value for s in settings(canary.config) if s.variable != "CANARY_INCIDENT_DIR"},
             "coverage": canary.coverage.event().fields,
+            "told": round(time.time(), 3),
+            "forwards": canary.forwards,
             "stats": {**canary.stats(), **canary.scrub_stats()},
             "backend": canary.backend,
             "device": canary.device.type,

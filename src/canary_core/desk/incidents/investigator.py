@@ -204,7 +204,7 @@ class Investigator:
             fields["also_possible"] = others
         if incident.bundle is not None:
             fields["bundle"] = incident.bundle
-        inquiry.canary.tell(Event("diagnosis", "warning", fields))
+        inquiry.canary.tell(Event("diagnosis", "error", fields))
 
     def _write(self, canary: Canary, dossier: Dossier) -> None:
         began = time.time()

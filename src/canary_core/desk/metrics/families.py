@@ -179,6 +179,12 @@ FAMILIES = (
         together="max",
     ),
     Family("paused", "1 while somebody has paused Canary.", _one("paused"), together="max"),
+    Family(
+        "self_test",
+        "1 where CANARY_FAULTS is set: incidents are of faults that were injected on purpose.",
+        _one("self_test"),
+        together="max",
+    ),
     Family("computed_tokens", "Tokens that the engine itself says it computed.", _one("computed_tokens"), "counter"),
     Family("guarded_tokens", "Tokens whose KV was recorded.", _one("guarded_tokens"), "counter"),
     Family(

@@ -39,6 +39,7 @@ class MetricReading:
     mode: str
     enabled: bool
     paused: bool
+    self_test: bool
     forwards: int
     checked_forwards: int
     slots_checked: int
@@ -74,7 +75,7 @@ class MetricReading:
         )
         return cls(
             owner=place.labels, info=_info(place, config.profile, config.mode), mode=config.mode,
-            enabled=False, paused=False,
+            enabled=False, paused=False, self_test=place.self_test,
             **counts, **named, **sizes, **never,
         )  # fmt: skip
 
@@ -97,6 +98,7 @@ class MetricReading:
             mode=canary.mode,
             enabled=canary.enabled and not canary.step.paused,
             paused=canary.step.paused,
+            self_test=canary.place.self_test,
             forwards=stats["forwards"],
             checked_forwards=stats.get(Counter.CHECKED_FORWARDS.name.lower(), 0),
             slots_checked=stats.get(Counter.CHECKED_SLOTS.name.lower(), 0),

@@ -30,7 +30,9 @@ def require_silence(
 ) -> None:
     """Raises `Nonconforming` for any finding or reported error, while the engine did nothing wrong, only ``doing``.
     ``part``: the part to blame, where known; by default derived from the kind of the first finding."""
-    errors = [event for event in events if event.level == "error" and not event.name.startswith("incident")]
+    errors = [
+        event for event in events if event.level == "error" and not event.name.startswith(("incident", "diagnosis"))
+    ]
     if errors:
         event = errors[0]
         told = {k: v for k, v in event.fields.items() if k != "traceback"}

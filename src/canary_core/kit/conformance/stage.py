@@ -104,7 +104,7 @@ class Stage(Drive):
         errors = [
             f"{e.name} {e.fields.get('reason') or e.fields.get('error')}"
             for e in self.findings.events
-            if e.level == "error" and not e.name.startswith("incident")
+            if e.level == "error" and not e.name.startswith(("incident", "diagnosis"))
         ]
         return f"; told was: {'; '.join(errors[:2])}" if errors else ""
 
