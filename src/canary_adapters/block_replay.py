@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from canary_adapters.block_breaches import BlockSweep
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup
@@ -14,28 +15,38 @@ from canary_core.ops.upload import upload
 @dataclass(slots=True)
 class BlockLoad:
     """KV of ``request`` comes from elsewhere, from position ``first`` on. ``tokens``: all of its tokens up to the last
-    one brought. ``blocks``: of each group, the blocks from the one of position ``first`` on, 0 for none."""
+    one brought. ``blocks``: of each group, the blocks from the one of position ``first`` on, 0 for none. ``known``:
+    whether the tokens say what is computed."""
 
     request: str
     tokens: list[int]
     first: int
     blocks: list[list[int]]
+    known: bool = True
+
+    def slots(
+        self, group: BlockGroup, device: torch.device, computed: int | None = None
+    ) -> tuple[Tensor, frozenset[int]]:
+        """The slots of ``group`` for the tokens brought, of the first ``computed`` ones (-1: none); and the numbers of
+        their blocks."""
+        position = torch.arange(self.first, len(self.tokens[:computed]), device="cpu")
+        if not len(position) or group.number >= len(self.blocks):
+            return torch.empty(0, dtype=torch.int64, device=device), frozenset()
+        size = group.block
+        block = upload(self.blocks[group.number], position.device)[position // size - self.first // size]
+        slots = upload(torch.where(block > 0, block * size + position % size, -1).tolist(), device)
+        return slots, frozenset(block.tolist())
 
     def arrival(
         self, group: BlockGroup, computed: int, origin: Origin, known: Writers, device: torch.device
     ) -> tuple[Arrival, frozenset[int]] | None:
         """The arrival for ``group``, with the numbers of its blocks; None for nothing. ``computed``: number of the
         request's tokens that count as computed now; further ones failed, or are computed again."""
-        tokens = self.tokens[:computed]
-        position = torch.arange(self.first, len(tokens), device="cpu")
-        if not len(position) or group.number >= len(self.blocks):
+        slots, blocks = self.slots(group, device, computed)
+        if not blocks or not self.known:
             return None
-        size = group.block
-        block = upload(self.blocks[group.number], position.device)[position // size - self.first // size]
-        slots = upload(torch.where(block > 0, block * size + position % size, -1).tolist(), device)
         anchor, writer = known.anchor(self.request), known.id(self.request)
-        arrival = Arrival(group.region, slots, tokens, origin, size, anchor, writer)
-        return arrival, frozenset(block.tolist())
+        return Arrival(group.region, slots, self.tokens[:computed], origin, group.block, anchor, writer), blocks
 
 
 @dataclass(slots=True)

@@ -30,7 +30,8 @@ class EmbeddedRequests:
 
 
 class EmbeddingFilter:
-    """Dismisses a `LOST_WRITE` where the old and the new token have the same embedding.
+    """Dismisses a `LOST_WRITE` where the old and the new token have the same embedding, and an `ARRIVAL` of or after a
+    request with embeddings.
 
     Then a correct store leaves the bytes unchanged: two rows of the embedding are bit-identical (tied special tokens),
     or the new token's is all zero (padding) and the old bytes were zero. Reads the device, but only after a finding.
@@ -57,14 +58,14 @@ class EmbeddingFilter:
     def canary_dismiss(self, violation: Violation) -> str | None:
         """The reason, where there is one."""
         token, old = violation.token, violation.stored_token
-        if violation.kind is not Kind.LOST_WRITE:
+        if violation.kind not in (Kind.LOST_WRITE, Kind.ARRIVAL):
             return None
         if self._regions is not None and violation.region not in self._regions:
             return None
         for request in (violation.request, violation.stored_request):
             if request in self._embedded:
                 return f"{request} was given embeddings, not tokens"
-        if token is None:
+        if token is None or violation.kind is Kind.ARRIVAL:
             return None
         if self._shards is not None and any(self._shards.elsewhere(t) for t in (token, old) if t is not None):
             hashes = self._shards.hashes(t for t in (token, old) if t is not None)

@@ -34,7 +34,8 @@ Block row: `gather_blocks`' summary of some slots in sequence order, int64 ``[BL
 | 1     | `BLOCK_SUM`    | sum of the mixes of all tokens: the growth of the prefix hash within the block  |
 | 2     | `BLOCK_FLAGS`  | see `Block`                                                                    |
 | 3     | `BLOCK_SLOT`   | number of the first slot                                                       |
-| 4 ... | `BLOCK_VALUES` | one value for each source: the slots' fingerprints, each times an odd weight    |
+| 4     | `BLOCK_WHO`    | ``writer * 2**32 + position`` of the first slot's record, 0 for no slot         |
+| 5 ... | `BLOCK_VALUES` | one value for each source: the slots' fingerprints, each times an odd weight    |
 
 Sample: the token sampled for a request and a position, one int64, 0 for nothing:
 
@@ -81,7 +82,7 @@ PAYLOAD_STAMP, PAYLOAD_RECORD, PAYLOAD_FINGERPRINTS = 0, 1, 5
 PAYLOAD_VERSION = 3
 """Counts up when the meaning of a payload, a record or a fingerprint changes."""
 
-BLOCK_HASH, BLOCK_SUM, BLOCK_FLAGS, BLOCK_SLOT, BLOCK_VALUES = 0, 1, 2, 3, 4
+BLOCK_HASH, BLOCK_SUM, BLOCK_FLAGS, BLOCK_SLOT, BLOCK_WHO, BLOCK_VALUES = 0, 1, 2, 3, 4, 5
 """First int64 word of each part of a block row."""
 
 

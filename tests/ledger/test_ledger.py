@@ -93,7 +93,7 @@ def test_what_differs_is_named_exactly(fault, sources):
 
 
 def test_the_block_of_another_request_is_found():
-    """Bytes that are right somewhere else: every source of every block differs."""
+    """Bytes that are right somewhere else: every source of every block differs, and whose they are is told."""
     tier = HostTier.make()
     other = [t + 40 for t in PROMPT]
     for prompt in (PROMPT, other):
@@ -104,7 +104,10 @@ def test_the_block_of_another_request_is_found():
     tier.stored.update(wrong)
     tier.load(PROMPT)
     assert [f[1:3] for f in found(tier)] == [(4 * b, ("k.0", "v.0", "k.1", "v.1")) for b in range(4)]
-    assert "4 of 4 sources differ: every layer, K and V" in tier.g.violations[0].explanation
+    assert [(v.rule, v.stored_position, v.stored_request) for v in tier.g.violations] == [
+        ("another_sequence", 4 * b, "first") for b in range(4)
+    ]
+    assert tier.counts("another_sequence", "differing") == [4, 0]
 
 
 def test_raise_mode_stops_the_engine():

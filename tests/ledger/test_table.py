@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canary_core.watchers.ledger.doubt import Doubt
-from canary_core.watchers.ledger.table import DOUBT_SHARE, ENTRY_BYTES, MOST_VARIANTS, Table
+from canary_core.watchers.ledger.table import DOUBT_SHARE, ENTRY_BYTES, MOST_VARIANTS, ROW_BYTES, Table
 
 SOURCES = 3
-ENTRY = 8 * (SOURCES + 2) + ENTRY_BYTES
+ENTRY = 8 * SOURCES + ROW_BYTES + ENTRY_BYTES
 
 
 def room(entries):

@@ -229,7 +229,7 @@ class CanaryConfig(BaseSettings):
     ledger: Annotated[ByteSize, Field(le=MOST_BYTES), PlainSerializer(int, return_type=int)] = Field(
         default=ByteSize(256 << 20),
         description="Host memory for the ledger, which remembers what was stored under each prefix, so that KV that a "
-        "connector or a host tier brings back can be compared: about 47 bytes a token for 32 layers with K and V and "
+        "connector or a host tier brings back can be compared: about 48 bytes a token for 32 layers with K and V and "
         "blocks of 16. Taken as it fills, where the engine's plugin tells what leaves and comes back; 0: nothing is "
         "compared.",
         json_schema_extra=_unit("bytes, e.g. 256MiB"),

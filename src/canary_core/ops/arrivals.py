@@ -5,9 +5,12 @@ import torch
 from torch import Tensor
 
 from canary_core.ops import payload
+from canary_core.ops.hashing import mix
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.state import RegionState
 from canary_core.records import (
+    BLOCK_SUM,
+    BLOCK_WHO,
     PAYLOAD_FINGERPRINTS,
     PAYLOAD_RECORD,
     PAYLOAD_STAMP,
@@ -15,6 +18,7 @@ from canary_core.records import (
     PREFIX_HASH,
     RECORD_WORDS,
     STATES,
+    STEP_WRITTEN,
     TOKEN,
     UNPARKED,
     Clock,
@@ -42,6 +46,22 @@ def expect(state: RegionState, slots: Tensor, rows: Tensor, writer: int) -> None
     unknown bytes."""
     fingerprints = rows.new_zeros(len(rows), len(state.sources))
     payload.import_records(state, slots, torch.cat((rows, fingerprints), dim=1), writer)
+
+
+def token_sums(tokens: Tensor) -> Tensor:
+    """A number for the tokens of each block, in order and wherever the block stands: int64 ``[n, slots]`` gives
+    ``[n]``."""
+    return mix(tokens, torch.arange(tokens.shape[1], device=tokens.device)).sum(1)
+
+
+def content_before(state: RegionState, slots: Tensor, rows: Tensor) -> None:
+    """Puts the tokens last written to ``slots``, integer ``[n, slots of a block]``, into their block rows: in
+    `BLOCK_SUM` their `token_sums`, those of slots never written as -1. A block's writer is -1 then."""
+    slot, inside = _inside(state, slots)
+    record = state.records[slot]
+    written = inside & (record[..., STEP_WRITTEN] != 0)
+    rows[:, BLOCK_SUM] = token_sums(torch.where(written, record[..., TOKEN].long(), -1))
+    rows[:, BLOCK_WHO] = torch.where(written[:, 0], rows[:, BLOCK_WHO], -1)
 
 
 def still_expected(state: RegionState, slots: Tensor, rows: Tensor) -> Tensor:

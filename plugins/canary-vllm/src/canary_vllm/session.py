@@ -97,7 +97,7 @@ class Session:
         if origin is None and not runner.vllm_config.parallel_config.use_ubatching:
             # A connector may load into a layer that was stored; halves of a batch store one after the other.
             follow_stores(self._patches, self.canary, runner, self._tokens)
-        self._loads = None if origin is None else Loads(self.canary, self._tokens, self.requests, origin, drafted)
+        self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = origin is None and not drafted
         self._overlap = Overlap.ALL if alone else Overlap.CHECK

@@ -147,7 +147,7 @@ def test_what_comes_back_wrong_is_told(engine, store, wait_steps):
         guarded.found()
         told = guarded.findings.violations[-1]
         assert told.request.startswith("another's")
-        assert "every layer, K and V" in told.detail
+        assert told.detail == "positions 0 to 31; these are positions 0 to 31 of other-0"
         assert {v.kind for v in guarded.findings.violations} == {Kind.ARRIVAL}
 
 
@@ -230,6 +230,50 @@ def test_a_store_that_others_fill_proves_nothing(engine, store):
         differing, unknown = guarded.counts("differing", "unknown")
         assert differing == 0
         assert unknown > 0
+
+
+@pytest.mark.parametrize("wait_steps", [0, 3], ids=["while the forward runs", "steps before"])
+def test_what_is_certain_is_told_of_every_connector(engine, store, wait_steps):
+    """Nobody named the connector, so others may store with it. All the same: a load that brings nothing, one that
+    leaves out a layer, and one that brings another sequence's blocks, are told as that; loads that are right, of the
+    same blocks or others, are not."""
+    alice, bob = prompts(8, count=3)[::2]
+    with guard(engine, ledger_private="") as guarded:
+        first = guarded.serve([alice], "alice")
+        guarded.serve([bob], "bob")
+        store.wait_steps = wait_steps
+        for turn in range(4):
+            assert guarded.serve([alice], f"alice again {turn}") == first
+            guarded.serve([bob], f"bob again {turn}")
+        assert guarded.found() == []
+        store.fault = lambda prefix, name, data: None
+        guarded.serve([alice], "empty-handed")
+        told = arrivals(guarded)
+        assert {(v.kind, v.rule, v.origin, v.request) for v in told} == {
+            (Kind.ARRIVAL, "nothing_came", "HostStore", "empty-handed-0")
+        }
+        assert "nothing came: HostStore is said to have brought page" in told[0].explanation
+        assert told[0].stored_request is not None
+        store.fault = lambda prefix, name, data: None if ".1." in name else data
+        guarded.serve([bob], "without a layer")
+        told = arrivals(guarded)
+        assert {(v.rule, v.layer, v.sources) for v in told} == {("left_out", None, ("k.1/0", "k.1/1", "v.1"))}
+        assert told[0].detail.endswith("3 of 6 sources are as before the load: layer 1 K and V")
+        store.fault = lambda prefix, name, data: store.blocks[tuple(bob[:SIZE])][name]
+        guarded.serve([alice], "with bob's")
+        told = arrivals(guarded)
+        assert {(v.rule, v.request, v.stored_position) for v in told} == {("another_sequence", "with bob's-0", 0)}
+        assert told[0].explanation.endswith("positions 0 to 31; these are positions 0 to 31 of bob-0.")
+        store.fault = None
+        assert guarded.serve([alice], "alice at last") == first
+        assert guarded.found() == []
+
+
+def arrivals(guarded: Guarded) -> list[Any]:
+    """The findings since the last call."""
+    guarded.canary.drain()
+    told, guarded.findings.violations = guarded.findings.violations, []
+    return told
 
 
 @pytest.mark.xdist_group("processes")

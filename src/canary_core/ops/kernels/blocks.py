@@ -19,7 +19,7 @@ from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, sp
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, launch_over, region_arguments
 from canary_core.ops.kernels.tiles import SCRUB_TILES
 from canary_core.ops.state import RegionState
-from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SLOT, BLOCK_SUM, BLOCK_VALUES, Block
+from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SLOT, BLOCK_SUM, BLOCK_VALUES, BLOCK_WHO, Block
 
 SLOT_TILE = 16
 """Slots of a block taken at a time by a program."""
@@ -34,6 +34,7 @@ WORD_HASH = tl.constexpr(BLOCK_HASH)
 WORD_SUM = tl.constexpr(BLOCK_SUM)
 WORD_FLAGS = tl.constexpr(BLOCK_FLAGS)
 WORD_SLOT = tl.constexpr(BLOCK_SLOT)
+WORD_WHO = tl.constexpr(BLOCK_WHO)
 FLAG_TOKENS = tl.constexpr(int(Block.TOKENS))
 FLAG_PREFIX = tl.constexpr(int(Block.PREFIX))
 FLAG_BYTES = tl.constexpr(int(Block.BYTES))
@@ -105,6 +106,8 @@ def gather_blocks_kernel(
     # The first slot's position, where it is one.
     _, word_first = split_head(tl.load(p_records + begin * 4, mask=m_begin, other=0))
     position_first = word_first // STATE_VALUES
+    # The high half of the word with step and writer.
+    writer_first = tl.load(p_records + begin * 4 + 2, mask=m_begin, other=0) >> 32
     odd_tokens = tl.where(position_first % page_slots == 0, 0, 1)
     odd_prefix = odd_tokens * 0
     outside = odd_tokens * 0
@@ -147,6 +150,7 @@ def gather_blocks_kernel(
     flags += tl.where(unknown > 0, 0, FLAG_BYTES) + tl.where(outside > 0, FLAG_OUTSIDE, 0)
     tl.store(p_row + WORD_SUM, total)
     tl.store(p_row + WORD_SLOT, begin)
+    tl.store(p_row + WORD_WHO, (writer_first << 32) + position_first)
     tl.store(p_row + WORD_FLAGS, flags.to(tl.int64))
 
 

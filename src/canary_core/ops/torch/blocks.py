@@ -15,11 +15,13 @@ from canary_core.records import (
     BLOCK_SLOT,
     BLOCK_SUM,
     BLOCK_VALUES,
+    BLOCK_WHO,
     CONTENT,
     POSITION,
     PREFIX_HASH,
     STATES,
     TOKEN,
+    WRITER,
     Block,
     State,
     Status,
@@ -63,4 +65,6 @@ def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Te
     out[:, BLOCK_SUM] = mix.sum(1)
     out[:, BLOCK_FLAGS] = flags
     out[:, BLOCK_SLOT] = slot[:, 0]
+    who = (record[:, WRITER].long().view_as(slot) << 32) + position
+    out[:, BLOCK_WHO] = torch.where(usable[:, 0], who[:, 0], 0)
     out[:, BLOCK_VALUES:] = (value * hashing.weights(page_slots, slot.device)[:, None]).sum(1)

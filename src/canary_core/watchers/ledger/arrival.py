@@ -93,6 +93,10 @@ class Blocks:
         grown = total[last] - torch.where(before >= 0, total[before.clamp(min=0)], 0)
         return cls(first, tokens[first:], hashes[first:], page_slots, begin - first, count, hashes[last], grown)
 
+    def inside(self, slots: Tensor) -> Tensor:
+        """The part of a list by position, ``[n]``, that is in complete blocks."""
+        return slots[self.skipped : self.skipped + self.count * self.page_slots]
+
     def position(self, block: int) -> int:
         """The first position of block number ``block``."""
         return self.first + self.skipped + block * self.page_slots

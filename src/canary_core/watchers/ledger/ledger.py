@@ -117,6 +117,18 @@ class Ledger:
         if self._switch.enabled and self._told("keep_pages", region, pages, page_slots):
             self._keep(region, pages, page_slots, True)
 
+    def remember(self, region: str, slots: Tensor, page_slots: int) -> None:
+        """Bytes will come for ``slots`` (integer ``[n]``, complete blocks of ``page_slots`` slots, as of `keep`): the
+        records of the present content are remembered, so that an arrival that leaves it there is found. Part of
+        `expect`; a call of its own where slots are forgotten earlier (`SlotEvents.forget`), and then before. Takes
+        effect at once, on the current stream; reads no bytes."""
+        if self._switch.enabled and len(slots) and self._told("remember", region, slots, page_slots):
+            with self._switch.guard("ledger.remember"):
+                ledger = self._ledger(region, page_slots)
+                if ledger is not None:
+                    self._workspace.join()
+                    ledger.remember(slots)
+
     def expect(self, arrival: Arrival) -> None:
         """Announces the bytes of ``arrival``. From now on the slots hold the arrival's tokens, so forwards reading them
         are checked and the sequence goes on from there; the bytes are judged after the arrival. The transfer must begin
@@ -124,6 +136,7 @@ class Ledger:
         if not self._switch.enabled or not self._fits("expect", arrival):
             return
         region, state = arrival.region, self._slots.workspace.states[arrival.region]
+        self.remember(region, arrival.blocks.inside(arrival.slots), arrival.page_slots)
         self._slots.expect(region, arrival.slots)
         with self._switch.guard("ledger.expect"):
             rows = self._rows(arrival)
@@ -223,10 +236,11 @@ class Ledger:
     def stats(self) -> dict[str, float]:
         """Counts over all regions: ``ledger_entries``, their ``ledger_bytes`` of host memory, and ``evicted`` ones; of
         the blocks that left, those ``kept`` or ``imported``, and partly unknown ones (``unclear``); of the blocks that
-        came back, those ``compared`` with an entry, ``matched``, ``differing``, ``lossy``, ``unknown`` (nothing to
-        compare with, or more may have been stored), ``rewritten`` (a forward wrote there before the read) and
-        ``unjudged`` (unknown prefix); and ``partial`` ones. All names begin with ``ledger_``. Zeros are left out.
-        ``ledger_doubt_ratio`` is `doubt_ratio`."""
+        came back, those ``compared`` with an entry, ``matched``, ``differing``, ``nothing_came``, ``left_out``,
+        ``another_sequence``, ``another_identity``, ``lossy``, ``unknown`` (nothing to compare with, or more may have
+        been stored), ``rewritten`` (a forward wrote there before the read) and ``unjudged`` (unknown prefix); and
+        ``partial`` ones. All names begin with ``ledger_``. Zeros are left out. ``ledger_doubt_ratio`` is
+        `doubt_ratio`."""
         found: dict[str, float] = {}
         for ledger in self._regions.values():
             table = ledger.table
@@ -276,7 +290,8 @@ class Ledger:
         ledger = self._regions.get(region)
         if ledger is None:
             state = self._workspace.states[region]
-            ledger = RegionLedger(state, self._workspace.backend, page_slots, self._size_bytes)
+            writers = self._facade.writers
+            ledger = RegionLedger(state, self._workspace.backend, writers, page_slots, self._size_bytes)
             self._regions[region] = ledger
         if ledger.page_slots != page_slots:
             self._switch.misuse(

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,18 +19,21 @@ from canary_core.records import (
     BLOCK_SLOT,
     BLOCK_SUM,
     BLOCK_VALUES,
+    BLOCK_WHO,
     Block,
     Happened,
     Kind,
     Phase,
 )
+from canary_core.runtime.writers import Writers
 from canary_core.violation import Violation
 from canary_core.watchers.ledger.arrival import Arrival, Origin
 from canary_core.watchers.ledger.doubt import Doubt
 from canary_core.watchers.ledger.exchange import COMPLETE, HASH, SUM, VALUES, Format
 from canary_core.watchers.ledger.outbox import Outbox
+from canary_core.watchers.ledger.proofs import Came, Disproof, Proofs
 from canary_core.watchers.ledger.table import Match, Table
-from canary_core.watchers.ledger.wording import fold
+from canary_core.watchers.ledger.wording import fold, positions
 
 MOST_FINDINGS = 64
 """Most findings reported by one read; `differing` in the counts has the full number."""
@@ -57,6 +61,12 @@ class Landed:
     begin: int = 0
 
 
+BEFORE: Literal["before"] = "before"
+"""About rows gathered before a load."""
+
+_JUDGED = Block.TOKENS | Block.BYTES | Block.OUTSIDE | Block.REWRITTEN
+
+
 class RegionLedger:
     """The ledger of the region ``state``, for blocks of ``page_slots`` slots, in about ``size_bytes`` of host memory.
 
@@ -66,15 +76,20 @@ class RegionLedger:
     counts: number of blocks by fate.
     """
 
-    def __init__(self, state: RegionState, backend: Backend, page_slots: int, size_bytes: int) -> None:
+    def __init__(
+        self, state: RegionState, backend: Backend, writers: Writers, page_slots: int, size_bytes: int
+    ) -> None:
         self.state = state
         self.page_slots = page_slots
         self._backend = backend
         sums_bytes = size_bytes // SUMS_SHARE
         self.table = Table(len(state.sources), size_bytes - sums_bytes)
+        self._proofs = Proofs(state, self.table, page_slots, writers)
         self._sums = Doubt(sums_bytes)
         self._looked_up = self._in_doubt = 0
-        self._outbox: Outbox[Landed | None] = Outbox(BLOCK_VALUES + len(state.sources), state.records.device)
+        self._outbox: Outbox[Landed | Literal["before"] | None] = Outbox(
+            BLOCK_VALUES + len(state.sources), state.records.device
+        )
         self._awaited: Counter[int] = Counter()
         self._shared: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -94,20 +109,32 @@ class RegionLedger:
         ``[blocks]`` numbers of pages."""
         self._gather(slots, BlockShape(self.page_slots, paged))
 
+    def remember(self, slots: Tensor) -> None:
+        """Bytes are about to come to ``slots``, integer ``[blocks * page_slots]``: sends the known facts about what is
+        there on their way to the verdict. Reads no bytes."""
+        block = BlockShape(self.page_slots)
+
+        def gather(rows: Tensor, first: int, begin: int, end: int) -> None:
+            part = slots[block.numbers(begin) : block.numbers(end)]
+            self._backend.gather_blocks(self.state, part, block, rows, first)
+            arrivals.content_before(self.state, part.view(-1, self.page_slots), rows[first : first + end - begin])
+
+        self._outbox.write(block.blocks(len(slots)), gather, lambda _: BEFORE)
+
     def land(self, landed: Landed, rows: Tensor) -> None:
         """The bytes of an arrival are there: they are fingerprinted, and the results sent on their way to the verdict.
         ``rows``: `arrivals.sequence_rows` on the device."""
         arrival = landed.arrival
         state, slots, blocks = self.state, arrival.slots, arrival.blocks
         if not landed.expected:
+            self.remember(blocks.inside(slots))
             arrivals.expect(state, slots, rows, arrival.writer)
         self._backend.note(state, slots, Happened.ARRIVE, arrival.writer)
         mine = arrivals.still_expected(state, slots, rows)
         self._backend.adopt(state, torch.where(mine, slots, -1))
         if blocks.count:
-            inside = slice(blocks.skipped, blocks.skipped + blocks.count * self.page_slots)
-            rewritten = ~mine[inside].view(blocks.count, self.page_slots).all(1)
-            self._gather(slots[inside], BlockShape(self.page_slots), landed, rewritten)
+            rewritten = ~blocks.inside(mine).view(blocks.count, self.page_slots).all(1)
+            self._gather(blocks.inside(slots), BlockShape(self.page_slots), landed, rewritten)
         self.counts["partial"] += blocks.partial
 
     def send(self) -> None:
@@ -122,6 +149,8 @@ class RegionLedger:
         for rows, landed in self._outbox.arrived(wait):
             if landed is None:
                 self._enter(rows)
+            elif landed == BEFORE:
+                self._proofs.remember(rows)
             else:
                 found += self._judge(rows, landed, shared, MOST_FINDINGS - len(found))
         return found, shared
@@ -171,7 +200,7 @@ class RegionLedger:
         flags = rows[:, BLOCK_FLAGS]
         whole = flags == Block.whole()
         kept = rows[whole]
-        self.table.add(kept[:, BLOCK_HASH], kept[:, BLOCK_SUM], kept[:, BLOCK_VALUES:])
+        self.table.add(kept[:, BLOCK_HASH], kept[:, BLOCK_SUM], kept[:, BLOCK_VALUES:], who=kept[:, BLOCK_WHO])
         self.counts["kept"] += len(kept)
         doubted: list[int] = []
         grown: list[int] = []
@@ -202,40 +231,53 @@ class RegionLedger:
         if landed.expected and landed.begin + len(rows) == arrival.blocks.count:
             self.give_up(arrival)
         part = slice(landed.begin, landed.begin + len(rows))
-        hashes, sums = arrival.blocks.ends[part], arrival.blocks.sums[part]
-        known = rows[:, BLOCK_FLAGS] == Block.whole()
-        counts["rewritten"] += int((rows[:, BLOCK_FLAGS] & Block.REWRITTEN != 0).sum())
-        counts["unjudged"] += int((~known & (rows[:, BLOCK_FLAGS] & Block.REWRITTEN == 0)).sum())
+        flags = rows[:, BLOCK_FLAGS]
+        rewritten = flags & Block.REWRITTEN != 0
+        counts["rewritten"] += int(rewritten.sum())
+        index = (flags & _JUDGED == Block.TOKENS | Block.BYTES).nonzero()[:, 0]
         # Without an anchor the slots' prefix is not known, so none of its blocks is.
-        index = known.nonzero()[:, 0]
-        values = rows[index, BLOCK_VALUES:]
-        listed = hashes[index].tolist()
-        wrong: list[int] = []
+        prefixed = flags[index] & Block.PREFIX != 0
+        hashes, sums, values = arrival.blocks.ends[part][index], arrival.blocks.sums[part][index], rows[index]
+        values = values[:, BLOCK_VALUES:]
+        doubts: list[bool] = self._doubted(hashes, sums).tolist()
+        matches = [
+            m if p else Match(0)
+            for m, p in zip(self.table.match(hashes.tolist(), values), prefixed.tolist(), strict=True)
+        ]
+        verdicts = [
+            self._verdict(match, arrival.origin, doubt) if told else "unjudged"
+            for match, doubt, told in zip(matches, doubts, prefixed.tolist(), strict=True)
+        ]
+        private = not arrival.origin.shared and arrival.origin.name not in self._shared
+        own = [private and verdict in ("stranger", "differing") for verdict in verdicts]
+        blocks = (index + landed.begin).tolist()
+        came = Came(arrival, blocks, rows[index], hashes.tolist(), sums.tolist(), own)
+        proofs = self._proofs.of(came, [i for i, verdict in enumerate(verdicts) if verdict != "matched"])
+        counts["unjudged"] += len(rows) - len(index) - int(rewritten.sum())
         findings: list[Violation] = []
-        doubts: list[bool] = self._doubted(hashes[index], sums[index]).tolist()
-        for i, match in enumerate(self.table.match(listed, values)):
-            verdict = self._verdict(match, arrival.origin, doubts[i])
-            self._in_doubt += verdict == "unknown" and doubts[i]
+        bad = torch.zeros(len(index), dtype=torch.bool, device="cpu")
+        for i, (match, verdict) in enumerate(zip(matches, verdicts, strict=True)):
+            proof = proofs.get(i)
+            self._in_doubt += verdict == "unknown" and doubts[i] and proof is None
             counts["compared"] += match.entries > 0
-            counts[verdict] += 1
-            if verdict == "stranger":
+            counts[verdict if proof is None else proof.rule] += 1
+            if proof is None and verdict == "stranger":
                 counts["unknown"] += 1
                 if arrival.origin.name not in self._shared and not arrival.origin.shared:
                     self._shared.add(arrival.origin.name)
                     shared.append(arrival.origin)
-            if verdict == "differing":
-                wrong.append(i)
+            if proof is not None or verdict == "differing":
+                bad[i] = True
                 if len(findings) < most:
-                    block = int(index[i])
-                    findings.append(self._finding(landed, rows[block], landed.begin + block, match))
-        self._looked_up += len(index)
+                    findings.append(
+                        self._finding(landed, came.rows[i], blocks[i], proof or self._difference(came, i, match))
+                    )
+        self._looked_up += int(prefixed.sum())
         if self._looked_up > 2 * RECENT:
             self._looked_up, self._in_doubt = self._looked_up // 2, self._in_doubt // 2
-        bad = torch.zeros(len(index), dtype=torch.bool, device="cpu")
-        bad[wrong] = True
         # What came may leave again, and then this is what is stored. What was found to be wrong is remembered as such.
-        for which, condemned in ((~bad, False), (bad, True)):
-            self.table.add(hashes[index][which], sums[index][which], values[which], condemned)
+        for which, condemned in ((~bad & prefixed, False), (bad & prefixed, True)):
+            self.table.add(hashes[which], sums[which], values[which], condemned)
         return findings
 
     def _verdict(self, match: Match, origin: Origin, doubted: bool) -> str:
@@ -250,14 +292,21 @@ class RegionLedger:
             return "unknown"
         return "differing"
 
-    def _finding(self, landed: Landed, row: Tensor, block: int, match: Match) -> Violation:
-        arrival, sources = landed.arrival, self.state.sources
-        stored = self.table.values(match.nearest)
-        found = row[BLOCK_VALUES:]
-        columns = (stored != found).nonzero()[:, 0].tolist()
+    def _difference(self, came: Came, i: int, match: Match) -> Disproof:
+        """The bytes are unlike all entries of the prefix."""
+        nearest = self.table.values(match.nearest)
+        columns = (nearest != came.rows[i, BLOCK_VALUES:]).nonzero()[:, 0].tolist()
+        stored = int(nearest[columns[0]])
+        where = positions(came.arrival.blocks.position(came.blocks[i]), self.page_slots)
+        return Disproof(
+            "differing", columns, f"{where}; {fold(list(self.state.sources), columns)}", stored_value=stored
+        )
+
+    def _finding(self, landed: Landed, row: Tensor, block: int, proof: Disproof) -> Violation:
+        arrival, sources, columns = landed.arrival, self.state.sources, proof.columns
         only = sources[columns[0]] if len(columns) == 1 else None
         slot = int(row[BLOCK_SLOT])
-        position = arrival.blocks.position(block)
+        own, other = proof.identities or (None, None)
         return Violation(
             kind=Kind.ARRIVAL,
             region=self.state.region.name,
@@ -268,15 +317,16 @@ class RegionLedger:
             source=only.name if only else None,
             layer=only.layer if only else None,
             half=only.half if only else None,
-            position=position,
-            stored_value=int(stored[columns[0]]),
-            found_value=int(found[columns[0]]),
+            position=arrival.blocks.position(block),
+            stored_value=proof.stored_value,
+            found_value=int(row[BLOCK_VALUES + columns[0]]),
             request=landed.request,
+            stored_request=proof.stored_request,
+            stored_position=proof.stored_position,
+            rule=None if proof.rule == "differing" else proof.rule,
             origin=arrival.origin.name,
             sources=tuple(sources[column].name for column in columns),
-            detail=f"{_positions(position, self.page_slots)}; {fold(list(sources), columns)}",
+            identity=own,
+            stored_identity=other,
+            detail=proof.detail,
         )
-
-
-def _positions(first: int, count: int) -> str:
-    return f"position {first}" if count == 1 else f"positions {first} to {first + count - 1}"

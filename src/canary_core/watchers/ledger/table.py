@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from canary_core.ops import hashing
 from canary_core.watchers.ledger.doubt import Doubt
 
 ENTRY_BYTES = 230
@@ -13,6 +16,19 @@ ENTRY_BYTES = 230
 
 MOST_VARIANTS = 8
 """Most different bytes kept for one prefix; more leave the prefix in doubt."""
+
+ROW_BYTES = 32
+"""Memory of an entry's hash, sum, writer with position, and place among the contents, beside its values; see
+`Table.holders`."""
+
+NOBODY = -(1 << 63)
+"""In the place of an entry's writer and position: the bytes came from elsewhere, and prove nothing of others."""
+
+MOST_LISTED = 1 << 16
+"""Most entries listed by content at a time."""
+
+_NONE, _SEVERAL = -1, -2
+"""In the place of a row: no entry, or entries of different tokens with the same content, for good."""
 
 DOUBT_SHARE = 8
 """`Doubt` takes one part in so many of the table's memory, 8 bits an entry after the table was overwritten a hundred
@@ -31,16 +47,25 @@ class Match:
     nearest: int = -1
 
 
+class Holder(NamedTuple):
+    """An entry with a certain content: prefix hash, its growth in the block, and the writer and position of the block's
+    first slot (`BLOCK_WHO`)."""
+
+    hash: int
+    sum: int
+    who: int
+
+
 class Table:
-    """Entries: a prefix hash, its growth in the block, and a value for each of ``sources`` sources. A hash may have
-    several: bytes computed more than once, with other numerics.
+    """Entries: a prefix hash, its growth in the block, a value for each of ``sources`` sources, and whose the block is.
+    A hash may have several: bytes computed more than once, with other numerics.
 
     Rows are used in turn. A used entry moves to the front, so an overwritten one is among the least recently used half.
     With one entry of a hash all go, and the hash is in `doubt` from then on: somebody may still have the stored bytes.
     """
 
     def __init__(self, sources: int, size_bytes: int) -> None:
-        self.entry_bytes = 8 * (sources + 2) + ENTRY_BYTES
+        self.entry_bytes = 8 * sources + ROW_BYTES + ENTRY_BYTES
         doubt_bytes = size_bytes // DOUBT_SHARE
         self.capacity = max((size_bytes - doubt_bytes) // self.entry_bytes, 1)
         # Engines run us in inference mode, and what is made there can be written to only there.
@@ -49,7 +74,12 @@ class Table:
             self._values = torch.empty(self.capacity, sources, dtype=torch.int64, device="cpu")
             self._hashes = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
             self._sums = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
+            self._who = torch.empty(self.capacity, dtype=torch.int64, device="cpu")
             self._condemned = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
+        self._listed: Tensor | None = None
+        """Rows by content, made where it is first asked for: int32, twice as many as there are entries."""
+        self._listed_to = 0
+        self._weights = hashing.weights(sources)
         self._rows: dict[int, int | tuple[int, ...]] = {}
         """Numbers of a hash's entries. Nearly all have one, and a number takes less than a tuple."""
         self._next = 0
@@ -63,14 +93,18 @@ class Table:
         """Host memory of the entries and of the doubt, in bytes."""
         return self.entries * self.entry_bytes + self.doubt.size_bytes
 
-    def add(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool = False) -> None:
-        """Adds rows: int64 ``[n]``, ``[n]`` and ``[n, sources]``. A present entry counts as used."""
+    def add(
+        self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool = False, who: Tensor | None = None
+    ) -> None:
+        """Adds rows: int64 ``[n]``, ``[n]`` and ``[n, sources]``. ``who``: int64 ``[n]``, see `Holder`; None: `NOBODY`.
+        A present entry counts as used."""
+        who = torch.full_like(hashes, NOBODY) if who is None else who
         for part in range(0, len(hashes), self.capacity):
             rest = slice(part, part + self.capacity)
-            given = hashes[rest], sums[rest], values[rest]
+            given = hashes[rest], torch.stack((sums[rest], who[rest])), values[rest]
             while len(given[0]):
                 again = self._add_first(*given, condemned)
-                given = given[0][again], given[1][again], given[2][again]
+                given = given[0][again], given[1][:, again], given[2][again]
 
     def match(self, hashes: Sequence[int], values: Tensor) -> list[Match]:
         """Compares blocks, by hash and values int64 ``[n, sources]``, with the entries."""
@@ -106,6 +140,50 @@ class Table:
         rows = rows[~self._condemned[rows]]
         return self._hashes[rows], self._sums[rows], self._values[rows]
 
+    def holders(self, values: Tensor) -> list[Holder | None]:
+        """For each of ``values``, int64 ``[n, sources]``: an entry that was computed here with just this content,
+        whatever its hash, present or given up; None for none, or where entries of different tokens have it. Now and
+        then one is not found: two contents may have one place in the list."""
+        listed = self._list()
+        rows = listed[self._places(values)].long()
+        safe = rows.clamp(min=0)
+        same = (rows >= 0) & (self._values[safe] == values).all(1)
+        found = torch.stack((self._hashes[safe], self._sums[safe], self._who[safe]), 1).tolist()
+        return [Holder(*one) if held else None for one, held in zip(found, same.tolist(), strict=True)]
+
+    def hashes(self, most: int) -> list[int]:
+        """The prefix hashes of up to ``most`` entries, the newest first."""
+        return list(islice(reversed(self._rows), most))
+
+    def has(self, hash: int) -> bool:
+        """Whether there are entries of ``hash``."""
+        return hash in self._rows
+
+    def _list(self) -> Tensor:
+        """Rows by content, with all entries added so far."""
+        if self._listed is None:
+            with torch.inference_mode(False):
+                self._listed = torch.full((2 * self.capacity,), _NONE, dtype=torch.int32, device="cpu")
+        listed = self._listed
+        first = max(self._listed_to, self._next - min(self.capacity, MOST_LISTED))
+        rows = torch.arange(first, self._next, device="cpu") % self.capacity
+        self._listed_to = self._next
+        rows = rows[~self._condemned[rows] & (self._who[rows] != NOBODY)]
+        places = self._places(self._values[rows])
+        before = listed[places]
+        listed[places] = torch.where(before == _SEVERAL, before, rows.int())
+        # Others of this call, and those of earlier ones.
+        for others in (before.long(), listed[places].long()):
+            safe = others.clamp(min=0)
+            clash = (others >= 0) & (self._sums[safe] != self._sums[rows])
+            clash &= (self._values[safe] == self._values[rows]).all(1)
+            listed[places[clash]] = _SEVERAL
+        return listed
+
+    def _places(self, values: Tensor) -> Tensor:
+        """Where contents are listed: int64 ``[n]``."""
+        return ((values * self._weights).sum(1) >> 1 & (1 << 62) - 1) % (2 * self.capacity)
+
     def _numbers(self, hash: int) -> tuple[int, ...]:
         rows = self._rows.get(hash, ())
         return rows if type(rows) is tuple else (rows,)  # type: ignore[return-value]
@@ -113,8 +191,9 @@ class Table:
     def _distance(self, number: int, values: Tensor) -> int:
         return int((values != self.values(number)).sum())
 
-    def _add_first(self, hashes: Tensor, sums: Tensor, values: Tensor, condemned: bool) -> Tensor:
-        """Adds the first entry of each hash; gives the indices of the others."""
+    def _add_first(self, hashes: Tensor, about: Tensor, values: Tensor, condemned: bool) -> Tensor:
+        """Adds the first entry of each hash; gives the indices of the others. ``about``: int64 ``[2, n]``, sums and
+        writers."""
         listed: list[int] = hashes.tolist()
         first: dict[int, int] = {}
         again = [i for i, hash in enumerate(listed) if first.setdefault(hash, i) != i]
@@ -124,10 +203,10 @@ class Table:
             variants = set(self._touch([listed[i] for i in known], known, values))
             fresh = [i for hash, i in first.items() if hash not in self._rows or i in variants]
         if len(fresh) == len(listed):
-            self._append(listed, sums, values, condemned)
+            self._append(listed, about, values, condemned)
         elif fresh:
             rows = torch.tensor(fresh, dtype=torch.int64, device="cpu")
-            self._append([listed[i] for i in fresh], sums[rows], values[rows], condemned)
+            self._append([listed[i] for i in fresh], about[:, rows], values[rows], condemned)
         self.entries += len(fresh)
         return torch.tensor(again, dtype=torch.int64, device="cpu")
 
@@ -152,11 +231,11 @@ class Table:
             del self._rows[hash]
         if numbers:
             rows_ = torch.tensor([number for _, number in numbers], device="cpu") % self.capacity
-            kept = self._sums[rows_], self._values[rows_], self._condemned[rows_]
+            kept = torch.stack((self._sums[rows_], self._who[rows_])), self._values[rows_], self._condemned[rows_]
             self._append([hash for hash, _ in numbers], *kept)
         return variants
 
-    def _append(self, hashes: list[int], sums: Tensor, values: Tensor, condemned: Tensor | bool) -> None:
+    def _append(self, hashes: list[int], about: Tensor, values: Tensor, condemned: Tensor | bool) -> None:
         """At most `capacity` entries."""
         begin, self._next = self._next, self._next + len(hashes)
         self._evict(max(begin - self.capacity, 0), max(self._next - self.capacity, 0))
@@ -165,7 +244,8 @@ class Table:
         if first + len(hashes) > self.capacity:
             rows = torch.arange(begin, self._next, device="cpu") % self.capacity
         self._hashes[rows] = torch.tensor(hashes, dtype=torch.int64, device="cpu")
-        self._sums[rows], self._values[rows], self._condemned[rows] = sums, values, condemned
+        self._sums[rows], self._who[rows] = about
+        self._values[rows], self._condemned[rows] = values, condemned
         if len(set(hashes)) == len(hashes) and self._rows.keys().isdisjoint(hashes):
             self._rows.update(zip(hashes, range(begin, self._next), strict=True))
             return

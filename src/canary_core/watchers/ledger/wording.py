@@ -5,9 +5,14 @@ from collections.abc import Collection, Sequence
 from canary_core.region import KVSource
 
 
-def fold(sources: Sequence[KVSource], differing: Sequence[int]) -> str:
+def positions(first: int, count: int) -> str:
+    """``positions 4 to 7``"""
+    return f"position {first}" if count == 1 else f"positions {first} to {first + count - 1}"
+
+
+def fold(sources: Sequence[KVSource], differing: Sequence[int], state: str = "") -> str:
     """``differing``: indices among ``sources``, at least one. For example "1 of 64 sources differs: layer 3 V", or "64
-    of 64 sources differ: every layer, K and V"."""
+    of 64 sources differ: every layer, K and V"; with ``state`` "1 of 64 sources is as before: layer 3 V"."""
     # A layer may have several sources of one half, where its bytes are in several places.
     halves: dict[str, set[int]] = {}
     every: dict[str, set[int]] = {}
@@ -21,6 +26,8 @@ def fold(sources: Sequence[KVSource], differing: Sequence[int]) -> str:
         alike.setdefault(("every layer," if whole else _layers(layers), whole), []).append(_half(half))
     said = "; ".join(f"{where} {_joined(names)}" for (where, _), names in alike.items())
     verb = "differs" if len(differing) == 1 else "differ"
+    if state:
+        verb = f"{'is' if len(differing) == 1 else 'are'} {state}"
     return f"{len(differing)} of {len(sources)} sources {verb}: {said}"
 
 

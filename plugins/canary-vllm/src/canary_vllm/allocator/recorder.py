@@ -23,7 +23,7 @@ class BlockRecorder:
     | `free_blocks`, of a block without a holder afterwards            | park if its hash is known, else free       |
     | `_maybe_evict_cached_block` of a block without a holder          | evict                                      |
     | `reset_prefix_cache`                                             | evict, of all cached ones                  |
-    | `allocate_slots` with tokens of a connector                      | forget                                     |
+    | `allocate_slots` with tokens of a connector                      | none, but a load                           |
 
     Preemption and abort free blocks in the same way. Every ``sweep_interval`` outputs the pool's structure is checked.
     An exception of Canary's own never reaches the scheduler: the workers learn that blocks can't be followed any more.
@@ -150,14 +150,11 @@ class BlockRecorder:
         brought_to: list[list[int]] = []
         for number, held in enumerate(self._manager.get_block_ids(request.request_id)):
             size = int(groups[number].kv_cache_spec.block_size)
-            self._request = request.request_id
             brought_to.append([int(b) for b in held[first // size : -(-(first + brought) // size)]])
-            self._put("forget", [b for b in brought_to[-1] if b], number)
-            self._request = None
+        tokens = list(request.all_token_ids[: first + brought])
         # With embeddings in the place of tokens the prefix can't be known.
-        if getattr(request, "prompt_embeds", None) is None:
-            tokens = list(request.all_token_ids[: first + brought])
-            self._message.loads.append(BlockLoad(request.request_id, tokens, first, brought_to))
+        known = getattr(request, "prompt_embeds", None) is None
+        self._message.loads.append(BlockLoad(request.request_id, tokens, first, brought_to, known))
 
     @contextmanager
     def _guard(self, where: str) -> Iterator[None]:
