@@ -364,7 +364,7 @@ def test_an_answer_moves_no_cursor(folder):
     try:
         told = client.ask(made.path, Request(command="status"))
         assert told == {"model": "a\\x1b[2J\\u202e", "canaries": [{"x\\n": "y\\r"}]}
-        with pytest.raises(ControlError, match="no.x1b") as refused:
+        with pytest.raises(ControlError, match=r"no.x1b") as refused:
             client.ask(made.path, Request(command="status"))
         assert str(refused.value).isprintable()
     finally:

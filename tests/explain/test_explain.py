@@ -1,6 +1,7 @@
 """``canary explain``: from the bundle of a real run to a report, a page, a check, and a text for a bug tracker."""
 
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from explain.mutations import outcomes
 from support.guarded import Guarded
 from support.toy import ToyEngine
 from typer.testing import CliRunner
@@ -322,3 +324,29 @@ def test_times_are_by_the_clock(tmp_path):
     assert [clock.at(step) for step in (50, 101, 102)] == ["00:00:00 to 01:00:00", "01:00:01", ""]
     assert list(folded([("a", "b", "c")] * 3 + [("a", "b", "d")])) == [("a", "b", "c (3 times)"), ("a", "b", "d")]
     assert re.search(r"told on \d{4}-\d\d-\d\d, \d\d:\d\d:\d\d UTC", tell(read_bundle(flipped(tmp_path))).when)
+
+
+def test_no_change_of_a_bundle_brings_a_traceback():
+    """Whatever stands in the files, or in their place: an explanation, or one sentence and exit code 2, within seconds.
+    ``python tests/explain/mutations.py 10000`` tries more."""
+    good = ("explained", "differs", "refused")
+    tried = list(outcomes(60, seed=1_000_000))
+    assert [told for told in tried if told[1] not in good] == []
+    assert {what for _, what in tried} >= {"explained", "refused"}
+
+
+@pytest.mark.parametrize("what", ["pipe", "hole", "deep"])
+def test_a_bundle_beside_that_is_none_is_passed_over(of_two_ranks, what):
+    """A pipe would wait for ever, a hole take all memory."""
+    path = of_two_ranks(1, 5)
+    for file in ("manifest.json", "about.json", "incident.json"):
+        other = path.parent / f"incident-{what}" / file
+        other.parent.mkdir(exist_ok=True)
+        if what == "pipe":
+            os.mkfifo(other)
+        elif what == "hole":
+            with other.open("wb") as hole:
+                hole.truncate(1 << 40)
+        else:
+            other.write_text("[" * 1_000_000)
+    assert run(str(path)).exit_code == 0

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from canary_core.desk.incidents.bundle import PARTIAL, BundleError, read_bundle
 from canary_core.desk.incidents.bundle_writer import GIVEN_UP_S
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.patterns import patterns
+from canary_core.desk.incidents.rotation import Limits, rotate
 from canary_core.ops.histories import Happening
 
 SECRET = 7_654_321
@@ -120,15 +122,63 @@ def test_bytes_are_in_it_only_if_asked_for(tmp_path):
     assert (only(tmp_path / "with") / "bytes.bin").stat().st_size > 0
 
 
-def test_only_so_many_are_written(tmp_path):
-    """The first ones are kept; that there are no more is told once, and each incident as ever."""
-    for _ in range(2):
+def test_of_very_many_the_newest_stay(tmp_path):
+    """The directory takes each new one, and the oldest goes."""
+    names = []
+    for _ in range(4):
         broken(tmp_path, incident_most=2)
-    guarded = broken(tmp_path, incident_most=2)
+        names += [path.name for path in tmp_path.iterdir() if path.name not in names]
+    # Of one second the names tell no order.
     assert len(list(tmp_path.iterdir())) == 2
-    (event,) = guarded.findings.told("bundle_failed")
-    assert "CANARY_INCIDENT_MOST" in event.fields["reason"]
-    assert len(guarded.findings.told("diagnosis")) == 1
+    assert len(names) == 4
+
+
+def kept(directory: Path, *bundles: tuple[str, str, int]) -> None:
+    """Puts bundles of a kind, a time and a size there, under their kind and time."""
+    for kind, written, size in bundles:
+        path = directory / f"incident-{written}-{kind}"
+        path.mkdir()
+        manifest = {"format": "canary-incident", "written": f"{written}T00:00:00Z", "kind": kind, "files": {}}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        (path / "bytes.bin").write_bytes(bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        (Limits(4, 1 << 20, 0), {"09-10-freed", "09-13-bytes", "09-14-bytes", "09-12-token"}),
+        (Limits(1, 1 << 20, 0), {"09-10-freed", "09-14-bytes", "09-12-token"}),
+        (Limits(9, 4500, 0), {"09-10-freed", "09-13-bytes", "09-14-bytes", "09-12-token"}),
+        (Limits(9, 1, 0), {"09-10-freed", "09-14-bytes", "09-12-token"}),
+        (Limits(9, 1 << 20, 0.5), {"09-10-freed", "09-14-bytes", "09-12-token"}),
+        (Limits(9, 1 << 20, 0), {f"09-1{n}-bytes" for n in (1, 3, 4)} | {"09-10-freed", "09-09-freed", "09-12-token"}),
+    ],
+    ids=["number", "one", "size", "no size", "age", "none"],
+)
+def test_bundles_rotate_and_one_of_each_kind_and_the_newest_stay(tmp_path, limits, left):
+    """The oldest of the most frequent kind goes first, until number and size are within the limits. Anything else in
+    the directory is left alone."""
+    kept(tmp_path, ("freed", "2020-09-10", 900), ("bytes", "2020-09-11", 900), ("token", "2020-09-12", 900))
+    kept(tmp_path, ("bytes", "2020-09-13", 900), ("bytes", "2020-09-14", 900), ("freed", "2020-09-09", 900))
+    (tmp_path / "incident-notes").mkdir()
+    (tmp_path / "incident-link").symlink_to(tmp_path / "incident-2020-09-14-bytes")
+    (tmp_path / "else").touch()
+    rotate(tmp_path, limits, ".partial-")
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found - {"incident-notes", "incident-link", "else"} == {f"incident-2020-{name}" for name in left}
+    assert {"incident-notes", "incident-link", "else"} <= found
+
+
+def test_only_its_user_can_read_a_bundle(tmp_path):
+    """Whatever the umask; the directory is Canary's own only where Canary made it."""
+    before = os.umask(0)
+    try:
+        broken(tmp_path / "bundles")
+    finally:
+        os.umask(before)
+    path = only(tmp_path / "bundles")
+    assert {stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)} == {0o700}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize("where", ["a file", "below a file"])

@@ -286,8 +286,19 @@ class CanaryConfig(BaseSettings):
     )
     incident_most: Annotated[int, Field(ge=1)] = Field(
         default=50,
-        description="Bundles that the directory may hold; the first ones are kept.",
+        description="Bundles that the directory may hold; beyond, the oldest of the most frequent kind is removed. One "
+        "of each kind and the newest of all stay, whatever this and the next two settings say.",
         json_schema_extra=_unit("bundles"),
+    )
+    incident_size: Annotated[ByteSize, Field(ge=1, le=MOST_BYTES), PlainSerializer(int, return_type=int)] = Field(
+        default=ByteSize(1 << 30),
+        description="Size of all bundles in the directory; beyond, some are removed in the same order.",
+        json_schema_extra=_unit("bytes, e.g. 1GiB"),
+    )
+    incident_days: Annotated[float, Field(ge=0)] = Field(
+        default=30.0,
+        description="Age of a bundle, after which it is removed when the next one is written; 0: none is too old.",
+        json_schema_extra=_unit("days"),
     )
     incident_bytes: bool = Field(
         default=False, description="Bundles hold the bytes of up to 64 slots, 16 MiB at most: KV, not text."

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from canary_core.desk.explain import check, page, show, tell
-from canary_core.desk.incidents.bundle import BundleError, read_bundle
+from canary_core.desk.incidents.bundle import Bundle, BundleError, read_bundle, unlike
 
 
 def explain(
@@ -24,20 +24,35 @@ def explain(
     """Explain an incident by its bundle (see CANARY_INCIDENT_DIR). Exit code 2 if it is none, or not whole."""
     try:
         found = read_bundle(bundle)
-        story = tell(found)
-        if repeat:
-            _check(check(found), story.diagnoses[0].name)
-        elif report:
-            typer.echo(story.report)
-        else:
-            if html is not None:
-                html.write_text(page(story), encoding="utf-8")
-            show(story, Console())
-            if html is not None:
-                typer.echo(f"The page is in {html}")
+        wrong, told, text = _told(found, repeat, report, html)
+        if html is not None and text:
+            html.write_text(text, encoding="utf-8")
     except (BundleError, OSError) as error:
         typer.echo(f"canary: {error}", err=True)
         raise typer.Exit(2) from error
+    if repeat:
+        _check(wrong, told)
+        return
+    typer.echo(told)
+    if html is not None and text:
+        typer.echo(f"The page is in {html}")
+
+
+def _told(bundle: Bundle, repeat: bool, report: bool, html: Path | None) -> tuple[list[str], str, str]:
+    """All that is said of ``bundle``, before any of it is printed: differences of a repeated check, text, page. Raises
+    `BundleError` for a bundle that nothing can be said of: whoever made it may have put anything there."""
+    try:
+        story = tell(bundle)
+        if repeat:
+            return check(bundle), story.diagnoses[0].name, ""
+        if report:
+            return [], story.report, ""
+        console = Console()
+        with console.capture() as shown:
+            show(story, console)
+        return [], shown.get().removesuffix("\n"), "" if html is None else page(story)
+    except Exception as error:
+        raise unlike(bundle.path, error) from error
 
 
 def _check(wrong: list[str], diagnosis: str) -> None:

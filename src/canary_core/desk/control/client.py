@@ -64,7 +64,7 @@ def ask_all(paths: Sequence[Path], request: Request) -> "dict[Path, Answer | Con
 
 def found(folder: Path, pid: int | None = None) -> list[Path]:
     """Sockets in ``folder`` with a listener, the oldest first; only process ``pid``'s, if given. Raises `ControlError`
-    if there is none, or ``folder`` is not this user's own: whoever else can write there could answer."""
+    without any, and for a ``folder`` that other users could put a socket into."""
     if os.path.lexists(folder) and not is_own(folder):
         raise ControlError(
             f"the folder {str(folder)!r} does not belong to this user, or others can write to it, so whoever answers "

@@ -101,8 +101,8 @@ class Server:
                 self.path.unlink()
 
     def let_go(self) -> None:
-        """In a forked process: closes the parent's descriptors, and changes nothing for the parent. Else whoever
-        connects after its end would wait for an answer of nobody."""
+        """In a forked process: closes the parent's descriptors, without a change for the parent. Else a client would
+        wait in vain after the parent's end."""
         self._ending = True
         connections = [client.connection for client in self._clients.values()]
         self._selector.close()

@@ -1,13 +1,12 @@
 """`of_ranks`: whether one rank alone reported an incident, by the neighbouring bundles."""
 
-import json
 from calendar import timegm
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from time import strptime
 from typing import Any
 
-from canary_core.desk.incidents.bundle import PREFIX, Bundle
+from canary_core.desk.incidents.bundle import MOST_JSON_BYTES, PREFIX, Bundle, content, parsed
 
 NEAR_S = 60
 """Largest distance in seconds between two bundles of one incident."""
@@ -58,7 +57,7 @@ def _beside(bundle: Bundle) -> Iterator[tuple[Who, Mapping[str, Any]]]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
+    found: dict[str, Any] = parsed(content(path, MOST_JSON_BYTES))
     return found
 
 

@@ -2,7 +2,8 @@
 
 | file            | content                                                                                           |
 |-----------------|---------------------------------------------------------------------------------------------------|
-| `manifest.json` | format, version, time, process, size and SHA-256 of each other file written at the same time      |
+| `manifest.json` | format, version, time, kind of the root, process, size and SHA-256 of each other file written     |
+|                 | at the same time                                                                                  |
 | `incident.json` | the root, the findings, counts by kind, the diagnoses                                             |
 | `evidence.json` | of each slot looked at: record, fingerprints recorded and found, last events (``lives``); pattern |
 |                 | of the bytes; their owner; the table's row                                                        |
@@ -15,8 +16,11 @@
 Without ``CANARY_INCIDENT_TOKENS`` there is neither a token id nor a prefix hash, by which a token could be worked out.
 """
 
+import errno
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +32,8 @@ from torch import Tensor
 from canary_core.desk.incidents.evidence import Evidence, SourceFacts
 from canary_core.desk.incidents.signature import Signature, signature
 from canary_core.desk.incidents.slot_history import call_of, life_of
-from canary_core.errors import CanaryError
+from canary_core.errors import CanaryError, error_text
+from canary_core.events import all_escaped
 from canary_core.incident import Incident
 from canary_core.kinds import registry
 from canary_core.kinds.case import Copy, Pattern
@@ -42,8 +47,11 @@ FORMAT, VERSION = "canary-incident", 3
 OLDEST = 2
 """Oldest readable version. Bundles before 3 have no ``lives``."""
 
-MOST_FILE_BYTES = 64 << 20
-"""A larger file is not read."""
+MOST_FILE_BYTES, MOST_JSON_BYTES, MOST_FILES = 64 << 20, 16 << 20, 32
+"""A larger file is not read, nor a bundle of more files."""
+
+MOST_NUMBER, MOST_PAGE_SLOTS = 1 << 64, 1 << 20
+"""Bounds of the numbers that Canary writes, and of a page's size."""
 
 PARTIAL = ".partial-"
 """Prefix of the name of an unfinished directory."""
@@ -121,14 +129,51 @@ def read_bundle(path: Path) -> Bundle:
         reads = f"this Canary reads {OLDEST} to {VERSION}"
         raise BundleError(f"{path} has version {version!r}, {reads}; use the Canary that wrote it, or a newer one")
     files = manifest.get("files")
-    if not isinstance(files, dict):
-        raise BundleError(f"{path} is not whole: its manifest lists no files")
+    if not isinstance(files, dict) or len(files) > MOST_FILES:
+        raise BundleError(f"{path} is not whole: its manifest lists no files, or more than Canary writes")
     for name, listed in files.items():
         _require_whole(path / Path(name).name, listed)
     try:
         return _bundle(path, manifest)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise BundleError(f"{path} does not hold what a bundle holds: {error!r}") from error
+    except BundleError:
+        raise
+    except Exception as error:
+        raise unlike(path, error) from error
+
+
+def unlike(path: Path, error: Exception) -> BundleError:
+    """The bundle in directory ``path`` has files of Canary's names with other content: reading it, or telling of it,
+    failed with ``error``."""
+    return BundleError(f"{path} does not hold what a bundle holds: {all_escaped(error_text(error)[:200])}")
+
+
+def content(file: Path, most_bytes: int = MOST_FILE_BYTES) -> bytes:
+    """Of a regular file of so many bytes at most: no pipe, device or link, which may have no end or be elsewhere.
+    Raises OSError for any other, and where it can't be read."""
+    if not stat.S_ISREG(os.lstat(file).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as opened:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
+            raise OSError(errno.EFBIG, "it is larger than any that Canary writes")
+        return opened.read(most_bytes)
+
+
+def parsed(text: bytes) -> Any:
+    """The value of ``text``, as JSON, with every text within escaped. Raises ValueError for anything else, and for what
+    Canary never writes: deep nesting, very large numbers."""
+    try:
+        return all_escaped(json.loads(text, parse_int=_number))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _number(digits: str) -> int:
+    number = int(digits) if len(digits) <= 20 else MOST_NUMBER
+    if abs(number) >= MOST_NUMBER:
+        raise ValueError("it has a larger number than any that Canary writes")
+    return number
 
 
 def _bundle(path: Path, manifest: dict[str, Any]) -> Bundle:
@@ -139,8 +184,8 @@ def _bundle(path: Path, manifest: dict[str, Any]) -> Bundle:
         history = _read_json(path / "history.json", path)
         evidence = _evidence_of(raw, history, path)
         seen = [_pattern(p) for p in raw["patterns"]]
-    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
-    after = _read_json(path / "after.json", path) if (path / "after.json").exists() else {}
+    events = [parsed(line) for line in content(path / "events.jsonl", MOST_JSON_BYTES).splitlines()]
+    after = _read_json(path / "after.json", path) if os.path.lexists(path / "after.json") else {}
     incident = _read_json(path / "incident.json", path)
     bundle = Bundle(
         path, manifest, incident, _read_json(path / "about.json", path), events, history, after, evidence, seen
@@ -151,9 +196,7 @@ def _bundle(path: Path, manifest: dict[str, Any]) -> Bundle:
 
 def _read_json(file: Path, path: Path) -> Any:
     try:
-        if file.stat().st_size > MOST_FILE_BYTES:
-            raise BundleError(f"{path}: {file.name} is larger than any that Canary writes")
-        return json.loads(file.read_text())
+        return parsed(content(file, MOST_JSON_BYTES))
     except FileNotFoundError as error:
         raise BundleError(f"{path} is no incident of Canary, or not a whole one: it has no {file.name}") from error
     except (ValueError, OSError) as error:
@@ -162,13 +205,14 @@ def _read_json(file: Path, path: Path) -> Any:
 
 def _require_whole(file: Path, listed: Mapping[str, Any]) -> None:
     try:
-        size = file.stat().st_size
-        if size != listed["bytes"]:
-            raise BundleError(f"{file.parent} is not whole: {file.name} has {size} of {listed['bytes']} bytes")
-        if size <= MOST_FILE_BYTES and hashlib.sha256(file.read_bytes()).hexdigest() != listed["sha256"]:
+        found = content(file)
+        if len(found) != listed["bytes"]:
+            raise BundleError(f"{file.parent} is not whole: {file.name} has {len(found)} of {listed['bytes']} bytes")
+        if hashlib.sha256(found).hexdigest() != listed["sha256"]:
             raise BundleError(f"{file.parent} is not what was written: {file.name} has another content")
-    except OSError as error:
-        raise BundleError(f"{file.parent} is not whole: {file.name} is missing or can't be read") from error
+    except (OSError, ValueError) as error:
+        why = f"{file.name} is missing or can't be read ({error})"
+        raise BundleError(f"{file.parent} is not whole: {why}") from error
     except (KeyError, TypeError) as error:
         raise BundleError(f"{file.parent} is not whole: its manifest says nothing of {file.name}") from error
 
@@ -176,15 +220,18 @@ def _require_whole(file: Path, listed: Mapping[str, Any]) -> None:
 def _evidence_of(raw: Mapping[str, Any], history: Sequence[Mapping[str, Any]], path: Path) -> Evidence:
     sources = tuple(SourceFacts(**s) for s in raw["sources"])
     columns, read = len(sources), list(raw["read"])
+    for size in (raw["page_size"], *(call["page_slots"] for call in history)):
+        if not 1 <= size <= MOST_PAGE_SLOTS:
+            raise ValueError(f"pages of {size} slots")
     names = {int(writer): name for writer, name in raw["names"].items()}
     numbers = {name: writer for writer, name in names.items()}
     words: dict[str, Tensor] = {}
     if read:
-        content = bytearray((path / "bytes.bin").read_bytes())
+        taken = bytearray(content(path / "bytes.bin"))
         start = 0
         for source in sources:
             size = len(read) * source.words * 4
-            part = torch.frombuffer(content, dtype=torch.int32, count=size // 4, offset=start)
+            part = torch.frombuffer(taken, dtype=torch.int32, count=size // 4, offset=start)
             words[source.name], start = part.view(len(read), source.words), start + size
     return Evidence(
         raw["region"],

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from canary_core.desk.incidents.bundle import FORMAT, PARTIAL, PREFIX, VERSION, BundleError, redacted
+from canary_core.desk.incidents.bundle import FORMAT, PARTIAL, PREFIX, VERSION, redacted
 from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.evidence import Evidence
+from canary_core.desk.incidents.rotation import Limits, rotate
 from canary_core.desk.incidents.slot_history import call_fields, life_rows
 from canary_core.events import Event
 from canary_core.incident import Incident
@@ -47,36 +48,32 @@ class Dossier:
     circumstances: Circumstances
 
 
-def write_bundle(directory: Path, dossier: Dossier, most: int) -> Path:
+def write_bundle(directory: Path, dossier: Dossier, limits: Limits) -> Path:
     """Writes a bundle into ``directory``, made if need be, and returns its path. A directory of another name is filled,
-    brought to the disk and then renamed, so every visible bundle is complete.
+    brought to the disk and then renamed, so every visible bundle is complete. Only this user can read it. Then the
+    directory is rotated by ``limits``.
 
-    Raises `BundleError` if there are ``most`` bundles already, OSError where nothing can be written; nothing is left
-    behind then.
+    Raises OSError where nothing can be written; nothing is left behind then.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _sweep(directory)
-    there = [p for p in directory.iterdir() if p.name.startswith(PREFIX)]
-    if len(there) >= most:
-        raise BundleError(
-            f"{directory} has {len(there)} bundles and CANARY_INCIDENT_MOST is {most}; move some elsewhere"
-        )
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     # One process may have several Canaries, each with an incident 1. Pods that share a folder may have processes of the
     # same number, and the name of one host.
     name = f"{PREFIX}{stamp}-{_host()}-{os.getpid()}-{next(_count)}-{secrets.token_hex(3)}"
     partial = directory / f"{_own()}{os.getpid()}-{name}"
-    partial.mkdir()
+    partial.mkdir(mode=0o700)
     try:
         files = _files(dossier)
         for file, content in files.items():
             _put(partial / file, content)
-        _put(partial / "manifest.json", _manifest(files))
+        _put(partial / "manifest.json", _manifest(files, dossier.incident))
         _to_disk(partial)
         os.rename(partial, directory / name)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    rotate(directory, limits, f"{_own()}{os.getpid()}-old-")
     _to_disk(directory)
     return directory / name
 
@@ -134,7 +131,8 @@ def _runs(process: int) -> bool:
 
 
 def _put(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -152,10 +150,10 @@ def _json(value: object) -> bytes:
     return json.dumps(value, default=str, separators=(",", ":")).encode()
 
 
-def _manifest(files: Mapping[str, bytes]) -> bytes:
+def _manifest(files: Mapping[str, bytes], incident: Incident) -> bytes:
     listed = {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in files.items()}
     about = {"format": FORMAT, "version": VERSION, "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    return _json({**about, "process": os.getpid(), "files": listed})
+    return _json({**about, "kind": incident.root.kind.name.lower(), "process": os.getpid(), "files": listed})
 
 
 def _files(dossier: Dossier) -> dict[str, bytes]:

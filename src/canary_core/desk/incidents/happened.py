@@ -20,11 +20,11 @@ def last_of_all(evidence: Evidence, slots: Sequence[int], event: str, noted: str
 
 def _last_call(evidence: Evidence, slots: Sequence[int], event: str) -> int | None:
     calls = [e for e in evidence.history if e.event == event and e.slots is not None]
-    told: set[int] = set()
+    untold = set(slots)
     for call in calls:
-        for number in call.slots.tolist() if call.slots is not None else ():
-            told.update(range(number * call.page_slots, (number + 1) * call.page_slots))
-    return calls[-1].step if calls and slots and told.issuperset(slots) else None
+        pages = set(call.slots.tolist()) if call.slots is not None else set()
+        untold -= {slot for slot in untold if slot // call.page_slots in pages}
+    return calls[-1].step if calls and slots and not untold else None
 
 
 def held_before(evidence: Evidence, root: Facts) -> Held | None:

@@ -16,6 +16,7 @@ from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.evidence import Taken, take
 from canary_core.desk.incidents.patterns import patterns
+from canary_core.desk.incidents.rotation import Limits
 from canary_core.desk.incidents.signature import signature
 from canary_core.errors import CanaryError
 from canary_core.events import Event
@@ -209,7 +210,8 @@ class Investigator:
     def _write(self, canary: Canary, dossier: Dossier) -> None:
         began = time.time()
         try:
-            path = write_bundle(Path(self._config.incident_dir), dossier, self._config.incident_most)
+            limits = Limits(self._config.incident_most, self._config.incident_size, self._config.incident_days)
+            path = write_bundle(Path(self._config.incident_dir), dossier, limits)
         except (OSError, CanaryError) as error:
             # Once: a disk that is full stays so for a while.
             if not self._refused:
