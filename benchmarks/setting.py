@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.cases import CACHE_EVENTS, EVENTS, TOGETHER, Case
 from benchmarks.layouts import LAYOUTS
 from canary_adapters import ragged_table
-from canary_core import BatchView, CanaryConfig, ReadTable, Region, SlotTable
+from canary_core import BatchView, CanaryConfig, ReadLens, ReadTable, Region, SlotTable
 from canary_core.ops.backends import Backend, torch_backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
@@ -53,7 +53,7 @@ class Forward:
         elif op == "note_store":
             backend.note_store(state, self.batch, range(len(state.sources)))
         elif op == "compare_tables":
-            backend.compare_tables(state, self._read_table(), 0, True)
+            backend.compare_tables(state, self._read_table(), [0] * 3, True)
         elif op == "gather_blocks":
             slots = self.read_slots[: len(self.read_slots) // BLOCK_SLOTS * BLOCK_SLOTS]
             words = BLOCK_VALUES + len(state.sources)
@@ -66,12 +66,13 @@ class Forward:
             getattr(backend, op)(state, self.batch, self.table)
 
     def _read_table(self) -> ReadTable:
-        """``given`` beside the table: every row reads as many positions."""
+        """``given`` beside the table, and two lengths: every row reads as many positions."""
         batch = self.batch
         starts = batch.prefix_lens.cumsum(0) - batch.prefix_lens
         first = torch.zeros_like(batch.prefix_lens)
         given = ragged_table(self.given, starts)
-        return ReadTable("kv_indices", REGION, given, self.table, first, batch.prefix_lens, batch.writers)
+        lens = (ReadLens("seq_lens", batch.prefix_lens, batch.prefix_lens),) * 2
+        return ReadTable("kv_indices", REGION, given, self.table, first, batch.prefix_lens, batch.writers, lens=lens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +194,7 @@ class Setting:
                 "scrub": scrubbed * (SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "verify": reads * (8 + SECTOR_BYTES + prints + state.sources.slot_bytes),
                 "adopt": reads * (8 + prints + state.sources.slot_bytes),
-                "compare_tables": reads * (entry + 8),
+                "compare_tables": reads * (entry + 8) + 2 * shape.rows * 8,
                 "gather_blocks": reads * (8 + SECTOR_BYTES + prints * (1 + 1 / BLOCK_SLOTS)),
                 **dict.fromkeys((*EVENTS, *CACHE_EVENTS), reads * (8 + 2 * SECTOR_BYTES + history)),
                 "note": reads * (2 * 8 + history),

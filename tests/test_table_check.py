@@ -9,7 +9,7 @@ from support.guarded import Guarded
 from support.toy import ToyEngine
 
 from canary_adapters import ragged_table
-from canary_core import AttachError, BatchView, Kind, ReadTable
+from canary_core import AttachError, BatchView, Kind, ReadLens, ReadTable
 from canary_core.ops.state import RegionState
 
 
@@ -173,6 +173,84 @@ def test_nothing_is_due_while_canary_is_paused():
     assert not g.canary.step.tables.due
     g.canary.step.resume()
     assert g.canary.step.tables.due
+
+
+def with_lens(batch: BatchView, begins: bool = False) -> ReadTable:
+    """The list, with the lengths that the backend made for it, padded, or where each row begins."""
+    table = kv_indices(batch)
+    given = torch.cat((table.end, table.end.new_full((3,), 99)))
+    if begins:
+        given = torch.cat((given.new_zeros(1), given)).cumsum(0).to(given.dtype)
+    return replace(table, lens=(ReadLens("kv_lens", given, table.end, begins),))
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_length_that_is_one_short_is_told_once_with_request_and_both_lengths(begins):
+    """Table and bytes are right. A persistent mistake is one finding, though lengths grow; padding is not looked at."""
+    g = Guarded(table_interval=1)
+    g.submit("a", 3)
+    g.submit("b", 4)
+    for forward in range(5):
+        batch = g.engine.batch()
+        table = with_lens(batch, begins)
+        if forward > 1:
+            # Of a list all rows behind begin one earlier, and so b only is shorter.
+            table.lens[0].given[2 if begins else 1 :] -= 1
+        run(g, table, batch=batch)
+        for request in g.engine.requests:
+            request.tokens.append(8)
+    g.canary.drain()
+    (found,) = g.violations
+    assert (found.kind, found.region, found.request) == (Kind.READ_LENGTH, "full", "b")
+    assert (found.found_value, found.stored_value, found.detail, found.step) == (5, 6, "kv_lens", 3)
+    assert (found.slot, found.position, found.stored_token) == (None, None, None)
+    assert "kv_lens has 5 tokens for b, and 6 are right (1 too few)" in found.explanation
+    assert found.fields()["found_value"] == 5
+    assert g.canary.stats()["lengths_compared"] == 5
+    diagnoses = [event.fields["diagnosis"] for event in g.findings.told("diagnosis")]
+    assert diagnoses == ["wrong_length"]
+
+
+def test_lengths_without_a_table_are_compared_row_by_row():
+    """Where a backend reads the engine's own table. Rows whose length can't be known are left out."""
+    g = Guarded(table_interval=1)
+    g.submit("a", 3)
+    g.submit("b", 4)
+    batch = g.engine.batch()
+    ends = batch.prefix_lens + batch.new_lens
+    first = ReadLens("seq_lens", ends + 2, torch.tensor([-1, ends[1]], dtype=ends.dtype))
+    other = ReadLens("cu_seqlens_q", torch.tensor([0, 3, 7]), batch.new_lens, begins=True)
+    run(g, ReadTable.of_lens("full", batch.tables["full"], batch.writers, first, other), batch=batch)
+    g.canary.drain()
+    assert [(v.kind, v.request, v.detail) for v in g.violations] == [(Kind.READ_LENGTH, "b", "seq_lens")]
+    assert g.canary.step.tables.names == ["seq_lens", "cu_seqlens_q"]
+
+
+def test_a_common_prefix_that_not_all_rows_have_is_told():
+    """A cascade reads the first positions of every row by the entries of row 0."""
+    for common, kinds in ((0, []), (2, [("b", 0), ("b", 1)])):
+        g = Guarded(table_interval=1)
+        g.submit("a", 3)
+        g.submit("b", 4)
+        batch = g.engine.batch()
+        run(g, replace(kv_indices(batch), common=common), batch=batch)
+        g.canary.drain()
+        assert [(v.request, v.position) for v in g.violations] == kinds
+        assert {v.kind for v in g.violations} <= {Kind.READ_TABLE}
+
+
+def test_lengths_that_do_not_fit_are_refused():
+    """A number for each row, one more where rows begin, and no more lengths than a launch takes."""
+    lens = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(AttachError, match="2 numbers are given, for 2 rows must be 3"):
+        ReadLens("kv_indptr", lens, lens, begins=True)
+    g = Guarded()
+    g.submit("a", 3)
+    table = kv_indices(g.engine.batch())
+    with pytest.raises(AttachError, match="give a length for each"):
+        replace(table, lens=(ReadLens("lens", lens, lens),))
+    with pytest.raises(AttachError, match="at most 2 lens"):
+        replace(table, lens=(ReadLens("lens", table.end, table.end),) * 3)
 
 
 def test_interval_0_compares_nothing():

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from canary_core.batch import BatchView, ReadTable, SlotTable, StateCheckpoints
+from canary_core.batch import BatchView, ReadLens, ReadTable, SlotTable, StateCheckpoints
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
 from canary_core.events import Event, Level
@@ -75,6 +75,7 @@ __all__ = [
     "Placement",
     "PluginError",
     "PoolAdapter",
+    "ReadLens",
     "ReadTable",
     "RecordBuffers",
     "RecordSweep",

@@ -206,6 +206,8 @@ class Kind(IntEnum):
     """The prefix cache gave up a slot of a running request."""
     ARRIVAL = 18
     """Bytes that came back without a forward differ from the bytes stored for the prefix."""
+    READ_LENGTH = 21
+    """A length given to attention is not the one that the forward's request has."""
     READ_TABLE = 22
     """The table given to attention names another slot than the engine's own table."""
 
@@ -411,14 +413,16 @@ class Row(IntEnum):
     TOKEN = 6
     """Token the request expects there, -1 if unknown."""
     STORED_TOKEN = 7
+    """Of the record; for `READ_LENGTH` the number of the lengths' name."""
     STORED_POSITION = 8
     """The record's position word: ``position * 32 + state``."""
     STORED_VALUE = 9
-    """Recorded prefix hash or fingerprint; for `WRITE_SLOT` and `READ_TABLE` the slot of the engine's table; for
-    `TWO_WRITERS` the winner's token index; for `WRITE_INPUT`, and `TOKEN` after a forward, the token that was sampled,
-    -1 for none."""
+    """Recorded prefix hash or fingerprint; for `WRITE_SLOT` and `READ_TABLE` the slot of the engine's table, for
+    `READ_LENGTH` the expected length; for `TWO_WRITERS` the winner's token index; for `WRITE_INPUT`, and `TOKEN` after
+    a forward, the token that was sampled, -1 for none."""
     FOUND_VALUE = 10
-    """The prefix hash or fingerprint found; for `READ_TABLE` the number of the table's name."""
+    """The prefix hash or fingerprint found; for `READ_TABLE` the number of the table's name, for `READ_LENGTH` the
+    given length."""
     WRITER = 11
     """Writer id of the reading or writing request, -1 for the scrub."""
     STORED_WRITER = 12

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from canary_core import BatchView, CanaryConfig, KVSource, ReadTable, Region, RegionKind, SlotTable
+from canary_core import BatchView, CanaryConfig, KVSource, ReadLens, ReadTable, Region, RegionKind, SlotTable
 from canary_core.ops import hashing
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.launches import LaunchCache
@@ -250,7 +250,22 @@ def read_table(s: Scenario, batch: BatchView, table: SlotTable) -> ReadTable:
         given = SlotTable(flat.as_strided((1, len(flat)), (1, 1)), starts, pool_page=s.pool_page)
     for _ in range(rng.choice([0, 1, 5])):
         flat[rng.randrange(len(flat))] = rng.choice([-1, 0, 5, s.region.slots - 1, s.region.slots + 70])
-    return ReadTable("kv_indices", "r", given, table, first, end, batch.writers, own_slots)
+    lens = tuple(read_lens(rng, end) for _ in range(rng.choice([0, 1, 2])))
+    common = rng.choice([0, 0, 0, 2, 40])
+    return ReadTable("kv_indices", "r", given, table, first, end, batch.writers, own_slots, common, lens)
+
+
+def read_lens(rng: random.Random, expected: torch.Tensor) -> ReadLens:
+    """Lengths that attention was given beside ``expected``: one a row or where each row begins, with padding behind and
+    some others."""
+    kind, padding = rng.choice([torch.int32, torch.int64]), rng.choice([0, 3])
+    given = torch.cat((expected.to(kind), torch.full((padding,), 7, dtype=kind, device=expected.device)))
+    begins = rng.random() < 0.5
+    if begins:
+        given = torch.cat((given.new_full((1,), rng.choice([0, 5])), given)).cumsum(0).to(kind)
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        given[rng.randrange(len(given))] += rng.choice([-1, 1, -30])
+    return ReadLens("lens", given, expected, begins)
 
 
 def ownership(s: Scenario) -> tuple[torch.Tensor, int | torch.Tensor, int]:

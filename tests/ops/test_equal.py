@@ -87,7 +87,8 @@ def run(seed: int, device: str, seen: "Counts[str] | None" = None) -> set[int]:
             elif op == "compare_tables":
                 if s.region.tokens_per_slot > 1:
                     continue
-                arguments = (read_table(s, batch, table), 3)
+                given_to_attention = read_table(s, batch, table)
+                arguments = (given_to_attention, [3, 4, 5][: 1 + len(given_to_attention.lens)])
             elif op == "note":
                 arguments = notes(s)
             elif op in EVENTS:

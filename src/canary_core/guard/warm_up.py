@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from canary_core.batch import BatchView, ReadTable, SlotTable
+from canary_core.batch import MOST_LENS, BatchView, ReadLens, ReadTable, SlotTable
 from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
 from canary_core.ops.blocks import BlockShape
@@ -112,9 +112,12 @@ def _launch_forward(backend: Backend, state: RegionState, batch: BatchView, tabl
     if state.region.tokens_per_slot == 1:
         lens = batch.prefix_lens
         # What an engine keeps is the table itself, or lists that are copied, with a row for some requests only.
-        for kept in (table, replace(table, rows=lens.int())):
-            padding = ReadTable("padding", state.region.name, table, kept, lens, lens, batch.writers)
-            backend.compare_tables(state, padding, 0, True)
+        given = (ReadLens("padding", lens, lens),) * MOST_LENS
+        for kept, count in ((table, 1), (replace(table, rows=lens.int()), MOST_LENS)):
+            padding = ReadTable(
+                "padding", state.region.name, table, kept, lens, lens, batch.writers, lens=given[:count]
+            )
+            backend.compare_tables(state, padding, [0] * (1 + count), True)
     if state.reads:
         backend.read_check(state, batch, table)
     if state.sources:

@@ -74,6 +74,7 @@ class Facts:
             "stored_identity": self.stored_identity or "an identity whose name is not known",
             "table": self.detail or "a table of the attention backend",
             "kept": counted("slot", self.stored_value, "another"),
+            "off": self._off(),
             "detail": self.detail or f"it contradicts itself{f' ({self.rule})' if self.rule else ''}",
             "v": self,
         }
@@ -91,6 +92,11 @@ class Facts:
         if self.arrived:
             return f"; what was copied or loaded there before is of {writer}"
         return f"; {writer} wrote it{_at('step', self.step_written)}"
+
+    def _off(self) -> str:
+        """How far the found length is from the right one."""
+        more = (self.found_value or 0) - (self.stored_value or 0)
+        return f"{abs(more)} too {'many' if more > 0 else 'few'}"
 
     def _node(self) -> str:
         cache = "the prefix cache"

@@ -46,7 +46,7 @@ class Backend:
     adopt: Callable[[RegionState, Tensor], None]
     note: NoteOp
     gather_blocks: "Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]"
-    compare_tables: Callable[[RegionState, ReadTable, int, bool], bool]
+    compare_tables: Callable[[RegionState, ReadTable, Sequence[int], bool], bool]
     note_store: Callable[[RegionState, BatchView, Sequence[int]], None]
     compare_stores: BatchOp
     row_steps: tuple[int, ...] = ()

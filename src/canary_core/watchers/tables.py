@@ -1,4 +1,4 @@
-"""`TableCheck`: at intervals, whether attention was given the slots in the engine's own tables."""
+"""`TableCheck`: at intervals, whether attention was given the slots and lengths in the engine's own tables."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from canary_core.runtime.workspace import Switch, Workspace
 
 
 class TableCheck:
-    """Compares tables given to attention backends (`ReadTable`) with the engine's own tables.
+    """Compares tables given to attention backends (`ReadTable`), and their lengths, with the engine's own.
 
     Backends make lists and page tables of their own for each forward, or keep them in the buffers of CUDA graphs; the
     check of a forward sees only their origin. An engine's plugin asks before each forward whether a comparison is
@@ -20,7 +20,7 @@ class TableCheck:
     engine's. Every ``interval`` forwards one table is compared whole, one after the other; such a forward has no scrub,
     so that no forward has an extra launch, except if every forward is compared. 0: never.
 
-    ``names``: names of the compared tables, by their number in a finding.
+    ``names``: names of the compared tables and lengths, by their number in a finding.
     """
 
     def __init__(self, workspace: Workspace, switch: Switch, interval: int) -> None:
@@ -40,6 +40,8 @@ class TableCheck:
         """How many tables."""
         self.skipped = 0
         """How often a table was due and could not be judged."""
+        self.lens_compared = 0
+        """How many of these tables had lengths."""
         self.rows_left = 0
         """Rows of compared tables beyond one comparison, left for a later one."""
         self.tables_left = 0
@@ -84,6 +86,7 @@ class TableCheck:
         """Counts of comparisons so far; zeros are left out."""
         counts = {
             "tables_compared": self.compared,
+            "lengths_compared": self.lens_compared,
             "tables_skipped": self.skipped,
             "tables_left": self.tables_left,
             "table_rows_left": self.rows_left,
@@ -112,16 +115,21 @@ class TableCheck:
                 f"{table.name}: it must be of a guarded region of one token a slot, on {self._workspace.device}, got "
                 f"{table.region!r} on {table.writers.device}; correct the adapter that gives it"
             )
-        if table.name not in self.names:
-            self.names.append(table.name)
+        names = [self._number(name) for name in (table.name, *(lens.name for lens in table.lens))]
         backend = self._workspace.backend
         # Where every forward is compared, the engine waits for the compiler rather than that one is left out.
-        if not backend.compare_tables(state, table, self.names.index(table.name), self._interval == 1):
+        if not backend.compare_tables(state, table, names, self._interval == 1):
             self.skipped += 1
             return
         self._launched = True
         self.compared += 1
+        self.lens_compared += bool(table.lens)
         if self._workspace.device.type == "cuda":
             if self._done is None:
                 self._done = torch.cuda.Event()
             self._done.record(current(self._workspace.device))
+
+    def _number(self, name: str) -> int:
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)

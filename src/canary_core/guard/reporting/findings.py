@@ -326,7 +326,8 @@ class Reporter:
         whose = None
         if kind is Kind.PREFIX and row[Row.POSITION] == 0 and stored:
             whose = self.writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
-        value = row[Row.STORED_VALUE] if stored or kind in (Kind.WRITE_SLOT, Kind.READ_TABLE) else None
+        length = kind is Kind.READ_LENGTH
+        value = row[Row.STORED_VALUE] if stored or length or kind in (Kind.WRITE_SLOT, Kind.READ_TABLE) else None
         if kind is Kind.WRITE_INPUT and value == -1:
             # Nothing is known of the sampler.
             value = None
@@ -335,8 +336,8 @@ class Reporter:
             region=state.region.name,
             phase=Phase(row[Row.STEP] % 8),
             step=row[Row.STEP] // 8,
-            slot=row[Row.SLOT],
-            page=row[Row.SLOT] // page_size,
+            slot=None if length else row[Row.SLOT],
+            page=None if length else row[Row.SLOT] // page_size,
             source=source.name if source else None,
             layer=source.layer if source else None,
             half=source.half if source else None,
@@ -354,15 +355,23 @@ class Reporter:
             step_freed=(row[Row.FREED] & 0xFFFFFFFF or None) if freed else None,
             freed_by=self.writers.name(row[Row.FREED] >> 32) if freed else None,
             rank=self._config.rank,
-            detail=self.table_names[row[Row.FOUND_VALUE]] if kind is Kind.READ_TABLE else None,
+            detail=self._table_name(kind, row),
             identity=whose and whose[0],
             stored_identity=whose and whose[1],
             window=True if state.region.kind is RegionKind.WINDOW and len(self._states) > 1 else None,
         )
 
+    def _table_name(self, kind: int, row: Sequence[int]) -> str | None:
+        word = {Kind.READ_TABLE: Row.FOUND_VALUE, Kind.READ_LENGTH: Row.STORED_TOKEN}.get(Kind(kind))
+        return None if word is None else self.table_names[row[word]]
+
     def _row_key(self, row: Sequence[int]) -> int:
         """`_key_of` the row's finding."""
         kind, state = row[Row.KIND], self._states[row[Row.REGION]]
+        if kind == Kind.READ_LENGTH:
+            more = row[Row.FOUND_VALUE] - row[Row.STORED_VALUE]
+            name, writer = self._table_name(kind, row), self.writers.name(row[Row.WRITER])
+            return hash((kind, state.region.name, name, writer, more))
         source = state.sources[row[Row.SOURCE]].name if row[Row.SOURCE] >= 0 else None
         written = _known(row[Row.STEP_WRITTEN]) if row[Row.STEP_WRITTEN] else None
         found = row[Row.FOUND_VALUE] if kind in _FOUND else None
@@ -387,7 +396,7 @@ class Reporter:
             self.forgotten += 1
 
 
-_FOUND = frozenset({Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE})
+_FOUND = frozenset({Kind.PREFIX, Kind.BYTES, Kind.LOST_WRITE, Kind.READ_LENGTH})
 """Kinds with a `Violation.found_value`, and one in their rows."""
 
 
@@ -396,6 +405,9 @@ def _key_of(v: Violation) -> int:
     key: tuple[object, ...] = (v.kind, v.region, v.slot, v.source, v.step_written, v.found_value)
     if v.kind is Kind.CACHE_STRUCTURE:
         key = (*key, v.rule, v.node, v.detail)
+    elif v.kind is Kind.READ_LENGTH:
+        # Lengths grow with each forward; the mistake is the same.
+        key = (v.kind, v.region, v.detail, v.request, (v.found_value or 0) - (v.stored_value or 0))
     elif v.kind is not Kind.BYTES:
         key = (*key, v.position, v.request)
     return hash(key)

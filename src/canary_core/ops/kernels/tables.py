@@ -1,11 +1,13 @@
 """compare_tables: the kernel of `canary_core.ops.torch.tables`, one launch over a persistent grid."""
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from canary_core.batch import ReadTable, SlotTable
-from canary_core.ops.kernels.common import STATUS_OK, report_record, resolve
+from canary_core.batch import MOST_LENS, ReadTable, SlotTable
+from canary_core.ops.kernels.common import STATUS_OK, report, report_record, resolve
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, programs, region_arguments
 from canary_core.ops.launches import Arguments, Launch
 from canary_core.ops.state import RegionState
@@ -18,20 +20,22 @@ PARTS = 16
 WARPS = 4
 PROGRAMS_PER_PROCESSOR = 4
 
-NAME = 4
-"""The place of ``name`` among the arguments of a launch."""
+NAMES = (4, 5, 6)
+"""The places of ``name``, ``lens_name`` and ``other_name`` among the arguments of a launch."""
 
 CLOCK_STEP = tl.constexpr(int(Clock.STEP))
+KIND_READ_LENGTH = tl.constexpr(int(Kind.READ_LENGTH))
 KIND_READ_TABLE = tl.constexpr(int(Kind.READ_TABLE))
 PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 
 VARYING = (
-    "rows", "name", "map_length", "kept_width", "kept_stride", "kept_extent", "kept_page", "kept_ring", "given_width",
-    "given_stride", "given_extent", "given_page", "given_ring",
+    "rows", "name", "lens_name", "other_name", "common", "map_length", "kept_width", "kept_stride", "kept_extent",
+    "kept_page", "kept_ring", "given_width", "given_stride", "given_extent", "given_page", "given_ring", "lens_begins",
+    "other_begins",
 )  # fmt: skip
 
 
-def compare_tables(state: RegionState, table: ReadTable, name: int, wait: bool = True) -> bool:
+def compare_tables(state: RegionState, table: ReadTable, names: Sequence[int], wait: bool = True) -> bool:
     """As `canary_core.ops.torch.tables.compare_tables`. One launch; never reads back. Not every form of an engine's
     tables is compiled at start: without ``wait`` compilation begins beside the engine, and nothing is launched
     meanwhile."""
@@ -39,12 +43,12 @@ def compare_tables(state: RegionState, table: ReadTable, name: int, wait: bool =
     grid = programs(state, PROGRAMS_PER_PROCESSOR), 1
     if not wait and not launcher.ready(grid, given):
         return False
-    launcher(grid, _named(given, name))
+    launcher(grid, _named(given, names))
     return True
 
 
 def _launch(state: RegionState, table: ReadTable) -> tuple[Launch, Arguments]:
-    """The launch, and its arguments with 0 for ``name``."""
+    """The launch, and its arguments with 0 for each name."""
     region = state.region
     ring = region.page_ring or (0, 0)
     kept_pool = (*(table.kept.pool_page or (0, 0)), *ring)
@@ -58,17 +62,22 @@ def _launch(state: RegionState, table: ReadTable) -> tuple[Launch, Arguments]:
         launcher = Launcher(compare_tables_kernel, state, (region_arguments(state),), constants, num_warps=WARPS)
         state.launches.by_op[key] = launcher
     slot_map = region.slot_map
+    lens: list[Tensor | int | None] = []
+    for one in table.lens:
+        lens += [one.given, one.expected, int(one.begins)]
+    lens += [None, None, 0] * (MOST_LENS - len(table.lens))
     given = arguments(
-        table.first, table.end, table.writers, table.rows, 0, slot_map, 0 if slot_map is None else len(slot_map),
-        *_of(table.kept), *_of(table.given),
+        table.first, table.end, table.writers, table.rows, *[0] * len(NAMES), table.common, slot_map,
+        0 if slot_map is None else len(slot_map), *_of(table.kept), *_of(table.given), *lens,
     )  # fmt: skip
     return launcher, given
 
 
-def _named(given: Arguments, name: int) -> Arguments:
-    """``given`` with another ``name``, without further compilation."""
+def _named(given: Arguments, names: Sequence[int]) -> Arguments:
+    """``given`` with other ``names``, without further compilation."""
     objects, raw = list(given.objects), list(given.raw)
-    objects[NAME] = raw[NAME] = name
+    for place, name in zip(NAMES, names, strict=False):
+        objects[place] = raw[place] = name
     return Arguments(tuple(objects), raw, given.kind)
 
 
@@ -81,14 +90,25 @@ def _of(table: SlotTable) -> tuple[Tensor | int | None, ...]:
 def compare_tables_kernel(
     p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
     slots, null_first, null_end,
-    p_first, p_end, p_writers, rows, name, p_map, map_length,
+    p_first, p_end, p_writers, rows, name, lens_name, other_name, common, p_map, map_length,
     p_kept, p_kept_rows, kept_width, kept_stride, kept_extent, kept_page, kept_ring,
     p_given, p_given_rows, given_width, given_stride, given_extent, given_page, given_ring,
+    p_lens, p_lens_expected, lens_begins, p_other, p_other_expected, other_begins,
     KEPT_POOL: tl.constexpr, GIVEN_POOL: tl.constexpr, OWN_SLOTS: tl.constexpr, TILE: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. Work items: `PARTS` of each row."""
+    """Grid: any number of programs. Work items: `PARTS` of each row; for lengths, tiles of rows."""
     step = tl.load(p_clock + CLOCK_STEP) + 1
+    if p_lens is not None:
+        compare_lens(
+            p_counters, p_ring, ring_rows, region, p_writers, rows, p_lens, p_lens_expected, lens_begins, lens_name,
+            step, TILE,
+        )  # fmt: skip
+    if p_other is not None:
+        compare_lens(
+            p_counters, p_ring, ring_rows, region, p_writers, rows, p_other, p_other_expected, other_begins, other_name,
+            step, TILE,
+        )  # fmt: skip
     for i in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
         i_row = i // PARTS
         first = tl.maximum(tl.load(p_first + i_row).to(tl.int64), 0)
@@ -98,8 +118,10 @@ def compare_tables_kernel(
         if p_kept_rows is not None:
             kept_row = tl.load(p_kept_rows + i_row).to(tl.int64)
         given_row = i_row.to(tl.int64)
+        first_row = tl.zeros_like(given_row)
         if p_given_rows is not None:
             given_row = tl.load(p_given_rows + i_row).to(tl.int64)
+            first_row = tl.load(p_given_rows).to(tl.int64)
         for start in range(first + (i % PARTS) * TILE, end, PARTS * TILE):
             position = start + tl.arange(0, TILE).to(tl.int64)
             m = position < end
@@ -110,8 +132,9 @@ def compare_tables_kernel(
                 number, p_map, map_length, slots, null_first, null_end, present, KEPT_POOL, 1
             )  # fmt: skip
             judged = present & (status == STATUS_OK)
+            read_row = tl.where(position < common, first_row, given_row)
             number, there = number_at(
-                p_given, given_row * given_stride, position, given_width, given_extent, given_page, given_ring, m
+                p_given, read_row * given_stride, position, given_width, given_extent, given_page, given_ring, m
             )
             if OWN_SLOTS:
                 given, status = resolve(number, None, 0, slots, null_first, null_end, there, GIVEN_POOL, 1)
@@ -128,6 +151,28 @@ def compare_tables_kernel(
                     p_counters, p_ring, ring_rows, kind, differs, region, -1, given, position, -1,
                     p_records + given * 4, usable, kept, name, writer, step * 8 + PRE_FORWARD,
                 )  # fmt: skip
+
+
+@triton.jit
+def compare_lens(
+    p_counters, p_ring, ring_rows, region, p_writers, rows, p_given, p_expected, begins, name, step, TILE: tl.constexpr
+):
+    """Reports the rows whose length at ``p_given`` is not the expected one; with ``begins`` 1 a row's length is the
+    distance to the next row's number, with 0 the number itself."""
+    for start in range(tl.program_id(0) * TILE, rows, tl.num_programs(0) * TILE):
+        row = start + tl.arange(0, TILE)
+        m = row < rows
+        given = tl.load(p_given + row + begins, mask=m, other=0).to(tl.int64)
+        given -= tl.load(p_given + row, mask=m & (begins > 0), other=0).to(tl.int64)
+        expected = tl.load(p_expected + row, mask=m, other=-1).to(tl.int64)
+        differs = m & (expected >= 0) & (given != expected)
+        if tl.max(differs.to(tl.int32), 0) > 0:
+            kind = tl.full((TILE,), KIND_READ_LENGTH, tl.int64)
+            writer = tl.load(p_writers + row, mask=m, other=-1).to(tl.int64)
+            report(
+                p_counters, p_ring, ring_rows, kind, differs, region, -1, -1, -1, -1, name, -1, expected, given, writer,
+                -1, -1, -1, step * 8 + PRE_FORWARD,
+            )  # fmt: skip
 
 
 @triton.jit
