@@ -9,7 +9,7 @@ sources, pools and tables neither read from a device nor copy a tensor.
 from canary_adapters.addresses import require_disjoint
 from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breaches, report_breaches
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
-from canary_adapters.block_lists import BlockLists, GivenBlocks, RequestBlocks, metadata_blocks, moved_states
+from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, RequestBlocks, metadata_blocks, moved_states
 from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
@@ -67,6 +67,7 @@ __all__ = [
     "EmbeddingPart",
     "EmbeddingShards",
     "GivenBlocks",
+    "GivenLens",
     "GrowingPool",
     "JoinedPools",
     "LayerTensors",

@@ -3,13 +3,13 @@
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from canary_adapters.tables import block_table, ragged_table, ring_table
-from canary_core import BatchView, Canary, ReadTable, SlotTable
+from canary_core import BatchView, Canary, ReadLens, ReadTable, SlotTable
 from canary_core.ops.upload import upload
 
 MOST_BLOCKS = 1 << 14
@@ -19,21 +19,48 @@ NOT_NOW = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class GivenLens:
+    """Lengths given to attention for the rows of a `GivenBlocks`.
+
+    name, given, begins: as in `ReadLens`. of: tokens before the forward (``prefix``), of the forward (``new``), or both
+    (``read``), of which ``common`` first ones are left out. Rows without a length are not compared.
+    """
+
+    name: str
+    given: Tensor
+    of: Literal["prefix", "new", "read"]
+    begins: bool = False
+    common: int = 0
+
+    def beside(self, prefix: Tensor, new: Tensor) -> ReadLens | None:
+        """With the lengths of the rows of a view; None where there are fewer."""
+        if self.given.shape[0] < len(prefix) + self.begins or self.given.device != prefix.device:
+            return None
+        expected = {"prefix": prefix, "new": new}.get(self.of)
+        return ReadLens(
+            self.name, self.given, prefix + new - self.common if expected is None else expected, self.begins
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GivenBlocks:
     """A table given to attention for the rows of a batch from ``first_row`` on.
 
     name, region: as in `ReadTable`; group: the region's number in the engine. entries: int32 or int64, a block table
-    ``[rows, width]`` with ``page_slots`` slots an entry, or the slots ``[tokens]`` of the batch's new tokens, in order.
-    block_slots: slots of a block in the engine's own lists.
+    ``[rows, width]`` with ``page_slots`` slots an entry, or the slots ``[tokens]`` of the batch's new tokens, in order;
+    None where only lengths can be compared. block_slots: slots of a block in the engine's own lists. lens: at most two.
+    common: as in `ReadTable`.
     """
 
     name: str
     region: str
     group: int
-    entries: Tensor
+    entries: Tensor | None
     page_slots: int
     block_slots: int
     first_row: int = 0
+    lens: tuple[GivenLens, ...] = ()
+    common: int = 0
 
 
 Lists = Callable[[GivenBlocks], Sequence[Sequence[int] | None]]
@@ -80,27 +107,42 @@ class BlockLists:
         for _ in range(len(given)):
             one = given[self._turn % len(given)]
             self._turn += 1
+            if one.entries is None:
+                # All but the lengths is left out.
+                rows = slice(one.first_row, view.rows)
+                lens = self._lens(one, view.prefix_lens[rows], view.new_lens[rows])
+                if lens:
+                    tables.compare([ReadTable.of_lens(one.region, view.tables[one.region], view.writers[rows], *lens)])
+                    return
+                continue
             kept = self.kept(lists(one)[one.first_row :], one.block_slots)
             if kept is not None:
-                tables.compare([self._table(view, one, kept)])
+                tables.compare([self._table(view, one, one.entries, kept)])
                 return
         tables.skip()
 
-    def _table(self, view: BatchView, one: GivenBlocks, kept: SlotTable) -> ReadTable:
+    def _table(self, view: BatchView, one: GivenBlocks, entries: Tensor, kept: SlotTable) -> ReadTable:
         rows = slice(one.first_row, view.rows)
         prefix, new = view.prefix_lens[rows], view.new_lens[rows]
-        if one.entries.dim() == 1:
+        if entries.dim() == 1:
             starts = new.cumsum(0) - new - prefix
-            given, first = ragged_table(one.entries, starts), prefix
+            given, first = ragged_table(entries, starts), prefix
         else:
-            given = block_table(one.entries, one.page_slots)
+            given = block_table(entries, one.page_slots)
             window = self._canary.regions[one.region].attention_window
             first = (prefix - (window - 1)).clamp(min=0) if window else torch.zeros_like(prefix)
-            if one.entries.shape[0] < len(prefix):
-                cut = slice(one.entries.shape[0])
+            if entries.shape[0] < len(prefix):
+                cut = slice(entries.shape[0])
                 prefix, new, first = prefix[cut], new[cut], first[cut]
-        writers = view.writers[rows][: len(prefix)]
-        return ReadTable(one.name, one.region, given, kept, first, prefix + new, writers)
+        writers, lens = view.writers[rows][: len(prefix)], self._lens(one, prefix, new)
+        end, common = prefix + new, one.common
+        return ReadTable(one.name, one.region, given, kept, first, end, writers, common=common, lens=lens)
+
+    def _lens(self, one: GivenBlocks, prefix: Tensor, new: Tensor) -> tuple[ReadLens, ...]:
+        lens = tuple(found for given in one.lens if (found := given.beside(prefix, new)) is not None)
+        if len(lens) < len(one.lens):
+            self._canary.step.tables.leave_out(f"lengths of {one.name}", "they are not those of the batch's rows")
+        return lens
 
     def kept(self, lists: Sequence[Sequence[int] | None], block_slots: int, ring_slots: int = 0) -> SlotTable | None:
         """The blocks of the rows in turn as `ReadTable.kept`, on the current stream: ``lists`` has each row's by
@@ -142,12 +184,13 @@ def metadata_blocks(
     make: Callable[..., GivenBlocks],
     left_out: Callable[[str, str], None],
 ) -> Iterator[GivenBlocks]:
-    """Tables in attention metadata like vLLM's for some ``layers``: each a ``block_table``, or one for the decoding
-    rows and one for the rows after; and the slots of new tokens, by layer in ``stores`` or as ``slot_mapping``.
+    """Tables and lengths in attention metadata like vLLM's for some ``layers``: each a ``block_table``, or one for the
+    decoding rows and one for the rows after; and the slots of new tokens, by layer in ``stores`` or as
+    ``slot_mapping``.
 
     ``metadata``: by layer; several may share one. ``make``: a `GivenBlocks` without ``name``, ``entries`` and, if not
-    0, ``first_row``.
-    ``left_out`` gets the class of metadata without a table, and the reason.
+    the usual ones, ``first_row``, ``lens`` and ``common``.
+    ``left_out`` gets the class of metadata without a table, or without lengths, and the reason.
     """
     seen: set[int] = set()
     for layer in layers:
@@ -155,19 +198,67 @@ def metadata_blocks(
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        kind, found = type(one).__name__, False
-        later = int(getattr(one, "num_decodes", 0) or 0)
-        parts = ((one, 0), (getattr(one, "decode", None), 0), (getattr(one, "prefill", None), later))
-        for part, first in parts:
-            table = getattr(part, "block_table", None)
+        kind, found, why = type(one).__name__, False, _why_no_lens(one)
+        whole = () if why else _lens(one, kind)
+        later, parts = int(getattr(one, "num_decodes", 0) or 0), []
+        if hasattr(one, "make_virtual_batches_block_table"):
+            left_out(kind, "its rows are pieces of requests")
+        else:
+            parts = [
+                (one, 0, ""),
+                (getattr(one, "decode", None), 0, "decode "),
+                (getattr(one, "prefill", None), later, ""),
+            ]
+        for part, first, which in parts:
+            table = getattr(part, "block_table", getattr(part, "block_tables", None))
             if isinstance(table, Tensor) and table.dim() == 2:
                 found = True
-                yield make(name=f"block_table of {kind}", entries=table, first_row=first)
-        if not found:
+                lens = whole if part is one or why else _lens(part, f"{which}{kind}")
+                if not lens and not why:
+                    left_out(f"lengths of {type(part).__name__}", "it has none that are known here")
+                common = int(one.common_prefix_len) if getattr(one, "use_cascade", False) else 0
+                name = f"block_table of {kind}"
+                yield make(name=name, entries=table, first_row=first, lens=lens, common=common)
+        if parts and not found:
             left_out(kind, "it has no block table")
+        if why or not (found or whole):
+            left_out(f"lengths of {kind}", why or "it has none that are known here")
         slots = stores.get(layer) if isinstance(stores, Mapping) else getattr(one, "slot_mapping", None)
         if isinstance(slots, Tensor) and slots.dim() == 1:
-            yield make(name=f"slot_mapping of {kind}", entries=slots)
+            yield make(name=f"slot_mapping of {kind}", entries=slots, lens=whole)
+
+
+def _why_no_lens(metadata: Any) -> str | None:
+    """Why lengths in such metadata can't be judged, None if they can."""
+    if getattr(metadata, "causal", True) is False:
+        return "attention that is not causal may read an encoder's tokens"
+    if getattr(metadata, "logits_indices_padded", None) is not None:
+        return "only the last tokens of each row are computed"
+    if hasattr(metadata, "make_virtual_batches_block_table"):
+        return "its rows are pieces of requests"
+    return None
+
+
+def _lens(part: Any, kind: str) -> tuple[GivenLens, ...]:
+    """Lengths in metadata, or in a part of it, by what it reads: of a cascade those behind the common prefix."""
+    found: list[GivenLens] = []
+    cascade = bool(getattr(part, "use_cascade", False))
+    reads = "suffix_kv_lens" if cascade else "seq_lens"
+    given = getattr(part, reads, None)
+    if isinstance(given, Tensor) and given.dim() == 1:
+        common = int(part.common_prefix_len) if cascade else 0
+        found.append(GivenLens(f"{reads} of {kind}", given, "read", common=common))
+    elif hasattr(part, "chunked_context"):
+        # Where no row of a prefill has a context, there is none.
+        context = part.chunked_context
+        given = torch.zeros_like(part.query_start_loc) if context is None else getattr(context, "context_lens", None)
+        if isinstance(given, Tensor) and given.dim() == 1:
+            found.append(GivenLens(f"context_lens of {kind}", given, "prefix"))
+    starts = getattr(part, "query_start_loc", getattr(part, "cum_seq_lens_q", None))
+    if isinstance(starts, Tensor) and starts.dim() == 1:
+        name = "query_start_loc" if hasattr(part, "query_start_loc") else "cum_seq_lens_q"
+        found.append(GivenLens(f"{name} of {kind}", starts, "new", begins=True))
+    return tuple(found)
 
 
 def moved_states(

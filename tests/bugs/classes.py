@@ -5,6 +5,7 @@ TWICE = "freed or handed out twice"
 EARLY = "prefix published before it is filled"
 PHANTOM = "prefix hit after eviction"
 TABLE = "stale or overwritten table"
+LENGTH = "wrong length"
 ADDRESS = "wrong slot address"
 DRAFT = "rejected draft left behind"
 PADDING = "padding writes to live or null slots"
@@ -26,6 +27,7 @@ CLASSES = {
     EARLY: "a prefix block is published before it is filled, or reused without its prefill",
     PHANTOM: "prefix hits on what was evicted",
     TABLE: "a page table is overwritten before its copy ran, or has stale entries",
+    LENGTH: "attention is given a length that is a token short, a chunk's own, or another row's",
     ADDRESS: "slots are addressed wrongly: speculative decoding, M-RoPE, batches assembled in another order",
     DRAFT: "rejected drafts stay in the cache; uneven rows are rolled back alike",
     PADDING: "slot -1 is the last one; padded rows write NaN to slot 0",

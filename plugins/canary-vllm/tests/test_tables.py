@@ -1,9 +1,11 @@
-"""The tables that vLLM's attention is given, against the blocks that its scheduler sent."""
+"""The tables and lengths that vLLM's attention is given, against the blocks that its scheduler sent and the lengths of
+the forward."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from vllm_on_cpu import guarded
 from vllm_on_cpu.engine import BLOCK, SmallEngine
 
@@ -16,15 +18,17 @@ STEPS = 3
 
 
 def test_clean_traffic_compares_tables_of_every_group_and_finds_nothing(engine):
-    """Prefix hits, chunks, eviction and preemption: block tables and slot mappings of all groups have their turns."""
+    """Prefix hits, chunks, eviction and preemption: block tables and slot mappings of all groups have their turns, each
+    with lengths."""
     with guarded.guard(engine.small, table_interval=1, read_check=0) as guard:
         guarded.traffic(engine.small, 2)
         assert guard.trouble() == []
         told = {name.split(" of ")[0] for name in guard.canary.step.tables.names}
         stats = guard.canary.stats()
         assert guard.findings.told("tables_left_out") == []
-    assert told == {"block_table", "slot_mapping"}
-    assert stats["tables_compared"] == stats["forwards"] > 20
+    lengths = {"seq_lens", "query_start_loc"} | ({"context_lens"} if engine.setup.model == "deepseek" else set())
+    assert told == {"block_table", "slot_mapping"} | lengths
+    assert stats["tables_compared"] == stats["lengths_compared"] == stats["forwards"] > 20
     assert "tables_skipped" not in stats
 
 
@@ -160,3 +164,58 @@ def test_a_stale_slot_mapping_is_told(engine):
     assert {v.request for v in found} == {"r0", "r1"}
     # The stores went there, so other findings follow.
     assert Kind.READ_TABLE in roots
+
+
+def one_short_in_decode(metadata: Any) -> None:
+    """As vllm#53919: the new token is not counted yet."""
+    if metadata.max_query_len == 1:
+        metadata.seq_lens = metadata.seq_lens - 1
+
+
+def chunk_without_context(metadata: Any) -> None:
+    """As imp#986: a later chunk gets the length that it would have as the first one."""
+    new = metadata.query_start_loc.diff()[: len(metadata.seq_lens)]
+    metadata.seq_lens = torch.where(new > 1, new, metadata.seq_lens[: len(new)])
+
+
+def queries_of_another_row(metadata: Any) -> None:
+    """The second row of two begins one token early."""
+    if len(metadata.query_start_loc) > 2:
+        metadata.query_start_loc = metadata.query_start_loc.clone()
+        metadata.query_start_loc[1] -= 1
+
+
+@pytest.mark.parametrize("engine", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (one_short_in_decode, "seq_lens of CPUAttentionMetadata has {} tokens for {}, and {} are right (1 too few)"),
+        (chunk_without_context, "seq_lens of CPUAttentionMetadata has {} tokens for {}, and {} are right (64 too few)"),
+        (queries_of_another_row, "query_start_loc of CPUAttentionMetadata has {} tokens for {}, and {} are right"),
+    ],
+)
+def test_a_wrong_length_in_the_metadata_is_told_in_the_forward_that_reads_by_it(engine, change, said):
+    """Tables, slots and tokens are right, so nothing else is found but what the kernel left in a row that it did not
+    compute; and a persistent mistake is told once a request."""
+    with guarded.guard(engine.small, table_interval=1, read_check=0, lifetime=False) as guard:
+        broken: list[int] = []
+
+        def changed(metadata: Any) -> None:
+            seq, starts = metadata.seq_lens, metadata.query_start_loc
+            change(metadata)
+            if not (torch.equal(seq, metadata.seq_lens) and torch.equal(starts, metadata.query_start_loc)):
+                broken.append(guard.canary.forwards + 1)
+
+        patches = built(engine.small, changed)
+        for name, first in (("r0", 7), ("r1", 8)):
+            engine.small.submit(name, [first] * 100, 6)
+        finish(engine.small)
+        patches.undo()
+        guard.canary.drain()
+        assert {v.kind for v in guard.findings.violations} <= {Kind.READ_LENGTH, Kind.NON_FINITE}
+        found = [v for v in guard.findings.violations if v.kind is Kind.READ_LENGTH]
+        first = guard.findings.violations[0]
+        assert (first.kind, first.step) == (Kind.READ_LENGTH, broken[0])
+        assert said.format(first.found_value, first.request, first.stored_value) in first.explanation
+        assert len({(v.request, v.found_value - v.stored_value) for v in found}) == len(found)
+        assert {v.request for v in found} == {"r0", "r1"}

@@ -41,7 +41,7 @@ class TableCheck:
         self.skipped = 0
         """How often a table was due and could not be judged."""
         self.lens_compared = 0
-        """How many of these tables had lengths."""
+        """How often lengths were, with a table or alone."""
         self.rows_left = 0
         """Rows of compared tables beyond one comparison, left for a later one."""
         self.tables_left = 0
@@ -122,7 +122,7 @@ class TableCheck:
             self.skipped += 1
             return
         self._launched = True
-        self.compared += 1
+        self.compared += table.first is not table.end
         self.lens_compared += bool(table.lens)
         if self._workspace.device.type == "cuda":
             if self._done is None:

@@ -30,6 +30,8 @@ def test_right_lists_are_silent_and_wrong_ones_told(name, launch):
     found = engine.findings()
     assert found["violations"] == []
     assert found["stats"]["tables_compared"] == found["stats"]["forwards"] > 5
+    assert found["stats"]["lengths_compared"] == found["stats"]["forwards"]
+    assert {"kv_indptr of TritonAttnBackend", "qo_indptr of TritonAttnBackend"} <= set(engine.table_names())
     assert "tables_left_out" not in {event["name"] for event in engine.events()}
 
     done = engine.stale_table(what="entry", prompts=setup.traffic(2, 4)[2:])
@@ -42,6 +44,12 @@ def test_right_lists_are_silent_and_wrong_ones_told(name, launch):
     wrong = [v for v in done["violations"] if v["kind"] == "read_table"]
     assert wrong
     assert {v["detail"] for v in wrong} == {"kv_indices of TritonAttnBackend"}
+
+    done = engine.stale_table(what="short", prompts=setup.traffic(5, 4)[2:])
+    (wrong,) = [v for v in done["violations"] if v["kind"] == "read_length" and v["region"] == "full"]
+    assert wrong["request"] == done["requests"][-1]
+    assert wrong["stored_value"] - wrong["found_value"] == 1
+    assert wrong["detail"] == "kv_indptr of TritonAttnBackend"
 
     if name == "swa":
         done = engine.stale_table(what="window", prompts=setup.traffic(4, 4)[2:])
@@ -68,12 +76,19 @@ def test_right_lists_of_recurrent_states_are_silent(name, start):
 
 
 @BEYOND
-def test_a_backend_that_reads_the_engine_s_table_is_told_once(launch):
-    """SGLang's own default on a CPU has no lists to compare."""
-    engine = launch({}, like="mha", **ALWAYS)
+@pytest.mark.parametrize("name", ["mha", "swa"])
+def test_of_a_backend_that_reads_the_engine_s_table_lengths_are_compared(name, launch):
+    """SGLang's own default on a CPU has no lists to compare, which is told once; how many keys it reads for each row is
+    compared in every forward."""
+    engine = launch({}, like=name, **ALWAYS)
+    engine.serve(prompts=engine.setup.traffic(0), new_tokens=4)
     engine.serve(prompts=engine.setup.traffic(0), new_tokens=4)
     told = [event for event in engine.events() if event["name"] == "tables_left_out"]
     assert [(e["backend"], e["reason"]) for e in told] == [
         ("TorchNativeAttnBackend", "it makes no table: it reads req_to_token itself")
     ]
-    assert "tables_compared" not in engine.findings()["stats"]
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["lengths_compared"] == found["stats"]["forwards"] > 5
+    assert "tables_compared" not in found["stats"]
+    assert engine.table_names() == ["keys of TorchNativeAttnBackend"]

@@ -18,6 +18,7 @@ KINDS = {
     "mla": SMALL,
 }
 """Options beside those of a setup."""
+LENS = {"cache_seqlens_int32 of FlashAttentionBackend", "cu_seqlens_q of FlashAttentionBackend"}
 
 
 @pytest.mark.parametrize("name", ["mha", *(pytest.param(name, marks=BEYOND) for name in KINDS if name != "mha")])
@@ -36,7 +37,8 @@ def test_right_page_tables_are_silent_and_wrong_ones_told(name, launch):
     assert found["stats"]["tables_compared"] == found["stats"]["forwards"] > 100
     assert "tables_left_out" not in {event["name"] for event in engine.events()}
     windows = {"swa_page_table of FlashAttentionBackend"} if name.startswith("swa") else set()
-    assert set(engine.table_names()) == {"page_table of FlashAttentionBackend"} | windows
+    assert found["stats"]["lengths_compared"] == found["stats"]["forwards"]
+    assert set(engine.table_names()) == {"page_table of FlashAttentionBackend"} | windows | LENS
 
     done = engine.stale_table(what="entry", prompts=setup.traffic(2, 4)[2:], backend="fa3_eager")
     wrong = [v for v in done["violations"] if v["kind"] == "read_table" and v["region"] == "full"]
@@ -45,6 +47,13 @@ def test_right_page_tables_are_silent_and_wrong_ones_told(name, launch):
     slots = {(done["wrong"] + i, done["right"] + i) for i in range(len(places))}
     assert {(v["slot"], v["stored_value"]) for v in wrong} == slots
     assert {v["detail"] for v in wrong} == {"page_table of FlashAttentionBackend"}
+
+    done = engine.stale_table(what="short", prompts=setup.traffic(5, 4)[2:], backend="fa3_eager")
+    wrong = [v for v in done["violations"] if v["kind"] == "read_length" and v["region"] == "full"]
+    assert {(v["request"], v["detail"]) for v in wrong} == {
+        (done["requests"][-1], "cache_seqlens_int32 of FlashAttentionBackend")
+    }
+    assert [v["stored_value"] - v["found_value"] for v in wrong] == [1]
 
     if windows:
         done = engine.stale_table(what="window", prompts=setup.traffic(4, 4)[2:], backend="fa3_eager")
@@ -71,6 +80,8 @@ def test_page_tables_are_those_of_req_to_token(name, mode, graph, launch):
     assert done["seen"].keys() == {"page_table of FlashAttentionBackend"} | windows
     assert all(looked > 500 for looked, _ in done["seen"].values())
     assert all(wrong == 0 for _, wrong in done["seen"].values())
+    assert done["lens"].keys() == LENS
+    assert all(looked > 50 and wrong == 0 for looked, wrong in done["lens"].values())
 
 
 @BEYOND

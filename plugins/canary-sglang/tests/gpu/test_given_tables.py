@@ -24,6 +24,10 @@ OTHERS = {
 }
 """Backends that SGLang's wheel may have no kernels for, or that are compiled when they are first used."""
 TOLD_AS = {"flashinfer": "kv_indices of FlashInferAttnBackend", "fa3": "page_table of FlashAttentionBackend"}
+SHORT_AS = {
+    "flashinfer": "kv_indptr of FlashInferAttnBackend",
+    "fa3": "cache_seqlens_int32 of FlashAttentionBackend",
+}
 EAGLE = {
     "speculative_algorithm": "EAGLE",
     "draft_model": "gpu_llama_draft",
@@ -38,6 +42,14 @@ def fields(name, **options):
     """Of a `Setup`."""
     known = {"device": "cuda", "model": "gpu_llama", **(SETUPS | OTHERS).get(name, EAGLE), **options}
     return {"options": known, "prompts": 8, "new_tokens": 24, "shared": 300, "patience_s": 400}
+
+
+def short_lengths(engine, backend, detail):
+    """With the last request one token short in what the backend reads by: told once, as that."""
+    done = engine.stale_table(what="short", prompts=engine.setup.traffic(5, 4)[2:], backend=backend)
+    wrong = [v for v in done["violations"] if v["kind"] == "read_length" and v["region"] == "full"]
+    assert [(v["request"], v["detail"]) for v in wrong] == [(done["requests"][-1], detail)]
+    assert [v["stored_value"] - v["found_value"] for v in wrong] == [1]
 
 
 def read_tables(done):
@@ -58,7 +70,7 @@ def test_right_lists_are_silent_and_wrong_ones_told(name, launch, record_propert
     found = engine.findings()
     record_property("compared", found["stats"]["tables_compared"])
     assert found["violations"] == []
-    assert found["stats"]["tables_compared"] == found["stats"]["forwards"]
+    assert found["stats"]["tables_compared"] == found["stats"]["lengths_compared"] == found["stats"]["forwards"]
     assert (graphed > 0) == (name != "eager")
     assert "tables_left_out" not in {event["name"] for event in engine.events()}
 
@@ -70,6 +82,8 @@ def test_right_lists_are_silent_and_wrong_ones_told(name, launch, record_propert
 
     done = engine.stale_table(what="old", prompts=setup.traffic(3, 4)[2:])
     assert {v["detail"] for v in read_tables(done)} == {"kv_indices of TritonAttnBackend"}
+
+    short_lengths(engine, "triton", "kv_indptr of TritonAttnBackend")
 
     if name == "window":
         done = engine.stale_table(what="window", prompts=setup.traffic(4, 4)[2:])
@@ -93,7 +107,7 @@ def test_other_backends_are_compared_too(name, launch, record_property):
     found = engine.findings()
     record_property("compared", found["stats"]["tables_compared"])
     assert found["violations"] == []
-    assert found["stats"]["tables_compared"] == found["stats"]["forwards"]
+    assert found["stats"]["tables_compared"] == found["stats"]["lengths_compared"] == found["stats"]["forwards"]
     assert "tables_left_out" not in {event["name"] for event in engine.events()}
     assert TOLD_AS[backend] in engine.table_names()
 
@@ -106,6 +120,7 @@ def test_other_backends_are_compared_too(name, launch, record_property):
         slots = {(done["wrong"] + i, done["right"] + i) for i in range(len(places))}
         assert {(v["slot"], v["stored_value"]) for v in wrong} == slots
         assert {v["detail"] for v in wrong} == {TOLD_AS[backend]}
+    short_lengths(engine, "fa3_eager" if kind == "eager" else backend, SHORT_AS[backend])
     if kind == "window":
         done = engine.stale_table(what="window", prompts=setup.traffic(4, 4)[2:], backend=backend)
         assert {(v["region"], v["request"]) for v in read_tables(done)} == {("swa", done["requests"][0])}

@@ -13,6 +13,12 @@ BATCHES = (1, 2, 4, 8)
 """Rows of the graphs that are captured, in this order."""
 
 
+class EagleVerifyInput(SimpleNamespace):
+    """By its name, drafted tokens without branches."""
+
+    ragged_verify_layout, draft_token_num = None, 4
+
+
 def graph_tables(engine: Any, mode: str, graph: bool, paged: bool = False, name: str = "") -> dict[str, Any]:
     """The backend's own methods that prepare a forward are called as SGLang does, for random batches of ``mode``
     (``DECODE``, ``TARGET_VERIFY``, ``EXTEND``). With ``graph`` those for graphs, in a capture of each size first, then
@@ -22,7 +28,8 @@ def graph_tables(engine: Any, mode: str, graph: bool, paged: bool = False, name:
     forget a prompt.
 
     Gives how many entries of each table that `attention.made` yields were looked at, and how many of them differ from
-    what those two say. The engine is not fit for anything else afterwards."""
+    what those two say; and of lengths how many were looked at, and how many are not the rows' own. The engine is not
+    fit for anything else afterwards."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     rng, runner, kind = random.Random(3), engine.runner, ForwardMode[mode]
@@ -41,6 +48,7 @@ def graph_tables(engine: Any, mode: str, graph: bool, paged: bool = False, name:
         for rows in sizes:
             backend.init_forward_metadata_out_graph(batch_of([], rows, kind), in_capture=True)
     seen: dict[str, list[int]] = {}
+    lens: dict[str, list[int]] = {}
     for _ in range(20):
         rows = rng.choice(sizes)
         live = min(rng.randrange(rows // 2, rows) + 1, table.shape[0] - 1)
@@ -65,7 +73,27 @@ def graph_tables(engine: Any, mode: str, graph: bool, paged: bool = False, name:
                     right = window[right].long()
                 looked, wrong = looked + len(places), wrong + int((named(made, row, places) != right).sum())
             seen[made.name] = [looked, wrong]
-    return {"seen": seen, "why_not": attention.why_not(backend), "leaves": [*attention.leaves(backend)] == [backend]}
+            for given in made.lens:
+                right = lens_of(given.of, batch, live, made.window_tokens)
+                numbers = given.given.diff() if given.begins else given.given
+                looked, wrong = lens.setdefault(given.name, [0, 0])
+                lens[given.name] = [looked + live, wrong + int((numbers[:live] != right).sum())]
+    return {
+        "lens": lens,
+        "seen": seen,
+        "why_not": attention.why_not(backend),
+        "leaves": [*attention.leaves(backend)] == [backend],
+    }
+
+
+def lens_of(of: str, batch: Any, rows: int, window: int | None) -> Tensor:
+    """What lengths that are ``of`` something must be, by the batch as SGLang's kernels understand it."""
+    mode = batch.forward_mode.name
+    new = batch.extend_seq_lens if mode == "EXTEND" else torch.full_like(batch.seq_lens, 4 if "VERIFY" in mode else 1)
+    before = {"EXTEND": batch.extend_prefix_lens, "DECODE": batch.seq_lens - 1}.get(mode, batch.seq_lens)
+    read = before + 1 if mode == "DECODE" else before
+    cut = read if window is None else read.clamp(max=window)
+    return {"new": new, "whole": before + new, "read": cut, "rest": cut + new}[of][:rows]
 
 
 def fill(runner: Any) -> tuple[Tensor, Tensor]:
@@ -103,7 +131,7 @@ def batch_of(lengths: list[tuple[int, int]], rows: int, mode: Any) -> Any:
     return SimpleNamespace(
         forward_mode=mode, batch_size=rows, req_pool_indices=torch.tensor([row for row, _ in padded]), seq_lens=ends,
         seq_lens_cpu=ends, seq_lens_sum=int(ends.sum()), encoder_lens=None, positions=torch.zeros(count),
-        spec_info=SimpleNamespace(ragged_verify_layout=None) if mode.name == "TARGET_VERIFY" else None,
+        spec_info=EagleVerifyInput() if mode.name == "TARGET_VERIFY" else None,
         extend_seq_lens=extended, extend_seq_lens_cpu=extended.tolist(), extend_prefix_lens=ends - extended,
         extend_prefix_lens_cpu=(ends - extended).tolist(), out_cache_loc=torch.ones(count, dtype=torch.int64),
         cross_attention_custom_mask=None,

@@ -17,10 +17,10 @@ NEW_TOKENS = 8
 def stale_table(engine: Any, what: str, prompts: list[list[int]], backend: str = "triton") -> dict[str, Any]:
     """Serves the prompts together; once all are decoding, for four forwards what the backend is given is wrong:
     ``entry`` names at a place of the last request what an earlier place of the first one has, ``old`` is the list of
-    the forward before (Triton), ``window`` names at the oldest position of a window's list the slot after it. Then they
-    are served to their end. Gives the findings, the requests' names, and for ``entry`` the first position that is wrong
-    and the slots there. ``backend``: ``triton``, ``flashinfer``, ``fa3`` for the page tables
-    of its graphs, ``fa3_eager`` for those without one."""
+    the forward before (Triton), ``short`` has the right entries and one token too few for the last request, ``window``
+    names at the oldest position of a window's list the slot after it. Then they are served to their end. Gives the
+    findings, the requests' names, and for ``entry`` the first position that is wrong and the slots there. ``backend``:
+    ``triton``, ``flashinfer``, ``fa3`` for the page tables of its graphs, ``fa3_eager`` for those without one."""
     served = decoding(engine, prompts, NEW_TOKENS)
     engine.session.canary.drain()
     engine.told.violations = []
@@ -58,6 +58,8 @@ def break_triton(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
         right = kv_indices[:end].clone()
         if what == "entry":
             wrong_entry(indptr, kv_indices, rows, known)
+        elif what == "short":
+            indptr[rows] -= 1
         elif what == "old" and before:
             old = before[-1][:end]
             kv_indices[: len(old)] = old
@@ -89,6 +91,8 @@ def break_flashinfer(what: str, rows: int, known: dict[str, Any]) -> Iterator[No
                 right[grid](table, req, lengths, indptr, start, indices, *more)
                 if what == "entry" and start is None:
                     wrong_entry(indptr, indices, rows, known)
+                elif what == "short" and start is None:
+                    indptr[rows] -= 1
                 elif what == "window" and start is not None:
                     indices[int(indptr[0])] = indices[int(indptr[0]) + 1].clone()
 
@@ -115,6 +119,8 @@ def break_fa3(what: str, rows: int, known: dict[str, Any]) -> Iterator[None]:
             slots = {"right": int(table[rows - 1, 1]) * size, "wrong": int(table[0, 0]) * size}
             known.update(position=size, positions=size, **slots)
             table[rows - 1, 1] = table[0, 0].clone()
+        elif what == "short":
+            given["cache_seqlens_int32"][rows - 1] -= 1
         else:
             window, end = given["swa_page_table"], int(given["seq_lens"][0])
             first = max(end - known["window_tokens"], 0) // size
@@ -141,6 +147,9 @@ def break_fa3_eager(what: str, rows: int, known: dict[str, Any]) -> Iterator[Non
         if what == "entry":
             known.update(position=size, positions=size, right=int(table[rows - 1, size]), wrong=int(table[0, 0]))
             table[rows - 1, size] = table[0, 0].clone()
+        elif what == "short":
+            metadata.cache_seqlens_int32 = metadata.cache_seqlens_int32.clone()
+            metadata.cache_seqlens_int32[rows - 1] -= 1
         else:
             place = max(int(batch.seq_lens[0]) - self.sliding_window_size, 0) // size * size
             first[:] = [place, place + size]

@@ -1,14 +1,15 @@
-"""`GivenTables`: the lists given to a model's attention, against `req_to_token`."""
+"""`GivenTables`: the lists and lengths given to a model's attention, against `req_to_token` and the forward's own."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canary_adapters import UniformLens, block_table, ragged_table, ring_table, slot_table
-from canary_core import Canary, Patches, ReadTable, RegionKind
+from canary_adapters import UniformLens, block_table, ragged_table, ring_table, slot_table, upload
+from canary_core import Canary, Patches, ReadLens, ReadTable, RegionKind
 from canary_sglang.batches.forward import FIRST_ROWS
 from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat import attention
@@ -20,7 +21,8 @@ class GivenTables:
     stream. The scheduler may write to both afterwards (`Step.follow_check`). Where a model has both, they take turns.
 
     The backends' own objects are patched with the first forward, since SGLang makes them after the pool. An unknown
-    backend is reported once, as a ``tables_left_out`` event.
+    backend is reported once, as a ``tables_left_out`` event. Of a backend that reads `req_to_token` row by row the
+    lengths of the rows' keys are compared, in one layer.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class GivenTables:
         self._buffers: Tensor | None = None
         self._backend: Any = None
         self._batch: Any = None
+        self._keys: list[int] = []
         pool = getattr(runner, "req_to_token_pool", None)
         # Of others the numbers are not those of the slots.
         self._states = states if type(pool).__name__ == "HybridReqToTokenPool" else None
@@ -51,6 +54,7 @@ class GivenTables:
             if self._runner.attn_backend is not self._backend:
                 self._follow(self._runner.attn_backend)
             self._batch = batch if self._patches.done else None
+            self._keys.clear()
             self._turn_of_states = self._follows_states and not (self._follows_slots and self._turn_of_states)
         try:
             return forward()
@@ -76,10 +80,47 @@ class GivenTables:
             reason = attention.why_not(leaf)
             if reason is not None:
                 self._tables.leave_out(type(leaf).__name__, reason)
+                self._follow_rows(leaf)
                 continue
             self._follows_slots = True
             self._patches.follow(leaf, eager, partial(self._made, leaf, False))
             self._patches.follow(leaf, graph, partial(self._made, leaf, True))
+
+    def _follow_rows(self, leaf: Any) -> None:
+        kind = type(leaf).__name__
+        name, module = attention.READ_BY_ROW.get(kind), sys.modules[type(leaf).__module__]
+        if name is None or not hasattr(module, name):
+            self._tables.leave_out(f"lengths of {kind}", "they are not known here")
+        elif not self._follows_slots and self._full is not None:
+            self._follows_slots = True
+            self._patches.wrap(module, name, partial(self._attends, kind))
+
+    def _attends(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``original`` is called for each row of each layer, with its keys ``[1, heads, tokens, dim]``."""
+
+        @wraps(original)
+        def attend(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = self._batch
+            if batch is not None and not self._turn_of_states and self._tables.due and not _capturing():
+                with self._canary.guard("tables"):
+                    self._read_row(kind, batch, key)
+            return original(query, key, *args, **kwargs)
+
+        return attend
+
+    def _read_row(self, kind: str, batch: Any, key: Tensor) -> None:
+        self._keys.append(key.shape[-2])
+        end, new, rows = attention.read_lengths(batch), attention.new_lengths(batch), len(batch.rids)
+        if len(self._keys) < rows or self._full is None:
+            return
+        given, self._keys = self._keys, []
+        if end is None or new is None:
+            self._tables.skip()
+            return
+        whole = end[:rows] if batch.forward_mode.name == "DECODE" else end[:rows] + new
+        lens = ReadLens(f"keys of {kind}", upload(given, end.device), whole)
+        table = slot_table(self._runner.req_to_token_pool.req_to_token, batch.req_pool_indices[:rows])
+        self._tables.compare([ReadTable.of_lens(self._full, table, self._writers.ids(batch.rids), lens)])
 
     def _made(self, backend: Any, graph: bool, _: Any, *args: Any, **kwargs: Any) -> None:
         batch = self._batch
@@ -126,7 +167,21 @@ class GivenTables:
             else:
                 given = ragged_table(made.entries, self._list_begins(made, first, rows))
             writers = self._writers.ids(batch.rids)
-            yield ReadTable(made.name, region, given, kept, first, end, writers, made.own_slots)
+            lens = tuple(self._lens(made, batch, first, end))
+            yield ReadTable(made.name, region, given, kept, first, end, writers, made.own_slots, lens=lens)
+
+    def _lens(self, made: attention.Made, batch: Any, first: Tensor, end: Tensor) -> Iterator[ReadLens]:
+        new = attention.new_lengths(batch)
+        if new is None or not made.lens:
+            self._tables.leave_out(f"lengths of {made.name}", "they are not known in every forward")
+            return
+        new = self._uniform.of(new, end) if isinstance(new, int) else new[: len(end)]
+        # A decode's positions are all read from the pool, its own among them.
+        later = 0 if batch.forward_mode.name == "DECODE" else new
+        read = end if made.window_tokens is None else end - first
+        for lens in made.lens:
+            expected = {"read": read, "rest": read + later, "whole": end + later, "new": new}[lens.of]
+            yield ReadLens(lens.name, lens.given, expected, lens.begins)
 
     def _window_first(self, end: Tensor, tokens: int) -> Tensor:
         """The first of the last ``tokens`` positions of each row, in a static buffer."""

@@ -1,10 +1,12 @@
-"""Tables of attention backends for a forward: lists of slots and page tables made from `req_to_token`."""
+"""Tables of attention backends for a forward: lists of slots and page tables made from `req_to_token`, with lengths."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
+
+from canary_sglang.compat import batches
 
 PARTS = ("prefill_backend", "decode_backend", "full_attn_backend", "primary")
 """Names of a backend's inner backends, which do the work; the part for recurrent layers, not among them, reads no slots
@@ -15,6 +17,22 @@ READ_THEMSELVES = frozenset({"TorchNativeAttnBackend", "TorchFlexAttnBackend", "
 
 METADATA = ("init_forward_metadata", "init_forward_metadata_out_graph")
 """Methods of a backend for making tables, for a forward and for the replay of a graph."""
+
+
+READ_BY_ROW = {"TorchNativeAttnBackend": "scaled_dot_product_attention"}
+"""Of these those that compute a row at a time, with the function of their module that gets the row's keys."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lens:
+    """Lengths made for the rows of a table. name, given, begins: as in `ReadLens`. of: the positions that the table has
+    (``read``), these and the tokens that the forward computes (``rest``), both from position 0 on (``whole``), or the
+    computed tokens alone (``new``)."""
+
+    name: str
+    given: Tensor
+    of: Literal["read", "rest", "whole", "new"]
+    begins: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -30,6 +48,7 @@ class Indices:
     starts: Tensor
     window_tokens: int | None = None
     own_slots: bool = False
+    lens: tuple[Lens, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -47,6 +66,7 @@ class Pages:
     page_size: int
     window_tokens: int | None = None
     own_slots: bool = False
+    lens: tuple[Lens, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -109,18 +129,25 @@ def made(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
 
 
 def _triton(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
+    kind = "TritonAttnBackend"
+    queries: tuple[Lens, ...] = ()
     if graph:
         holder, entries, window = backend, backend.cuda_graph_kv_indices, "cuda_graph_window_kv_indices"
     else:
         holder, window = backend.forward_metadata, "window_kv_indices"
         entries = holder.kv_indices
-    yield Indices(name="kv_indices of TritonAttnBackend", entries=entries.view(-1), starts=holder.kv_indptr)
+        if batch.forward_mode.name in ("EXTEND", "MIXED"):
+            queries = (Lens(f"qo_indptr of {kind}", holder.qo_indptr, "new"),)
+    starts = holder.kv_indptr
+    lens = (Lens(f"kv_indptr of {kind}", starts, "read"), *queries)
+    yield Indices(name=f"kv_indices of {kind}", entries=entries.view(-1), starts=starts, lens=lens)
     tokens = _window_tokens(backend)
     entries, starts = getattr(holder, window, None), getattr(holder, "window_kv_indptr", None)
     if tokens and entries is not None and starts is not None:
         own = bool(getattr(backend, "use_sliding_window_kv_pool", False))
-        name = "window_kv_indices of TritonAttnBackend"
-        yield Indices(name=name, entries=entries.view(-1), starts=starts, window_tokens=tokens, own_slots=own)
+        name, lens = f"window_kv_indices of {kind}", (Lens(f"window_kv_indptr of {kind}", starts, "read"), *queries)
+        entries = entries.view(-1)
+        yield Indices(name=name, entries=entries, starts=starts, window_tokens=tokens, own_slots=own, lens=lens)
 
 
 def _flashinfer(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
@@ -139,14 +166,25 @@ def _flashinfer(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
     # The slots of what it has dequantized.
     if not wrappers or getattr(backend, "dq_page_table", None) is not None:
         return
-    name, window = "kv_indices of FlashInferAttnBackend", _window_tokens(backend.indices_updater_decode)
-    full = wrappers[-1]
-    yield Indices(name=name, entries=full._paged_kv_indices_buf, starts=full._paged_kv_indptr_buf)
+    kind, window = "FlashInferAttnBackend", _window_tokens(backend.indices_updater_decode)
+    name, full = f"kv_indices of {kind}", wrappers[-1]
+    starts = full._paged_kv_indptr_buf
+    lens = _planned_lens(backend, graph, mode, f"kv_indptr of {kind}", starts)
+    yield Indices(name=name, entries=full._paged_kv_indices_buf, starts=starts, lens=lens)
     if len(wrappers) == 2 and window:
         own = getattr(backend.indices_updater_decode, "_swa_kv_pool", None) is not None
         tokens = window + 1 if mode == "DECODE" else window
         entries, starts = wrappers[0]._paged_kv_indices_buf, wrappers[0]._paged_kv_indptr_buf
-        yield Indices(name=f"window_{name}", entries=entries, starts=starts, window_tokens=tokens, own_slots=own)
+        lens, name = _planned_lens(backend, graph, mode, f"window_kv_indptr of {kind}", starts), f"window_{name}"
+        yield Indices(name=name, entries=entries, starts=starts, window_tokens=tokens, own_slots=own, lens=lens)
+
+
+def _planned_lens(backend: Any, graph: bool, mode: str, name: str, starts: Tensor) -> tuple[Lens, ...]:
+    """Of an extend's list the new tokens are part where nothing else gives them; in a graph that is not known."""
+    if mode == "DECODE":
+        return (Lens(name, starts, "read"),)
+    ragged = None if graph else getattr(backend.forward_metadata, "use_ragged", None)
+    return () if ragged is None else (Lens(name, starts, "read" if ragged else "rest"),)
 
 
 def _flash_attention(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
@@ -154,13 +192,19 @@ def _flash_attention(backend: Any, graph: bool, batch: Any) -> Iterator[Made]:
     if batch.forward_mode.name == "TARGET_VERIFY" and (getattr(backend, "topk", 0) or 0) > 1:
         return
     metadata = backend.forward_metadata
-    name, size = "page_table of FlashAttentionBackend", int(backend.page_size)
+    kind, size = "FlashAttentionBackend", int(backend.page_size)
+    name = f"page_table of {kind}"
+    lens = (
+        Lens(f"cache_seqlens_int32 of {kind}", metadata.cache_seqlens_int32, "whole", begins=False),
+        Lens(f"cu_seqlens_q of {kind}", metadata.cu_seqlens_q, "new"),
+    )
     if metadata.page_table is not None:
-        yield Pages(name=name, entries=metadata.page_table, page_size=size)
+        yield Pages(name=name, entries=metadata.page_table, page_size=size, lens=lens)
     tokens = _window_tokens(backend)
     if tokens and metadata.swa_page_table is not None:
         entries = metadata.swa_page_table
-        yield Pages(name=f"swa_{name}", entries=entries, page_size=size, window_tokens=tokens, own_slots=True)
+        name = f"swa_{name}"
+        yield Pages(name=name, entries=entries, page_size=size, window_tokens=tokens, own_slots=True, lens=lens)
 
 
 def _window_tokens(holder: Any) -> int | None:
@@ -187,4 +231,14 @@ def read_lengths(batch: Any) -> Tensor | None:
         lengths = batch.seq_lens
     elif mode in ("EXTEND", "MIXED"):
         lengths = batch.extend_prefix_lens
+    return lengths
+
+
+def new_lengths(batch: Any) -> Tensor | int | None:
+    """How many tokens of each row a forward with `read_lengths` computes; None where that isn't known."""
+    mode = batch.forward_mode.name
+    if mode == "TARGET_VERIFY":
+        ragged = getattr(batch.spec_info, "ragged_verify_layout", None) is not None
+        return None if ragged else batches.verified_tokens(batch)
+    lengths: Tensor | int = 1 if mode == "DECODE" else batch.extend_seq_lens
     return lengths
