@@ -38,23 +38,23 @@ def test_forgetting_what_is_not_known_changes_nothing() -> None:
 
 
 def test_anchors_are_those_of_the_requests_as_they_are_now() -> None:
-    """A name that is given to another request has that one's; the same rows are the same tensor, no rows of an identity
-    are none."""
+    """A name that is given to another request has that one's; the same rows are the same tensor, and those without an
+    identity have the common one."""
     writers, device = Writers(capacity=3), torch.device("cpu")
-    assert writers.anchors(["a", "b"], device) is None
+    common = writers.identities.anchor()
+    assert writers.anchors(["a", "b"], device).tolist() == [common, common]
+    assert writers.anchors(["c", "d"], device) is writers.anchors(["a", "b"], device)
     writers.identify("a", lora="sql")
     both = writers.anchors(["a", "b"], device)
-    assert both is not None
     assert both.tolist() == [writers.identities.anchor(lora="sql"), writers.identities.anchor()]
     assert writers.anchors(["a", "b"], device) is both
-    assert writers.anchors(["b"], device) is None
+    assert writers.anchors(["b"], device).tolist() == [common]
     writers.identify("a", lora="law")
     again = writers.anchors(["a", "b"], device)
-    assert again is not None
     assert again.tolist() == [writers.identities.anchor(lora="law"), writers.identities.anchor()]
     writers.forget("a")
     assert writers.anchor("a") == writers.identities.anchor()
-    assert writers.anchors(["a", "b"], device) is None
+    assert writers.anchors(["a", "b"], device).tolist() == [common, common]
     for number in range(5):
         writers.identify(str(number), cache_salt="x")
     assert [writers.anchor(str(n)) == writers.identities.anchor() for n in range(5)] == [
@@ -131,3 +131,13 @@ def _longest(value: object) -> int:
     if isinstance(value, tuple | list | deque):
         return max(map(_longest, value), default=0)
     return _longest(vars(value)) if isinstance(value, Identities) else 0
+
+
+def test_more_rows_than_ever_before_have_the_common_anchor() -> None:
+    """The tensor grows; what was given out before stays as it was."""
+    writers, device = Writers(), torch.device("cpu")
+    few = writers.anchors(["a"] * 3, device)
+    many = writers.anchors(["a"] * 5000, device)
+    assert few.tolist() == [writers.identities.anchor()] * 3
+    assert many.unique().tolist() == [writers.identities.anchor()]
+    assert many.shape == (5000,)

@@ -45,11 +45,13 @@ from canary_adapters.sources import (
 )
 from canary_adapters.tables import block_table, ragged_table, ring_table, slot_table
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
+from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.ops.upload import upload
 
 __all__ = [
     "CHECKED_DTYPES",
     "TABLE_STEP",
+    "AdapterContents",
     "Answer",
     "BlockBreach",
     "BlockEvent",
@@ -85,6 +87,8 @@ __all__ = [
     "RollCall",
     "RowPool",
     "UniformLens",
+    "WatchedWeights",
+    "WeightLoads",
     "WindowPool",
     "add_event",
     "answer",

@@ -122,8 +122,9 @@ def names(engine: str) -> list[str]:
 
 
 def bug(engine: str, name: str) -> Bug:
-    """That of a file. Imports no engine."""
-    found: Bug = importlib.import_module(f"bugs.{engine}.{name}").BUG
+    """That of a file; of another folder than the engine's where ``name`` says so, as in ``live.sglang_weights_kept``.
+    Imports no engine."""
+    found: Bug = importlib.import_module(f"bugs.{name}" if "." in name else f"bugs.{engine}.{name}").BUG
     return found
 
 

@@ -29,7 +29,7 @@ FINDINGS = st.builds(
     origin=st.sampled_from([None, "", "LMCacheConnectorV1"]),
     sources=st.sampled_from([None, ("k.1",), ("k.1", "v.1")]),
     arrived=st.sampled_from([None, True]),
-    identity=st.sampled_from([None, "LoRA adapter sql"]),
+    identity=st.sampled_from([None, "LoRA adapter sql", "the weights of change 2"]),
     stored_identity=st.sampled_from([None, "cache salt #0a1b2c3d"]),
 )  # fmt: skip
 """Any kind, with any of its fields missing, unknown to the device (-1), or 0."""

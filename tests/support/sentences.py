@@ -34,6 +34,7 @@ VARIANTS = (
     {**KNOWN, "arrived": True, "window": True},
     {**KNOWN, "identity": "LoRA adapter sql", "stored_identity": "cache salt #0a1b2c3d"},
     {**KNOWN, "detail": ABSORBED},
+    {**KNOWN, "identity": "the weights of change 2 (load_weights)", "stored_identity": "the weights of the start"},
     {**KNOWN, "request": "bob", "source": None, "page": None, "stored_position": 9},
 )
 

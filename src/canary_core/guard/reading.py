@@ -31,13 +31,14 @@ class Reading:
         found, step = self._findings, self._step
         named = {c.name.lower(): found.counters[c] for c in Counter if c not in (Counter.ROWS, Counter.DRAINED)}
         late = {"withheld": sum(found.memory.withheld.values()), "incidents": found.incidents.total}
+        weights = {"weights_changed": found.writers.identities.weights, "carried": found.carried}
         return {
             "violations": sum(found.delivered.values()),
             "forwards": step.forwards,
             **named,
             "repeated": found.repeated,
             "dismissed": found.dismissed,
-            **{name: number for name, number in late.items() if number},
+            **{name: number for name, number in {**late, **weights}.items() if number},
             **self._kinds(),
             **found.audit.counts,
             **step.tables.stats(),

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from canary_core.batch import BatchView, require_place, view_or_none
 from canary_core.errors import ViolationError
+from canary_core.events import Event
 from canary_core.guard.forward import Facade, Forward, Measured, PassedBy
 from canary_core.guard.listener import Listeners, StepListener
 from canary_core.guard.overhead import Overhead
@@ -16,6 +17,7 @@ from canary_core.guard.reporting.read_times import ReadTimes
 from canary_core.guard.reporting.reader import Reader
 from canary_core.guard.slots import SlotEvents
 from canary_core.overlap import Overlap
+from canary_core.records import Clock
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import NOTHING, Switch
 from canary_core.watchers.stores import StoreCheck
@@ -387,6 +389,25 @@ class Step:
             # With nothing in flight this stream does for what would wait for the next forward.
             self._slots.settle()
             self.end()
+
+    def weights_changed(self, how: str, since: int | None = None, lora: str | None = None) -> None:
+        """The engine computes with other weights from the next forward on, or with another content of the adapter
+        ``lora``, named as for `Writers.identify`. A request that begins later and hits a
+        prefix from before is a `prefix` finding; what running requests go on with is the engine's policy. Tells
+        ``weights_changed``, but in an engine that learns ever more rarely. Between forwards, never captured.
+
+        ``how``: what changed the weights, for findings: the engine's function. ``since``: a forward
+        known to have run before the change, by `Canary.forwards`; None for all that are recorded so far, for which the
+        host waits for the device."""
+        if not self._switch.enabled:
+            return
+        with self._switch.guard("step.weights_changed"):
+            if since is None:
+                self._workspace.join()
+                since = int(self._workspace.shared.clock[Clock.STEP])
+            number = self._findings.writers.identities.change_weights(how, since, lora)
+            if number & (number - 1) == 0:
+                self._switch.tell(Event("weights_changed", "info", {"how": how, "changes": number, "since": since}))
 
     def close(self) -> None:
         """Closes the listeners: Canary is off. Again: does nothing."""

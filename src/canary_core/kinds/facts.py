@@ -122,6 +122,9 @@ class Facts:
 ABSORBED = "NaN or infinite numbers, which the same numbers written again do not change"
 """`Facts.detail` of a write that left no trace since it wrote NaN over NaN, or did not happen."""
 
+WEIGHTS = "the weights of "
+"""How an identity begins that differs from another in its weights."""
+
 NAMELESS = "a request whose name is not known"
 """The subject of a sentence where the writer's number never had a name, or has none any more."""
 

@@ -1,5 +1,6 @@
 """`prefix`: the slot's prefix is not the prefix of the slot before: the slot belongs to another sequence."""
 
+from canary_core.kinds.facts import WEIGHTS
 from canary_core.kinds.finding_kind import TABLE, Blame, FindingKind, Page, Sentence, Wrong
 from canary_core.kinds.links import READ
 from canary_core.kinds.reads import READ_WRONGLY, read_wrongly
@@ -9,6 +10,11 @@ KIND = FindingKind(
     kind=Kind.PREFIX,
     place=180,
     sentences=(
+        Sentence(
+            "{reader} will read {position} from {where}, which {writer} computed{written} with {stored_identity}; "
+            "{reader} began with {identity}. A prefix hit across a change of the weights: the prefix cache was kept.",
+            when=lambda v: bool(v.identity and v.identity.startswith(WEIGHTS) and v.stored_identity),
+        ),
         Sentence(
             "{reader} will read {position} from {where}, which {writer} computed{written} for another identity: "
             "{stored_identity}; {reader} has {identity}. A prefix hit across identities: the key of the prefix cache "
@@ -35,10 +41,14 @@ KIND = FindingKind(
         Token and position of the slot may be right; what came before it is not. `stored_request` is the sequence that
         it belongs to. For a recurrent state it means that the state is not the one of this prefix.
 
-        With `identity` the tokens are right, and were computed for something else: another LoRA adapter, cache salt or
-        extra key (`stored_identity`). One finding is told for each such hit, at position 0. Look at the key of the
-        prefix cache: what tells the two apart is not in it. Adapters are told by their name or id. Of salts and keys,
-        which may be secrets, a digest is told: the same one is the same text.
+        With `identity` the tokens are right, and were computed for something else: with other weights, another LoRA
+        adapter, cache salt or extra key (`stored_identity`). One finding is told for each such hit, at position 0. Look
+        at the key of the prefix cache: what tells the two apart is not in it. Adapters are told by their name or id. Of
+        salts and keys, which may be secrets, a digest is told: the same one is the same text.
+
+        With other weights, look whether the cache was emptied when they were changed (`the weights of change 2` are
+        those after the second change). Requests that run while weights change go on with what they have: that is the
+        engine's policy, and no finding.
         """,
         remedies=(TABLE,),
     ),

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from canary_core.kinds.facts import Facts
+from canary_core.ops.hashing import COMMON_ANCHOR, mixed, signed
 from canary_core.ops.upload import upload
-from canary_core.runtime.identities import Identities, name_key, told
+from canary_core.runtime.identities import Identities, Identity, name_key, told
 
 MOST_DIGESTS = 4096
 """Digests of unusual names at hand."""
@@ -35,7 +37,11 @@ class Writers:
         self._anchors: OrderedDict[Key, int] = OrderedDict()
         self.anchors_forgotten = 0
         """Requests beyond ``capacity`` with a forgotten identity: their next rows have the common anchor."""
-        self._last: tuple[list[str], Tensor | None] | None = None
+        self._last: tuple[list[str], Tensor] | None = None
+        # The weights with which a request began, for those that began after a change, by the name that is told.
+        self._began: dict[str, int] = {}
+        self._every = torch.device("cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
+        self._common: dict[int, Tensor] = {}
 
     def id(self, request: str) -> int:
         """Writer id of a request; the same request keeps its id as long as it is remembered."""
@@ -46,8 +52,10 @@ class Writers:
             return known
         if len(self._ids) >= self._capacity:
             _, oldest = self._ids.popitem(last=False)
-            del self._names[oldest]
+            self._began.pop(self._names.pop(oldest), None)
             self.forgotten += 1
+        if self.identities.weights and key not in self._anchors:
+            self.identify(request)
         new = self._next
         self._next += 1
         self._ids[key] = new
@@ -73,6 +81,8 @@ class Writers:
         self._last = None
         key = self._key(request)
         self._anchors.pop(key, None)
+        if self._began:
+            self._began.pop(told(request), None)
         old = self._ids.pop(key, None)
         if old is None:
             return
@@ -89,38 +99,101 @@ class Writers:
         self._last = None
         key = self._key(request)
         self._anchors.pop(key, None)
-        if lora is cache_salt is extra_key is None:
+        if self.identities.weights:
+            self._began[told(request)] = self.identities.weights_of(lora)
+        elif lora is cache_salt is extra_key is None:
             # Most requests, and the engine waits for its host where they begin.
             return
         found = self.identities.anchor(lora=lora, cache_salt=cache_salt, extra_key=extra_key)
-        if found == self.identities.anchor():
-            return
-        self._anchors[key] = found
-        if len(self._anchors) > self._capacity:
-            self._anchors.popitem(last=False)
-            self.anchors_forgotten += 1
+        if found != COMMON_ANCHOR:
+            self._set(key, found)
+
+    def began(self, request: str) -> int:
+        """Number of the last change of the weights, or of the adapter's content, when the request began."""
+        return self._began.get(told(request), 0) if self._began else 0
+
+    def go_on(self, request: str, began: int) -> None:
+        """The request began with the weights ``began``, under another id or name, and goes on: what it reads may be of
+        these or later ones."""
+        self._began[told(request)] = began
+
+    def again(self, request: str) -> None:
+        """The request is computed again from its first token, as after a preemption: with the present weights."""
+        if self.identities.weights:
+            identity = self.identities.of(self.anchor(request)) or Identity()
+            weights = self.identities.weights_of(identity.lora)
+            self._set(self._key(request), self.identities.anchor_of(identity._replace(weights=weights)))
 
     def anchor(self, request: str) -> int:
         """The start of the request's prefix hash."""
         key = self._key(request)
         found = self._anchors.get(key)
         if found is None:
-            return self.identities.anchor()
+            return COMMON_ANCHOR
         # A request may run while very many begin and end.
         self._anchors.move_to_end(key)
         return found
 
-    def anchors(self, requests: Sequence[str], device: torch.device) -> Tensor | None:
-        """`BatchView.anchors` of the rows; None where all have the common anchor, found without a look as long as no
-        request was identified. The same requests as in the last call, in the same order, cost one comparison of lists,
-        others one small copy from pinned memory, on the current stream. The result must not be written to."""
+    def anchors(self, requests: Sequence[str], device: torch.device) -> Tensor:
+        """`BatchView.anchors` of the rows, found without a look as long as no request was identified. The same requests
+        as in the last call, in the same order, cost one comparison of lists, others one small copy from pinned memory,
+        on the current stream. The result must not be written to."""
         if not self._anchors:
+            return self._commons(len(requests), device)
+        last = self._last
+        if last is None or last[0] != requests:
+            if self._anchors.keys().isdisjoint(map(self._key, requests)):
+                rows = self._commons(len(requests), device)
+            else:
+                rows = upload([self.anchor(request) for request in requests], device)
+            last = self._last = list(requests), rows
+        return last[1]
+
+    def carried(self, found: Facts) -> bool:
+        """Whether the finding of kind ``prefix`` only says that a request goes on across a change of the weights, or
+        may say no more: its slot is not known to have been computed before the weights that the reader began with. The
+        engine's policy decides what running requests read and write then."""
+        anchors = self.crossed(found)
+        if anchors is None or not self.identities.same_but_weights(*anchors):
+            return False
+        if found.request is not None:
+            if self.identities.older(found.step_written or 0, self.began(found.request)):
+                return False
+            if found.position == 0 and found.request in self._ids:
+                # From now on it is judged as of what it holds.
+                self._set(found.request, anchors[1])
+        return True
+
+    def crossed(self, found: Facts) -> tuple[int, int] | None:
+        """The anchors of reader and slot of a finding of kind ``prefix``; None where identities are not known to make
+        the difference."""
+        should_be, stored, token = found.found_value, found.stored_value, found.stored_token
+        if should_be is None or stored is None or token is None:
             return None
-        if self._last is None or self._last[0] != requests:
-            none = self._anchors.keys().isdisjoint(map(self._key, requests))
-            rows = None if none else upload([self.anchor(request) for request in requests], device)
-            self._last = list(requests), rows
-        return self._last[1]
+        if found.position == 0:
+            first = mixed(token, 0)
+            return signed(should_be - first), signed(stored - first)
+        whose = found.request if found.request is not None else found.stored_request
+        return self.identities.pair(COMMON_ANCHOR if whose is None else self.anchor(whose), should_be, stored)
+
+    def _set(self, key: Key, anchor: int) -> None:
+        self._last = None
+        self._anchors[key] = anchor
+        if len(self._anchors) > self._capacity:
+            self._anchors.popitem(last=False)
+            self.anchors_forgotten += 1
+
+    def _commons(self, rows: int, device: torch.device) -> Tensor:
+        """The common anchor of so many rows: the beginning of one tensor, which grows."""
+        last, every = self._every
+        if last != device or every.shape[0] < rows:
+            every = torch.full((max(2 * rows, 256),), COMMON_ANCHOR, dtype=torch.int64, device=device)
+            self._every = device, every
+            self._common.clear()
+        found = self._common.get(rows)
+        if found is None:
+            found = self._common[rows] = every[:rows]
+        return found
 
     def _key(self, request: str) -> Key:
         """`name_key`. A very long name is not hashed in every forward: Python keeps a text's own hash."""

@@ -98,9 +98,11 @@ def stage(setup: str, profile: str) -> Iterator[VLLMStage]:
 @cache
 def _loaded(setup: str) -> Any:
     from vllm_on_cpu.engine import SmallEngine
-    from vllm_on_cpu.setups import SETUPS
+    from vllm_on_cpu.setups import SETUPS, Setup
 
-    return SmallEngine(SETUPS[setup].model, **SETUPS[setup].options)
+    lora = Setup(options={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8})
+    of = {**SETUPS, "lora": lora}[setup]
+    return SmallEngine(of.model, **of.options)
 
 
 class Bugs:

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,10 @@ class Hooks:
         hooked = targets.targets()
         REGISTRAR.register({name: hooks[name] for name in hooked})
         REGISTRAR.register(allocator_hooks(lambda: self.session))
+        loads = targets.existing(targets.WEIGHT_LOADS)
+        REGISTRAR.register({name: (partial(self._load, name.rpartition(".")[2]), "AROUND") for name in loads})
+        if not loads:
+            _tell_left_out(["update_weights"], "warning", "this release loads weights in another way")
         self._config = config
         missing = [name for name in targets.EXPECTED if name not in hooked]
         if missing:
@@ -197,6 +202,12 @@ class Hooks:
         if result:
             for session in self.sessions:
                 session.canary.step.flushed()
+
+    def _load(self, how: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A draft's weights alone do not make other KV of the served model.
+        weights = None if self.session is None else self.session.weights
+        with contextlib.nullcontext() if weights is None else weights.load(how):
+            return original(*args, **kwargs)
 
     def _turn(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if self._roll_call is not None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from canary_adapters import EmbeddingFilter, EmbeddingShards
+from canary_adapters import EmbeddingFilter, EmbeddingShards, WeightLoads
 from canary_core import (
     BatchView,
     Canary,
@@ -98,6 +98,8 @@ class Session:
         self._paged = [name for name in names if name not in (state, C128)]
         self.drafts = DraftBatches(runner, self._paged, self.requests)
         self._batches = ForwardBatches(runner, self._paged, self.requests)
+        # Records of another engine have that one's weights, which are counted there.
+        self.weights = WeightLoads(self.canary, runner.model) if adapters else None
         self.sampled = SampledRows(self.canary, self.requests)
         # A draft model's steps have lists of their own.
         self._given = None if self.model else GivenTables(runner, self.canary, self._paged, self.requests, state)

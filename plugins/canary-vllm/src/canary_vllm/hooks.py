@@ -54,6 +54,8 @@ class Hooks:
                 self._follow(f"{targets.CONNECTORS}.{kind}.pre_forward", self._connected)
         if targets.WORKER_END.problem() is None:
             self._wrap(targets.WORKER_END.name, self._worker_ends)
+        if targets.WEIGHTS_END.problem() is None:
+            self._wrap(targets.WEIGHTS_END.name, self._weights_end)
         missing = targets.problems(targets.ROLL_CALL)
         if missing:
             self._left_out("nobody looks whether all workers are guarded", missing)
@@ -245,6 +247,13 @@ class Hooks:
             # While the memory that it describes is still the runner's; its own is given back, too.
             session.close()
         return original()
+
+    def _weights_end(self, original: Callable[[], Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self._sessions.get(id(worker.model_runner))
+        if session is None:
+            return original()
+        with session.weights.loads.load("finish_weight_update"):
+            return original()
 
     def _left_out(self, what: str, problems: Sequence[str]) -> None:
         emit(Event("hooks_left_out", "error", {"reason": f"{what}: {'; '.join(problems)}"}))

@@ -42,6 +42,7 @@ from canary_vllm.batches.requests import Requests
 from canary_vllm.compat import connectors, embeddings, metadata, runners
 from canary_vllm.pools.pool import VLLMPool
 from canary_vllm.pools.stores import follow_stores
+from canary_vllm.weights import Weights
 
 MOST_WARM_ROWS = 256
 """Kernels for forwards of up to so many requests are compiled before the first forward."""
@@ -97,6 +98,7 @@ class Session:
         if origin is None and not runner.vllm_config.parallel_config.use_ubatching:
             # A connector may load into a layer that was stored; halves of a batch store one after the other.
             follow_stores(self._patches, self.canary, runner, self._tokens)
+        self.weights = Weights(self.canary, runner, self._patches, self._reloaded)
         self._loads = None if origin is None else Loads(self.canary, self.groups, self.requests, origin, drafted)
         # A drafter writes to block tables and slot mappings after the forward; a connector writes to slots.
         alone = origin is None and not drafted
@@ -185,6 +187,11 @@ class Session:
             if copies:
                 # Blocks that the runner is about to copy: the records go with the bytes.
                 self.lifetime.blocks.copied([(int(source), int(destination)) for source, destination in copies])
+
+    def _reloaded(self) -> None:
+        """An adapter has another content than before: vLLM may load it for requests of this very batch."""
+        if self._output is not None and self._pending is None:
+            self.requests.identify()
 
     def forward(self, original: Callable[[], Any]) -> Any:
         """V1: runs the model."""

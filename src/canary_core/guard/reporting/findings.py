@@ -92,6 +92,8 @@ class Reporter:
         """Names of tables by their numbers in findings."""
         self.repeated = 0
         self.dismissed = 0
+        self.carried = 0
+        """Prefixes of requests that go on across a change of the weights, see `Writers.carried`."""
 
     def collect(self) -> HostRead | None:
         """Returns an earlier read, if arrived; starts the next one on the current stream. Never waits."""
@@ -196,6 +198,9 @@ class Reporter:
                 self.audit.look()
             if violation.region in self.audit.moved:
                 self.dismissed += 1
+                continue
+            if violation.kind is Kind.PREFIX and self.writers.carried(violation):
+                self.carried += 1
                 continue
             key = _key_of(violation)
             if self._repeats(key):
@@ -323,15 +328,12 @@ class Reporter:
         # Zero where the slot was never written: then the record's writer is nobody, not the one with id 0.
         written = row[Row.STEP_WRITTEN] != 0
         freed = row[Row.FREED] not in (-1, 0)
-        whose = None
-        if kind is Kind.PREFIX and row[Row.POSITION] == 0 and stored:
-            whose = self.writers.identities.tell(row[Row.STORED_TOKEN], row[Row.FOUND_VALUE], row[Row.STORED_VALUE])
         length = kind is Kind.READ_LENGTH
         value = row[Row.STORED_VALUE] if stored or length or kind in (Kind.WRITE_SLOT, Kind.READ_TABLE) else None
         if kind is Kind.WRITE_INPUT and value == -1:
             # Nothing is known of the sampler.
             value = None
-        return Violation(
+        violation = Violation(
             kind=kind,
             region=state.region.name,
             phase=Phase(row[Row.STEP] % 8),
@@ -356,10 +358,13 @@ class Reporter:
             freed_by=self.writers.name(row[Row.FREED] >> 32) if freed else None,
             rank=self._config.rank,
             detail=self._table_name(kind, row),
-            identity=whose and whose[0],
-            stored_identity=whose and whose[1],
             window=True if state.region.kind is RegionKind.WINDOW and len(self._states) > 1 else None,
         )
+        if kind is Kind.PREFIX and (anchors := self.writers.crossed(violation)) is not None:
+            whose = self.writers.identities.tell(*anchors)
+            if whose is not None:
+                return replace(violation, identity=whose[0], stored_identity=whose[1])
+        return violation
 
     def _table_name(self, kind: int, row: Sequence[int]) -> str | None:
         word = {Kind.READ_TABLE: Row.FOUND_VALUE, Kind.READ_LENGTH: Row.STORED_TOKEN}.get(Kind(kind))

@@ -28,20 +28,12 @@ class Anchors:
     def __init__(self, runner: Any, requests: RequestWriters) -> None:
         self._requests = requests
         self.common = drafts.shared_with_next_token(runner)
-        self._adapters = runners.has_adapters(runner)
         self._zeros = UniformLens()
 
-    def of(self, rows: Tensor, names: Sequence[str] = ()) -> Tensor | None:
+    def of(self, rows: Tensor, names: Sequence[str] = ()) -> Tensor:
         """`BatchView.anchors` for as many rows as ``rows`` has, of the requests ``names``; without names they are rows
         of padding. Must not be written to."""
-        return self._requests.anchors(names) if self.common else self._zeros.of(0, rows, torch.int64)
-
-    def padding(self, rows: Tensor) -> Iterator[Tensor | None]:
-        """Possible results of `of` for batches of so many rows: with LoRA adapters there will be anchors. For other
-        identities kernels are compiled when the first one comes."""
-        yield self.of(rows)
-        if self.common and self._adapters:
-            yield self._zeros.of(0, rows, torch.int64)
+        return self._requests.anchors(names) if self.common and names else self._zeros.of(0, rows, torch.int64)
 
 
 class ForwardBatches(BatchAdapter[Any]):
@@ -110,18 +102,17 @@ class ForwardBatches(BatchAdapter[Any]):
         lengths = self._entries.new_zeros(rows, dtype=torch.int32)
         known = lengths.new_full((rows, TABLE_STEP), -1)
         tables = dict.fromkeys(self._regions, slot_table(self._entries, numbers, numbers))
-        for anchors in self._anchors.padding(numbers):
-            for lens, expected in ((numbers, None), (lengths, known)):
-                yield BatchView(
-                    prefix_lens=lens,
-                    new_lens=lens,
-                    token_ids=numbers,
-                    writers=lengths,
-                    tables=tables,
-                    positions=numbers,
-                    expected_tokens=expected,
-                    anchors=anchors,
-                )
+        for lens, expected in ((numbers, None), (lengths, known)):
+            yield BatchView(
+                prefix_lens=lens,
+                new_lens=lens,
+                token_ids=numbers,
+                writers=lengths,
+                tables=tables,
+                positions=numbers,
+                expected_tokens=expected,
+                anchors=self._anchors.of(numbers),
+            )
 
     def _decode_lens(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         rows = seq_lens.shape[0]

@@ -93,7 +93,7 @@ class RequestWriters:
         that returns one for each slot."""
         return ids[0] if len(set(ids)) == 1 else partial(self.spread, ids, counts)
 
-    def anchors(self, names: Sequence[str]) -> Tensor | None:
+    def anchors(self, names: Sequence[str]) -> Tensor:
         """`Writers.anchors` of ``names``."""
         return self.writers.anchors(names, self._device)
 

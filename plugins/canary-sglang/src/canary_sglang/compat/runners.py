@@ -89,11 +89,6 @@ def disaggregation(runner: Any) -> str:
     return str(_option(runner, "disaggregation_mode", "null"))
 
 
-def has_adapters(runner: Any) -> bool:
-    """Whether the engine serves LoRA adapters."""
-    return bool(_option(runner, "enable_lora", False))
-
-
 def records_may_travel(runner: Any) -> bool:
     """Whether buffers appended to those of a transfer reach the other engine. They do with NIXL, the only back end
     whose code was read, and without pipeline stages, which each send a part of the decode engine's list."""

@@ -29,6 +29,20 @@ OPTIONAL = (RESIZE, LOOP, STATE_CLONES, SAMPLE, PROCESS)
 EXPECTED = (LOOP, SAMPLE, PROCESS)
 """Members of `OPTIONAL` in every supported release."""
 
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+WEIGHT_LOADS = (
+    f"{RUNNER}.update_weights_from_disk",
+    f"{RUNNER}.update_weights_from_distributed",
+    f"{RUNNER}.update_weights_from_tensor",
+    f"{RUNNER}.update_weights_from_ipc",
+    f"{UPDATER}.update_weights_from_disk",
+    f"{UPDATER}.load_weights_from_distributed",
+    f"{UPDATER}.update_weights_from_distributed",
+    f"{UPDATER}.update_weights_from_tensor",
+    f"{UPDATER}.update_weights_from_ipc",
+)
+"""Functions that load other weights into a running engine: of the runner, or in newer releases of a part of it."""
+
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
     FORWARD: ("forward_batch",),
     RUN_BATCH: ("batch",),

@@ -1,7 +1,7 @@
 """A batch of continuous batching as a `BatchView`: the tables are the very tensors read by the forward."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add, is_
 from typing import Any
@@ -29,12 +29,13 @@ class ContinuousForward:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
     """On the device, for each row: tokens in the cache, new tokens, writer, and the place of position 0 in each group's
-    list."""
+    list; and anchor."""
 
     prefix_lens: Tensor
     new_lens: Tensor
     writers: Tensor
     starts: Sequence[Tensor]
+    anchors: Tensor
 
 
 class ContinuousBatch(BatchAdapter[ContinuousForward]):
@@ -57,6 +58,10 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
         # What goes on where the last batch was a decode, and its rows.
         self._decodes: Decodes | None = None
         self._rows: _Rows | None = None
+        # With which weights the originals of forks began.
+        self._forked: dict[str, int] = {}
+        self.begins: Callable[[], None] = lambda: None
+        """Called before the first forward of a request, or of one that was preempted."""
 
     def view(self, batch: ContinuousForward) -> BatchView | None:
         """The forward's rows are its requests, in order; later tokens are padding of the engine."""
@@ -79,7 +84,7 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
         key, places = arguments["input_ids"].data_ptr(), decodes.of_engine(arguments)
         known = decodes.views.get(key)
         if known is None or known[0] != places:
-            rows = _Rows(decodes.prefix_lens, rows.new_lens, rows.writers, decodes.starts)
+            rows = replace(rows, prefix_lens=decodes.prefix_lens, starts=decodes.starts)
             known = decodes.views[key] = places, self._make(rows, arguments, longer=True)
         return known[1]
 
@@ -92,7 +97,8 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
         prefix_lens, new_lens, writers, *others = upload_lists(lists, self._device)
         starts, changes = others[: len(firsts)], others[len(firsts) :]
         self._book.apply(*changes)
-        rows = _Rows(prefix_lens, new_lens, writers, starts)
+        anchors = self._writers.anchors([state.request_id for state in states], self._device)
+        rows = _Rows(prefix_lens, new_lens, writers, starts, anchors)
         self._decodes, self._rows = None, rows
         if max(new) == 1:
             self._decodes = Decodes(self._groups, arguments, past, firsts, self._book.places)
@@ -111,6 +117,7 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
             },
             positions=arguments["position_ids"][0],
             expected_tokens=self._book.tokens,
+            anchors=rows.anchors,
         )
 
     def _writer_ids(self, states: list[Any]) -> list[int]:
@@ -124,11 +131,24 @@ class ContinuousBatch(BatchAdapter[ContinuousForward]):
 
     def _notice_reused_names(self, states: Sequence[Any]) -> None:
         """A new state under a known name is another request, unless made from the old one by preemption."""
-        for state in states:
-            if self._states.get(state.request_id) is not state:
-                self._states[state.request_id] = state
-                if not state._true_initial_tokens:
-                    self._writers.forget(state.request_id)
+        fresh = [state for state in states if self._states.get(state.request_id) is not state]
+        if fresh:
+            self.begins()
+        for state in fresh:
+            name = state.request_id
+            self._states[name] = state
+            if state._true_initial_tokens:
+                self._writers.again(name)
+                continue
+            self._writers.forget(name)
+            if name in self._forked:
+                self._writers.identify(name)
+                self._writers.go_on(name, self._forked.pop(name))
+
+    def forked(self, original: Any, names: Iterable[str]) -> None:
+        """Requests of these ``names`` begin with all that the state ``original`` has cached."""
+        began = self._writers.began(original.request_id)
+        self._forked.update(dict.fromkeys(names, began))
 
     def _starts(
         self, group: KVGroup, arguments: Mapping[str, Any], past: Sequence[int], new: Sequence[int]

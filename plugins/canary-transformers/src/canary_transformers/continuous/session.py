@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import pluggy
 import torch
 from torch import Tensor
 
-from canary_adapters import OnStream, upload
+from canary_adapters import OnStream, WatchedWeights, upload
 from canary_core import BatchView, Canary, CanaryConfig, Overlap, Patches, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
@@ -95,7 +96,14 @@ class Session:
                 hooks.register(EarlierBytesFilter())
                 for group in self._groups:
                     self.canary.slots.forget(group.name, None)
+        self._batch.begins = self._look
+        self._weights: WatchedWeights | None = None
+        self._model: Any = None
+        # The last forward known to have run with the weights of the last look, and whether one began a request since.
+        self._same, self._begun = 0, False
         self._patches = Patches()
+        if hasattr(cache, "prepare_fork_request"):
+            self._patches.follow(cache, "prepare_fork_request", self._forked)
         self._patches.wrap(processor.model_runner, "compute_batch", self._bracket)
         self._patches.follow(processor, "prepare_next_batch", self._scheduled)
         if self.canary.step.stores.on:
@@ -212,6 +220,9 @@ class Session:
                 self.moving()
                 original(model, batch_data, *args, **kwargs)
                 return
+            self._model = ref(model)
+            if self._weights is None:
+                self._look()
             with self._on_stream:
                 first = self.canary.step.issues_first(self._overlap)
             followed = not first and self._check(batch_data, Overlap.NONE)
@@ -252,6 +263,10 @@ class Session:
         """The forward was issued: records its writes, if it was checked. In log mode the step ends here for Canary: the
         engine has still to wait for the device."""
         step = self.canary.step
+        if self._begun:
+            # What this forward has computed is of the same weights.
+            self._look()
+            self._begun = False
         if followed:
             step.after()
             with self.canary.guard("canary_transformers: sampled"):
@@ -261,6 +276,20 @@ class Session:
         if not self._raises:
             self._ended = True
             step.end()
+
+    def _look(self) -> None:
+        """Looks whether somebody has changed the weights since the last look."""
+        with self.canary.guard("canary_transformers: weights"):
+            model = self._model()
+            if self._weights is None:
+                self._weights = WatchedWeights(model)
+            elif self._weights.look():
+                self.canary.step.weights_changed("in place", since=self._same)
+            self._same, self._begun = self.canary.forwards, True
+
+    def _forked(self, forked: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+        if self.canary.enabled and original is not None:
+            self._batch.forked(original, list(forked or ()))
 
     def _inputs_written(self) -> torch.cuda.Event | None:
         """Event to wait for before the check. Without asynchronous batches the engine writes its lists on the caller's

@@ -115,4 +115,4 @@ def padding(rows: int, groups: Sequence[Group], device: torch.device) -> Iterato
     entries = torch.zeros((rows, TABLE_STEP), dtype=torch.int32, device=device)
     tables = {g.region: table_of(g, entries, positions, lengths) for g in groups}
     for expected in (None, torch.full((rows, TABLE_STEP), -1, dtype=torch.int32, device=device)):
-        yield BatchView(lengths, lengths, lengths, lengths, tables, positions=positions, expected_tokens=expected)
+        yield BatchView(lengths, lengths, lengths, lengths, tables, positions, expected, anchors=positions)

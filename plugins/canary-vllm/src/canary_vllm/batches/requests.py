@@ -9,6 +9,7 @@ from torch import Tensor
 from canary_adapters import EmbeddedRequests, Prompts, RequestBlocks, upload
 from canary_core import Writers
 from canary_vllm.allocator import messages
+from canary_vllm.weights import adapter_name
 
 
 class Requests:
@@ -23,6 +24,8 @@ class Requests:
         self.prompts = Prompts(device)
         self.blocks = RequestBlocks()
         self.embedded = EmbeddedRequests()
+        self._live: set[str] = set()
+        self._begun: dict[str, tuple[str | None, str | None, int | None]] = {}
         self._names: list[str] = []
         self._ids = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -31,25 +34,39 @@ class Requests:
         for name in output.finished_req_ids:
             self.prompts.drop(name)
             self.blocks.drop(name)
+            self._live.discard(name)
+        self._begun.clear()
         cached = output.scheduled_cached_reqs
         for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if more is not None:
                 (self.blocks.give if name in cached.resumed_req_ids else self.blocks.extend)(name, more)
         for name in cached.resumed_req_ids:
             self.prompts.again(name)
+            self.writers.again(name)
         for new in output.scheduled_new_reqs:
             self.blocks.give(new.req_id, new.block_ids)
             # Another request may have had this name; a session's next turn drops the end of its last answer.
+            began = self.writers.began(new.req_id) if new.req_id in self._live else None
+            self._live.add(new.req_id)
             self.writers.forget(new.req_id)
             self._names = []
-            lora, salt = new.lora_request, getattr(messages.attached(output), "salts", {}).get(new.req_id)
-            self.writers.identify(new.req_id, lora=lora and f"{lora.lora_name} of {lora.lora_path}", cache_salt=salt)
+            salt = getattr(messages.attached(output), "salts", {}).get(new.req_id)
+            self._begun[new.req_id] = adapter_name(new.lora_request), salt, began
             # V2 sends all that is computed again after a preemption; V1 the prompt.
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             if getattr(new, "prompt_embeds", None) is not None:
                 self.embedded.add(new.req_id)
             elif tokens is not None:
                 self.prompts.give(new.req_id, upload(tokens, torch.device("cpu")))
+        self.identify()
+
+    def identify(self) -> None:
+        """Tells what the requests that begin with the last message are computed with. Those that V2 sends again, as
+        after a preemption, began before."""
+        for name, (lora, salt, began) in self._begun.items():
+            self.writers.identify(name, lora=lora, cache_salt=salt)
+            if began is not None:
+                self.writers.go_on(name, began)
 
     def ids(self, names: Sequence[str]) -> Tensor:
         """Writer ids of ``names``, int32 ``[len(names)]``; on the current stream. Must not be written to. The requests

@@ -16,6 +16,10 @@ WORKER = "vllm.v1.worker.worker_base.WorkerWrapperBase"
 WORKER_END = HookTarget(f"{WORKER}.shutdown")
 """If unfit, guarded memory is not released at the end of its engine."""
 
+WEIGHTS_END = HookTarget("vllm.v1.worker.gpu_worker.Worker.finish_weight_update")
+"""Ends an update of the weights, of which parts may have been written without the model's own function. Older releases
+have none."""
+
 RUNNERS: Mapping[str, Sequence[HookTarget]] = {
     V1: (
         HookTarget(f"{V1}.initialize_kv_cache", ("kv_cache_config",)),

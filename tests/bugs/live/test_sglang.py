@@ -1,0 +1,26 @@
+"""Real SGLang, unmodified, misused or wrong by its own API: found, with a clean twin that is silent."""
+
+from importlib.util import find_spec
+
+import pytest
+from bugs import museum
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed; make test-sglang has it"),
+]
+LIVE = {name: museum.bug("sglang", f"live.{name}") for name in museum.names("live") if name.startswith("sglang_")}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_the_bug_is_found_as_declared(name, tmp_path):
+    """The twin that does it right raises nothing; then the first finding is the one that is declared."""
+    from bugs.stages.sglang_setups import guarded
+
+    process = guarded(LIVE[name].setup, "default", tmp_path)
+    try:
+        outcome = process.exhibit(name=f"live.{name}")
+    finally:
+        process.close()
+    assert not museum.problem(LIVE[name].expected("default"), outcome), outcome

@@ -1,0 +1,27 @@
+"""Real Transformers, unmodified, misused or wrong by its own API: found, with a clean twin that is silent."""
+
+from importlib.util import find_spec
+
+import pytest
+from bugs import museum
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers is not installed; make test has it"),
+]
+LIVE = {
+    name: museum.bug("transformers", f"live.{name}")
+    for name in museum.names("live")
+    if name.startswith("transformers_")
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_the_bug_is_found_as_declared(name):
+    """The twin that does it right raises nothing; then the first finding is the one that is declared."""
+    from bugs.stages import transformers
+
+    bug = LIVE[name]
+    with transformers.stage(bug.setup, "default") as stage:
+        outcome = museum.run(bug, stage)
+    assert not museum.problem(bug.expected("default"), outcome), outcome

@@ -1,0 +1,30 @@
+"""Real vLLM, unmodified, misused or wrong by its own API: found, with a clean twin that is silent."""
+
+from importlib.util import find_spec
+
+import pytest
+from bugs import museum
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm has it"),
+]
+LIVE = {name: museum.bug("vllm", f"live.{name}") for name in museum.names("live") if name.startswith("vllm_")}
+
+
+@pytest.fixture(scope="module")
+def bugs():
+    """The process in which they run."""
+    from bugs.stages.vllm import Bugs
+
+    process = Bugs()
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_the_bug_is_found_as_declared(bugs, name):
+    """The twin that does it right raises nothing; then the first finding is the one that is declared."""
+    outcome = bugs.outcome(f"live.{name}", "default")
+    assert not museum.problem(LIVE[name].expected("default"), outcome), outcome
