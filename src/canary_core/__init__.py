@@ -14,7 +14,6 @@ from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
 from canary_core.incident import Incident
-from canary_core.ops.payload import PayloadCheck, PayloadLayout, PayloadRecords, check_payload, fingerprint_bytes
 from canary_core.overlap import Overlap
 from canary_core.records import Kind, Phase, State
 from canary_core.region import KVSource, Placement, Region, RegionKind, Role, Uncovered
@@ -29,6 +28,13 @@ from canary_core.watchers.audit.memory import tensors_of
 
 if TYPE_CHECKING:
     from canary_core.adapters import BatchAdapter, PoolAdapter
+    from canary_core.ops.payload import (
+        PayloadCheck,
+        PayloadLayout,
+        PayloadRecords,
+        check_payload,
+        fingerprint_bytes,
+    )
     from canary_core.ops.record_buffers import RecordBuffers
     from canary_core.patches import Patches
     from canary_core.plugins import EngineInfo, HookTarget, private_hooks, require_engine
@@ -115,6 +121,7 @@ __all__ = [
 
 _WHEN_ASKED = {
     "adapters": ("BatchAdapter", "PoolAdapter"),
+    "ops.payload": ("PayloadCheck", "PayloadLayout", "PayloadRecords", "check_payload", "fingerprint_bytes"),
     "ops.record_buffers": ("RecordBuffers",),
     "patches": ("Patches",),
     "plugins": ("EngineInfo", "HookTarget", "private_hooks", "require_engine"),

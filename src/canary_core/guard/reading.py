@@ -1,14 +1,16 @@
 """`Reading`: the numbers of one Canary, as of the last host read."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.step import Step
-from canary_core.guard.summary import Summary
 from canary_core.records import Counter
 from canary_core.runtime.workspace import Switch, Workspace
+
+if TYPE_CHECKING:
+    from canary_core.guard.summary import Summary
 
 
 class Reading:
@@ -82,9 +84,11 @@ class Reading:
         scrub = self.scrub()
         return scrub.get("live_period_s", scrub.get("scrub_period_s"))
 
-    def summary(self, coverage_ratio: float, events: Mapping[str, Mapping[str, int]]) -> Summary:
+    def summary(self, coverage_ratio: float, events: Mapping[str, Mapping[str, int]]) -> "Summary":
         """The whole life of a Canary that guards ``coverage_ratio`` of the engine's KV. ``events``: of each region, how
         many of each kind were told."""
+        from canary_core.guard.summary import Summary
+
         found, step = self._findings, self._step
         return Summary(
             config=self._config,

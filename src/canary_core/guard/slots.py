@@ -9,8 +9,7 @@ from torch import Tensor
 
 from canary_core.errors import AttachError
 from canary_core.guard.slot_arguments import SlotArguments
-from canary_core.ops import contents, payload
-from canary_core.ops.payload import PayloadLayout
+from canary_core.ops import contents
 from canary_core.ops.state import RegionState
 from canary_core.records import POSITION, STEP_WRITTEN, UNPARKED, State
 from canary_core.region import KVSource, Placement
@@ -20,6 +19,7 @@ from canary_core.runtime.workspace import Switch, Workspace
 from canary_core.watchers.audit.running import RunningAudit
 
 if TYPE_CHECKING:
+    from canary_core.ops.payload import PayloadLayout
     from canary_core.ops.record_buffers import RecordBuffers
 
 Owner = int | Callable[[], int | Tensor]
@@ -191,7 +191,7 @@ class SlotEvents:
         if state is not None and len(slots):
             with self._switch.guard(event):
                 self.audit.claim(region, slots)
-                _, slot, anything = payload.entries(state, slots.long())
+                _, slot, anything = state.entries(slots.long())
                 state.fingerprints[slot] = torch.where(anything, value(state), state.fingerprints[slot])
 
     def expect(self, region: str, slots: Tensor) -> None:
@@ -231,8 +231,10 @@ class SlotEvents:
 
             cross_region.expect_sequences(state, other, slots, lengths=lengths, writers=writers)
 
-    def payload_layout(self, region: str) -> PayloadLayout | None:
+    def payload_layout(self, region: str) -> "PayloadLayout | None":
         """Meaning of the payloads of `export_records`, for `check_payload`; None in off mode."""
+        from canary_core.ops.payload import PayloadLayout
+
         state = self._given.region("payload_layout", region)
         return None if state is None else PayloadLayout.of(state)
 
@@ -244,6 +246,8 @@ class SlotEvents:
         ``settle``: waiting events that change the content of slots take effect before. Set to False on another stream
         than the forwards', and only if no such event concerns ``slots``.
         """
+        from canary_core.ops.payload import PayloadLayout, export_records
+
         state = self._given.region("export_records", region)
         if state is None or not self._given.fit("export_records", region, slots=slots):
             rows = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else 0
@@ -253,7 +257,7 @@ class SlotEvents:
                 if settle:
                     self.workspace.join()
                     self._queue.settle_arrivals()
-                return payload.export_records(state, slots)
+                return export_records(state, slots)
         return slots.new_zeros((slots.shape[0], PayloadLayout.of(state).words), dtype=torch.int64)
 
     def import_records(self, region: str, slots: Tensor, rows: Tensor, writer: int = -1) -> None:

@@ -4,7 +4,6 @@ note in the histories; never waits for the device."""
 import torch
 from torch import Tensor
 
-from canary_core.ops import payload
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch.histories import note_all
@@ -13,12 +12,16 @@ from canary_core.records import CONTENT, POSITION, STATES, Happened, State
 
 def copy(backend: Backend, state: RegionState, source: Tensor, destination: Tensor) -> None:
     """Copies the records of slots ``source`` to ``destination``; both integer ``[n]``."""
+    from canary_core.ops import payload
+
     payload.import_records(state, destination, payload.export_records(state, source))
     backend.note(state, destination, Happened.COPY, source)
 
 
 def import_records(backend: Backend, state: RegionState, slots: Tensor, rows: Tensor, writer: int) -> None:
     """As `payload.import_records`."""
+    from canary_core.ops import payload
+
     payload.import_records(state, slots, rows, writer)
     backend.note(state, slots, Happened.ARRIVE, writer)
 
@@ -27,7 +30,7 @@ def mark(backend: Backend, state: RegionState, slots: Tensor, new: State) -> Non
     """Marks ``slots`` (integer ``[n]``) as empty or unknown: ``new`` is UNWRITTEN or UNKNOWN."""
     if not len(slots):
         return
-    _, slot, anything = payload.entries(state, slots.long())
+    _, slot, anything = state.entries(slots.long())
     word = state.records[slot, POSITION]
     marked = word // STATES * STATES + int(new)
     # The state first: a scrub in flight looks at it once more before it reports.
@@ -51,7 +54,7 @@ def expect(state: RegionState, slots: Tensor) -> None:
     and parked stay as the other stream sets them, and a reader sees either the old or the new state. No note in the
     histories, in use by the other stream, too."""
     if len(slots):
-        _, slot, anything = payload.entries(state, slots.long())
+        _, slot, anything = state.entries(slots.long())
         words = state.records[:, POSITION]
         word = words[slot]
         written = (word & CONTENT == State.WRITTEN) & anything

@@ -257,7 +257,7 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
         return
     if payload.dim() != 2 or payload.shape[1] != layout.words:
         payload = state.fingerprints.new_zeros(len(slots), layout.words)
-    entry, slot, anything = entries(state, slots)
+    entry, slot, anything = state.entries(slots)
     payload = payload[entry]
     old = state.records[slot]
     known, new = _records_of(layout, payload)
@@ -275,15 +275,6 @@ def import_records(state: "RegionState", slots: Tensor, payload: Tensor, writer:
         new[:, word] = torch.where(owned != 0, old[:, word], 0)
     state.records[slot] = torch.where(anything, new, old)
     state.fingerprints[slot] = torch.where(anything, fingerprints, state.fingerprints[slot])
-
-
-def entries(state: "RegionState", slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``slots`` (int64 ``[n]``, n at least 1) without numbers beyond the region, and without a wait for the device: the
-    first valid slot takes their place, since the same value written twice does no harm. Returns index and slot of each,
-    and whether any is valid; if not, the slots must be left alone."""
-    inside = (slots >= 0) & (slots < state.region.slots)
-    entry = torch.where(inside, torch.arange(len(slots), device=slots.device), inside.int().argmax())
-    return entry, slots[entry].clamp(0, state.region.slots - 1), inside.any()
 
 
 def _records_of(layout: PayloadLayout, payload: Tensor) -> tuple[Tensor, Tensor]:

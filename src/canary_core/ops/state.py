@@ -184,6 +184,14 @@ class RegionState:
         written = self.scratch.claiming_step(self.scratch.claims) == self.shared.clock[Clock.NEXT]
         self.fingerprints.masked_fill_(written[:, None], 0)
 
+    def entries(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``slots`` (int64 ``[n]``, n at least 1) without numbers beyond the region, and without a wait for the device:
+        the first valid slot takes their place, since the same value written twice does no harm. Returns index and slot
+        of each, and whether any is valid; if not, the slots must be left alone."""
+        inside = (slots >= 0) & (slots < self.region.slots)
+        entry = torch.where(inside, torch.arange(len(slots), device=slots.device), inside.int().argmax())
+        return entry, slots[entry].clamp(0, self.region.slots - 1), inside.any()
+
     def release(self) -> None:
         """Frees all memory that grows with the region, whoever still holds the tensors: afterwards no op may be
         launched here, and no graph may hold one."""

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from canary_core.batch import BatchView, SlotTable, StateCheckpoints
 from canary_core.errors import AttachError
-from canary_core.ops import payload
 from canary_core.ops.backends import Backend
 from canary_core.ops.state import RegionState
 from canary_core.records import Clock, Status
@@ -59,7 +58,7 @@ def _own_slots(state: RegionState, token: Tensor, chosen: Tensor) -> Tensor:
 def _compare(backend: Backend, state: RegionState, own: Tensor, copies: Tensor) -> None:
     """Slots ``copies`` must have the present bytes of slots ``own``; both int64 ``[rows]``, -1 for none."""
     backend.adopt(state, own)
-    entry, copy, anything = payload.entries(state, copies)
+    entry, copy, anything = state.entries(copies)
     known = state.fingerprints[own[entry].clamp(min=0)]
     state.fingerprints[copy] = torch.where(anything, known, state.fingerprints[copy])
     backend.verify(state, copies)
