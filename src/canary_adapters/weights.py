@@ -110,7 +110,7 @@ class WeightLoads:
         self._inside = False
 
     def follow(self, patches: Patches, owner: Any, *names: str) -> None:
-        """Whatever the functions ``names`` of ``owner`` load, as far as there are such."""
+        """Follows the functions ``names`` of ``owner``, as far as there are such."""
         for name in names:
             if hasattr(owner, name):
                 patches.wrap(owner, name, self._wrapped)
@@ -144,7 +144,7 @@ class WeightLoads:
 
 
 class AdapterContents:
-    """What adapters were loaded with, by name: a digest of sampled elements of the last ``capacity`` names."""
+    """Contents of adapters by name: a digest of sampled elements, of the last ``capacity`` names."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
