@@ -79,6 +79,19 @@ def through_host_memory(stage: Stage) -> None:
     _crowded_out(stage, 5, finish)
 
 
+def through_connector(stage: Stage) -> None:
+    """On vLLM with a connector, which stores what is computed: Alice is served; others use her blocks; Bob begins like
+    her."""
+    asked = stage.tokens("alice", 70)
+    stage.submit("alice", asked, 4)
+    finish(stage)
+    for number in range(8):
+        stage.submit(f"other{number}", stage.tokens(f"other{number}", 90), 2)
+        finish(stage)
+    stage.submit("bob", [*asked, *stage.tokens("bob", 9)], 6)
+    finish(stage)
+
+
 def through_files(stage: Any) -> None:
     """On SGLang with HiCache: Alice is served; others fill the device and host memory, so that her KV is in files only;
     Bob begins like her."""

@@ -5,11 +5,15 @@ import torch
 from torch import Tensor
 
 from canary_core.ops import payload
+from canary_core.ops.backends import Backend
+from canary_core.ops.blocks import BlockShape
 from canary_core.ops.hashing import mix
 from canary_core.ops.payload import PayloadLayout
 from canary_core.ops.state import RegionState
 from canary_core.records import (
+    BLOCK_FLAGS,
     BLOCK_SUM,
+    BLOCK_VALUES,
     BLOCK_WHO,
     PAYLOAD_FINGERPRINTS,
     PAYLOAD_RECORD,
@@ -21,6 +25,7 @@ from canary_core.records import (
     STEP_WRITTEN,
     TOKEN,
     UNPARKED,
+    Block,
     Clock,
     State,
 )
@@ -54,14 +59,20 @@ def token_sums(tokens: Tensor) -> Tensor:
     return mix(tokens, torch.arange(tokens.shape[1], device=tokens.device)).sum(1)
 
 
-def content_before(state: RegionState, slots: Tensor, rows: Tensor) -> None:
-    """Puts the tokens last written to ``slots``, integer ``[n, slots of a block]``, into their block rows: in
-    `BLOCK_SUM` their `token_sums`, those of slots never written as -1. A block's writer is -1 then."""
-    slot, inside = _inside(state, slots)
-    record = state.records[slot]
-    written = inside & (record[..., STEP_WRITTEN] != 0)
-    rows[:, BLOCK_SUM] = token_sums(torch.where(written, record[..., TOKEN].long(), -1))
+def content_before(backend: Backend, state: RegionState, slots: Tensor, page_slots: int) -> Tensor:
+    """Block rows (`gather_blocks`) of ``slots``, integer ``[blocks * page_slots]``, with the tokens last written there:
+    in `BLOCK_SUM` their `token_sums`, those of slots never written as -1. A block's writer is -1 then. Where a forward
+    writes at the same time, on another stream, the bytes are unknown."""
+    every = slots.view(-1, page_slots)
+    tokens, written = _tokens(state, every)
+    rows = state.fingerprints.new_empty(len(every), BLOCK_VALUES + len(state.sources))
+    backend.gather_blocks(state, slots, BlockShape(page_slots), rows, 0)
+    # Tokens and fingerprints belong together where neither changed in between, nor is about to.
+    moved = (_tokens(state, every)[0] != tokens) | _in_flight(state, *_inside(state, every))
+    rows[:, BLOCK_FLAGS] &= ~(moved.any(1) * int(Block.BYTES))
+    rows[:, BLOCK_SUM] = token_sums(tokens)
     rows[:, BLOCK_WHO] = torch.where(written[:, 0], rows[:, BLOCK_WHO], -1)
+    return rows
 
 
 def still_expected(state: RegionState, slots: Tensor, rows: Tensor) -> Tensor:
@@ -75,6 +86,14 @@ def still_expected(state: RegionState, slots: Tensor, rows: Tensor) -> Tensor:
     same &= record[:, POSITION] & UNPARKED - STATES == wanted[:, POSITION]
     same &= (state.fingerprints[slot] == 0).all(1)
     return inside & same & ~_in_flight(state, slot, inside)
+
+
+def _tokens(state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens last written to ``slots``, -1 for none, and whether there was any."""
+    slot, inside = _inside(state, slots)
+    record = state.records[slot]
+    written = inside & (record[..., STEP_WRITTEN] != 0)
+    return torch.where(written, record[..., TOKEN].long(), -1), written
 
 
 def _inside(state: RegionState, slots: Tensor) -> tuple[Tensor, Tensor]:

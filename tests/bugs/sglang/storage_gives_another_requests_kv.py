@@ -25,12 +25,16 @@ def broken(stage: Any) -> Iterator[None]:
 
 
 BUG = Bug(
-    title="A storage back end gives another request's KV (with `CANARY_LEDGER_PRIVATE`)",
+    title="A storage back end gives another request's KV",
     cause="The key of a page leads to what was stored for another prefix.",
     row=TIER,
     issues=("LMCache#4385", "LMCache#4991", "LMCache#5151"),
     setup="hicache_storage",
     broken=broken,
     traffic=through_files,
-    default=Found("arrival", 1, "not those that were stored for this prefix: HiCacheFile brought ... for bob"),
+    default=Found(
+        "arrival",
+        1,
+        "KV of another sequence came: HiCacheFile brought ... for bob ...; this is position ... of other",
+    ),
 )

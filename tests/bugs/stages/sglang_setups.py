@@ -16,18 +16,17 @@ that. What is compiled for a CPU starts threads, after which a process can't be 
 PYTHON_TREE = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
 """The prefix cache's tree in Python, where its functions can be replaced; by default it is in Rust."""
 
+STORAGE = replace(OTHERS["hicache"], options={**OTHERS["hicache"].options, "hicache_ratio": 1.5})
 OWN = {
-    "hicache_storage": replace(
-        OTHERS["hicache"],
-        options={**OTHERS["hicache"].options, "hicache_ratio": 1.5},
-        environment={"CANARY_LEDGER_PRIVATE": "HiCacheFile"},
-    ),
+    "hicache_storage": STORAGE,
+    "hicache_private": replace(STORAGE, environment={"CANARY_LEDGER_PRIVATE": "HiCacheFile"}),
     "small": Setup({"max_total_tokens": 112, "schedule_conservativeness": 0.1}, PYTHON_TREE),
     "swa_python": replace(OTHERS["swa"], environment={**OTHERS["swa"].environment, **PYTHON_TREE}),
     "triton": Setup({"attention_backend": "triton", "dtype": "float32", "triton_attention_num_kv_splits": 1}),
 }
 """``hicache_storage``: host memory that is soon full, too; its traffic attaches a storage back end, whose files nobody
-else has. ``small``: a pool that is soon full. ``triton``: attention has a list of slots of its own."""
+else has, as ``hicache_private`` says. ``small``: a pool that is soon full. ``triton``: attention has a list of slots of
+its own."""
 
 
 def _of_the_museum(setup: Setup) -> Setup:

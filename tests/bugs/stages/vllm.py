@@ -17,6 +17,13 @@ from typing import Any
 from bugs import museum
 from bugs.museum import PROFILES, Stage
 
+CONNECTOR = dict(
+    kv_connector="HostStore", kv_connector_module_path="vllm_on_cpu.host_store", kv_role="kv_both",
+    kv_load_failure_policy="recompute",
+)  # fmt: skip
+CONNECTED = dict(kv_transfer_config=CONNECTOR, enable_prefix_caching=False)
+"""The engine ``connector``: it alone brings KV back, and nobody has told Canary whose it is."""
+
 
 class VLLMStage(Stage):
     """``small``: a `vllm_on_cpu.engine.SmallEngine` whose KV cache is new. What belongs to vLLM has its names."""
@@ -87,6 +94,10 @@ def stage(setup: str, profile: str) -> Iterator[VLLMStage]:
     small, told = _loaded(setup), Findings()
     hook_manager().register(told)
     try:
+        if setup == "connector":
+            from vllm_on_cpu import host_store
+
+            host_store.STORE.__init__()  # type: ignore[misc]
         HOOKS.start(CanaryConfig.load(profile=PROFILES[profile], log_level="error"))
         small.renew()
         yield VLLMStage(small, told)
@@ -101,7 +112,7 @@ def _loaded(setup: str) -> Any:
     from vllm_on_cpu.setups import SETUPS, Setup
 
     lora = Setup(options={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8})
-    of = {**SETUPS, "lora": lora}[setup]
+    of = {**SETUPS, "lora": lora, "connector": Setup(options=CONNECTED)}[setup]
     return SmallEngine(of.model, **of.options)
 
 

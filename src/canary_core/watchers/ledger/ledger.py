@@ -120,14 +120,14 @@ class Ledger:
     def remember(self, region: str, slots: Tensor, page_slots: int) -> None:
         """Bytes will come for ``slots`` (integer ``[n]``, complete blocks of ``page_slots`` slots, as of `keep`): the
         records of the present content are remembered, so that an arrival that leaves it there is found. Part of
-        `expect`; a call of its own where slots are forgotten earlier (`SlotEvents.forget`), and then before. Takes
-        effect at once, on the current stream; reads no bytes."""
+        `expect`; a call of its own where slots are forgotten earlier (`SlotEvents.forget`), and then before. Reads the
+        records at once, on the current stream, and no bytes."""
         if self._switch.enabled and len(slots) and self._told("remember", region, slots, page_slots):
             with self._switch.guard("ledger.remember"):
                 ledger = self._ledger(region, page_slots)
                 if ledger is not None:
-                    self._workspace.join()
-                    ledger.remember(slots)
+                    rows = ledger.before(slots)
+                    self._workspace.queue.put(QueuedEvent(partial(_remember, ledger), [rows], frees=False))
 
     def expect(self, arrival: Arrival) -> None:
         """Announces the bytes of ``arrival``. From now on the slots hold the arrival's tokens, so forwards reading them
@@ -136,14 +136,16 @@ class Ledger:
         if not self._switch.enabled or not self._fits("expect", arrival):
             return
         region, state = arrival.region, self._slots.workspace.states[arrival.region]
-        self.remember(region, arrival.blocks.inside(arrival.slots), arrival.page_slots)
+        with self._switch.guard("ledger.expect"):
+            self._workspace.join()
+            ledger = self._ledger(region, arrival.page_slots)
+            if ledger is not None:
+                ledger.remember(ledger.before(arrival.blocks.inside(arrival.slots)))
+                ledger.expect(arrival)
         self._slots.expect(region, arrival.slots)
         with self._switch.guard("ledger.expect"):
             rows = self._rows(arrival)
             self._expected[arrival] = rows
-            ledger = self._ledger(region, arrival.page_slots)
-            if ledger is not None:
-                ledger.expect(arrival)
             apply = partial(arrivals.expect, state, arrival.slots, rows, arrival.writer)
             self._workspace.queue.put_arrival(apply, arrival.slots, rows)
 
@@ -340,6 +342,10 @@ class Ledger:
             )
             return False
         return True
+
+
+def _remember(ledger: RegionLedger, tensors: list[Tensor]) -> None:
+    ledger.remember(tensors[0])
 
 
 def _gather(ledger: RegionLedger, paged: bool, tensors: list[Tensor]) -> None:

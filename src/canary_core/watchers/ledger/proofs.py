@@ -129,13 +129,14 @@ class Proofs:
         every = range(len(self._sources))
         where = positions(arrival.blocks.position(came.blocks[i]), self._page_slots)
         whose, position = self._writers.name(holder.who >> 32), holder.who & 0xFFFFFFFF
-        said = f"{positions(position, self._page_slots)} of {whose or 'another sequence'}"
+        these = "this is" if self._page_slots == 1 else "these are"
+        said = f"{these} {positions(position, self._page_slots)} of {whose or 'another sequence'}"
         if holder.sum != came.sums[i]:
             tokens = self._tokens(came, i)
             if self._page_slots > 1 and bool((tokens == tokens[0]).all()):
                 # One token over and over, in a model without positions, has the same KV anywhere.
                 return None
-            return Disproof("another_sequence", every, f"{where}; these are {said}", whose, position)
+            return Disproof("another_sequence", every, f"{where}; {said}", whose, position)
         own, other = arrival.anchor, hashing.signed(holder.hash - came.hashes[i] + arrival.anchor)
         name = self._writers.identities.name
         if not own or own == other or name(own) is None or name(other) is None:
@@ -146,7 +147,7 @@ class Proofs:
         if not came.own[i] and not self._differ(own, other):
             return None
         names = str(name(own)), str(name(other))
-        told = f"{where}; these are {said}, with {names[1]}, and this request has {names[0]}"
+        told = f"{where}; {said}, with {names[1]}, and this request has {names[0]}"
         return Disproof("another_identity", every, told, whose, position, identities=names)
 
     def _differ(self, own: int, other: int) -> bool:

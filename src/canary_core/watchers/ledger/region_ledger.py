@@ -109,17 +109,18 @@ class RegionLedger:
         ``[blocks]`` numbers of pages."""
         self._gather(slots, BlockShape(self.page_slots, paged))
 
-    def remember(self, slots: Tensor) -> None:
-        """Bytes are about to come to ``slots``, integer ``[blocks * page_slots]``: sends the known facts about what is
-        there on their way to the verdict. Reads no bytes."""
-        block = BlockShape(self.page_slots)
+    def before(self, slots: Tensor) -> Tensor:
+        """The known facts about ``slots``, integer ``[blocks * page_slots]``, to which bytes will come; reads no
+        bytes. On any stream."""
+        return arrivals.content_before(self._backend, self.state, slots, self.page_slots)
 
-        def gather(rows: Tensor, first: int, begin: int, end: int) -> None:
-            part = slots[block.numbers(begin) : block.numbers(end)]
-            self._backend.gather_blocks(self.state, part, block, rows, first)
-            arrivals.content_before(self.state, part.view(-1, self.page_slots), rows[first : first + end - begin])
+    def remember(self, rows: Tensor) -> None:
+        """Sends the result of `before` on its way to the verdict."""
 
-        self._outbox.write(block.blocks(len(slots)), gather, lambda _: BEFORE)
+        def copy(to: Tensor, first: int, begin: int, end: int) -> None:
+            to[first : first + end - begin] = rows[begin:end]
+
+        self._outbox.write(len(rows), copy, lambda _: BEFORE)
 
     def land(self, landed: Landed, rows: Tensor) -> None:
         """The bytes of an arrival are there: they are fingerprinted, and the results sent on their way to the verdict.
@@ -127,7 +128,7 @@ class RegionLedger:
         arrival = landed.arrival
         state, slots, blocks = self.state, arrival.slots, arrival.blocks
         if not landed.expected:
-            self.remember(blocks.inside(slots))
+            self.remember(self.before(blocks.inside(slots)))
             arrivals.expect(state, slots, rows, arrival.writer)
         self._backend.note(state, slots, Happened.ARRIVE, arrival.writer)
         mine = arrivals.still_expected(state, slots, rows)

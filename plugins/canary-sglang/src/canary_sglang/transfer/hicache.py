@@ -66,7 +66,10 @@ class HostCache(StepListener):
     def queued(self, controller: Any) -> None:
         """To be called after the controller has allocated slots for its load queue. The slots are in the cache from now
         on, but loaded only with the next prefill."""
-        for region, _, _, slots in self._transfers(controller, controller.load_queue[-1:]):
+        for region, _, host_slots, slots in self._transfers(controller, controller.load_queue[-1:]):
+            parked = self._parked.get(region)
+            if self._stored is not None and region == self._names["full"]:
+                self._stored.loads(controller, slots, None if parked is None else parked.known(host_slots))
             self.canary.slots.forget(region, slots)
 
     def sought(self, controller: Any, request: Any, loaded: Tensor) -> None:
@@ -241,14 +244,18 @@ class ParkedRecords:
     def fetch(self, host_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Whether each of ``host_slots`` is known, bool ``[n]``, and the payload of all, in pinned memory, to be copied
         without a wait."""
-        self._settle()
         host_slots = host_slots.cpu()
+        known = self.known(host_slots)
         rows = torch.empty(
             len(host_slots), self._table.shape[1], dtype=torch.int64, pin_memory=torch.cuda.is_available(), device="cpu"
         )
-        known = self._known[host_slots]
         torch.index_select(self._table, 0, host_slots, out=rows)
         return known, rows.mul_(known[:, None])
+
+    def known(self, host_slots: Tensor) -> Tensor:
+        """Whether each of ``host_slots`` has records: bool ``[n]``."""
+        self._settle()
+        return self._known[host_slots.cpu()]
 
     def records(self, host_slots: Tensor) -> PayloadRecords:
         """The records of ``host_slots`` (a tensor on the host), as of the bytes' departure from the device."""

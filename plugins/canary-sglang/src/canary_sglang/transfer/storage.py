@@ -47,6 +47,11 @@ class StoredPages:
         if has_storage(controller):
             self._canary.ledger.keep(self._region, slots, int(controller.page_size))
 
+    def loads(self, controller: Any, slots: Tensor, known: Tensor | None) -> None:
+        """To be called before ``slots``, whole pages that will be loaded, are forgotten. ``known``: as of `coming`."""
+        if has_storage(controller) and (known is None or not bool(known.all())):
+            self._canary.ledger.remember(self._region, slots, int(controller.page_size))
+
     def sought(self, operation: Any, request: Any, loaded: Tensor) -> None:
         """To be called after ``operation`` was queued to load KV for ``request``, behind its prefix on the device;
         ``loaded``: the slots added by SGLang to the prefix."""
