@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from canary_core.batch import BatchView, ReadLens, ReadTable, SlotTable, StateCheckpoints
+from canary_core.batch import BatchView, SlotTable, StateCheckpoints
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError, CanaryError, ConfigError, MisuseError, PluginError, ViolationError
 from canary_core.events import Event, Level
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from canary_core.plugins import start as start_plugins
     from canary_core.plugins import start_for as start_plugins_for
     from canary_core.plugins.hookspecs import PROTOCOL, hookimpl
+    from canary_core.read_table import ReadLens, ReadTable
     from canary_core.watchers.audit.footprint import Footprint, FootprintAudit
     from canary_core.watchers.ledger import Arrival, Ledger, Origin, block_hashes
     from canary_core.watchers.prefix_cache import CachedRun, FreeList, RecordSweep, SweepResult
@@ -126,6 +127,7 @@ _WHEN_ASKED = {
     "patches": ("Patches",),
     "plugins": ("EngineInfo", "HookTarget", "private_hooks", "require_engine"),
     "plugins.hookspecs": ("PROTOCOL", "hookimpl"),
+    "read_table": ("ReadLens", "ReadTable"),
     "watchers.audit.footprint": ("Footprint", "FootprintAudit"),
     "watchers.ledger": ("Arrival", "Ledger", "Origin", "block_hashes"),
     "watchers.prefix_cache": ("CachedRun", "FreeList", "RecordSweep", "SweepResult"),

@@ -7,12 +7,13 @@ from functools import partial
 
 import torch
 
-from canary_core.batch import MOST_LENS, BatchView, ReadLens, ReadTable, SlotTable
+from canary_core.batch import BatchView, SlotTable
 from canary_core.errors import AttachError
 from canary_core.ops.backends import Backend
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.state import RegionState
+from canary_core.read_table import MOST_LENS, ReadLens, ReadTable
 from canary_core.records import BLOCK_VALUES, Cursor, Happened
 from canary_core.runtime.streams import capturing
 

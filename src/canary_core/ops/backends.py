@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from canary_core.batch import BatchView, ReadTable, SlotTable
+from canary_core.batch import BatchView, SlotTable
 from canary_core.errors import ConfigError
 from canary_core.ops.state import RegionState
 
 if TYPE_CHECKING:
     from canary_core.ops.blocks import BlockShape
     from canary_core.ops.compile_process import CompileProcess
+    from canary_core.read_table import ReadTable
 
 BatchOp = Callable[[RegionState, BatchView, SlotTable], None]
 EventOp = Callable[[RegionState, Tensor, int | Tensor, int], None]
@@ -46,7 +47,7 @@ class Backend:
     adopt: Callable[[RegionState, Tensor], None]
     note: NoteOp
     gather_blocks: "Callable[[RegionState, Tensor, BlockShape, Tensor, int], None]"
-    compare_tables: Callable[[RegionState, ReadTable, Sequence[int], bool], bool]
+    compare_tables: Callable[[RegionState, "ReadTable", Sequence[int], bool], bool]
     note_store: Callable[[RegionState, BatchView, Sequence[int]], None]
     compare_stores: BatchOp
     row_steps: tuple[int, ...] = ()

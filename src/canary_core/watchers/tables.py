@@ -1,14 +1,17 @@
 """`TableCheck`: at intervals, whether attention was given the slots and lengths in the engine's own tables."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from canary_core.batch import ReadTable
 from canary_core.errors import AttachError
 from canary_core.events import Event
 from canary_core.runtime.streams import capturing, current
 from canary_core.runtime.workspace import Switch, Workspace
+
+if TYPE_CHECKING:
+    from canary_core.read_table import ReadTable
 
 
 class TableCheck:
@@ -52,7 +55,7 @@ class TableCheck:
         """Whether tables of the next, or running, forward are to be compared. If they can't be: `skip`."""
         return self._forwards >= self._interval > 0 and self._switch.enabled and not self.paused
 
-    def compare(self, tables: Sequence[ReadTable]) -> None:
+    def compare(self, tables: "Sequence[ReadTable]") -> None:
         """Compares one of ``tables``, another one each time, with one launch on the current stream: before `Step`
         records the forward, and where the current stream has what both tables hold. None are told as `skip`. Never
         captured: within a graph it does nothing. In log mode an exception of ours goes no further."""
@@ -108,7 +111,7 @@ class TableCheck:
         if self._done is not None:
             self._done.wait(current(self._workspace.device))
 
-    def _launch(self, table: ReadTable) -> None:
+    def _launch(self, table: "ReadTable") -> None:
         state = self._workspace.states.get(table.region)
         if state is None or state.region.tokens_per_slot != 1 or table.writers.device != self._workspace.device:
             raise AttachError(

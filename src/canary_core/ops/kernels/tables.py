@@ -6,11 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canary_core.batch import MOST_LENS, ReadTable, SlotTable
+from canary_core.batch import SlotTable
 from canary_core.ops.kernels.common import STATUS_OK, report, report_record, resolve
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, programs, region_arguments
 from canary_core.ops.launches import Arguments, Launch
 from canary_core.ops.state import RegionState
+from canary_core.read_table import MOST_LENS, ReadTable
 from canary_core.records import Clock, Kind, Phase
 
 TILE = 512

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from canary_core.batch import ReadTable
 from canary_core.ops.mapping import see
 from canary_core.ops.state import RegionState
 from canary_core.ops.torch import plan
 from canary_core.ops.torch.ring import report
+from canary_core.read_table import ReadTable
 from canary_core.records import Clock, Kind, Phase, Row, Status
 
 
