@@ -51,6 +51,7 @@ class Event:
     | incidents_limited   | more incidents than ``CANARY_INCIDENT_LIMIT`` a minute: how many, and all counts       |
     | diagnosis           | an incident's probable nature, with sureness, evidence, and the place of the bundle    |
     | diagnosis_failed    | an incident could not be looked at, and why                                            |
+    | suppressions_unavailable | ``CANARY_SUPPRESSIONS`` can't be read, and why: nothing is suppressed            |
     | bundle_failed       | no bundle of an incident could be written, and why; told once                          |
     | findings_lost       | an engine failed, and the last findings can't be read from its device any more         |
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |

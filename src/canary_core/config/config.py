@@ -307,6 +307,12 @@ class CanaryConfig(BaseSettings):
         default=False,
         description="Bundles hold token ids and prefix hashes; without, nothing of a prompt can be worked out of them.",
     )
+    suppressions: str = Field(
+        default="",
+        description="File with signatures of known incidents, a pattern a line, # and a reason behind it. Such an "
+        "incident is told and kept as ever, marked as suppressed, and neither notifies nor stops anything. Empty: "
+        "none.",
+    )
     metrics: Literal["auto", "off", "opentelemetry"] = Field(
         default="auto",
         description="auto: the metrics are where the engine's own are, if it uses prometheus_client: in the registry "

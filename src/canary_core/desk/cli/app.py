@@ -22,13 +22,14 @@ from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal
 from canary_core.desk.cli.coverage_log import CoverageLog
 from canary_core.desk.cli.demo_screen import Screen
 from canary_core.desk.cli.explain import explain
+from canary_core.desk.cli.outcome import FOUND, Outcome
 from canary_core.errors import CanaryError, ConfigError, ViolationError
 from canary_core.kit import demo, scaffold
 from canary_core.kit.conformance import suite_tests
 
 EXIT_CODES = {
     0: "It worked.",
-    1: "The answer is no: a fault was not found, the log does not say what is guarded, closing brought a finding.",
+    1: "The answer is no: a fault was not found, the log does not say what is guarded.",
     2: "It can't be done: a bad setting or argument, a plugin that is not installed, no such file.",
 }
 """Exit codes of every command, except `canary run`, which returns the started program's."""
@@ -41,7 +42,7 @@ app = typer.Typer(
         [
             "Exit codes:",
             *(f"{code}  {meaning}" for code, meaning in EXIT_CODES.items()),
-            "canary run gives the exit code of the program that it has started.",
+            "canary run gives the exit code of the program that it has started, or 66 where an incident counts.",
         ]
     ),
     no_args_is_help=True,
@@ -164,9 +165,13 @@ def run_script(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Passed on to it.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Write the incidents as a JUnit report to this file.")
+    ] = None,
 ) -> None:
     """Run a Python program under the plugins that CANARY_PLUGINS names, for engines that load no plugins themselves.
-    The exit code is the program's; 2 if it can't be started."""
+    The exit code is the program's; 2 if it can't be started; 66 if there was an incident in raise mode or with the
+    profile ci, unless its signature is suppressed (CANARY_SUPPRESSIONS)."""
     config = load_config()
     if not is_module:
         try:
@@ -187,12 +192,24 @@ def run_script(
         plugins.start(config)
     except CanaryError as error:
         raise typer.Exit(2) from error  # `start` has reported it
+    outcome, code, ended = Outcome(config), 1, None
+    plugins.process_manager().register(outcome)
     try:
         code = program.run(script, arguments or [], is_module)
     except program.ProgramError as error:
         raise refusal(error) from error
+    except SystemExit as exit_of_program:
+        ended = exit_of_program
     finally:
-        _uninstall()
+        late = _uninstall()
+    try:
+        outcome.tell(junit)
+    except OSError as error:
+        typer.echo(f"canary: no JUnit report: {error}", err=True)
+    if outcome.fails or late:
+        raise typer.Exit(FOUND)
+    if ended is not None:
+        raise ended
     raise typer.Exit(code)
 
 
@@ -289,13 +306,14 @@ def main() -> None:
     app()
 
 
-def _uninstall() -> None:
-    """Undoes the plugins. A finding of closing in raise mode ends the command with exit code 1."""
+def _uninstall() -> bool:
+    """Undoes the plugins; whether closing brought a finding in raise mode."""
     try:
         plugins.uninstall()
     except ViolationError as error:
         typer.echo(f"canary: ViolationError: {error}", err=True)
-        raise typer.Exit(1) from error
+        return True
+    return False
 
 
 def _plugin_fields(plugin: plugins.Plugin, allowed: tuple[str, ...]) -> dict[str, Any]:

@@ -75,6 +75,19 @@ def resume(pid: Pid = None, as_json: AsJson = False) -> None:
     _change("resume", None, pid, as_json)
 
 
+@app.command("ack")
+def ack(
+    signature: Annotated[
+        str, typer.Argument(metavar="SIGNATURE", help="Field signature, or signature_id, of a diagnosis event.")
+    ],
+    pid: Pid = None,
+    as_json: AsJson = False,
+) -> None:
+    """Acknowledge a known incident: from now on those of its signature notify nobody and stop nothing, until the engine
+    ends; CANARY_SUPPRESSIONS does so for good."""
+    _change("ack", signature, pid, as_json)
+
+
 def top(
     pid: Pid = None,
     every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")] = 1.0,

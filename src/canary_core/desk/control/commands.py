@@ -12,6 +12,8 @@ import torch
 
 from canary_core.config import CanaryConfig, ScrubBudget, settings
 from canary_core.desk.control.messages import CHANGES, MOST_REPLY_BYTES, Reply, Request
+from canary_core.desk.incidents.circumstances import PRIVATE
+from canary_core.desk.incidents.suppressions import acknowledge
 from canary_core.desk.metrics.readings import Readings, age_s
 from canary_core.errors import CanaryError
 
@@ -98,6 +100,10 @@ class Commands:
     def _resume(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
         return self._each(canaries, lambda canary: canary.step.resume())
 
+    def _ack(self, canaries: "Sequence[Canary]", value: str | None) -> dict[str, Any]:
+        acknowledge(value or "")
+        return {"changed": len(canaries)}
+
     def _each(self, canaries: "Sequence[Canary]", change: "Callable[[Canary], None]") -> dict[str, Any]:
         """Changes all of them; after a refusal, only those before; raises the first refusal."""
         if not canaries:
@@ -114,6 +120,7 @@ _COMMANDS: "dict[str, Callable[[Commands, Sequence[Canary], str | None], dict[st
     "budget": Commands._budget,
     "pause": Commands._pause,
     "resume": Commands._resume,
+    "ack": Commands._ack,
 }
 
 
@@ -156,7 +163,7 @@ _SHOWN = (
 
 
 def _settings(config: CanaryConfig) -> dict[str, str]:
-    return {setting.variable: setting.value for setting in settings(config)}
+    return {setting.variable: setting.value for setting in settings(config) if setting.variable not in PRIVATE}
 
 
 def _versions() -> dict[str, str]:

@@ -12,18 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 MOST_REQUEST_BYTES = 4096
 MOST_REPLY_BYTES = 1 << 20
 
-Command = Literal["status", "dump", "mode", "budget", "pause", "resume"]
-CHANGES: frozenset[Command] = frozenset({"mode", "budget", "pause", "resume"})
+Command = Literal["status", "dump", "mode", "budget", "pause", "resume", "ack"]
+CHANGES: frozenset[Command] = frozenset({"mode", "budget", "pause", "resume", "ack"})
 """Commands that change something: refused unless ``CANARY_CONTROL=write``."""
 
 
 class Request(BaseModel):
-    """One question. ``value``: the new value for `mode` and `budget`; None for the others."""
+    """One question. ``value``: the new value for `mode` and `budget`, a signature for ``ack``; else None."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     command: Command
-    value: str | None = Field(default=None, max_length=64)
+    value: str | None = Field(default=None, max_length=256)
 
     @classmethod
     def parse(cls, line: bytes) -> "Request":

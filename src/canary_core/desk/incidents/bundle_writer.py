@@ -196,6 +196,7 @@ def _incident(incident: Incident, tokens: bool) -> dict[str, object]:
         "requests": list(incident.requests),
         "diagnoses": [d.fields() for d in incident.diagnoses],
         "signature": incident.signature,
+        "suppressed": incident.suppressed,
     }
 
 

@@ -10,6 +10,9 @@ from canary_core.config import settings
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
 
+PRIVATE = ("CANARY_INCIDENT_DIR", "CANARY_SUPPRESSIONS", "CANARY_NOTIFY", "CANARY_NOTIFY_KEY_FILE")
+"""Settings that stay out of bundles and dumps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
@@ -26,8 +29,8 @@ class Circumstances:
     def of(cls, canary: Canary) -> "Circumstances":
         """The present ones."""
         about = {
-            # Not the directory: a path says nothing here, and may say who runs the engine.
-            "settings": {s.variable: s.value for s in settings(canary.config) if s.variable != "CANARY_INCIDENT_DIR"},
+            # Not paths and addresses: they say nothing here, and may say who runs the engine, or hold a secret.
+            "settings": {s.variable: s.value for s in settings(canary.config) if s.variable not in PRIVATE},
             "coverage": canary.coverage.event().fields,
             "told": round(time.time(), 3),
             "forwards": canary.forwards,

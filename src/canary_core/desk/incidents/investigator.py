@@ -17,7 +17,8 @@ from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.evidence import Taken, take
 from canary_core.desk.incidents.patterns import patterns
 from canary_core.desk.incidents.rotation import Limits
-from canary_core.desk.incidents.signature import signature
+from canary_core.desk.incidents.signature import Signature, signature
+from canary_core.desk.incidents.suppressions import Suppressions
 from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
@@ -79,7 +80,8 @@ class Investigator:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._written: list[Written] = []
-        self._refused = False
+        self._refused = self._unreadable = False
+        self._suppressions = Suppressions(config.suppressions)
         self.skipped = 0
         """Incidents without a look, since too many waited."""
 
@@ -196,6 +198,7 @@ class Investigator:
         incident.diagnoses = diagnose(incident, evidence, seen)
         sort = signature(incident, evidence, seen)
         incident.signature = sort.text
+        incident.suppressed = self._suppressed(inquiry.canary, sort)
         if inquiry.circumstances is not None:
             self._write(inquiry.canary, Dossier(incident, evidence, seen, inquiry.circumstances))
         fields: dict[str, object] = {"incident": incident.number, **incident.diagnoses[0].fields()}
@@ -205,7 +208,18 @@ class Investigator:
             fields["also_possible"] = others
         if incident.bundle is not None:
             fields["bundle"] = incident.bundle
-        inquiry.canary.tell(Event("diagnosis", "error", fields))
+        if incident.suppressed:
+            fields["suppressed"] = incident.suppressed
+        inquiry.canary.tell(Event("diagnosis", "warning" if incident.suppressed else "error", fields))
+
+    def _suppressed(self, canary: Canary, sort: Signature) -> str:
+        try:
+            return self._suppressions.reason(sort)
+        except CanaryError as error:
+            if not self._unreadable:
+                self._unreadable = True
+                canary.tell(Event("suppressions_unavailable", "warning", {"reason": f"{error}; nothing is suppressed"}))
+            return ""
 
     def _write(self, canary: Canary, dossier: Dossier) -> None:
         began = time.time()

@@ -163,11 +163,14 @@ class Reporter:
         self._switch.tell(Event("silence", "error", {"reason": reason}))
 
     def raise_first(self) -> None:
-        """In raise mode: raises `ViolationError` with the first incident begun since the last call, and its root."""
+        """In raise mode: raises `ViolationError` with the first incident begun since the last call, and its root,
+        unless suppressed by its signature."""
         if self._switch.raises and self._first is not None:
             first, self._first = self._first, None
             self.wait()
-            raise ViolationError(first.root, first)
+            for incident in (first, *(other for other in self.incidents if other.number > first.number)):
+                if not incident.suppressed:
+                    raise ViolationError(incident.root, incident)
 
     def wait(self, last: bool = False) -> None:
         """Until plugins are done with the incidents, for some seconds at most; see `canary_settle`."""
