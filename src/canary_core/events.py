@@ -51,6 +51,7 @@ class Event:
     | incidents_limited   | more incidents than ``CANARY_INCIDENT_LIMIT`` a minute: how many, and all counts       |
     | diagnosis           | an incident's probable nature, with sureness, evidence, and the place of the bundle    |
     | diagnosis_failed    | an incident could not be looked at, and why                                            |
+    | notify_failed       | nobody could be notified, why, and how many messages are lost; a minute apart           |
     | suppressions_unavailable | ``CANARY_SUPPRESSIONS`` can't be read, and why: nothing is suppressed            |
     | bundle_failed       | no bundle of an incident could be written, and why; told once                          |
     | findings_lost       | an engine failed, and the last findings can't be read from its device any more         |

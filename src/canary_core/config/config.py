@@ -26,7 +26,7 @@ from pydantic_settings import (
 )
 
 from canary_core.config.faults import FaultSpec
-from canary_core.config.values import MOST_BYTES, ListenAddress, ScrubBudget
+from canary_core.config.values import MOST_BYTES, ListenAddress, ScrubBudget, notify_target
 from canary_core.errors import ConfigError
 
 Mode = Literal["off", "log", "raise"]
@@ -312,6 +312,17 @@ class CanaryConfig(BaseSettings):
         description="File with signatures of known incidents, a pattern a line, # and a reason behind it. Such an "
         "incident is told and kept as ever, marked as suppressed, and neither notifies nor stops anything. Empty: "
         "none.",
+    )
+    notify: Annotated[str, AfterValidator(notify_target)] = Field(
+        default="",
+        description="Who is told of an incident that needs somebody: exec:PROGRAM ARGUMENTS gets it on its standard "
+        "input, https://... by POST, as JSON. Trusted as the environment itself. Empty: nobody.",
+        json_schema_extra=_unit("exec:program, or https://address"),
+    )
+    notify_key_file: str = Field(
+        default="",
+        description="File with a key of 16 bytes or more, by which each notification is signed (HMAC-SHA256). Empty: "
+        "unsigned.",
     )
     metrics: Literal["auto", "off", "opentelemetry"] = Field(
         default="auto",

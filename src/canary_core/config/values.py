@@ -77,3 +77,17 @@ class ListenAddress:
 
     def __str__(self) -> str:
         return self.text
+
+
+def notify_target(text: str) -> str:
+    """``CANARY_NOTIFY``, unchanged. Raises `ConfigError` for what is neither a program nor an address (https, or http
+    of this machine)."""
+    scheme, _, rest = text.partition(":")
+    near = rest.startswith(("//127.0.0.1:", "//localhost:", "//[::1]:"))
+    if not text or (scheme == "exec" and rest.strip()) or scheme == "https" or (scheme == "http" and near):
+        return text
+    # Not the whole of it: an address may hold a secret.
+    raise ConfigError(
+        "CANARY_NOTIFY must be exec:program arguments, https://address, or http://localhost:port, "
+        f"got one that begins {text[:8]!r}"
+    )

@@ -19,6 +19,7 @@ GROUP = "canary"
 BUILT_IN = (
     metadata.EntryPoint(REPORTING, "canary_core.desk.log:Reporting", GROUP),
     metadata.EntryPoint("incidents", "canary_core.desk.incidents.plugin:Investigations", GROUP),
+    metadata.EntryPoint("notify", "canary_core.desk.notify.plugin:Notify", GROUP),
     metadata.EntryPoint("faults", "canary_core.kit.faults.injector:ConfiguredFaults", GROUP),
     metadata.EntryPoint("metrics", "canary_core.desk.metrics.plugin:Metrics", GROUP),
     metadata.EntryPoint("control", "canary_core.desk.control.plugin:Control", GROUP),

@@ -1,0 +1,1 @@
+"""Notifications: events that somebody should act on, handed to a program or posted (``CANARY_NOTIFY``)."""
