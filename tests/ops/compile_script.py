@@ -16,25 +16,31 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
-from ops.scenario import blocks, events, history, notes, ownership, scenario
+from ops.scenario import Scenario, blocks, events, history, notes, ownership, read_table, scenario
 from triton.backends.compiler import GPUTarget
 
 from canary_core.ops.backends import triton_backend
 from canary_core.ops.kernels import blocks as block_kernels
 from canary_core.ops.kernels import (
     check,
-    compare,
     fingerprint,
     fingerprint_record,
     histories,
     launch,
     lifetime,
+    read_check,
     record,
+    scrub,
     stores,
+    tables,
+    verify,
 )
 from canary_core.records import BLOCK_VALUES
 
-ROOMS = (check, compare, fingerprint, fingerprint_record, lifetime, record, stores, block_kernels, histories)
+ROOMS = (
+    check, read_check, fingerprint, fingerprint_record, lifetime, record, scrub, verify, stores, block_kernels,
+    histories, tables,
+)  # fmt: skip
 EVENTS = ("alloc", "park", "share", "evict", "free")
 
 
@@ -54,10 +60,9 @@ class AbsentGPU:
         return 0
 
 
-def compile_all(seed: int) -> None:
-    """Every op of a region of random layout."""
+def compile_all(s: Scenario) -> None:
+    """Every op of a region."""
     backend: Any = triton_backend()
-    s = scenario(seed)
     state = s.state(read_check=-1)
     batch, table = history(s, steps=1)[0]
     state.require_capacity(batch)
@@ -75,6 +80,7 @@ def compile_all(seed: int) -> None:
     for op in EVENTS:
         getattr(backend, op)(state, *ownership(s))
     backend.note(state, *notes(s))
+    backend.compare_tables(state, read_table(s, batch, table), (0, 0, 0), True)
     for block, slots in blocks(s, table):
         rows = torch.zeros((block.blocks(len(slots)), BLOCK_VALUES + len(state.sources)), dtype=torch.int64)
         backend.gather_blocks(state, slots, block, rows, 0)
@@ -86,7 +92,7 @@ def main() -> None:
     # Whatever would be launched is compiled only.
     launch._instead.set(launch.Launcher.warm_up)
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-        compile_all(seed)
+        compile_all(scenario(seed))
     kernels = [k for room in ROOMS for k in vars(room).values() if isinstance(k, triton.runtime.jit.JITFunction)]
     compiled = {k.__name__: sum(len(cache[0]) for cache in k.device_caches.values()) for k in kernels}
     sys.stdout.write(json.dumps({name: count for name, count in compiled.items() if name.endswith("_kernel")}) + "\n")

@@ -13,6 +13,7 @@ from typing import Any
 
 import triton
 from compile_script import AbsentGPU, compile_all
+from ops.scenario import scenario
 
 from canary_core.ops.kernels import launch
 
@@ -48,7 +49,7 @@ def main() -> None:
         return made[-1]
 
     triton.runtime.jit.JITFunction.warmup = noted
-    launch.compile_together(lambda: compile_all(0))
+    launch.compile_together(lambda: compile_all(scenario(0)))
     kernels = {id(kernel): kernel for kernel in (promise.result() for promise in made)}
     loaded = sum(kernel.function is not None for kernel in kernels.values())
     first = THREADS.count(threading.main_thread().name)

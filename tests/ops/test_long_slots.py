@@ -7,7 +7,7 @@ from ops.test_equal import run
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, RegionKind, SlotTable
 from canary_core.ops.backends import torch_backend, triton_backend
-from canary_core.ops.kernels import compare, fingerprint, tiles
+from canary_core.ops.kernels import fingerprint, read_check, scrub, tiles
 from canary_core.ops.state import RegionState, Shared
 from canary_core.records import Counter, Cursor, Kind
 
@@ -22,7 +22,7 @@ def all_long(monkeypatch, request):
     monkeypatch.setattr(tiles, "LONG_STATE_WORDS", 0)
     for name, slots in (("WRITE_TILES", 4), ("READ_CHECK_TILES", tiles.READ_TILE), ("SCRUB_TILES", 1)):
         usual = getattr(tiles, name).usual
-        for module in (compare, fingerprint):
+        for module in (fingerprint, read_check, scrub):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, tiles.Tiles(usual, request.param._replace(slots=slots)))
 

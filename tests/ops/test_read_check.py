@@ -12,24 +12,24 @@ from ops.scenario import Scenario, differences, disturb, history, ring_rows, sce
 
 from canary_core import BatchView, CanaryConfig, KVSource, Region, SlotTable
 from canary_core.ops.backends import torch_backend, triton_backend
-from canary_core.ops.kernels import compare, launch
+from canary_core.ops.kernels import launch, read_check
 from canary_core.ops.state import RegionState, Shared
 from canary_core.ops.torch import check as check_reference
-from canary_core.ops.torch import compare as compare_reference
+from canary_core.ops.torch import read_check as read_check_reference
 from canary_core.records import ALL_TILES, Counter, Cursor, Kind
 
 
 def walk(patch: pytest.MonkeyPatch, tile: int, programs: int) -> None:
     """From now on a tile has ``tile`` places, and ``programs`` programs share the tiles."""
     patch.setattr(launch, "INTERPRETED_PROGRAMS", programs)
-    usual, long = compare.READ_CHECK_TILES
+    usual, long = read_check.READ_CHECK_TILES
     patch.setattr(
-        compare,
+        read_check,
         "READ_CHECK_TILES",
-        type(compare.READ_CHECK_TILES)(usual._replace(slots=tile), long._replace(slots=tile)),
+        type(read_check.READ_CHECK_TILES)(usual._replace(slots=tile), long._replace(slots=tile)),
     )
     patch.setattr(check_reference, "READ_TILE", tile)
-    patch.setattr(compare_reference, "READ_TILE", tile)
+    patch.setattr(read_check_reference, "READ_TILE", tile)
 
 
 def seen_in(s: Scenario, state: RegionState, batch: BatchView, table: SlotTable) -> set[str]:

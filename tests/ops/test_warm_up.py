@@ -13,14 +13,23 @@ from support.toy import ToyEngine
 
 from canary_core import BatchView, Canary, CanaryConfig, KVSource, Region, RegionKind, SlotTable, private_hooks
 from canary_core.ops.backends import torch_backend
-from canary_core.ops.kernels import blocks, check, compare, fingerprint, fingerprint_record, launch, lifetime, record
+from canary_core.ops.kernels import (
+    blocks,
+    check,
+    fingerprint,
+    fingerprint_record,
+    launch,
+    lifetime,
+    read_check,
+    record,
+    scrub,
+    verify,
+)
 
 KERNELS = (
     check.check_kernel, record.record_kernel, fingerprint.fingerprint_kernel,
-    fingerprint_record.fingerprint_record_kernel, compare.read_check_kernel,
-    compare.scrub_kernel, compare.scrub_probed_kernel, compare.verify_kernel, lifetime.lifetime_kernel,
-    blocks.adopt_kernel,
-    blocks.gather_blocks_kernel,
+    fingerprint_record.fingerprint_record_kernel, read_check.read_check_kernel, scrub.scrub_kernel,
+    verify.verify_kernel, lifetime.lifetime_kernel, blocks.adopt_kernel, blocks.gather_blocks_kernel,
 )  # fmt: skip
 
 

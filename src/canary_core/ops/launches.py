@@ -6,30 +6,46 @@ from canary_core.batch import BatchView, SlotTable
 
 
 class Arguments(NamedTuple):
-    """Consecutive arguments of a kernel: as seen by Triton's compiler, as passed to a compiled kernel (addresses for
-    tensors), and a number for everything about them that compiled code may depend on."""
+    """Consecutive arguments of a kernel, some of them named tuples: as seen by Triton's compiler, as passed to a
+    compiled kernel (addresses for tensors), and a number for everything about them that compiled code may depend on."""
 
     objects: tuple[Any, ...]
-    raw: list[int | None]
+    raw: list[Any]
     kind: int
+
+
+class Numbers(NamedTuple):
+    """Compile-time translation of a table's numbers to slots: rows and slots of a ``pool_page``, slots and rows of a
+    ``page_ring``, 0 where there is none, and tokens of a slot."""
+
+    POOL_ROWS: int
+    POOL_SLOTS: int
+    RING_PAGE: int
+    RING_ROWS: int
+    GROUP: int
+
+    @classmethod
+    def of(cls, pool_page: tuple[int, int] | None, page_ring: tuple[int, int] | None, tokens: int = 1) -> "Numbers":
+        """The translation by both."""
+        return cls(*(pool_page or (0, 0)), *(page_ring or (0, 0)), tokens)
 
 
 class TableConstants(NamedTuple):
     """Compile-time constants of a batch: constants of the engine, and the rows rounded up to one of
-    `kernels.launch.ROW_STEPS`.
-
-    `ALIGN`: a region's ``group_tokens``. `POOL`: translation of a table's numbers to slots; rows and slots of a
-    ``pool_page``, slots and rows of a ``page_ring``, 0 where there is none.
-    """
+    `kernels.launch.ROW_STEPS`. `ALIGN`: a region's ``group_tokens``. The last ones are `Numbers`: kernels of Triton up
+    to 3.7 take no tuple within a tuple further than one call."""
 
     PAGE_SIZE: int
     RING: int
     STORED: int
     WINDOW: int
     ALIGN: int
-    POOL: tuple[int, int, int, int]
-    GROUP: int
     ROWS: int
+    POOL_ROWS: int
+    POOL_SLOTS: int
+    RING_PAGE: int
+    RING_ROWS: int
+    GROUP: int
 
 
 class Launch(Protocol):
@@ -86,7 +102,7 @@ class LaunchCache:
 
     by_op: the launch of each op. by_table: launches of ops with compile-time constants of a batch. by_group: of each op
     that reads bytes, one for each group of sources. batch: the kernels' arguments of the last batch, common to several
-    ops of a forward. listed: the argument of the scrub.
+    ops of a forward. listed: the arguments of the scrub, without a probe and with one.
     """
 
     __slots__ = ("batch", "by_group", "by_op", "by_table", "listed")
@@ -96,11 +112,12 @@ class LaunchCache:
         self.by_table: dict[TableKey, TableLaunches] = {}
         self.by_group: dict[Key, list[GroupLaunch]] = {}
         self.batch: BatchArguments | None = None
-        self.listed: Arguments | None = None
+        self.listed: dict[bool, Arguments] = {}
 
     def clear(self) -> None:
         """Forgets everything: a tensor of the region was replaced, or a source has another shape."""
         self.by_op.clear()
         self.by_table.clear()
         self.by_group.clear()
-        self.batch = self.listed = None
+        self.listed.clear()
+        self.batch = None

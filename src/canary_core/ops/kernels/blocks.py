@@ -6,18 +6,11 @@ from torch import Tensor
 
 from canary_core.ops import hashing
 from canary_core.ops.blocks import BlockShape
-from canary_core.ops.kernels.common import (
-    CONTENT_BITS,
-    MULTIPLY_1,
-    MULTIPLY_2,
-    STATE_VALUES,
-    WRITTEN,
-    mix,
-    split_head,
-)
-from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, spread
+from canary_core.ops.kernels.common import MULTIPLY_1, MULTIPLY_2, mix, split_head
+from canary_core.ops.kernels.fold import describe, fold, fold_abreast, has_bytes, spread
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, launch_over, region_arguments
 from canary_core.ops.kernels.tiles import SCRUB_TILES
+from canary_core.ops.kernels.words import CONTENT_BITS, STATE_VALUES, WRITTEN
 from canary_core.ops.state import RegionState
 from canary_core.records import BLOCK_FLAGS, BLOCK_HASH, BLOCK_SLOT, BLOCK_SUM, BLOCK_VALUES, BLOCK_WHO, Block
 
@@ -63,36 +56,28 @@ def gather_blocks(state: RegionState, slots: Tensor, block: BlockShape, rows: Te
 
 
 @jit("count")
-def adopt_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end,
-    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
-    p_slots, count,
-    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
+def adopt_kernel(region, sources, p_slots, count, BYTES: tl.constexpr):
     """Grid: any number of programs over tiles of `SLOTS` of the listed slots, by groups of sources."""
+    SLOTS: tl.constexpr = BYTES.SLOTS
     for i in range(tl.program_id(1), (count + SLOTS - 1) // SLOTS, tl.num_programs(1)):
         o_slot = i * SLOTS + tl.arange(0, SLOTS)
-        if ABREAST[0] > 0:
-            o_slot = spread(i, ABREAST)
+        if BYTES.ABREAST > 0:
+            o_slot = spread(i, BYTES)
         slot = tl.load(p_slots + o_slot, mask=o_slot < count, other=-1).to(tl.int64)
-        inside = (slot >= 0) & (slot < slots)
-        for s in tl.static_range(len(STRIPS) // STRIP):
-            source = describe(p_descriptors, p_columns, p_salts, len(STRIPS) // STRIP, s, ABREAST)
-            there = inside & (slot.to(tl.int32) % STRIPS[s * STRIP] < source[6])
-            if ABREAST[0] > 0:
-                value, _odd = fold_abreast(p_descriptors, source, p_keys, slot, there, STRIPS, s, False)
+        inside = (slot >= 0) & (slot < region.slots)
+        for s in tl.static_range(len(BYTES.STRIPS)):
+            source = describe(sources, s, BYTES)
+            there = inside & has_bytes(source, slot, BYTES, s)
+            if BYTES.ABREAST > 0:
+                value, _odd = fold_abreast(sources, source, slot, there, BYTES, s, False)
             else:
-                value, _odd = fold(p_descriptors, source, p_keys, slot, there, STRIPS, s, False, False)
-            tl.store(p_fingerprints + slot * sources + source[0], value, mask=there)
+                value, _odd = fold(sources, source, slot, there, BYTES, s, False, False)
+            tl.store(sources.p_fingerprints + slot * sources.count + source.column, value, mask=there)
 
 
 @jit("page_slots", "first")
 def gather_blocks_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end,
-    p_fingerprints, sources,
-    p_slots, page_slots, p_rows, first,
+    region, p_fingerprints, sources, p_slots, page_slots, p_rows, first,
     PAGED: tl.constexpr, SLOT_TILE: tl.constexpr, SOURCE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each block."""
@@ -102,12 +87,12 @@ def gather_blocks_kernel(
     begin = tl.load(p_block).to(tl.int64)
     if PAGED:
         begin *= page_slots
-    m_begin = (begin >= 0) & (begin < slots) & ((begin < null_first) | (begin >= null_end))
+    m_begin = is_live(region, begin)
     # The first slot's position, where it is one.
-    _, word_first = split_head(tl.load(p_records + begin * 4, mask=m_begin, other=0))
+    _, word_first = split_head(tl.load(region.p_records + begin * 4, mask=m_begin, other=0))
     position_first = word_first // STATE_VALUES
     # The high half of the word with step and writer.
-    writer_first = tl.load(p_records + begin * 4 + 2, mask=m_begin, other=0) >> 32
+    writer_first = tl.load(region.p_records + begin * 4 + 2, mask=m_begin, other=0) >> 32
     odd_tokens = tl.where(position_first % page_slots == 0, 0, 1)
     odd_prefix = odd_tokens * 0
     outside = odd_tokens * 0
@@ -115,13 +100,11 @@ def gather_blocks_kernel(
     for i in range(0, page_slots, SLOT_TILE):
         o_place = i + tl.arange(0, SLOT_TILE)
         m = o_place < page_slots
-        slot, usable = listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED)
-        before, m_before = listed(
-            p_block, begin, o_place - 1, m & (o_place > 0), slots, null_first, null_end, PAGED
-        )  # fmt: skip
-        token, word = split_head(tl.load(p_records + slot * 4, mask=usable, other=0))
-        hash = tl.load(p_records + slot * 4 + 1, mask=usable, other=0)
-        hash_before = tl.load(p_records + before * 4 + 1, mask=m_before, other=0)
+        slot, usable = listed(region, p_block, begin, o_place, m, PAGED)
+        before, m_before = listed(region, p_block, begin, o_place - 1, m & (o_place > 0), PAGED)
+        token, word = split_head(tl.load(region.p_records + slot * 4, mask=usable, other=0))
+        hash = tl.load(region.p_records + slot * 4 + 1, mask=usable, other=0)
+        hash_before = tl.load(region.p_records + before * 4 + 1, mask=m_before, other=0)
         position = word // STATE_VALUES
         grown = tl.where(usable, mix(token, position), 0)
         told = usable & ((word & CONTENT_BITS) == WRITTEN) & (position == position_first + o_place)
@@ -138,7 +121,7 @@ def gather_blocks_kernel(
         for i in range(0, page_slots, SLOT_TILE):
             o_place = i + tl.arange(0, SLOT_TILE)
             m = o_place < page_slots
-            slot, usable = listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED)
+            slot, usable = listed(region, p_block, begin, o_place, m, PAGED)
             m_value = usable[:, None] & (o_source < sources)[None, :]
             p_value = p_fingerprints + slot[:, None] * sources + o_source[None, :]
             found = tl.load(p_value, mask=m_value, other=0)
@@ -155,12 +138,18 @@ def gather_blocks_kernel(
 
 
 @triton.jit
-def listed(p_block, begin, o_place, m, slots, null_first, null_end, PAGED: tl.constexpr):
+def listed(region, p_block, begin, o_place, m, PAGED: tl.constexpr):
     """The slots at places of a block, and whether each is a live slot of the region."""
     slot = tl.where(m, begin + o_place, -1)
     if not PAGED:
         slot = tl.load(p_block + o_place, mask=m, other=-1).to(tl.int64)
-    return slot, (slot >= 0) & (slot < slots) & ((slot < null_first) | (slot >= null_end))
+    return slot, is_live(region, slot)
+
+
+@triton.jit
+def is_live(region, slot):
+    """Whether each number is that of a slot of the region, and of no null slot."""
+    return (slot >= 0) & (slot < region.slots) & ((slot < region.null_first) | (slot >= region.null_end))
 
 
 @triton.jit

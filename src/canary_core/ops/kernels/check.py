@@ -11,17 +11,6 @@ import triton.language as tl
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops import hashing
 from canary_core.ops.kernels.common import (
-    ALLOCATED,
-    CONTENT_BITS,
-    FREED,
-    READ_WORD,
-    STATE_VALUES,
-    STATUS_NULL,
-    STATUS_OK,
-    STATUS_RANGE,
-    UNKNOWN,
-    UNWRITTEN,
-    WRITTEN,
     claim_of,
     load_head,
     lookup,
@@ -31,6 +20,7 @@ from canary_core.ops.kernels.common import (
     resolve,
     split_head,
 )
+from canary_core.ops.kernels.fields import OwnTokens, TablePlaces
 from canary_core.ops.kernels.launch import (
     VARYING,
     Launcher,
@@ -41,20 +31,45 @@ from canary_core.ops.kernels.launch import (
     register_limit,
 )
 from canary_core.ops.kernels.samples import note_tail, remember, sample_arguments
-from canary_core.ops.state import RegionState
-from canary_core.records import (
-    CHAINS,
-    CHECK_TILE,
-    PLAN_RECORD,
-    PLAN_WORDS,
-    READ_TILE,
-    SCRUB_WORDS,
-    Clock,
-    Counter,
-    Cursor,
-    Kind,
-    Phase,
+from canary_core.ops.kernels.words import (
+    ALLOCATED,
+    CHAIN_ENTRIES,
+    CLOCK_NEXT,
+    CLOCK_STEP,
+    CONTENT_BITS,
+    COUNT_CHECKED_FORWARDS,
+    COUNT_CHECKED_SLOTS,
+    COUNT_UNKNOWN_SLOTS,
+    CURSOR_CHECK,
+    CURSOR_CHECK_NEXT,
+    CURSOR_CHECK_TILES,
+    CURSOR_READ,
+    CURSOR_READ_TILES,
+    CURSOR_SCRUB,
+    CURSOR_SCRUB_NEXT,
+    FREED,
+    KIND_FREED,
+    KIND_NULL_SLOT,
+    KIND_POSITION,
+    KIND_PREFIX,
+    KIND_SLOT_RANGE,
+    KIND_TOKEN,
+    KIND_UNWRITTEN,
+    PHASE_PRE,
+    PLAN,
+    PLANNED_RECORD,
+    READ_WORD,
+    SCRUB_PLACE,
+    STATE_VALUES,
+    STATUS_NULL,
+    STATUS_OK,
+    STATUS_RANGE,
+    UNKNOWN,
+    UNWRITTEN,
+    WRITTEN,
 )
+from canary_core.ops.state import RegionState
+from canary_core.records import CHECK_TILE, READ_TILE
 
 TILE = CHECK_TILE
 """Slots checked at a time by a program."""
@@ -63,35 +78,11 @@ REGISTERS = 80
 PROGRAMS_PER_PROCESSOR = 6
 
 ANCHOR = tl.constexpr(hashing.COMMON_ANCHOR)
-CHAIN_ENTRIES = tl.constexpr(CHAINS)
 READ_CHECK_TILE = tl.constexpr(READ_TILE)
-CLOCK_STEP = tl.constexpr(int(Clock.STEP))
-CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
-CURSOR_SCRUB = tl.constexpr(int(Cursor.SCRUB))
-CURSOR_SCRUB_NEXT = tl.constexpr(int(Cursor.SCRUB_NEXT))
-SCRUB_PLACE = tl.constexpr(SCRUB_WORDS)
-CURSOR_CHECK = tl.constexpr(int(Cursor.CHECK))
-CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
-CURSOR_CHECK_TILES = tl.constexpr(int(Cursor.CHECK_TILES))
-CURSOR_READ = tl.constexpr(int(Cursor.READ))
-CURSOR_READ_TILES = tl.constexpr(int(Cursor.READ_TILES))
-COUNT_CHECKED_SLOTS = tl.constexpr(int(Counter.CHECKED_SLOTS))
-COUNT_CHECKED_FORWARDS = tl.constexpr(int(Counter.CHECKED_FORWARDS))
-COUNT_UNKNOWN_SLOTS = tl.constexpr(int(Counter.UNKNOWN_SLOTS))
-KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
-KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
-KIND_UNWRITTEN = tl.constexpr(int(Kind.UNWRITTEN))
-KIND_FREED = tl.constexpr(int(Kind.FREED))
-KIND_POSITION = tl.constexpr(int(Kind.POSITION))
-KIND_TOKEN = tl.constexpr(int(Kind.TOKEN))
-KIND_PREFIX = tl.constexpr(int(Kind.PREFIX))
 NOTHING = tl.constexpr(-1)
 FIELD_BITS = tl.constexpr(21)
 FIELD = tl.constexpr((1 << 21) - 1)
 """A count in the packed scan: up to 2 million tiles of each sort, and as many new tokens, in one forward."""
-PLAN = tl.constexpr(PLAN_WORDS)
-RECORD = tl.constexpr(PLAN_RECORD)
-PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 
 
 def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
@@ -102,34 +93,35 @@ def check(state: RegionState, batch: BatchView, table: SlotTable) -> None:
         tile = {"TILE": TILE, "JUDGED": min(TILE, 128)}
         options = {"num_warps": WARPS, **register_limit(state, REGISTERS)}
         fixed, columns = (region_arguments(state), sample_arguments(state)), programs(state, PROGRAMS_PER_PROCESSOR)
-        launcher = Launcher(check_kernel, state, fixed, launches.constants._asdict() | tile, columns, **options)
+        launcher = Launcher(check_kernel, state, fixed, {"TABLE": launches.constants} | tile, columns, **options)
         launches.by_op["check"] = launcher
     launcher((launcher.columns, 1), given)
 
 
 @jit(*VARYING)
 def check_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows,
-    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map, p_write_slots,
+    region, samples, batch, p_expected, table, p_write_slots,
     expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
-    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, JUDGED: tl.constexpr,
+    TABLE: tl.constexpr, TILE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. Work items in order: tiles of readable slots, tiles of new tokens (at least one per
     row, for the head), tiles of ``token_ids`` outside of every row."""
-    RING_PAGE: tl.constexpr = POOL[2]
-    RING_ROWS: tl.constexpr = POOL[3]
-    o_row = tl.arange(0, ROWS)
+    GROUP: tl.constexpr = TABLE.GROUP
+    RING_PAGE: tl.constexpr = TABLE.RING_PAGE
+    own_tokens = OwnTokens(p_tokens=p_expected, width=expected_width, stride=expected_stride)
+    places = TablePlaces(
+        p_entries=table.p_entries, width=width, extent=extent, p_map=table.p_map,
+        map_length=map_length, slots=region.slots, null_first=region.null_first, null_end=region.null_end,
+    )  # fmt: skip
+    o_row = tl.arange(0, TABLE.ROWS)
     m_row = o_row < rows
-    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=m_row, other=0).to(tl.int32), 0)
-    b_raw_new = tl.minimum(tl.maximum(tl.load(p_new + o_row, mask=m_row, other=0).to(tl.int32), 0), tokens)
+    b_prefix = tl.maximum(tl.load(batch.p_prefix + o_row, mask=m_row, other=0).to(tl.int32), 0)
+    b_raw_new = tl.minimum(tl.maximum(tl.load(batch.p_new + o_row, mask=m_row, other=0).to(tl.int32), 0), tokens)
     # Positions count slots, of GROUP tokens each.
     b_prefix = b_prefix // GROUP
     b_count = b_prefix
-    if WINDOW > 0:
-        b_count = readable(b_prefix, tl.load(p_new + o_row, mask=m_row, other=0), WINDOW, ALIGN)
+    if TABLE.WINDOW > 0:
+        b_count = readable(b_prefix, tl.load(batch.p_new + o_row, mask=m_row, other=0), TABLE)
     # Tiles to read, tiles to write and new tokens of each row share an int64, so that one scan counts all three.
     b_read_tiles = ((b_count + TILE - 1) // TILE).to(tl.int64)
     b_write_tiles = tl.where(m_row, tl.maximum((b_raw_new + TILE - 1) // TILE, 1), 0).to(tl.int64)
@@ -142,21 +134,23 @@ def check_kernel(
     n_rest = (tokens - all_new + TILE - 1) // TILE
     b_read_end = (b_end & FIELD).to(tl.int32)
     b_write_end = ((b_end >> FIELD_BITS) & FIELD).to(tl.int32)
-    check_first = tl.load(p_cursors + CURSOR_CHECK).to(tl.int32)
-    n_check = tl.minimum(tl.load(p_cursors + CURSOR_CHECK_TILES), n_read.to(tl.int64)).to(tl.int32)
-    step = tl.load(p_clock + CLOCK_STEP) + 1
+    check_first = tl.load(region.p_cursors + CURSOR_CHECK).to(tl.int32)
+    n_check = tl.minimum(tl.load(region.p_cursors + CURSOR_CHECK_TILES), n_read.to(tl.int64)).to(tl.int32)
+    step = tl.load(region.p_clock + CLOCK_STEP) + 1
 
     if tl.program_id(0) == 0:
-        tl.store(p_clock + CLOCK_NEXT, step)
-        tl.atomic_add(p_counters + COUNT_CHECKED_FORWARDS, 1)
+        tl.store(region.p_clock + CLOCK_NEXT, step)
+        tl.atomic_add(region.p_counters + COUNT_CHECKED_FORWARDS, 1)
         o_scrub = tl.arange(0, SCRUB_PLACE)
-        tl.store(p_cursors + CURSOR_SCRUB + o_scrub, tl.load(p_cursors + CURSOR_SCRUB_NEXT + o_scrub))
-        tl.store(p_cursors + CURSOR_CHECK_NEXT, (check_first + n_check) % tl.maximum(n_read, 1))
+        tl.store(region.p_cursors + CURSOR_SCRUB + o_scrub, tl.load(region.p_cursors + CURSOR_SCRUB_NEXT + o_scrub))
+        tl.store(region.p_cursors + CURSOR_CHECK_NEXT, (check_first + n_check) % tl.maximum(n_read, 1))
         n_tiles = tl.sum(((b_count + READ_CHECK_TILE - 1) // READ_CHECK_TILE).to(tl.int64), 0)
-        read = tl.load(p_cursors + CURSOR_READ) + tl.minimum(tl.load(p_cursors + CURSOR_READ_TILES), n_tiles)
-        tl.store(p_cursors + CURSOR_READ, read % tl.maximum(n_tiles, 1))
-        if p_samples is not None:
-            remember(p_samples, p_given, p_ends, sample_rows)
+        read = tl.load(region.p_cursors + CURSOR_READ) + tl.minimum(
+            tl.load(region.p_cursors + CURSOR_READ_TILES), n_tiles
+        )
+        tl.store(region.p_cursors + CURSOR_READ, read % tl.maximum(n_tiles, 1))
+        if samples.p_samples is not None:
+            remember(samples)
 
     checked = tl.zeros((), tl.int64)
     for i in range(tl.program_id(0), n_check + n_write + n_rest, tl.num_programs(0)):
@@ -165,17 +159,17 @@ def check_kernel(
             place = tl.sum(tl.where(b_read_end <= i_read, (b_read_tiles << FIELD_BITS) + 1, 0), 0)
             i_row = (place & FIELD).to(tl.int32)
             i_tile = i_read - (place >> FIELD_BITS).to(tl.int32)
-            prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0) // GROUP
+            prefix = tl.maximum(tl.load(batch.p_prefix + i_row).to(tl.int64), 0) // GROUP
             read_first = tl.zeros_like(prefix)
-            if WINDOW > 0:
-                read_first = prefix - readable(prefix, tl.load(p_new + i_row), WINDOW, ALIGN)
-            writer = tl.load(p_writers + i_row).to(tl.int64)
+            if TABLE.WINDOW > 0:
+                read_first = prefix - readable(prefix, tl.load(batch.p_new + i_row), TABLE)
+            writer = tl.load(batch.p_writers + i_row).to(tl.int64)
             anchor = ANCHOR + tl.zeros_like(prefix)
-            if p_anchors is not None:
-                anchor = tl.load(p_anchors + i_row)
+            if batch.p_anchors is not None:
+                anchor = tl.load(batch.p_anchors + i_row)
             row_first = i_row.to(tl.int64)
-            if p_rows is not None:
-                row_first = tl.load(p_rows + i_row).to(tl.int64)
+            if table.p_rows is not None:
+                row_first = tl.load(table.p_rows + i_row).to(tl.int64)
             row_first = row_first * table_stride
             start = read_first + i_tile.to(tl.int64) * TILE
             end = tl.minimum(start + TILE, prefix)
@@ -183,27 +177,21 @@ def check_kernel(
             j = tl.arange(0, TILE).to(tl.int64)
             position = start + j
             m = position < end
-            slot, status = lookup(
-                p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
-                PAGE_SIZE, RING, POOL, GROUP,
-            )  # fmt: skip
+            slot, status = lookup(places, row_first, position, m, TABLE)
             # The hash before the tile: the row's anchor, or of the record before; a window begins with none.
             inside = start > read_first
             prior = tl.maximum(start - 1, 0)
-            prior_slot, prior_status = lookup(
-                p_table, row_first, prior, width, extent, p_map, map_length, slots, null_first, null_end, inside,
-                PAGE_SIZE, RING, POOL, GROUP,
-            )  # fmt: skip
+            prior_slot, prior_status = lookup(places, row_first, prior, inside, TABLE)
             usable = m & (status == STATUS_OK)
             prior_usable = inside & (prior_status == STATUS_OK)
-            first, hash = load_head(p_records, slot, usable)
-            prior_first, before = load_head(p_records, prior_slot, prior_usable)
+            first, hash = load_head(region.p_records, slot, usable)
+            prior_first, before = load_head(region.p_records, prior_slot, prior_usable)
             token, stored = split_head(first)
             good = ((stored & READ_WORD) == position * STATE_VALUES + WRITTEN) & (hash != 0)
-            if p_expected is not None:
+            if own_tokens.p_tokens is not None:
                 o_own = (position + 1) * GROUP - 1
-                p_token = p_expected + i_row.to(tl.int64) * expected_stride + o_own
-                expected = tl.load(p_token, mask=m & (o_own < expected_width), other=-1).to(tl.int64)
+                p_token = own_tokens.p_tokens + i_row.to(tl.int64) * own_tokens.stride + o_own
+                expected = tl.load(p_token, mask=m & (o_own < own_tokens.width), other=-1).to(tl.int64)
                 good = good & ((expected < 0) | (expected == token))
             good = good & usable
             _, prior_stored = split_head(prior_first)
@@ -220,17 +208,14 @@ def check_kernel(
             remainder, n_good = tl.reduce((terms, good.to(tl.int32)), 0, add_pairs)
             suspect = (remainder != linked * before) | (n_good < end - start) | (known == 0)
             if end == prefix:
-                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                chain_hash, chained = ended_at(region, writer, prefix)
                 suspect = suspect | (chained & (tl.sum(tl.where(position == prefix - 1, hash, 0), 0) != chain_hash))
             if suspect:
-                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                chain_hash, chained = ended_at(region, writer, prefix)
                 for first_of in range(0, TILE, JUDGED):
                     judge(
-                        p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map,
-                        width, extent, map_length, slots, null_first, null_end, ring_rows, region,
-                        start + first_of + tl.arange(0, JUDGED).to(tl.int64), end, prefix, read_first, i_row, row_first,
-                        writer, anchor, chain_hash, chained, step, PAGE_SIZE, RING, POOL, GROUP,
-                        JUDGED,
+                        region, own_tokens, places, start + first_of + tl.arange(0, JUDGED).to(tl.int64), end,
+                        prefix, read_first, i_row, row_first, writer, anchor, chain_hash, chained, step, TABLE, JUDGED,
                     )  # fmt: skip
 
         elif i < n_check + n_write:
@@ -239,124 +224,103 @@ def check_kernel(
             i_row = (place & FIELD).to(tl.int32)
             i_tile = i_write - ((place >> FIELD_BITS) & FIELD).to(tl.int32)
             token_first = place >> (2 * FIELD_BITS)
-            raw_prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
-            raw_new = tl.maximum(tl.load(p_new + i_row).to(tl.int64), 0)
+            raw_prefix = tl.maximum(tl.load(batch.p_prefix + i_row).to(tl.int64), 0)
+            raw_new = tl.maximum(tl.load(batch.p_new + i_row).to(tl.int64), 0)
             # Rows whose tokens do not fit into token_ids are cut.
             raw_new = tl.minimum(raw_new, tl.maximum(tokens - token_first, 0))
             prefix = raw_prefix // GROUP
             new = (raw_prefix + raw_new) // GROUP - prefix
             row_first = i_row.to(tl.int64)
-            if p_rows is not None:
-                row_first = tl.load(p_rows + i_row).to(tl.int64)
+            if table.p_rows is not None:
+                row_first = tl.load(table.p_rows + i_row).to(tl.int64)
             row_first = row_first * table_stride
             if i_tile == 0:
                 anchor = ANCHOR + tl.zeros_like(prefix)
-                if p_anchors is not None:
-                    anchor = tl.load(p_anchors + i_row)
+                if batch.p_anchors is not None:
+                    anchor = tl.load(batch.p_anchors + i_row)
                 head_position = tl.maximum(prefix - 1, 0)
-                head_slot, head_status = lookup(
-                    p_table, row_first, head_position, width, extent, p_map, map_length, slots, null_first, null_end,
-                    prefix > 0, PAGE_SIZE, RING, POOL, GROUP,
-                )  # fmt: skip
+                head_slot, head_status = lookup(places, row_first, head_position, prefix > 0, TABLE)
                 head_usable = (prefix > 0) & (head_status == STATUS_OK)
-                head_first, head = load_head(p_records, head_slot, head_usable)
+                head_first, head = load_head(region.p_records, head_slot, head_usable)
                 _, head_stored = split_head(head_first)
-                writer = tl.load(p_writers + i_row).to(tl.int64)
-                chain_hash, chained = ended_at(p_chains, writer, prefix)
+                writer = tl.load(batch.p_writers + i_row).to(tl.int64)
+                chain_hash, chained = ended_at(region, writer, prefix)
                 holds = head_usable & ((head_stored & READ_WORD) == head_position * STATE_VALUES + WRITTEN)
                 head = tl.where(holds, head, tl.where(chained, chain_hash, 0))
-                tl.store(p_heads + i_row, tl.where(prefix == 0, anchor, head))
-                if p_samples is not None:
+                tl.store(region.p_heads + i_row, tl.where(prefix == 0, anchor, head))
+                if samples.p_samples is not None:
                     read_first = tl.zeros_like(prefix)
-                    if WINDOW > 0:
-                        read_first = prefix - readable(prefix, tl.load(p_new + i_row), WINDOW, ALIGN)
-                    note_tail(
-                        p_tails, p_records, p_table, row_first, prefix, read_first, i_row, width, extent, p_map,
-                        map_length, slots, null_first, null_end, PAGE_SIZE, RING, POOL, GROUP,
-                    )  # fmt: skip
+                    if TABLE.WINDOW > 0:
+                        read_first = prefix - readable(prefix, tl.load(batch.p_new + i_row), TABLE)
+                    note_tail(region, samples, places, row_first, prefix, read_first, i_row, TABLE)
 
             o_new = i_tile.to(tl.int64) * TILE + tl.arange(0, TILE)
             m = o_new < raw_new
             o_token = token_first + o_new
             position = (raw_prefix + o_new + 1) // GROUP - 1
             m_stored = m & ((raw_prefix + o_new + 1) % GROUP == 0)
-            if STORED > 0:
-                last = position - prefix >= tl.maximum(new - STORED, 0)
+            if TABLE.STORED > 0:
+                last = position - prefix >= tl.maximum(new - TABLE.STORED, 0)
                 if RING_PAGE > 0:
-                    last = last | (position % RING_PAGE >= RING_PAGE - RING_ROWS)
+                    last = last | (position % RING_PAGE >= RING_PAGE - TABLE.RING_ROWS)
                 m_stored = m_stored & last
             if p_write_slots is not None:
                 listed = o_token < write_length
                 number = tl.load(p_write_slots + o_token, mask=m_stored & listed, other=-1).to(tl.int64)
-                slot, status = resolve(
-                    number, p_map, map_length, slots, null_first, null_end, m_stored & listed, POOL, GROUP
-                )
+                slot, status = resolve(number, places, m_stored & listed, TABLE)
                 slot = tl.where(listed, slot, -1)
                 status = tl.where(listed, status, STATUS_RANGE)
-                found, found_status = lookup(
-                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end,
-                    m_stored, PAGE_SIZE, RING, POOL, GROUP,
-                )  # fmt: skip
+                found, found_status = lookup(places, row_first, position, m_stored, TABLE)
                 table_slot = tl.where(found_status == STATUS_OK, found, -1)
             else:
                 table_slot = tl.full((TILE,), -1, tl.int64)
-                slot, status = lookup(
-                    p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end,
-                    m_stored, PAGE_SIZE, RING, POOL, GROUP,
-                )  # fmt: skip
+                slot, status = lookup(places, row_first, position, m_stored, TABLE)
             word = ((status.to(tl.int64) + 1) << 32) | i_row.to(tl.int64)
-            p_entry = p_plan + o_token * PLAN
+            p_entry = region.p_plan + o_token * PLAN
             tl.store(p_entry, tl.where(m_stored, word, 0), mask=m)
             tl.store(p_entry + 1, tl.where(m_stored, slot, 0), mask=m)
             tl.store(p_entry + 2, tl.where(m_stored, position, 0), mask=m)
             tl.store(p_entry + 3, tl.where(m_stored, table_slot, 0), mask=m)
             usable = m_stored & (status == STATUS_OK)
-            for i_word in tl.static_range(PLAN - RECORD):
-                old = tl.load(p_records + slot * 4 + i_word, mask=usable, other=0)
-                tl.store(p_entry + RECORD + i_word, old, mask=m)
+            for i_word in tl.static_range(PLAN - PLANNED_RECORD):
+                old = tl.load(region.p_records + slot * 4 + i_word, mask=usable, other=0)
+                tl.store(p_entry + PLANNED_RECORD + i_word, old, mask=m)
             claim = claim_of(step, o_token)
-            tl.atomic_max(p_claims + slot, claim, mask=usable)
+            tl.atomic_max(region.p_claims + slot, claim, mask=usable)
 
         else:
             o_token = all_new + (i - n_check - n_write) * TILE + tl.arange(0, TILE).to(tl.int64)
             m = o_token < tokens
             for word in tl.static_range(PLAN):
-                tl.store(p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
-    tl.atomic_add(p_counters + COUNT_CHECKED_SLOTS, checked)
+                tl.store(region.p_plan + o_token * PLAN + word, tl.zeros_like(o_token), mask=m)
+    tl.atomic_add(region.p_counters + COUNT_CHECKED_SLOTS, checked)
 
 
 @triton.jit
 def judge(
-    p_records, p_counters, p_ring, p_expected, expected_width, expected_stride, p_table, p_map, width, extent,
-    map_length, slots, null_first, null_end, ring_rows, region, position, end, prefix, read_first, i_row, row_first,
-    writer, anchor, chain_hash, chained, step,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, POOL: tl.constexpr, GROUP: tl.constexpr,
-    JUDGED: tl.constexpr,
+    region, own_tokens, places, position, end, prefix, read_first, i_row, row_first, writer, anchor,
+    chain_hash, chained, step,
+    TABLE: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
     """Judges and reports places of a suspect tile, each with the record before."""
+    GROUP: tl.constexpr = TABLE.GROUP
     m = position < end
-    slot, status = lookup(
-        p_table, row_first, position, width, extent, p_map, map_length, slots, null_first, null_end, m,
-        PAGE_SIZE, RING, POOL, GROUP,
-    )  # fmt: skip
+    slot, status = lookup(places, row_first, position, m, TABLE)
     usable = m & (status == STATUS_OK)
-    first, hash = load_head(p_records, slot, usable)
+    first, hash = load_head(region.p_records, slot, usable)
     token, stored = split_head(first)
     expected = tl.full((JUDGED,), -1, tl.int64)
-    if p_expected is not None:
+    if own_tokens.p_tokens is not None:
         o_own = (position + 1) * GROUP - 1
-        p_token = p_expected + i_row.to(tl.int64) * expected_stride + o_own
-        expected = tl.load(p_token, mask=m & (o_own < expected_width), other=-1).to(tl.int64)
+        p_token = own_tokens.p_tokens + i_row.to(tl.int64) * own_tokens.stride + o_own
+        expected = tl.load(p_token, mask=m & (o_own < own_tokens.width), other=-1).to(tl.int64)
     own = (expected < 0) | (expected == token)
 
     m_link = m & (position > read_first)
     prior = position - 1
-    prior_slot, prior_status = lookup(
-        p_table, row_first, prior, width, extent, p_map, map_length, slots, null_first, null_end, m_link,
-        PAGE_SIZE, RING, POOL, GROUP,
-    )  # fmt: skip
+    prior_slot, prior_status = lookup(places, row_first, prior, m_link, TABLE)
     prior_usable = m_link & (prior_status == STATUS_OK)
-    prior_first, prior_hash = load_head(p_records, prior_slot, prior_usable)
+    prior_first, prior_hash = load_head(region.p_records, prior_slot, prior_usable)
     _, prior_stored = split_head(prior_first)
     prior_known = prior_usable & ((prior_stored & READ_WORD) == prior * STATE_VALUES + WRITTEN) & (prior_hash != 0)
     prior_hash = tl.where(position == 0, anchor, prior_hash)
@@ -375,11 +339,11 @@ def judge(
     kind = tl.where(usable & ((state == UNWRITTEN) | (state == ALLOCATED)), KIND_UNWRITTEN, kind)
     kind = tl.where(m & (status == STATUS_NULL), KIND_NULL_SLOT, kind)
     kind = tl.where(m & (status == STATUS_RANGE), KIND_SLOT_RANGE, kind)
-    tl.atomic_add(p_counters + COUNT_UNKNOWN_SLOTS, tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0))
+    tl.atomic_add(region.p_counters + COUNT_UNKNOWN_SLOTS, tl.sum((usable & (state == UNKNOWN)).to(tl.int64), 0))
     found = tl.where(kind == KIND_PREFIX, tl.where(link_ok, chain_hash, should_be), -1)
     report_record(
-        p_counters, p_ring, ring_rows, kind, kind >= 0, region, -1, slot, position, expected, p_records + slot * 4,
-        usable, tl.where(usable, hash, -1), found, writer, step * 8 + PRE_FORWARD,
+        region, kind, kind >= 0, -1, slot, position, expected, region.p_records + slot * 4, usable,
+        tl.where(usable, hash, -1), found, writer, step * 8 + PHASE_PRE,
     )  # fmt: skip
 
 
@@ -390,9 +354,9 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
-def ended_at(p_chains, writer, length):
+def ended_at(region, writer, length):
     """The final hash of the writer's sequence, and whether the sequence is known to have ended at ``length``."""
-    p_entry = p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2
+    p_entry = region.p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2
     hash = tl.load(p_entry + 1)
     known = (writer >= 0) & (length > 0) & (tl.load(p_entry) == ((writer << 32) | length)) & (hash != 0)
     return hash, known

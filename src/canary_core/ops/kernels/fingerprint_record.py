@@ -6,6 +6,7 @@ Neither waits for the other, since `check` has kept the old records for `fingerp
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
+from canary_core.ops.kernels.fields import OwnTokens
 from canary_core.ops.kernels.fingerprint import (
     fingerprint,
     fingerprint_group,
@@ -48,7 +49,8 @@ def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -
             record(state, batch, table)
             return
         first = groups[0]
-        every = launches.constants._asdict() | {"TILE": TILE} | constants(first.shapes, WRITE_TILE, len(first.columns))
+        read = constants(first.shapes, WRITE_TILE, len(first.columns))
+        every = {"TABLE": launches.constants, "TILE": TILE, "BYTES": read}
         fixed = (
             region_arguments(state), sample_arguments(state), history_arguments(state), source_arguments(state, first),
             arguments(state.judged_nulls),
@@ -65,28 +67,18 @@ def fingerprint_record(state: RegionState, batch: BatchView, table: SlotTable) -
 
 @jit(*VARYING, "judged_nulls")
 def fingerprint_record_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows, p_histories,
-    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources, judged_nulls,
-    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map, p_write_slots,
+    region, samples, p_histories, sources, judged_nulls,
+    batch, p_expected, table, p_write_slots,
     expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
-    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
+    TABLE: tl.constexpr, TILE: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """Grid: as in `fingerprint_kernel`, and `RECORDING` more columns of recording programs."""
     i_recording = tl.program_id(0) - (tl.num_programs(0) - RECORDING)
     if i_recording < 0:
-        fingerprint_written(
-            p_records, p_claims, p_plan, p_counters, p_clock, p_ring, ring_rows, region, null_first, p_descriptors,
-            p_columns, p_keys, p_salts, p_fingerprints, sources, p_tokens, p_writers, tokens, judged_nulls,
-            STRIPS, SLOTS, ABREAST,
-        )  # fmt: skip
+        fingerprint_written(region, sources, batch.p_tokens, batch.p_writers, tokens, judged_nulls, BYTES)
     else:
+        own_tokens = OwnTokens(p_tokens=p_expected, width=expected_width, stride=expected_stride)
         record_written(
-            p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-            p_samples, p_ends, p_tails, p_histories, p_prefix, p_new, p_writers, p_tokens, p_positions, p_expected,
-            expected_width, expected_stride, rows, tokens, i_recording * tl.num_programs(1) + tl.program_id(1),
-            tl.num_programs(1) * RECORDING, GROUP, ROWS, TILE,
+            region, samples, p_histories, batch, own_tokens, rows, tokens,
+            i_recording * tl.num_programs(1) + tl.program_id(1), tl.num_programs(1) * RECORDING, TABLE, TILE,
         )  # fmt: skip

@@ -10,103 +10,82 @@ arithmetic.
 import triton
 import triton.language as tl
 
-from canary_core.records import DESCRIPTOR_WORDS, Descriptor
-
-STRIP = tl.constexpr(8)
-"""Number of constants for each source of a group in ``STRIPS``, one flat tuple, first the wide source's and then the
-narrow one's, if there is one. Kernels know the constants by number:
-
-| number            | constant              |
-|-------------------|-----------------------|
-| ``S * STRIP``     | slots of a page       |
-| ``S * STRIP + 1`` | chunks of a slot      |
-| ``S * STRIP + 2`` | bytes of a chunk      |
-| ``S * STRIP + 3`` | alignment             |
-| ``S * STRIP + 4`` | words of a load       |
-| ``S * STRIP + 5`` | loads in flight       |
-| ``S * STRIP + 6`` | words of a sum        |
-| ``S * STRIP + 7`` | stages                |
-"""
-FIELDS = tl.constexpr(DESCRIPTOR_WORDS)
-ADDRESS = tl.constexpr(int(Descriptor.ADDRESS))
-PAGE_STRIDE = tl.constexpr(int(Descriptor.PAGE_STRIDE))
-SLOT_STRIDE = tl.constexpr(int(Descriptor.SLOT_STRIDE))
-CHUNK_COUNT = tl.constexpr(int(Descriptor.CHUNKS))
-CHUNK_STRIDE = tl.constexpr(int(Descriptor.CHUNK_STRIDE))
-CHUNK_LENGTH = tl.constexpr(int(Descriptor.CHUNK_BYTES))
-PRESENT = tl.constexpr(int(Descriptor.PRESENT))
-EXPONENT = tl.constexpr(int(Descriptor.EXPONENT))
-INCREMENT = tl.constexpr(int(Descriptor.INCREMENT))
-CARRY = tl.constexpr(int(Descriptor.CARRY))
+from canary_core.ops.kernels.fields import Source
+from canary_core.ops.kernels.words import (
+    SOURCE_ADDRESS,
+    SOURCE_CARRY,
+    SOURCE_CHUNK_BYTES,
+    SOURCE_CHUNK_STRIDE,
+    SOURCE_CHUNKS,
+    SOURCE_EXPONENT,
+    SOURCE_FIELDS,
+    SOURCE_INCREMENT,
+    SOURCE_PAGE_STRIDE,
+    SOURCE_PRESENT,
+    SOURCE_SLOT_STRIDE,
+)
 
 
 @triton.jit
-def describe(p_descriptors, p_columns, p_salts, N: tl.constexpr, S: tl.constexpr, ABREAST: tl.constexpr):
-    """The `S`-th of the `N` sources of this program. `ABREAST`: how many sources a program takes together, of how many;
-    each field is a block of theirs then, and beyond the last one no slot has bytes. Kernels know the fields by number:
-
-    | field | content                                             |
-    |-------|-----------------------------------------------------|
-    | 0     | column: its index among the region's sources        |
-    | 1     | salt of its fingerprints                            |
-    | 2     | address of slot 0                                   |
-    | 3     | stride of pages, in bytes                           |
-    | 4     | stride of slots, in bytes                           |
-    | 5     | stride of chunks, in bytes                          |
-    | 6     | slots of a page that have bytes                     |
-    | 7     | words of a slot                                     |
-    """
-    ROWS: tl.constexpr = ABREAST[0]
-    if ROWS > 0:
-        o_source = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        column = tl.load(p_columns + tl.minimum(o_source, ABREAST[1] - 1) * N + S)
+def describe(sources, S: tl.constexpr, BYTES: tl.constexpr):
+    """The `S`-th of the sources that this program takes together, as a `fields.Source`. Beyond the last one of sources
+    abreast no slot has bytes."""
+    N: tl.constexpr = len(BYTES.STRIPS)
+    if BYTES.ABREAST > 0:
+        o_source = tl.program_id(0) * BYTES.ABREAST + tl.arange(0, BYTES.ABREAST)
+        column = tl.load(sources.p_columns + tl.minimum(o_source, BYTES.SOURCES - 1) * N + S)
     else:
-        column = tl.load(p_columns + tl.program_id(0) * N + S)
-    p_source = p_descriptors + column * FIELDS
-    chunk_words = (tl.load(p_source + CHUNK_LENGTH) + 3) // 4
-    words = (tl.load(p_source + CHUNK_COUNT) * chunk_words).to(tl.int32)
-    salt, address = tl.load(p_salts + column), tl.load(p_source + ADDRESS)
-    page, slot, chunk = (
-        tl.load(p_source + PAGE_STRIDE), tl.load(p_source + SLOT_STRIDE), tl.load(p_source + CHUNK_STRIDE)
+        column = tl.load(sources.p_columns + tl.program_id(0) * N + S)
+    p_source = sources.p_descriptors + column * SOURCE_FIELDS
+    chunk_words = (tl.load(p_source + SOURCE_CHUNK_BYTES) + 3) // 4
+    words = (tl.load(p_source + SOURCE_CHUNKS) * chunk_words).to(tl.int32)
+    salt, address = tl.load(sources.p_salts + column), tl.load(p_source + SOURCE_ADDRESS)
+    page = tl.load(p_source + SOURCE_PAGE_STRIDE)
+    slot = tl.load(p_source + SOURCE_SLOT_STRIDE)
+    chunk = tl.load(p_source + SOURCE_CHUNK_STRIDE)
+    present = tl.load(p_source + SOURCE_PRESENT)
+    if BYTES.ABREAST > 0:
+        present = tl.where(o_source < BYTES.SOURCES, present, 0)
+    return Source(
+        column=column, salt=salt, address=address, page_stride=page, slot_stride=slot, chunk_stride=chunk,
+        present=present, words=words,
     )  # fmt: skip
-    present = tl.load(p_source + PRESENT)
-    if ROWS > 0:
-        present = tl.where(o_source < ABREAST[1], present, 0)
-    return column, salt, address, page, slot, chunk, present, words
 
 
 @triton.jit
-def fold(
-    p_descriptors, source, p_keys, slot, m,
-    STRIPS: tl.constexpr, S: tl.constexpr, ROLLED: tl.constexpr, FLOATS: tl.constexpr,
-):  # fmt: skip
-    """Fingerprint of each slot in the ``source`` of strip `S`, int64, and, with `FLOATS`, a number that isn't 0 where a
-    float has all its exponent bits set. `ROLLED` keeps the compiler from unrolling the loop over a slot."""
-    CHUNK_WORDS: tl.constexpr = (STRIPS[S * STRIP + 2] + 3) // 4
-    WORDS: tl.constexpr = STRIPS[S * STRIP + 1] * CHUNK_WORDS
-    BLOCK_WORDS: tl.constexpr = STRIPS[S * STRIP + 4]
-    UNROLL: tl.constexpr = STRIPS[S * STRIP + 5]
-    SUM_WORDS: tl.constexpr = STRIPS[S * STRIP + 6]
+def has_bytes(source, slot, BYTES: tl.constexpr, S: tl.constexpr):
+    """Whether the source's pages have bytes of each slot."""
+    return slot.to(tl.int32) % BYTES.STRIPS[S].page_size < source.present
+
+
+@triton.jit
+def fold(sources, source, slot, m, BYTES: tl.constexpr, S: tl.constexpr, ROLLED: tl.constexpr, FLOATS: tl.constexpr):
+    """Fingerprint of each slot in the ``source`` of strip `S`, int64, and, with `FLOATS`, a number that isn't 0
+    where a float has all its exponent bits set. `ROLLED` keeps the compiler from unrolling the loop over a slot."""
+    BLOCK_WORDS: tl.constexpr = BYTES.STRIPS[S].load_words
+    UNROLL: tl.constexpr = BYTES.STRIPS[S].unrolled
+    SUM_WORDS: tl.constexpr = BYTES.STRIPS[S].sum_words
+    STAGES: tl.constexpr = BYTES.STRIPS[S].stages if BYTES.STRIPS[S].stages > 0 else None
     ROWS: tl.constexpr = slot.shape[0]
-    first = first_byte(source, slot, STRIPS[S * STRIP])
+    first = first_byte(source, slot, BYTES, S)
     # Sums stay in their column until the end: a few lanes share a slot, so one short reduction ends each tile.
     total = tl.zeros((ROWS, BLOCK_WORDS // SUM_WORDS), tl.uint64)
     odd = tl.zeros((ROWS, BLOCK_WORDS), tl.uint32)
     if FLOATS:
-        p_source = p_descriptors + source[0] * FIELDS
-        exponent = tl.load(p_source + EXPONENT).to(tl.uint32)
-        increment = tl.load(p_source + INCREMENT).to(tl.uint32)
-        carry = tl.load(p_source + CARRY).to(tl.uint32)
+        p_source = sources.p_descriptors + source.column * SOURCE_FIELDS
+        exponent = tl.load(p_source + SOURCE_EXPONENT).to(tl.uint32)
+        increment = tl.load(p_source + SOURCE_INCREMENT).to(tl.uint32)
+        carry = tl.load(p_source + SOURCE_CARRY).to(tl.uint32)
     # A few blocks at a time: their loads are in flight together. More of them would only crowd each other out of the
     # first cache, so where that matters the compiler is not told the number of rounds: it can't unroll them then.
-    words = WORDS
+    words = BYTES.STRIPS[S].slot_words
     if ROLLED:
-        words = source[7]
-    for w in tl.range(0, words, BLOCK_WORDS * UNROLL, num_stages=STRIPS[S * STRIP + 7]):
+        words = source.words
+    for w in tl.range(0, words, BLOCK_WORDS * UNROLL, num_stages=STAGES):
         # All loads first: the compiler keeps that order, and waits at the first use.
         loaded = ()
         for u in tl.static_range(UNROLL):
-            block = load_block(source, p_keys, first, m, w + u * BLOCK_WORDS, STRIPS, S)
+            block = load_block(sources, source, first, m, w + u * BLOCK_WORDS, BYTES, S)
             loaded += (block,)  # type: ignore[assignment]
         for u in tl.static_range(UNROLL):
             word, key = loaded[u]  # type: ignore[var-annotated]
@@ -119,57 +98,48 @@ def fold(
     found = tl.zeros_like(slot).to(tl.uint32)
     if FLOATS:
         found = tl.max(odd, 1)
-    return source[1] + tl.sum(total, 1).to(tl.int64, bitcast=True), found
+    return source.salt + tl.sum(total, 1).to(tl.int64, bitcast=True), found
 
 
 @triton.jit
-def load_block(source, p_keys, first, m, w, STRIPS: tl.constexpr, S: tl.constexpr):
+def load_block(sources, source, first, m, w, BYTES: tl.constexpr, S: tl.constexpr):
     """One load of `fold`: the words from ``w`` on of each slot, and their keys."""
-    WORDS: tl.constexpr = STRIPS[S * STRIP + 1] * ((STRIPS[S * STRIP + 2] + 3) // 4)
-    BLOCK_WORDS: tl.constexpr = STRIPS[S * STRIP + 4]
-    UNROLL: tl.constexpr = STRIPS[S * STRIP + 5]
+    WORDS: tl.constexpr = BYTES.STRIPS[S].slot_words
+    BLOCK_WORDS: tl.constexpr = BYTES.STRIPS[S].load_words
+    UNROLL: tl.constexpr = BYTES.STRIPS[S].unrolled
     o_word = w + tl.arange(0, BLOCK_WORDS)
-    word = load_words(
-        source[2], first, source[5], m, o_word, STRIPS[S * STRIP + 2], WORDS, STRIPS[S * STRIP + 3], BLOCK_WORDS,
-        UNROLL,
-    )  # fmt: skip
+    word = load_words(source, first, m, o_word, BYTES, S, BLOCK_WORDS, UNROLL)
     # Kernels whose threads add up words of their own were measured without a mask here, the others with one.
-    if STRIPS[S * STRIP + 6] > 1 and WORDS % (BLOCK_WORDS * UNROLL) == 0:
-        key = tl.load(p_keys + o_word)
+    if BYTES.STRIPS[S].sum_words > 1 and WORDS % (BLOCK_WORDS * UNROLL) == 0:
+        key = tl.load(sources.p_keys + o_word)
     else:
-        key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0)
+        key = tl.load(sources.p_keys + o_word, mask=o_word < WORDS, other=0)
     return word, key.to(tl.uint64, bitcast=True)
 
 
 @triton.jit
-def fold_abreast(
-    p_descriptors, source, p_keys, slot, m,
-    STRIPS: tl.constexpr, S: tl.constexpr, FLOATS: tl.constexpr,
-):  # fmt: skip
+def fold_abreast(sources, source, slot, m, BYTES: tl.constexpr, S: tl.constexpr, FLOATS: tl.constexpr):
     """As `fold` for sources abreast; takes no time where ``m`` is false for all of them."""
-    CHUNK_WORDS: tl.constexpr = (STRIPS[S * STRIP + 2] + 3) // 4
-    WORDS: tl.constexpr = STRIPS[S * STRIP + 1] * CHUNK_WORDS
-    COLUMNS: tl.constexpr = STRIPS[S * STRIP + 4]
-    UNROLL: tl.constexpr = STRIPS[S * STRIP + 5]
+    WORDS: tl.constexpr = BYTES.STRIPS[S].slot_words
+    COLUMNS: tl.constexpr = BYTES.STRIPS[S].load_words
+    UNROLL: tl.constexpr = BYTES.STRIPS[S].unrolled
     ROUND: tl.constexpr = COLUMNS * UNROLL
     QUAD: tl.constexpr = COLUMNS if COLUMNS < 4 else 4
     ROWS: tl.constexpr = slot.shape[0]
-    first = first_byte(source, slot, STRIPS[S * STRIP])
+    first = first_byte(source, slot, BYTES, S)
     total = tl.zeros((ROWS, COLUMNS // QUAD), tl.uint64)
     odd = tl.zeros((ROWS, COLUMNS // QUAD), tl.uint32)
     if FLOATS:
-        p_source = p_descriptors + source[0] * FIELDS
-        exponent = tl.load(p_source + EXPONENT).to(tl.uint32)[:, None]
-        increment = tl.load(p_source + INCREMENT).to(tl.uint32)[:, None]
-        carry = tl.load(p_source + CARRY).to(tl.uint32)[:, None]
+        p_source = sources.p_descriptors + source.column * SOURCE_FIELDS
+        exponent = tl.load(p_source + SOURCE_EXPONENT).to(tl.uint32)[:, None]
+        increment = tl.load(p_source + SOURCE_INCREMENT).to(tl.uint32)[:, None]
+        carry = tl.load(p_source + SOURCE_CARRY).to(tl.uint32)[:, None]
     for w in range(0, tl.where(tl.max(m.to(tl.int32), 0) > 0, WORDS, 0), ROUND):
         # One load, not one a column: the compiler would wait for the first before it asks for the last.
         o_word = w + tl.arange(0, ROUND)
-        word = load_words(
-            source[2], first, source[5], m, o_word, STRIPS[S * STRIP + 2], WORDS, STRIPS[S * STRIP + 3], ROUND, 1
-        )  # fmt: skip
+        word = load_words(source, first, m, o_word, BYTES, S, ROUND, 1)
         # In the shape of the words, so that each thread loads the keys of its own and none waits for another's.
-        p_key = p_keys + tl.zeros((ROWS, ROUND), tl.int32) + o_word[None, :]
+        p_key = sources.p_keys + tl.zeros((ROWS, ROUND), tl.int32) + o_word[None, :]
         if WORDS % ROUND == 0:
             key = tl.load(p_key)
         else:
@@ -182,43 +152,40 @@ def fold_abreast(
     found = tl.zeros_like(slot).to(tl.uint32)
     if FLOATS:
         found = tl.max(odd, 1)
-    return source[1] + tl.sum(total, 1).to(tl.int64, bitcast=True), found
+    return source.salt + tl.sum(total, 1).to(tl.int64, bitcast=True), found
 
 
 @triton.jit
-def load_strip(source, p_keys, slot, m, STRIPS: tl.constexpr):
-    """All words of each slot in the second source of a group, and their keys: uint64 ``[slots, words]``."""
-    CHUNK_BYTES: tl.constexpr = STRIPS[STRIP + 2]
-    BLOCK_WORDS: tl.constexpr = STRIPS[STRIP + 4]
-    WORDS: tl.constexpr = STRIPS[STRIP + 1] * ((CHUNK_BYTES + 3) // 4)
+def load_strip(sources, source, slot, m, BYTES: tl.constexpr, S: tl.constexpr):
+    """All words of each slot in a narrow source, and their keys: uint64 ``[slots, words]``."""
+    BLOCK_WORDS: tl.constexpr = BYTES.STRIPS[S].load_words
     o_word = tl.arange(0, BLOCK_WORDS)
-    word = load_words(
-        source[2], first_byte(source, slot, STRIPS[STRIP]), source[5], m, o_word, CHUNK_BYTES, WORDS, STRIPS[STRIP + 3],
-        BLOCK_WORDS, 1,
-    )  # fmt: skip
-    key = tl.load(p_keys + o_word, mask=o_word < WORDS, other=0).to(tl.uint64, bitcast=True)
-    return word.to(tl.uint64), key[None, :]
+    word = load_words(source, first_byte(source, slot, BYTES, S), m, o_word, BYTES, S, BLOCK_WORDS, 1)
+    key = tl.load(sources.p_keys + o_word, mask=o_word < BYTES.STRIPS[S].slot_words, other=0)
+    return word.to(tl.uint64), key.to(tl.uint64, bitcast=True)[None, :]
 
 
 @triton.jit
-def first_byte(source, slot, SOURCE_PAGE: tl.constexpr):
+def first_byte(source, slot, BYTES: tl.constexpr, S: tl.constexpr):
     """Where each slot begins, in bytes from the source's address."""
-    first = (slot.to(tl.int32) // SOURCE_PAGE).to(tl.int64) * source[3]
-    if SOURCE_PAGE > 1:
-        first += (slot.to(tl.int32) % SOURCE_PAGE).to(tl.int64) * source[4]
+    first = (slot.to(tl.int32) // BYTES.STRIPS[S].page_size).to(tl.int64) * source.page_stride
+    if BYTES.STRIPS[S].page_size > 1:
+        first += (slot.to(tl.int32) % BYTES.STRIPS[S].page_size).to(tl.int64) * source.slot_stride
     return first
 
 
 @triton.jit
 def load_words(
-    address, first, chunk_stride, m, o_word,
-    CHUNK_BYTES: tl.constexpr, WORDS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    source, first, m, o_word,
+    BYTES: tl.constexpr, S: tl.constexpr, BLOCK_WORDS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Words ``o_word`` of each slot, which begins ``first`` bytes after ``address``; 0 beyond the slot's end and where
-    ``m`` is false."""  # [slots, BLOCK_WORDS]
-    ABREAST: tl.constexpr = len(address.shape) > 0
-    CHUNK_WORDS: tl.constexpr = (CHUNK_BYTES + 3) // 4
+    """Words ``o_word`` of each slot, which begins ``first`` bytes after the source's address; 0 beyond the slot's end
+    and where ``m`` is false."""  # [slots, BLOCK_WORDS]
+    ABREAST: tl.constexpr = len(source.address.shape) > 0
+    WORDS: tl.constexpr = BYTES.STRIPS[S].slot_words
+    CHUNK_WORDS: tl.constexpr = BYTES.STRIPS[S].chunk_words
+    ALIGNMENT: tl.constexpr = BYTES.STRIPS[S].alignment
+    address, chunk_stride = source.address, source.chunk_stride
     m_word = m[:, None] & tl.full((1, BLOCK_WORDS), True, tl.int1)
     if WORDS % (BLOCK_WORDS * UNROLL) != 0:
         m_word = m_word & (o_word < WORDS)[None, :]
@@ -246,13 +213,13 @@ def load_words(
         p_byte = address.to(tl.pointer_type(tl.uint8)) + first[:, None] + offset
         word = tl.zeros((m.shape[0], BLOCK_WORDS), tl.uint32)
         for b in tl.static_range(4):
-            m_byte = m_word & (inside + b < CHUNK_BYTES)[None, :]
+            m_byte = m_word & (inside + b < BYTES.STRIPS[S].chunk_bytes)[None, :]
             word = word | (tl.load(p_byte + b, mask=m_byte, other=0).to(tl.uint32) << (8 * b))
     return word
 
 
 @triton.jit
-def spread(number, ABREAST: tl.constexpr):
+def spread(number, BYTES: tl.constexpr):
     """The same number in each row of a tile of sources abreast; int64."""
-    ROWS: tl.constexpr = ABREAST[0]
+    ROWS: tl.constexpr = BYTES.ABREAST
     return number + tl.zeros((ROWS,), tl.int64)

@@ -6,9 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, region_arguments
+from canary_core.ops.kernels.words import CLOCK_NEXT, EVENT_SHARE
 from canary_core.ops.launches import Arguments
 from canary_core.ops.state import RegionState
-from canary_core.records import HISTORY, HISTORY_EVENT_BITS, HISTORY_NUMBER_BITS, Clock, Happened
+from canary_core.records import HISTORY, HISTORY_EVENT_BITS, HISTORY_NUMBER_BITS
 
 TILE = 256
 WARPS = 4
@@ -20,8 +21,6 @@ SAME_BITS = tl.constexpr((1 << HISTORY_EVENT_BITS + HISTORY_NUMBER_BITS) - 1)
 """All of an entry but the step."""
 EVENT_VALUES = tl.constexpr((1 << HISTORY_EVENT_BITS) - 1)
 NUMBER_VALUES = tl.constexpr((1 << HISTORY_NUMBER_BITS) - 1)
-SHARED = tl.constexpr(int(Happened.SHARE))
-CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
 
 
 def history_arguments(state: RegionState) -> Arguments:
@@ -45,9 +44,7 @@ def note(state: RegionState, slots: Tensor, event: int, who: int | Tensor = -1) 
 
 @jit("count", "event", "who")
 def note_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end, p_histories,
-    p_slots, count, event, p_who, who,
+    region, p_histories, p_slots, count, event, p_who, who,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each `TILE` slots."""
@@ -57,8 +54,8 @@ def note_kernel(
     number = tl.zeros_like(slot) + who
     if p_who is not None:
         number = tl.load(p_who + o_slot, mask=m, other=-1).to(tl.int64)
-    usable = m & (slot >= 0) & (slot < slots) & ((slot < null_first) | (slot >= null_end))
-    new = entry(event, number, tl.load(p_clock + CLOCK_NEXT))
+    usable = m & (slot >= 0) & (slot < region.slots) & ((slot < region.null_first) | (slot >= region.null_end))
+    new = entry(event, number, tl.load(region.p_clock + CLOCK_NEXT))
     first, second, third = newest_once(p_histories, slot, new, usable)
     push(p_histories, slot, new, first, second, third, usable)
 
@@ -74,7 +71,7 @@ def entry(event, who, step):
 def replaces(new, old):
     """Where ``new`` takes the place of the newest entry, ``old``."""
     other = (new ^ old) & SAME_BITS
-    return (other == 0) | (((other & EVENT_VALUES) == 0) & ((new & EVENT_VALUES) == SHARED))
+    return (other == 0) | (((other & EVENT_VALUES) == 0) & ((new & EVENT_VALUES) == EVENT_SHARE))
 
 
 @triton.jit

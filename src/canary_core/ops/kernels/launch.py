@@ -22,8 +22,9 @@ from torch import Tensor
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.compile_process import CompileProcess
 from canary_core.ops.kernels.compile_jobs import CompileJob, Stamp, job_of, pack
+from canary_core.ops.kernels.fields import BatchFields, RegionFields, SourceFields, TableFields
 from canary_core.ops.kernels.tiles import Tiles, constants, is_long
-from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, TableConstants, TableLaunches
+from canary_core.ops.launches import Arguments, BatchArguments, GroupLaunch, Numbers, TableConstants, TableLaunches
 from canary_core.ops.sources import SourceGroup
 from canary_core.ops.state import RegionState
 
@@ -31,8 +32,9 @@ INTERPRETED_PROGRAMS = 3
 """Programs on the interpreter: few, so that each goes round its loop."""
 
 VARYING = ("rows", "tokens", "width", "extent", "write_length", "map_length", "expected_width", "expected_stride")
-"""Parameters that differ from batch to batch: no new compilation for a 1 or a multiple of 16. None is part of an
-address, except ``expected_stride``: the length of sequences, where each forward has a new list."""
+"""Parameters that differ from batch to batch: no new compilation for a 1 or a multiple of 16, so none is a member of a
+tuple, where Triton compiles a 1 in all the same. None is part of an address, except ``expected_stride``: the length of
+sequences, where each forward has a new list."""
 
 UNALIGNED = ("p_slots", "p_write_slots", "p_expected")
 """Parameters cut by engines out of larger tensors, at any offset: no new compilation for another alignment."""
@@ -72,12 +74,18 @@ def jit(*varying: str) -> Callable[[Any], Any]:
 NO_ARGUMENTS = Arguments((), [], -1)
 
 
-def arguments(*objects: Tensor | int | None) -> Arguments:
-    """Inspects each of ``objects`` the way Triton specialises: type, alignment to 16, equality to 1."""
-    raw: list[int | None] = []
+def arguments(*objects: Tensor | int | tuple[Any, ...] | None) -> Arguments:
+    """Inspects each of ``objects``, and each member of a tuple, the way Triton specialises: type, alignment to 16,
+    equality to 1."""
     seen: list[Any] = []
+    raw = _inspected(objects, seen.append)
+    return Arguments(objects, raw, _kinds.setdefault(tuple(seen), len(_kinds)))
+
+
+def _inspected(objects: tuple[Any, ...], note: Callable[[Any], None]) -> list[Any]:
+    raw: list[Any] = []
     # Each forward has a dozen tensors of its own.
-    note, add = seen.append, raw.append
+    add = raw.append
     for value in objects:
         if value is None:
             add(None)
@@ -88,10 +96,12 @@ def arguments(*objects: Tensor | int | None) -> Arguments:
             note(value.dtype)
             if address & 15:
                 note(False)
+        elif isinstance(value, tuple):
+            add(tuple(_inspected(value, note)))
         else:
             add(value)
             note((value == 1, value & 15 == 0, -(1 << 31) <= value < 1 << 31))
-    return Arguments(objects, raw, _kinds.setdefault(tuple(seen), len(_kinds)))
+    return raw
 
 
 def joined(first: Arguments, second: Arguments) -> Arguments:
@@ -244,27 +254,27 @@ def _jobs_of(launches: Callable[[], None]) -> dict[str, CompileJob]:
 
 
 def region_arguments(state: RegionState) -> Arguments:
-    """``p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows,
-    region, slots, null_first, null_end``: the first arguments of every kernel."""
+    """``region``: the first argument of every kernel."""
     shared, scratch, null = state.shared, state.scratch, state.region.null_range
-    return arguments(
+    fields = RegionFields(
         state.records.view(torch.int64), state.records, scratch.claims, scratch.plan, scratch.heads, state.chains,
         state.cursors, shared.counters, shared.clock, shared.ring, shared.ring.shape[0], state.index,
         state.region.slots, null.start, null.stop,
     )  # fmt: skip
+    return arguments(fields)
 
 
 def source_arguments(state: RegionState, group: SourceGroup) -> Arguments:
-    """``p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources``."""
+    """``sources``."""
     sources = state.sources
-    return arguments(sources.descriptors, group.columns, sources.keys, sources.salts, state.fingerprints, len(sources))
+    tensors = sources.descriptors, group.columns, sources.keys, sources.salts, state.fingerprints
+    return arguments(SourceFields(*tensors, len(sources)))
 
 
 def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> tuple[Arguments, TableLaunches]:
-    """``p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map,
-    p_write_slots, expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows,
-    tokens``, and the launches with the matching compile-time constants. Made once a forward, the numbers only after a
-    change."""
+    """``batch, p_expected, table, p_write_slots, expected_width, expected_stride, width, table_stride, extent,
+    map_length, write_length, rows, tokens``, and the launches with the matching compile-time constants. Made once a
+    forward, the numbers only after a change."""
     cache = state.launches
     last = cache.batch
     if last is not None and last.batch is batch and last.table is table:
@@ -279,10 +289,8 @@ def batch_arguments(state: RegionState, batch: BatchView, table: SlotTable) -> t
         batch.tokens,
     )  # fmt: skip
     numbers = last.numbers if last is not None and last.numbers.objects == values else arguments(*values)
-    tensors = arguments(
-        batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, batch.token_ids, batch.positions, expected,
-        table.entries, table.rows, slot_map, writes,
-    )  # fmt: skip
+    own = batch.prefix_lens, batch.new_lens, batch.writers, batch.anchors, batch.token_ids, batch.positions
+    tensors = arguments(BatchFields(*own), expected, TableFields(table.entries, table.rows, slot_map), writes)
     given, launches = joined(tensors, numbers), _table_launches(state, table, batch.rows)
     cache.batch = BatchArguments(batch, table, numbers, given, launches)
     return given, launches
@@ -297,7 +305,7 @@ def _table_launches(state: RegionState, table: SlotTable, rows: int) -> TableLau
         region = state.region
         constants = TableConstants(
             table.page_size, table.ring_slots, table.stored_by(region), region.attention_window, region.group_tokens,
-            (*(table.pool_page or (0, 0)), *(region.page_ring or (0, 0))), region.tokens_per_slot, ROW_STEPS[step],
+            ROW_STEPS[step], *Numbers.of(table.pool_page, region.page_ring, region.tokens_per_slot),
         )  # fmt: skip
         known = state.launches.by_table[key] = TableLaunches(constants, {})
     return known
@@ -356,7 +364,7 @@ def group_launches(
         for group in state.sources.groups if groups is None else groups:
             tile = tiles.long if is_long(state, group) else tiles.usual
             fixed = (region_arguments(state), source_arguments(state, group))
-            every = {**(table._asdict() if table else {}), **constants(group.shapes, tile, len(group.columns))}
+            every = ({"TABLE": table} if table else {}) | {"BYTES": constants(group.shapes, tile, len(group.columns))}
             blocks = -(-len(group.columns) // max(tile.abreast, 1))
             # Rounded down: with a program more for each block some would not fit, and run when the others are done.
             over_slots = max(programs(state, tile.programs) // (blocks if tile.programs else 1), 1)

@@ -8,35 +8,41 @@ import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.kernels.common import (
+from canary_core.ops.kernels.common import claim_of, mix, report
+from canary_core.ops.kernels.fields import OwnTokens
+from canary_core.ops.kernels.histories import entry, history_arguments, newest, push
+from canary_core.ops.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
+from canary_core.ops.kernels.samples import KEPT, TAIL, TOKEN_BITS, TOKEN_VALUES, note_ends, sample_arguments, sampled
+from canary_core.ops.kernels.words import (
+    CHAIN_ENTRIES,
     CLAIM_TOKENS,
+    CLOCK_NEXT,
+    CLOCK_STEP,
+    COUNT_SAMPLED_TOKENS,
+    COUNT_UNSURE,
+    COUNTERS_END,
+    CURSOR_CHECK,
+    CURSOR_CHECK_NEXT,
+    EVENT_WRITE,
     FREED,
+    GAUGE_RECORDED,
+    KIND_NULL_SLOT,
+    KIND_SLOT_RANGE,
+    KIND_TOKEN,
+    KIND_TWO_WRITERS,
+    KIND_WRITE_AFTER_FREE,
+    KIND_WRITE_INPUT,
+    KIND_WRITE_SLOT,
+    PHASE_POST,
+    PLAN,
+    REGION_GAUGES,
     STATE_VALUES,
     STATUS_NULL,
     STATUS_OK,
     STATUS_RANGE,
     WRITTEN,
-    claim_of,
-    mix,
-    report,
 )
-from canary_core.ops.kernels.histories import entry, history_arguments, newest, push
-from canary_core.ops.kernels.launch import VARYING, Launcher, batch_arguments, jit, programs, region_arguments
-from canary_core.ops.kernels.samples import KEPT, TAIL, TOKEN_BITS, TOKEN_VALUES, note_ends, sample_arguments, sampled
 from canary_core.ops.state import RegionState
-from canary_core.records import (
-    CHAINS,
-    COUNTERS,
-    GAUGES,
-    PLAN_WORDS,
-    RECORDED,
-    Clock,
-    Counter,
-    Cursor,
-    Happened,
-    Kind,
-    Phase,
-)
 
 TILE = 256
 """New tokens recorded at a time by a program."""
@@ -45,34 +51,13 @@ TILES_AT_ONCE = tl.constexpr(8)
 WARPS = 8
 PROGRAMS_PER_PROCESSOR = 2
 
-CHAIN_ENTRIES = tl.constexpr(CHAINS)
-CURSOR_CHECK = tl.constexpr(int(Cursor.CHECK))
-CURSOR_CHECK_NEXT = tl.constexpr(int(Cursor.CHECK_NEXT))
-CLOCK_STEP = tl.constexpr(int(Clock.STEP))
-CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
-COUNTERS_END = tl.constexpr(COUNTERS)
-REGION_GAUGES = tl.constexpr(GAUGES)
-GAUGE_RECORDED = tl.constexpr(RECORDED)
-COUNT_SAMPLED_TOKENS = tl.constexpr(int(Counter.SAMPLED_TOKENS))
-COUNT_UNSURE = tl.constexpr(int(Counter.UNSURE))
-KIND_TOKEN = tl.constexpr(int(Kind.TOKEN))
-KIND_SLOT_RANGE = tl.constexpr(int(Kind.SLOT_RANGE))
-KIND_NULL_SLOT = tl.constexpr(int(Kind.NULL_SLOT))
-KIND_WRITE_INPUT = tl.constexpr(int(Kind.WRITE_INPUT))
-KIND_WRITE_SLOT = tl.constexpr(int(Kind.WRITE_SLOT))
-KIND_WRITE_AFTER_FREE = tl.constexpr(int(Kind.WRITE_AFTER_FREE))
-KIND_TWO_WRITERS = tl.constexpr(int(Kind.TWO_WRITERS))
-PLAN = tl.constexpr(PLAN_WORDS)
-POST_FORWARD = tl.constexpr(int(Phase.POST_FORWARD))
-WRITE = tl.constexpr(int(Happened.WRITE))
-
 
 def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
     """As `canary_core.ops.torch.record.record`. One launch; may be captured."""
     given, launches = batch_arguments(state, batch, table)
     launcher = launches.by_op.get("record")
     if launcher is None:
-        every = launches.constants._asdict() | {"TILE": TILE}
+        every = {"TABLE": launches.constants, "TILE": TILE}
         fixed = (region_arguments(state), sample_arguments(state), history_arguments(state))
         columns = programs(state, PROGRAMS_PER_PROCESSOR)
         launcher = Launcher(record_kernel, state, fixed, every, columns, num_warps=WARPS)
@@ -82,33 +67,28 @@ def record(state: RegionState, batch: BatchView, table: SlotTable) -> None:
 
 @jit(*VARYING)
 def record_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end, p_samples, p_given, p_ends, p_tails, sample_rows, p_histories,
-    p_prefix, p_new, p_writers, p_anchors, p_tokens, p_positions, p_expected, p_table, p_rows, p_map, p_write_slots,
+    region, samples, p_histories, batch, p_expected, table, p_write_slots,
     expected_width, expected_stride, width, table_stride, extent, map_length, write_length, rows, tokens,
-    PAGE_SIZE: tl.constexpr, RING: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr,
-    POOL: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    TABLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs."""
+    own_tokens = OwnTokens(p_tokens=p_expected, width=expected_width, stride=expected_stride)
     record_written(
-        p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-        p_samples, p_ends, p_tails, p_histories, p_prefix, p_new, p_writers, p_tokens, p_positions, p_expected,
-        expected_width, expected_stride, rows, tokens, tl.program_id(0), tl.num_programs(0), GROUP, ROWS, TILE,
+        region, samples, p_histories, batch, own_tokens, rows, tokens, tl.program_id(0), tl.num_programs(0),
+        TABLE, TILE,
     )  # fmt: skip
 
 
 @triton.jit
 def record_written(
-    p_records, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    p_samples, p_ends, p_tails, p_histories, p_prefix, p_new, p_writers, p_tokens, p_positions, p_expected,
-    expected_width, expected_stride, rows, tokens, i_program, n_programs,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    region, samples, p_histories, batch, own_tokens, rows, tokens, i_program, n_programs,
+    TABLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The work of one of ``n_programs`` programs, which share the tiles of all rows' new tokens."""
-    o_row = tl.arange(0, ROWS)
-    b_prefix = tl.maximum(tl.load(p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
-    b_new = tl.maximum(tl.load(p_new + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
+    GROUP: tl.constexpr = TABLE.GROUP
+    o_row = tl.arange(0, TABLE.ROWS)
+    b_prefix = tl.maximum(tl.load(batch.p_prefix + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
+    b_new = tl.maximum(tl.load(batch.p_new + o_row, mask=o_row < rows, other=0).to(tl.int32), 0)
     b_token_first = tl.cumsum(b_new, 0) - b_new
     b_new = tl.minimum(b_new, tl.maximum(tokens - b_token_first, 0))
     b_computed = b_new
@@ -116,30 +96,30 @@ def record_written(
     b_new = (b_prefix + b_new) // GROUP - b_prefix // GROUP
     b_tiles = (b_new + TILE - 1) // TILE
     b_tile_end = tl.cumsum(b_tiles, 0)
-    step = tl.load(p_clock + CLOCK_NEXT)
+    step = tl.load(region.p_clock + CLOCK_NEXT)
     if i_program == 0:
-        tl.store(p_clock + CLOCK_STEP, step)
-        tl.store(p_cursors + CURSOR_CHECK, tl.load(p_cursors + CURSOR_CHECK_NEXT))
-        if p_samples is not None:
-            note_ends(p_ends, p_writers, b_prefix, b_computed, o_row, rows)
+        tl.store(region.p_clock + CLOCK_STEP, step)
+        tl.store(region.p_cursors + CURSOR_CHECK, tl.load(region.p_cursors + CURSOR_CHECK_NEXT))
+        if samples.p_samples is not None:
+            note_ends(samples, batch.p_writers, b_prefix, b_computed, o_row, rows)
 
     for i in range(i_program, tl.sum(b_tiles, 0), n_programs):
         i_row = tl.sum((b_tile_end <= i).to(tl.int32), 0)
         i_tile = i - tl.max(tl.where(b_tile_end <= i, b_tile_end, 0), 0)
         new = tl.sum(tl.where(o_row == i_row, b_new, 0), 0).to(tl.int64)
         token_first = tl.sum(tl.where(o_row == i_row, b_token_first, 0), 0).to(tl.int64)
-        raw_prefix = tl.maximum(tl.load(p_prefix + i_row).to(tl.int64), 0)
+        raw_prefix = tl.maximum(tl.load(batch.p_prefix + i_row).to(tl.int64), 0)
         prefix = raw_prefix // GROUP
         token_zero = token_first - raw_prefix
-        writer = tl.load(p_writers + i_row).to(tl.int64)
-        head = tl.load(p_heads + i_row)
+        writer = tl.load(batch.p_writers + i_row).to(tl.int64)
+        head = tl.load(region.p_heads + i_row)
 
         # Tokens of many tiles at once: one tile after the other, each would wait for memory.
         b_before = tl.zeros((TILES_AT_ONCE * TILE,), tl.int64)
         for i_before in range(0, i_tile, TILES_AT_ONCE):
             o_before = i_before * TILE + tl.arange(0, TILES_AT_ONCE * TILE).to(tl.int64)
             m_before = o_before < i_tile * TILE
-            p_token = p_tokens + token_zero + (prefix + o_before + 1) * GROUP - 1
+            p_token = batch.p_tokens + token_zero + (prefix + o_before + 1) * GROUP - 1
             b_token = tl.load(p_token, mask=m_before, other=0).to(tl.int64)
             b_before += tl.where(m_before, mix(b_token, prefix + o_before), 0)
 
@@ -148,25 +128,25 @@ def record_written(
         position = prefix + o_new
         own = (position + 1) * GROUP - 1
         o_token = token_zero + own
-        token = tl.load(p_tokens + o_token, mask=m, other=0).to(tl.int64)
+        token = tl.load(batch.p_tokens + o_token, mask=m, other=0).to(tl.int64)
         b_mix = tl.where(m, mix(token, position), 0)
         hash = head + tl.sum(b_before, 0) + tl.cumsum(b_mix, 0)
         hash = tl.where(head == 0, 0, hash)
 
         # Not a block's mask & a scalar's: Triton 3.9's interpreter makes no mask of that.
         last = m & (o_new == tl.where(writer >= 0, new - 1, -1))
-        p_entry = p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2 + tl.zeros_like(position)
+        p_entry = region.p_chains + (tl.maximum(writer, 0) % CHAIN_ENTRIES) * 2 + tl.zeros_like(position)
         tl.store(p_entry, (writer << 32) | (position + 1), mask=last)
         tl.store(p_entry + 1, hash, mask=last)
 
-        word = tl.load(p_plan + o_token * PLAN, mask=m, other=0)
-        slot = tl.load(p_plan + o_token * PLAN + 1, mask=m, other=0)
+        word = tl.load(region.p_plan + o_token * PLAN, mask=m, other=0)
+        slot = tl.load(region.p_plan + o_token * PLAN + 1, mask=m, other=0)
         planned = word != 0
         status = (word >> 32) - 1
         usable = planned & (status == STATUS_OK)
-        claim = tl.load(p_claims + slot, mask=usable, other=0)
+        claim = tl.load(region.p_claims + slot, mask=usable, other=0)
         won = usable & (claim == claim_of(step, o_token))
-        p_record = p_records + slot * 4
+        p_record = region.p_records + slot * 4
         if p_histories is not None:
             first, second, third = newest(p_histories, slot, won)
         freed_bit = (tl.load(p_record, mask=won, other=0) >> 32) & FREED
@@ -176,52 +156,49 @@ def record_written(
         tl.store(p_record + 2, (step & 0xFFFFFFFF) | (writer << 32), mask=won)
         tl.store(p_record + 3, old_freed, mask=won)
         if p_histories is not None:
-            new_entry = entry(WRITE, tl.zeros_like(slot) + writer, step)
+            new_entry = entry(EVENT_WRITE, tl.zeros_like(slot) + writer, step)
             push(p_histories, slot, new_entry, first, second, third, won)
-        p_recorded = p_counters + COUNTERS_END + region * REGION_GAUGES + GAUGE_RECORDED
+        p_recorded = region.p_counters + COUNTERS_END + region.index * REGION_GAUGES + GAUGE_RECORDED
         tl.atomic_add(p_recorded, tl.sum(won.to(tl.int64), 0))
 
         expected = tl.full((TILE,), -1, tl.int64)
-        if p_expected is not None:
-            p_token = p_expected + i_row.to(tl.int64) * expected_stride + own
-            expected = tl.load(p_token, mask=planned & (own < expected_width), other=-1).to(tl.int64)
+        if own_tokens.p_tokens is not None:
+            p_token = own_tokens.p_tokens + i_row.to(tl.int64) * own_tokens.stride + own
+            expected = tl.load(p_token, mask=planned & (own < own_tokens.width), other=-1).to(tl.int64)
         given = own
-        if p_positions is not None:
-            given = tl.load(p_positions + o_token, mask=planned, other=0).to(tl.int64)
-        table_slot = tl.load(p_plan + o_token * PLAN + 3, mask=planned, other=-1)
+        if batch.p_positions is not None:
+            given = tl.load(batch.p_positions + o_token, mask=planned, other=0).to(tl.int64)
+        table_slot = tl.load(region.p_plan + o_token * PLAN + 3, mask=planned, other=-1)
         wrong = planned & (((expected >= 0) & (expected != token)) | (given != own))
         sample = tl.full((TILE,), -1, tl.int64)
-        if p_samples is not None:
-            sample = sampled(p_samples, writer, position, planned)
+        if samples.p_samples is not None:
+            sample = sampled(samples, writer, position, planned)
             differs = (sample >= 0) & (sample != token)
             n_sampled = tl.sum((sample >= 0).to(tl.int64), 0)
             if n_sampled > 0:
-                tl.atomic_add(p_counters + COUNT_SAMPLED_TOKENS, n_sampled)
+                tl.atomic_add(region.p_counters + COUNT_SAMPLED_TOKENS, n_sampled)
             n_unsure = tl.sum((differs & (expected == token)).to(tl.int64), 0)
             if n_unsure > 0:
-                tl.atomic_add(p_counters + COUNT_UNSURE, n_unsure)
+                tl.atomic_add(region.p_counters + COUNT_UNSURE, n_unsure)
             sample = tl.where(differs & (expected < 0), sample, -1)
             wrong = wrong | (sample >= 0)
             if i_tile == 0:
-                judge_tail(
-                    p_samples, p_tails, p_counters, p_ring, ring_rows, region, p_expected, expected_width,
-                    expected_stride, i_row, writer, step,
-                )  # fmt: skip
+                judge_tail(region, samples, own_tokens, i_row, writer, step)
         elsewhere = usable & (table_slot >= 0) & (table_slot != slot)
         lost = usable & (won == 0)
         freed = won & (freed_bit != 0)
         bad = (planned & (status != STATUS_OK)) | wrong | elsewhere | lost | freed
         if tl.sum(bad.to(tl.int32), 0) > 0:
             report_tokens(
-                p_counters, p_ring, ring_rows, region, slot, position, token, expected, sample, given - own, table_slot,
-                old_freed, claim, planned, status, wrong, elsewhere, lost, freed, writer, step, TILE,
+                region, slot, position, token, expected, sample, given - own, table_slot, old_freed, claim, planned,
+                status, wrong, elsewhere, lost, freed, writer, step, TILE,
             )  # fmt: skip
 
 
 @triton.jit
 def report_tokens(
-    p_counters, p_ring, ring_rows, region, slot, position, token, expected, sample, moved, table_slot, old_freed, claim,
-    planned, status, wrong, elsewhere, lost, freed, writer, step,
+    region, slot, position, token, expected, sample, moved, table_slot, old_freed, claim, planned, status, wrong,
+    elsewhere, lost, freed, writer, step,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Reports a tile's tokens. A token may have several findings, so each kind is reported by itself; in a loop, since
@@ -244,37 +221,33 @@ def report_tokens(
         kind = tl.where(again, KIND_WRITE_AFTER_FREE, kind)
         m_kind = tl.where(again, freed, m_kind)
         report(
-            p_counters, p_ring, ring_rows, kind, m_kind, region, -1, slot, position,
-            tl.where(input & (sample >= 0), sample, expected), token, (position + moved) * STATE_VALUES + WRITTEN,
-            value, -1, writer, tl.where(again, old_freed >> 32, -1), -1, tl.where(again, old_freed, -1),
-            step * 8 + POST_FORWARD,
+            region, kind, m_kind, -1, slot, position, tl.where(input & (sample >= 0), sample, expected), token,
+            (position + moved) * STATE_VALUES + WRITTEN, value, -1, writer, tl.where(again, old_freed >> 32, -1), -1,
+            tl.where(again, old_freed, -1), step * 8 + PHASE_POST,
         )  # fmt: skip
 
 
 @triton.jit
-def judge_tail(
-    p_samples, p_tails, p_counters, p_ring, ring_rows, region, p_expected, expected_width, expected_stride, i_row,
-    writer, step,
-):  # fmt: skip
+def judge_tail(region, samples, own_tokens, i_row, writer, step):
     """Judges and reports a row's last read slots, noted by `check`."""
     o_last = tl.arange(0, KEPT).to(tl.int64)
-    p_tail = p_tails + (i_row.to(tl.int64) * KEPT + o_last) * TAIL
+    p_tail = samples.p_tails + (i_row.to(tl.int64) * KEPT + o_last) * TAIL
     tail = tl.load(p_tail)
     position, token = tail >> TOKEN_BITS, tail & (TOKEN_VALUES - 1)
-    sample = sampled(p_samples, writer, position, tail != 0)
+    sample = sampled(samples, writer, position, tail != 0)
     expected = tl.full((KEPT,), -1, tl.int64)
-    if p_expected is not None:
-        p_token = p_expected + i_row.to(tl.int64) * expected_stride + position
-        expected = tl.load(p_token, mask=(sample >= 0) & (position < expected_width), other=-1).to(tl.int64)
+    if own_tokens.p_tokens is not None:
+        p_token = own_tokens.p_tokens + i_row.to(tl.int64) * own_tokens.stride + position
+        expected = tl.load(p_token, mask=(sample >= 0) & (position < own_tokens.width), other=-1).to(tl.int64)
     # Where the batch has the request's own token, `check` has judged the slot by that.
     wrong = (sample >= 0) & (sample != token) & (expected < 0)
     n_sampled = tl.sum((sample >= 0).to(tl.int64), 0)
     if n_sampled > 0:
-        tl.atomic_add(p_counters + COUNT_SAMPLED_TOKENS, n_sampled)
+        tl.atomic_add(region.p_counters + COUNT_SAMPLED_TOKENS, n_sampled)
     if tl.sum(wrong.to(tl.int32), 0) > 0:
         written = tl.load(p_tail + 2)
         report(
-            p_counters, p_ring, ring_rows, tl.full((KEPT,), KIND_TOKEN, tl.int64), wrong, region, -1,
-            tl.load(p_tail + 1), position, sample, token, position * STATE_VALUES + WRITTEN, sample, -1, writer,
-            written >> 32, written.to(tl.int32).to(tl.int64), -1, step * 8 + POST_FORWARD,
+            region, tl.full((KEPT,), KIND_TOKEN, tl.int64), wrong, -1, tl.load(p_tail + 1), position, sample, token,
+            position * STATE_VALUES + WRITTEN, sample, -1, writer, written >> 32, written.to(tl.int32).to(tl.int64), -1,
+            step * 8 + PHASE_POST,
         )  # fmt: skip

@@ -6,22 +6,17 @@ import triton
 import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
-from canary_core.ops.kernels.common import STATE_VALUES, STATUS_OK, WRITTEN, claim_of, report
-from canary_core.ops.kernels.fold import STRIP, describe, fold, fold_abreast, spread
+from canary_core.ops.kernels.common import claim_of, report
+from canary_core.ops.kernels.fold import describe, fold, fold_abreast, has_bytes, spread
 from canary_core.ops.kernels.launch import Launcher, arguments, group_launches, jit, programs, region_arguments
 from canary_core.ops.kernels.tiles import SCRUB_TILES
+from canary_core.ops.kernels.words import CLOCK_NEXT, KIND_BYTES, PHASE_POST, PLAN, STATE_VALUES, STATUS_OK, WRITTEN
 from canary_core.ops.state import RegionState
-from canary_core.records import PLAN_WORDS, Clock, Kind, Phase
 
 TILE = 64
 """New tokens whose noted fingerprints are compared at a time by a program."""
 WARPS = 4
 PROGRAMS_PER_PROCESSOR = 2
-
-PLAN = tl.constexpr(PLAN_WORDS)
-CLOCK_NEXT = tl.constexpr(int(Clock.NEXT))
-KIND_BYTES = tl.constexpr(int(Kind.BYTES))
-PHASE_POST = tl.constexpr(int(Phase.POST_FORWARD))
 
 
 def note_store(state: RegionState, batch: BatchView, columns: Sequence[int]) -> None:
@@ -50,55 +45,47 @@ def compare_stores(state: RegionState, batch: BatchView, table: SlotTable) -> No
 
 
 @triton.jit
-def planned(p_plan, p_claims, step, o_token, tokens):
+def planned(region, step, o_token, tokens):
     """Plan word and slot of each token, and whether the token won its slot."""
     m = o_token < tokens
-    word = tl.load(p_plan + o_token * PLAN, mask=m, other=0)
-    slot = tl.load(p_plan + o_token * PLAN + 1, mask=m, other=0)
+    word = tl.load(region.p_plan + o_token * PLAN, mask=m, other=0)
+    slot = tl.load(region.p_plan + o_token * PLAN + 1, mask=m, other=0)
     usable = (word != 0) & ((word >> 32) - 1 == STATUS_OK)
-    claim = tl.load(p_claims + slot, mask=usable, other=0)
+    claim = tl.load(region.p_claims + slot, mask=usable, other=0)
     return word, slot, usable & (claim == claim_of(step, o_token))
 
 
 @jit("tokens")
-def note_store_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end,
-    p_descriptors, p_columns, p_keys, p_salts, p_fingerprints, sources,
-    p_stores, tokens,
-    STRIPS: tl.constexpr, SLOTS: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
+def note_store_kernel(region, sources, p_stores, tokens, BYTES: tl.constexpr):
     """Grid: programs of source groups, times any number of programs over tiles of `SLOTS` of the batch's tokens."""
-    step = tl.load(p_clock + CLOCK_NEXT)
+    SLOTS: tl.constexpr = BYTES.SLOTS
+    step = tl.load(region.p_clock + CLOCK_NEXT)
     for i in range(tl.program_id(1), (tokens + SLOTS - 1) // SLOTS, tl.num_programs(1)):
         o_token = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-        if ABREAST[0] > 0:
-            o_token = spread(i, ABREAST)
-        _word, slot, won = planned(p_plan, p_claims, step, o_token, tokens)
+        if BYTES.ABREAST > 0:
+            o_token = spread(i, BYTES)
+        _word, slot, won = planned(region, step, o_token, tokens)
         if tl.max(won.to(tl.int32), 0) > 0:
-            for s in tl.static_range(len(STRIPS) // STRIP):
-                source = describe(p_descriptors, p_columns, p_salts, len(STRIPS) // STRIP, s, ABREAST)
-                there = won & (slot.to(tl.int32) % STRIPS[s * STRIP] < source[6])
-                if ABREAST[0] > 0:
-                    value, _odd = fold_abreast(p_descriptors, source, p_keys, slot, there, STRIPS, s, False)
+            for s in tl.static_range(len(BYTES.STRIPS)):
+                source = describe(sources, s, BYTES)
+                there = won & has_bytes(source, slot, BYTES, s)
+                if BYTES.ABREAST > 0:
+                    value, _odd = fold_abreast(sources, source, slot, there, BYTES, s, False)
                 else:
-                    value, _odd = fold(p_descriptors, source, p_keys, slot, there, STRIPS, s, False, False)
-                tl.store(p_stores + slot * sources + source[0], value, mask=there)
+                    value, _odd = fold(sources, source, slot, there, BYTES, s, False, False)
+                tl.store(p_stores + slot * sources.count + source.column, value, mask=there)
 
 
 @jit("tokens")
 def compare_stores_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end,
-    p_fingerprints, p_stores, sources,
-    p_tokens, p_writers, tokens,
+    region, p_fingerprints, p_stores, sources, p_tokens, p_writers, tokens,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which share the tiles of the batch's tokens."""
-    step = tl.load(p_clock + CLOCK_NEXT)
+    step = tl.load(region.p_clock + CLOCK_NEXT)
     for i in range(tl.program_id(0), (tokens + TILE - 1) // TILE, tl.num_programs(0)):
         o_token = i * TILE + tl.arange(0, TILE).to(tl.int64)
-        word, slot, won = planned(p_plan, p_claims, step, o_token, tokens)
+        word, slot, won = planned(region, step, o_token, tokens)
         for column in range(sources):
             p_noted = p_stores + slot * sources + column
             noted = tl.load(p_noted, mask=won, other=0)
@@ -106,12 +93,11 @@ def compare_stores_kernel(
             tl.store(p_noted, tl.zeros_like(noted), mask=won)
             wrong = won & (noted != 0) & (noted != now)
             if tl.max(wrong.to(tl.int32), 0) > 0:
-                position = tl.load(p_plan + o_token * PLAN + 2, mask=wrong, other=0)
+                position = tl.load(region.p_plan + o_token * PLAN + 2, mask=wrong, other=0)
                 token = tl.load(p_tokens + o_token, mask=wrong, other=0).to(tl.int64)
                 writer = tl.load(p_writers + (word & 0xFFFFFFFF), mask=wrong, other=-1).to(tl.int64)
                 # What is stored there is this forward's.
                 report(
-                    p_counters, p_ring, ring_rows, tl.full(slot.shape, KIND_BYTES, tl.int64), wrong, region, column,
-                    slot, position, token, token, position * STATE_VALUES + WRITTEN, noted, now, writer, writer, step,
-                    -1, step * 8 + PHASE_POST,
+                    region, tl.full(slot.shape, KIND_BYTES, tl.int64), wrong, column, slot, position, token, token,
+                    position * STATE_VALUES + WRITTEN, noted, now, writer, writer, step, -1, step * 8 + PHASE_POST,
                 )  # fmt: skip

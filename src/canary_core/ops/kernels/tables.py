@@ -7,12 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from canary_core.batch import SlotTable
-from canary_core.ops.kernels.common import STATUS_OK, report, report_record, resolve
+from canary_core.ops.kernels.common import report, report_record, resolve
+from canary_core.ops.kernels.fields import Space
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, programs, region_arguments
-from canary_core.ops.launches import Arguments, Launch
+from canary_core.ops.kernels.words import CLOCK_STEP, KIND_READ_LENGTH, KIND_READ_TABLE, PHASE_PRE, STATUS_OK
+from canary_core.ops.launches import Arguments, Launch, Numbers
 from canary_core.ops.state import RegionState
 from canary_core.read_table import MOST_LENS, ReadTable
-from canary_core.records import Clock, Kind, Phase
 
 TILE = 512
 """Positions compared at a time by a program."""
@@ -23,11 +24,6 @@ PROGRAMS_PER_PROCESSOR = 4
 
 NAMES = (4, 5, 6)
 """The places of ``name``, ``lens_name`` and ``other_name`` among the arguments of a launch."""
-
-CLOCK_STEP = tl.constexpr(int(Clock.STEP))
-KIND_READ_LENGTH = tl.constexpr(int(Kind.READ_LENGTH))
-KIND_READ_TABLE = tl.constexpr(int(Kind.READ_TABLE))
-PRE_FORWARD = tl.constexpr(int(Phase.PRE_FORWARD))
 
 VARYING = (
     "rows", "name", "lens_name", "other_name", "common", "map_length", "kept_width", "kept_stride", "kept_extent",
@@ -51,14 +47,13 @@ def compare_tables(state: RegionState, table: ReadTable, names: Sequence[int], w
 def _launch(state: RegionState, table: ReadTable) -> tuple[Launch, Arguments]:
     """The launch, and its arguments with 0 for each name."""
     region = state.region
-    ring = region.page_ring or (0, 0)
-    kept_pool = (*(table.kept.pool_page or (0, 0)), *ring)
-    given_pool = (0, 0, 0, 0) if table.own_slots else (*(table.given.pool_page or (0, 0)), *ring)
-    key = f"compare_tables {kept_pool} {given_pool} {table.own_slots}"
+    kept = Numbers.of(table.kept.pool_page, region.page_ring)
+    given = Numbers.of(None, None) if table.own_slots else Numbers.of(table.given.pool_page, region.page_ring)
+    key = f"compare_tables {kept} {given} {table.own_slots}"
     launcher = state.launches.by_op.get(key)
     if launcher is None:
         constants = {
-            "KEPT_POOL": kept_pool, "GIVEN_POOL": given_pool, "OWN_SLOTS": table.own_slots, "TILE": TILE, "PARTS": PARTS
+            "KEPT": kept, "GIVEN": given, "OWN_SLOTS": table.own_slots, "TILE": TILE, "PARTS": PARTS
         }  # fmt: skip
         launcher = Launcher(compare_tables_kernel, state, (region_arguments(state),), constants, num_warps=WARPS)
         state.launches.by_op[key] = launcher
@@ -67,11 +62,11 @@ def _launch(state: RegionState, table: ReadTable) -> tuple[Launch, Arguments]:
     for one in table.lens:
         lens += [one.given, one.expected, int(one.begins)]
     lens += [None, None, 0] * (MOST_LENS - len(table.lens))
-    given = arguments(
+    passed = arguments(
         table.first, table.end, table.writers, table.rows, *[0] * len(NAMES), table.common, slot_map,
         0 if slot_map is None else len(slot_map), *_of(table.kept), *_of(table.given), *lens,
     )  # fmt: skip
-    return launcher, given
+    return launcher, passed
 
 
 def _named(given: Arguments, names: Sequence[int]) -> Arguments:
@@ -89,27 +84,23 @@ def _of(table: SlotTable) -> tuple[Tensor | int | None, ...]:
 
 @jit(*VARYING)
 def compare_tables_kernel(
-    p_records, p_words, p_claims, p_plan, p_heads, p_chains, p_cursors, p_counters, p_clock, p_ring, ring_rows, region,
-    slots, null_first, null_end,
-    p_first, p_end, p_writers, rows, name, lens_name, other_name, common, p_map, map_length,
+    region, p_first, p_end, p_writers, rows, name, lens_name, other_name, common, p_map, map_length,
     p_kept, p_kept_rows, kept_width, kept_stride, kept_extent, kept_page, kept_ring,
     p_given, p_given_rows, given_width, given_stride, given_extent, given_page, given_ring,
     p_lens, p_lens_expected, lens_begins, p_other, p_other_expected, other_begins,
-    KEPT_POOL: tl.constexpr, GIVEN_POOL: tl.constexpr, OWN_SLOTS: tl.constexpr, TILE: tl.constexpr,
+    KEPT: tl.constexpr, GIVEN: tl.constexpr, OWN_SLOTS: tl.constexpr, TILE: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. Work items: `PARTS` of each row; for lengths, tiles of rows."""
-    step = tl.load(p_clock + CLOCK_STEP) + 1
+    space = Space(
+        p_map=p_map, map_length=map_length, slots=region.slots, null_first=region.null_first, null_end=region.null_end
+    )
+    own = Space(p_map=None, map_length=0, slots=region.slots, null_first=region.null_first, null_end=region.null_end)
+    step = tl.load(region.p_clock + CLOCK_STEP) + 1
     if p_lens is not None:
-        compare_lens(
-            p_counters, p_ring, ring_rows, region, p_writers, rows, p_lens, p_lens_expected, lens_begins, lens_name,
-            step, TILE,
-        )  # fmt: skip
+        compare_lens(region, p_writers, rows, p_lens, p_lens_expected, lens_begins, lens_name, step, TILE)
     if p_other is not None:
-        compare_lens(
-            p_counters, p_ring, ring_rows, region, p_writers, rows, p_other, p_other_expected, other_begins, other_name,
-            step, TILE,
-        )  # fmt: skip
+        compare_lens(region, p_writers, rows, p_other, p_other_expected, other_begins, other_name, step, TILE)
     for i in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
         i_row = i // PARTS
         first = tl.maximum(tl.load(p_first + i_row).to(tl.int64), 0)
@@ -129,35 +120,29 @@ def compare_tables_kernel(
             number, present = number_at(
                 p_kept, kept_row * kept_stride, position, kept_width, kept_extent, kept_page, kept_ring, m
             )
-            kept, status = resolve(
-                number, p_map, map_length, slots, null_first, null_end, present, KEPT_POOL, 1
-            )  # fmt: skip
+            kept, status = resolve(number, space, present, KEPT)
             judged = present & (status == STATUS_OK)
             read_row = tl.where(position < common, first_row, given_row)
             number, there = number_at(
                 p_given, read_row * given_stride, position, given_width, given_extent, given_page, given_ring, m
             )
             if OWN_SLOTS:
-                given, status = resolve(number, None, 0, slots, null_first, null_end, there, GIVEN_POOL, 1)
+                given, status = resolve(number, own, there, GIVEN)
             else:
-                given, status = resolve(
-                    number, p_map, map_length, slots, null_first, null_end, there, GIVEN_POOL, 1
-                )  # fmt: skip
+                given, status = resolve(number, space, there, GIVEN)
             given = tl.where(there, given, -1)
             usable = there & (status == STATUS_OK)
             differs = judged & ((usable == 0) | (given != kept))
             if tl.max(differs.to(tl.int32), 0) > 0:
                 kind = tl.full((TILE,), KIND_READ_TABLE, tl.int64)
                 report_record(
-                    p_counters, p_ring, ring_rows, kind, differs, region, -1, given, position, -1,
-                    p_records + given * 4, usable, kept, name, writer, step * 8 + PRE_FORWARD,
+                    region, kind, differs, -1, given, position, -1, region.p_records + given * 4, usable, kept, name,
+                    writer, step * 8 + PHASE_PRE,
                 )  # fmt: skip
 
 
 @triton.jit
-def compare_lens(
-    p_counters, p_ring, ring_rows, region, p_writers, rows, p_given, p_expected, begins, name, step, TILE: tl.constexpr
-):
+def compare_lens(region, p_writers, rows, p_given, p_expected, begins, name, step, TILE: tl.constexpr):
     """Reports the rows whose length at ``p_given`` is not the expected one; with ``begins`` 1 a row's length is the
     distance to the next row's number, with 0 the number itself."""
     for start in range(tl.program_id(0) * TILE, rows, tl.num_programs(0) * TILE):
@@ -171,8 +156,8 @@ def compare_lens(
             kind = tl.full((TILE,), KIND_READ_LENGTH, tl.int64)
             writer = tl.load(p_writers + row, mask=m, other=-1).to(tl.int64)
             report(
-                p_counters, p_ring, ring_rows, kind, differs, region, -1, -1, -1, -1, name, -1, expected, given, writer,
-                -1, -1, -1, step * 8 + PRE_FORWARD,
+                region, kind, differs, -1, -1, -1, -1, name, -1, expected, given, writer, -1, -1, -1,
+                step * 8 + PHASE_PRE,
             )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from canary_core.ops.kernels.fields import ByteConstants, Strip
 from canary_core.ops.sources import SourceGroup, SourceShape
 from canary_core.ops.state import RegionState
 from canary_core.records import READ_TILE
@@ -20,7 +21,7 @@ class Tile(NamedTuple):
     two then.
 
     ``sum_words``: words added up at once by a thread, so that it keeps one sum. ``stages``: rounds of loads in flight
-    through shared memory; None keeps the words in registers. ``registers``: most per thread, 0 for no limit.
+    through shared memory; 0 keeps the words in registers. ``registers``: most per thread, 0 for no limit.
     ``programs``: per multiprocessor; 0 for one program per tile.
     """
 
@@ -30,7 +31,7 @@ class Tile(NamedTuple):
     columns: int = COLUMNS
     abreast: int = 0
     sum_words: int = 1
-    stages: int | None = None
+    stages: int = 0
     registers: int = 0
     programs: int = 16
 
@@ -75,15 +76,19 @@ def is_long(state: RegionState, group: SourceGroup) -> bool:
     return group.shapes[0].words > most
 
 
-def constants(shapes: tuple[SourceShape, ...], tile: Tile, sources: int) -> dict[str, object]:
-    """Compile-time constants of a kernel for ``sources`` sources, or pairs of sources, of these shapes with ``tile``:
-    see `fold.STRIP` and `fold.describe`."""
+def constants(shapes: tuple[SourceShape, ...], tile: Tile, sources: int) -> ByteConstants:
+    """Of a kernel for ``sources`` sources, or pairs of sources, of these shapes with ``tile``."""
     first, *narrow = shapes
     block, unrolled = loads(first, tile)
-    strips: tuple[int | None, ...] = (*first, block, unrolled, min(tile.sum_words, block), tile.stages)
-    for shape in narrow:
-        strips += (*shape, _whole(shape), 1, 1, None)
-    return {"STRIPS": strips, "SLOTS": tile.slots, "ABREAST": (tile.abreast, sources if tile.abreast else 0)}
+    strips = [_strip(first, block, unrolled, min(tile.sum_words, block), tile.stages)]
+    strips += [_strip(shape, _whole(shape)) for shape in narrow]
+    return ByteConstants(tuple(strips), tile.slots, tile.abreast, sources if tile.abreast else 0)
+
+
+def _strip(shape: SourceShape, load_words: int, unrolled: int = 1, sum_words: int = 1, stages: int = 0) -> Strip:
+    page_size, chunks, chunk_bytes, alignment = shape
+    slot, chunk = (chunks * chunk_bytes, shape.words), (chunk_bytes, -(-chunk_bytes // 4))
+    return Strip(page_size, *slot, *chunk, alignment, load_words, unrolled, sum_words, stages)
 
 
 def loads(shape: SourceShape, tile: Tile) -> tuple[int, int]:
