@@ -43,6 +43,7 @@ class Event:
     | mode_changed        | somebody changed the mode of a running engine's guard: the new mode                    |
     | budget_changed      | somebody changed how much the scrub may do                                             |
     | weights_changed     | the engine computes with other weights: how, the how manieth change; told at 1, 2, 4.. |
+    | weights_unwatched   | changes of some parameters, or of all, are not looked for, and why                     |
     | paused              | somebody has paused the guard: forwards are not checked until resumed                  |
     | resumed             | the guard goes on; the slots of then are not judged until written again                |
     | summary             | once, at close or at the process's exit: everything checked and found, and zeros       |

@@ -233,6 +233,21 @@ def _instead(**names: str | None) -> Break:
     return _events(lambda _, name: names.get(name, name))
 
 
+def _unfollowed(name: str) -> Break:
+    """The function of the engine is not hooked."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        follow = hooks.Patches.follow
+
+        def left_out(self: hooks.Patches, owner: Any, function: str, told: Callable[..., None]) -> None:
+            if function != name:
+                follow(self, owner, function, told)
+
+        patch.setattr(hooks.Patches, "follow", left_out)
+
+    return apply
+
+
 def _region_name(patch: pytest.MonkeyPatch) -> None:
     """Events name another region than the pool's."""
     patch.setattr(hooks, "REGION", "kv_cache")
@@ -462,6 +477,7 @@ BROKEN: dict[str, Break] = {
     "events count pages as slots": _no_pages,
     "a fork's copy is not told": _copies(lambda source, destination: None),
     "a fork's copy is told the wrong way round": _copies(lambda source, destination: (destination, source)),
+    "a change of the weights is not told": _unfollowed("update_weights"),
     # The installation
     "canary_install does nothing": _install(lambda self, config: None),
     "canary_install twice hooks twice": _installs_again,

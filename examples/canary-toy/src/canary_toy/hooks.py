@@ -36,6 +36,10 @@ class ToyGuard:
             self._patches.follow(engine.pool, "store", lambda _, layer, *new: self.canary.step.stored(layer))
         self.canary.sampled.follow()
         self._patches.follow(engine, "roll_back", self._rolled_back)
+        # Before the prefix cache is flushed, and whether or not.
+        self._patches.follow(
+            engine.runner, "update_weights", lambda *_: self.canary.step.weights_changed("update_weights")
+        )
         self._patches.follow(engine, "submit", self._named)
         self._patches.follow(engine, "fork", self._named)
 

@@ -20,6 +20,7 @@ class ToySession(EngineSession):
     def __init__(self) -> None:
         self.engine = Engine()
         self._changes: dict[str, Change] = {}
+        self._updates = 0
 
     def pool_tensors(self) -> Mapping[str, Tensor]:
         """The two layers' tensors."""
@@ -163,6 +164,11 @@ class ToySession(EngineSession):
         self.engine.cache.match = lambda tokens, salt: max(  # type: ignore[method-assign]
             (right(tokens, other) for other in salts), key=len
         )
+
+    def change_weights(self, kept: bool) -> None:
+        """The engine's own update, by a trainer that may keep the prefix cache."""
+        self._updates += 1
+        self.engine.update_weights(self._updates, flush_cache=not kept)
 
     def release_running(self, request: str) -> None:
         """The bug of a free too many: the pages of a running request go back to the allocator."""

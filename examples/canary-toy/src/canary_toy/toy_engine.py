@@ -157,6 +157,12 @@ class ModelRunner:
         by_token = {name: torch.zeros(CHUNK, **numbers) for name in ("token_ids", "positions", "slot_mapping")}
         self.buffers = {**by_row, **by_token, "pages": torch.zeros_like(block_tables)}
 
+    def update_weights(self, seed: int) -> None:
+        """As after training: other weights in the same memory."""
+        draw = torch.Generator().manual_seed(seed)
+        for weights in (self.tokens, self.head, *(w for layer in self.layers for w in layer.values())):
+            weights.copy_(torch.randn(weights.shape, generator=draw) * weights.std().cpu())
+
     def load(self, batch: Batch) -> Batch:
         """Copies a batch to the buffers that `forward` reads; gives it as it is there."""
         there = {name: buffer[: len(getattr(batch, name))] for name, buffer in self.buffers.items()}
@@ -229,6 +235,13 @@ class Engine:
                 if len(request.answer) == request.new_tokens:
                     self._stop(request)
         return True
+
+    def update_weights(self, seed: int, flush_cache: bool = True) -> None:
+        """Goes on with other weights. What older ones have computed is dropped from the prefix cache, unless that is to
+        be kept."""
+        self.runner.update_weights(seed)
+        while flush_cache and self.cache.evict():
+            pass
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's pages; it is computed again later."""

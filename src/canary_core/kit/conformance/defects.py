@@ -219,6 +219,28 @@ class Defects(Requirements):
                     "BatchView.anchors, never 0 for a request that is known",
                 )
 
+    @needs("weights", "prefix_cache")
+    def test_a_hit_across_a_change_of_the_weights_is_named(self) -> None:
+        """Where the prefix cache is flushed with a change, nothing is told; where it is kept, the first hit is."""
+        (ask,) = self._alike(1)
+        with self._stage() as stage:
+            self._serve(stage, [ask])
+            for number in range(2):
+                stage.session.change_weights(kept=False)
+                self._serve(stage, [Ask(f"anew {number}", ask.tokens, ask.new_tokens)])
+                self._serve(stage, [Ask(f"hit {number}", ask.tokens, ask.new_tokens)])
+            stage.drain()
+            require_silence(stage.violations, stage.findings.events, "changes of weights with a flushed cache", "hooks")
+            stage.session.change_weights(kept=True)
+            stage.session.submit("stale", ask.tokens, ask.new_tokens)
+            if self._await(stage, lambda v: v.kind is Kind.PREFIX and bool(v.identity)) is None:
+                raise Nonconforming(
+                    "hooks",
+                    "a request hit a prefix that older weights computed, and nothing was found"
+                    f"{found_instead(stage)}: call canary.step.weights_changed after each change, and give "
+                    "BatchView.anchors, never 0 for a request that is known",
+                )
+
     @needs("names", "prefix_cache")
     def test_names_may_come_again(self) -> None:
         """A request with an earlier one's name is another request, also where it hits as many tokens as that had."""

@@ -27,6 +27,7 @@ Ability = Literal[
     "graphs",
     "sampled",
     "identities",
+    "weights",
     "read_tables",
     "stores",
 ]
@@ -57,6 +58,7 @@ Ability = Literal[
 | `graphs`       | runs forwards on buffers that never move               | `keep_stale`                         |
 | `sampled`      | has a sampler, whose tokens the plugin follows         | `misfeed`                            |
 | `identities`   | keeps prefixes apart by adapter, salt or another key   | `submit_as`, `mix_identities`        |
+| `weights`      | can go on with other weights                           | `change_weights`                     |
 | `read_tables`  | makes tables of its own for attention                  | `misread`                            |
 | `stores`       | stores K and V of a layer by a function                | `spoil_store`                        |
 """
@@ -166,6 +168,11 @@ class EngineSession(ABC):
     def submit_as(self, identity: str, request: str, tokens: Sequence[int], new_tokens: int) -> None:
         """Ability ``identities``: as `submit`, with an adapter, a cache salt or another key named ``identity``."""
         raise self._missing("submit_as", "identities")
+
+    def change_weights(self, kept: bool) -> None:
+        """Ability ``weights``: the engine's own update, to other weights than it ever had. ``kept``: the prefix cache
+        is kept, by mistake; else what older weights have computed is dropped. No request runs."""
+        raise self._missing("change_weights", "weights")
 
     def mix_identities(self) -> None:
         """Ability ``identities``: from now on requests hit prefixes of every identity."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from canary_adapters import OnStream, WatchedWeights, upload
-from canary_core import BatchView, Canary, CanaryConfig, Overlap, Patches, ViolationError, Writers
+from canary_core import BatchView, Canary, CanaryConfig, Event, Overlap, Patches, ViolationError, Writers
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.batch import ContinuousBatch, ContinuousForward
 from canary_transformers.continuous.pool import PagedCachePool
@@ -100,7 +100,7 @@ class Session:
         self._weights: WatchedWeights | None = None
         self._model: Any = None
         # The last forward known to have run with the weights of the last look, and whether one began a request since.
-        self._same, self._begun = 0, False
+        self._same, self._begun, self._told = 0, False, False
         self._patches = Patches()
         if hasattr(cache, "prepare_fork_request"):
             self._patches.follow(cache, "prepare_fork_request", self._forked)
@@ -281,11 +281,22 @@ class Session:
         """Looks whether somebody has changed the weights since the last look."""
         with self.canary.guard("canary_transformers: weights"):
             model = self._model()
-            if self._weights is None:
-                self._weights = WatchedWeights(model)
-            elif self._weights.look():
+            weights = self._weights
+            if weights is None:
+                weights = self._weights = WatchedWeights(model)
+                if weights.unwatched:
+                    self._left_out(f"{weights.unwatched} parameters have no version counter or no memory to read")
+            elif weights.look():
                 self.canary.step.weights_changed("in place", since=self._same)
+            elif weights.gave_up and not self._told:
+                self._left_out("parameters move with every request, as with offloading")
             self._same, self._begun = self.canary.forwards, True
+
+    def _left_out(self, why: str) -> None:
+        self._told = True
+        self.canary.tell(
+            Event("weights_unwatched", "info", {"reason": f"{why}: changes of weights are not looked for"})
+        )
 
     def _forked(self, forked: Any, original: Any, *args: Any, **kwargs: Any) -> None:
         if self.canary.enabled and original is not None:
