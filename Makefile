@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 empty :=
 space := $(empty) $(empty)
 
-.PHONY: demo test test-transformers suites test-sglang test-vllm bugs soak check test-gpu bench clean
+.PHONY: demo test test-transformers suites test-sglang test-vllm bugs bugs-live soak check test-gpu bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/canary demo
@@ -79,6 +79,11 @@ bugs: $(STAMP) $(STAMP_SGLANG) $(STAMP_VLLM)
 		$(PYTEST_FLAGS) tests/bugs/sglang
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout 900 \
 		$(PYTEST_FLAGS) tests/bugs/vllm
+
+# Bugs that unmodified releases show; see tests/bugs/live.
+bugs-live: $(STAMP) $(STAMP_SGLANG) $(STAMP_VLLM)
+	for python in $(VENV) $(VENV_SGLANG) $(VENV_VLLM); do \
+		OMP_NUM_THREADS=1 $$python/bin/python -m pytest --timeout 900 $(PYTEST_FLAGS) tests/bugs/live || exit 1; done
 
 # Random traffic over every engine under guard. SOAK_FLAGS="--setups vllm/ngram --rounds 3", "--list", ...
 soak: $(STAMP) $(STAMP_SGLANG) $(STAMP_VLLM)

@@ -7,6 +7,7 @@ from bugs import museum
 
 pytestmark = [
     pytest.mark.timeout(900),
+    pytest.mark.beyond_ci("those of Transformers, and the mechanisms beside this folder"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed; make test-sglang has it"),
 ]

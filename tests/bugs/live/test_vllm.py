@@ -7,6 +7,7 @@ from bugs import museum
 
 pytestmark = [
     pytest.mark.timeout(600),
+    pytest.mark.beyond_ci("those of Transformers, and the mechanisms beside this folder"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm has it"),
 ]

@@ -42,6 +42,7 @@ from tools import (
     token_faults,
     token_oracle,
     traffic,
+    weights,
 )
 
 from canary_core import plugins
@@ -240,6 +241,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     for command in (
         traffic.serve,
         traffic.flush,
+        weights.serve_through_updates,
         storms.storm,
         storms.storm_overlapped,
         inspection.findings,
