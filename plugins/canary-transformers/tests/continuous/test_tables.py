@@ -19,8 +19,10 @@ def test_lists_of_every_group_are_compared_and_found_right(kind, guard):
     stats = guarded.stats()
     assert guarded.violations == []
     assert stats["tables_compared"] == stats["forwards"] > 10
+    assert stats["lengths_compared"] == stats["forwards"]
     assert "tables_skipped" not in stats
-    told = {f"{which} of {region}" for which in ("read_index", "write_index") for region in regions(kind)}
+    given = ("read_index", "write_index", "cu_seq_lens_q", "cu_seq_lens_k")
+    told = {f"{which} of {region}" for which in given for region in regions(kind)}
     assert names.told == told
 
 
@@ -122,3 +124,39 @@ def test_a_stale_entry_of_a_window_s_list_is_told(guard):
     found = [v for v in guarded.violations if v.kind is Kind.READ_TABLE]
     assert found
     assert {(v.request, v.detail) for v in found} == {(hit["request"], "read_index of sliding_attention")}
+
+
+@pytest.mark.skipif(not HAS_POOL, reason="up to 5.17 lengths are made by another class")
+@pytest.mark.parametrize(
+    ("kind", "class_", "region"),
+    [
+        ("llama", "FullAttentionCacheAllocator", "full_attention"),
+        ("mistral", "SlidingAttentionCacheAllocator", "sliding_attention"),
+    ],
+)
+def test_a_later_chunk_without_its_context_is_told(kind, class_, region, guard):
+    """Keys are cut out by the length of a first chunk; lists, blocks and tokens are right. The mask of SDPA, made from
+    the same lengths, does not fit then, which ends the requests right after."""
+    allocators = pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    model, hit = batching(kind), []
+    guarded = guard(model, table_interval=1, read_check=0, lifetime=False)
+
+    def wrong(original):
+        def get_seqlen_k(self, past_length, query_length):
+            if past_length and query_length > 1 and not hit:
+                hit.append(past_length)
+                return original(self, 0, query_length)
+            return original(self, past_length, query_length)
+
+        return get_seqlen_k
+
+    patches = Patches()
+    patches.wrap(getattr(allocators, class_), "get_seqlen_k", wrong)
+    try:
+        with pytest.raises(RuntimeError, match="must match the size"):
+            serve(model, Traffic(new_tokens=14, batch_tokens=24))
+    finally:
+        patches.undo()
+    first = guarded.violations[0]
+    assert (first.kind, first.detail) == (Kind.READ_LENGTH, f"cu_seq_lens_k of {region}")
+    assert 0 < first.stored_value - first.found_value <= hit[0]

@@ -1,4 +1,4 @@
-"""`GivenTables`: the lists given to a forward's attention, against the cache's own blocks."""
+"""`GivenTables`: the lists and lengths given to a forward's attention, against the cache's own blocks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from canary_adapters import BlockLists, ragged_table
-from canary_core import BatchView, Canary, ReadTable
+from canary_core import BatchView, Canary, ReadLens, ReadTable
 from canary_transformers.continuous import compat
 from canary_transformers.continuous.compat import KVGroup
 
@@ -16,6 +16,7 @@ class GivenTables:
     """Compares the read lists, write lists and block tables of one cache's groups, which take turns.
 
     The view of a forward has these very lists; their origin are the engine's own blocks of each request on the host.
+    The cumulative lengths given beside the lists are compared with the view's, which come from the requests.
     """
 
     def __init__(self, canary: Canary, cache: Any, groups: Sequence[KVGroup]) -> None:
@@ -35,7 +36,10 @@ class GivenTables:
             blocks = compat.blocks_of(self._cache, group, names)
             kept = self._lists.kept(blocks, group.block_slots, group.window_tokens or 0)
             if kept is not None:
-                self._tables.compare([replace(make(view, group, arguments), kept=kept)])
+                lens = tuple(_lens(view, group, arguments))
+                if len(lens) < 2:
+                    self._tables.leave_out(f"lengths of {group.name}", "some are not given in a known form")
+                self._tables.compare([replace(make(view, group, arguments), kept=kept, lens=lens)])
                 return
         self._tables.skip()
 
@@ -45,6 +49,18 @@ class GivenTables:
             yield group, _block_table if blocks else _read_index
         if not blocks:
             yield group, _write_index
+
+
+def _lens(view: BatchView, group: KVGroup, arguments: Mapping[str, Any]) -> Iterator[ReadLens]:
+    """What a row's queries and keys are cut out by: of a window the keys of at most one token fewer than it has, and
+    those of the new tokens."""
+    past, new, keys = view.prefix_lens, view.new_lens, arguments.get("cu_seq_lens_k")
+    if group.window_tokens is not None:
+        past = past.clamp(max=group.window_tokens - 1)
+    keys = keys.get(group.name) if isinstance(keys, Mapping) else None
+    for name, given, expected in (("q", arguments.get("cu_seq_lens_q"), new), ("k", keys, past + new)):
+        if isinstance(given, Tensor) and given.dim() == 1 and given.shape[0] > view.rows:
+            yield ReadLens(f"cu_seq_lens_{name} of {group.name}", given, expected, begins=True)
 
 
 _Make = Callable[[BatchView, KVGroup, Mapping[str, Any]], ReadTable]
