@@ -92,3 +92,16 @@ def test_of_a_backend_that_reads_the_engine_s_table_lengths_are_compared(name, l
     assert found["stats"]["lengths_compared"] == found["stats"]["forwards"] > 5
     assert "tables_compared" not in found["stats"]
     assert engine.table_names() == ["keys of TorchNativeAttnBackend"]
+
+
+@BEYOND
+@pytest.mark.parametrize("name", ["eagle", "eagle_tree", "mixed", "radix_off"])
+def test_lengths_of_drafts_and_of_mixed_batches_are_no_finding(name, start):
+    """Verifications of drafted tokens, forwards of the draft model, and decodes beside chunks: what is sure is compared
+    in every forward of the served model, the rest is left out."""
+    engine = start(name, **ALWAYS)
+    for seed in (0, 0, 1):
+        engine.serve(prompts=engine.setup.traffic(seed), new_tokens=engine.setup.new_tokens)
+    found = engine.findings()
+    assert found["violations"] == []
+    assert found["stats"]["lengths_compared"] > 5
