@@ -1,5 +1,6 @@
 """What vLLM's sampler gave, against what the next forward computes. Clean traffic: `test_engine`."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from canary_vllm.batches import sampled
 from vllm_on_cpu import guarded
 
-from canary_core import Kind
+from canary_core import Kind, Patches
 
 pytestmark = pytest.mark.timeout(600)
 REPEATED = [5, 6, 7, 8] * 6
@@ -49,6 +50,26 @@ def test_requests_that_get_each_others_token_are_named(engine):
         guard.canary.drain()
         found = [v for v in guard.findings.violations if v.kind is Kind.WRITE_INPUT]
     assert sorted(v.request for v in found) == ["a", "b"]
+
+
+@pytest.mark.parametrize("engine", [of("async")], indirect=True)
+def test_the_asynchronous_engine_is_asynchronous(engine):
+    """vLLM's platform of CPUs switches asynchronous scheduling off; here it is on, in scheduler and runner: batches are
+    made before the tokens of the batch before are known, guarded, and nothing is found."""
+    small, order = engine.small, []
+    with guarded.guard(small) as guard:
+        assert type(small.scheduler).__name__ == "AsyncScheduler"
+        assert small.runner.use_async_scheduling
+        patches = Patches()
+        patches.follow(small.scheduler, "schedule", lambda *_, **__: order.append("made"))
+        patches.follow(small.scheduler, "update_from_output", lambda *_, **__: order.append("known"))
+        small.serve([REPEATED, [token + 50 for token in REPEATED]], 12)
+        patches.undo()
+        assert guard.trouble() == []
+        assert guard.canary.stats()["sampled_tokens"] > 0
+    ahead = sum(pair == ("made", "made") for pair in pairwise(order))
+    assert ahead > 0
+    assert order.count("made") > 12
 
 
 @pytest.mark.without_engine

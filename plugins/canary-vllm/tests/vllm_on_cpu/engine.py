@@ -23,7 +23,7 @@ ENVIRONMENT = {
 OPTIONS: dict[str, Any] = dict(
     load_format="dummy", skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=8,
     enforce_eager=True, block_size=BLOCK, num_gpu_blocks_override=24, max_num_batched_tokens=64,
-    enable_prefix_caching=True, seed=1, disable_log_stats=True,
+    enable_prefix_caching=True, seed=1, disable_log_stats=True, async_scheduling=False,
 )  # fmt: skip
 
 
@@ -38,6 +38,27 @@ def without_llvmlite() -> Iterator[None]:
         sys.modules.update(hidden)
 
 
+@contextmanager
+def as_asked_for() -> Iterator[None]:
+    """Asynchronous scheduling is what the options say. vLLM's platform of CPUs switches it off ("not required on CPU"),
+    with all that it changes in scheduler and runner."""
+    from vllm.platforms import current_platform
+
+    owner = type(current_platform)
+    raw = vars(owner)["check_and_update_config"]
+
+    def check(cls: Any, config: Any) -> None:
+        asked = config.scheduler_config.async_scheduling
+        raw.__func__(cls, config)
+        config.scheduler_config.async_scheduling = asked
+
+    owner.check_and_update_config = classmethod(check)
+    try:
+        yield
+    finally:
+        owner.check_and_update_config = raw
+
+
 class SmallEngine:
     """``model``: one of `models.MODELS`. ``options``: what `vllm.LLM` is given beside `OPTIONS`.
 
@@ -50,7 +71,7 @@ class SmallEngine:
         from vllm import LLM
 
         root = Path(tempfile.mkdtemp(prefix="vllm-on-cpu-"))
-        with without_llvmlite():
+        with without_llvmlite(), as_asked_for():
             self.llm = LLM(model=models.folder(model, root), **{**OPTIONS, **options})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.answers: dict[str, list[int]] = {}
