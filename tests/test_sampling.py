@@ -18,7 +18,7 @@ class Serving:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
-        self.guarded = Guarded(ToyEngine(device=device))
+        self.guarded = Guarded(ToyEngine(device=device), incident_tokens=True)
         self.canary = self.guarded.canary
         self.canary.sampled.follow()
         self.requests = [self.guarded.submit("a", 3), self.guarded.submit("b", 5)]

@@ -149,7 +149,7 @@ def test_a_lost_write_is_told_by_both_ranks(tmp_path, device):
     options = two_ranks(device, model=model, max_total_tokens=pool)
     folder = tmp_path / "guarded"
     phases = [phase("nothing", of_rank_0, 1), phase("lost", of_rank_1, 1)]
-    serve(folder, options, phases, CANARY_PLUGINS="sglang,ranks_witness")
+    serve(folder, options, phases, CANARY_PLUGINS="sglang,ranks_witness", CANARY_INCIDENT_TOKENS="true")
     for rank in (0, 1):
         events = told(folder, rank, "event")
         (lost,) = [e for e in events if e["event"] == "fault_injected"]

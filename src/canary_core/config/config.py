@@ -305,7 +305,8 @@ class CanaryConfig(BaseSettings):
     )
     incident_tokens: bool = Field(
         default=False,
-        description="Bundles hold token ids and prefix hashes; without, nothing of a prompt can be worked out of them.",
+        description="Findings hold token ids and prefix hashes, in logs, events, errors, plugins, dumps and bundles; "
+        "without, they say that a token is wrong, and not which.",
     )
     suppressions: str = Field(
         default="",

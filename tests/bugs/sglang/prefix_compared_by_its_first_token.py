@@ -42,5 +42,5 @@ BUG = Bug(
     setup="small",
     broken=broken,
     traffic=traffic,
-    default=Found("token", 1, "bob expects token ... at position 1 ... written by alice ...: another request's prefix"),
+    default=Found("token", 1, "bob expects ... at position 1 ... written by alice ...: another request's prefix"),
 )

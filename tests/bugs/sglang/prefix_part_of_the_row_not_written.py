@@ -54,5 +54,5 @@ BUG = Bug(
     setup="mha",
     broken=broken,
     traffic=traffic,
-    default=Found("token", 1, "bob expects token ... at position 0 ... written by carol"),
+    default=Found("token", 1, "bob expects ... at position 0 ... written by carol"),
 )

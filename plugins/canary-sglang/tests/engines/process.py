@@ -20,6 +20,7 @@ from engines.setups import Setup
 GUARD = {
     "CANARY_PLUGINS": "sglang",
     "CANARY_READ_CHECK": "-1",
+    "CANARY_INCIDENT_TOKENS": "true",
     "CANARY_STATE_INTERVAL": "1",
     "CANARY_SCRUB_BUDGET": "8MiB",
     "CANARY_RING_ROWS": "65536",

@@ -37,7 +37,7 @@ def status(pid: Pid = None, as_json: AsJson = False) -> None:
 
 @app.command("dump")
 def dump(pid: Pid = None) -> None:
-    """All that the host knows, as JSON: status, settings, versions, coverage and the last events. No tokens."""
+    """All that the host knows, as JSON: status, settings, versions, coverage and the last events."""
     with _asked("dump", None, pid) as answers:
         print_json(_listed(answers))
 

@@ -20,9 +20,6 @@ from canary_core.errors import CanaryError
 if TYPE_CHECKING:
     from canary_core.guard.canary import Canary
 
-TOKENS = ("token", "stored_token")
-"""Fields with users' tokens, left out of a dump."""
-
 DUMP_BYTES = MOST_REPLY_BYTES // 2
 """Most bytes of the events of a dump; the oldest are left out."""
 
@@ -68,8 +65,7 @@ class Commands:
         told = sorted((one for canary in canaries for one in canary.recent_events), key=lambda one: one[0])
         events, size = [], 0
         for when, event in reversed(told):
-            fields = {name: value for name, value in event.fields.items() if name not in TOKENS}
-            events.append({"time": when, "event": event.name, "level": event.level, **fields})
+            events.append({"time": when, "event": event.name, "level": event.level, **event.fields})
             size += len(repr(events[-1]))
             if size > DUMP_BYTES:
                 events.pop()

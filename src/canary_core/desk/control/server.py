@@ -25,7 +25,7 @@ PATIENCE_S = 10.0
 """Longest silence of a client, neither asking nor taking its answer, before it is cut off."""
 
 AGAIN_S = 0.5
-"""Wait after a connection that the system could not give, for want of open files or memory, before the next try."""
+"""Wait after a connection refused by the system for want of open files or memory, before the next try."""
 
 STALE_S, MOST_SWEPT = 60.0, 256
 """Age of a socket without hope of a listener, and most sockets looked at."""
@@ -239,7 +239,7 @@ def _require_own_folder(folder: Path) -> None:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether ``folder`` is a directory that belongs to this user and that nobody else can write to."""
+    """Whether ``folder`` is a directory of the present user, and nobody else can write to it."""
     try:
         found = folder.lstat()
     except OSError:

@@ -11,7 +11,7 @@ from canary_core.config import CanaryConfig, settings
 from canary_core.desk.explain.affected import Affected, Clock, affected, folded, self_test, summary, to_do
 from canary_core.desk.explain.ranks import of_ranks
 from canary_core.desk.explain.timeline import Moment, timeline
-from canary_core.desk.incidents.bundle import Bundle, redacted, state_of
+from canary_core.desk.incidents.bundle import Bundle, state_of
 from canary_core.desk.incidents.diagnosis import diagnose
 from canary_core.desk.incidents.evidence import Evidence, fingerprints
 from canary_core.desk.incidents.patterns import patterns
@@ -350,7 +350,7 @@ def _report(bundle: Bundle, versions: Mapping[str, str], ranks: str) -> str:
     lines = [
         f"KV cache: {incident.root.kind.name.lower()} found by Canary",
         "",
-        redacted(incident.root).explanation,
+        incident.root.redacted().explanation,
         "",
         f"Findings of one cause: {kinds}",
         "",
@@ -399,7 +399,7 @@ def _renamed(violation: Violation, number: Mapping[str, str]) -> Violation:
         return None if name is None else number.get(name, "another request")
 
     return replace(
-        redacted(violation),
+        violation.redacted(),
         request=called(violation.request),
         stored_request=called(violation.stored_request),
         freed_by=called(violation.freed_by),

@@ -22,7 +22,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,6 @@ PREFIX = "incident-"
 
 class BundleError(CanaryError):
     """A directory is no bundle, or not a whole one; or no bundle could be written."""
-
-
-def redacted(violation: Violation) -> Violation:
-    """A copy without token ids, and without prefix hashes, by which tokens could be worked out."""
-    if violation.kind is Kind.PREFIX:
-        violation = replace(violation, stored_value=None, found_value=None)
-    return replace(violation, token=None, stored_token=None)
 
 
 @dataclass(slots=True, eq=False)

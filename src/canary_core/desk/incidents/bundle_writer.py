@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from canary_core.desk.incidents.bundle import FORMAT, PARTIAL, PREFIX, VERSION, redacted
+from canary_core.desk.incidents.bundle import FORMAT, PARTIAL, PREFIX, VERSION
 from canary_core.desk.incidents.circumstances import Circumstances
 from canary_core.desk.incidents.evidence import Evidence
 from canary_core.desk.incidents.rotation import Limits, rotate
@@ -27,7 +27,6 @@ from canary_core.events import Event
 from canary_core.incident import Incident
 from canary_core.kinds.case import Pattern
 from canary_core.records import PREFIX_HASH, TOKEN
-from canary_core.violation import Violation
 
 MOST_CELLS = 60_000
 """Most slots times sources in one bundle, for less than 5 MB."""
@@ -78,13 +77,13 @@ def write_bundle(directory: Path, dossier: Dossier, limits: Limits) -> Path:
     return directory / name
 
 
-def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float, Event]], tokens: bool) -> None:
+def write_aftermath(path: Path, incident: Incident, events: Iterable[tuple[float, Event]]) -> None:
     """Adds ``after.json`` to a bundle, whole or not at all. Raises OSError on failure."""
     after = {
         "findings": incident.total,
         "kinds": _kinds(incident),
         "last_step": incident.last_step,
-        "events": [_event(moment, event, tokens) for moment, event in events],
+        "events": [_event(moment, event) for moment, event in events],
     }
     partial = path / ".after.json"
     _put(partial, _json(after))
@@ -158,11 +157,10 @@ def _manifest(files: Mapping[str, bytes], incident: Incident) -> bytes:
 
 def _files(dossier: Dossier) -> dict[str, bytes]:
     circumstances, evidence = dossier.circumstances, dossier.evidence
-    tokens = circumstances.tokens
     files = {
-        "incident.json": _json(_incident(dossier.incident, tokens)),
+        "incident.json": _json(_incident(dossier.incident)),
         "about.json": _json({**circumstances.about, "versions": versions()}),
-        "events.jsonl": b"".join(_json(_event(*told, tokens)) + b"\n" for told in circumstances.events),
+        "events.jsonl": b"".join(_json(_event(*told)) + b"\n" for told in circumstances.events),
     }
     if evidence is not None:
         files["evidence.json"] = _json(_evidence(evidence, dossier.patterns, circumstances))
@@ -185,11 +183,11 @@ def versions() -> dict[str, str]:
     return out
 
 
-def _incident(incident: Incident, tokens: bool) -> dict[str, object]:
+def _incident(incident: Incident) -> dict[str, object]:
     return {
         "number": incident.number,
-        "root": _violation(incident.root, tokens),
-        "findings": [_violation(v, tokens) for v in incident.findings],
+        "root": incident.root.fields(),
+        "findings": [v.fields() for v in incident.findings],
         "total": incident.total,
         "kinds": _kinds(incident),
         "last_step": incident.last_step,
@@ -204,20 +202,12 @@ def _kinds(incident: Incident) -> dict[str, int]:
     return {kind.name.lower(): number for kind, number in incident.kinds.items()}
 
 
-def _violation(violation: Violation, tokens: bool) -> dict[str, object]:
-    return (violation if tokens else redacted(violation)).fields()
-
-
-_PRIVATE = ("token", "stored_token", "explanation")
-"""Fields of events with possible token names."""
-
 _PLACES = ("bundle", "directory")
 """Fields of events with paths."""
 
 
-def _event(moment: float, event: Event, tokens: bool) -> dict[str, object]:
-    left_out = _PLACES if tokens else (*_PRIVATE, *_PLACES)
-    fields = {k: v for k, v in event.fields.items() if k not in left_out}
+def _event(moment: float, event: Event) -> dict[str, object]:
+    fields = {k: v for k, v in event.fields.items() if k not in _PLACES}
     return {"time": round(moment, 6), "event": event.name, "level": event.level, **fields}
 
 

@@ -245,7 +245,7 @@ class Investigator:
         for written in due:
             try:
                 events = [(moment, event) for moment, event in written.canary.recent_events if moment >= written.since]
-                write_aftermath(written.path, written.incident, events, self._config.incident_tokens)
+                write_aftermath(written.path, written.incident, events)
             except (OSError, RuntimeError):
                 # The bundle is whole without it; somebody may have moved it.
                 continue

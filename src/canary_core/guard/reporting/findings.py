@@ -217,7 +217,7 @@ class Reporter:
             reason = self._dismissal(violation)
             if reason is not None:
                 self.dismissed += 1
-                fields = {"reason": reason, **violation.fields()}
+                fields = {"reason": reason, **self._told(violation).fields()}
                 self._switch.emit(Event("dismissed", "debug", fields))
                 continue
             if self.memory.takes(violation):
@@ -277,7 +277,12 @@ class Reporter:
         unknown = counters[Counter.UNKNOWN_SLOTS] - self.counters[Counter.UNKNOWN_SLOTS]
         self.unknown_slots = unknown / max(forwards, 1)
 
+    def _told(self, violation: Violation) -> Violation:
+        """``violation`` as every log, event, error, bundle and plugin has it: with tokens only where asked for."""
+        return violation if self._config.incident_tokens else violation.redacted()
+
     def _deliver(self, violation: Violation) -> None:
+        violation = self._told(violation)
         self.delivered[violation.kind] += 1
         place = (violation.kind, violation.region)
         self.found[place] = self.found.get(place, 0) + 1

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from canary_core.events import Event
-from canary_core.incident import Incident
+from canary_core.incident import MOST_KEPT, Incident
 from canary_core.kinds import registry
 from canary_core.kinds.facts import ABSORBED
 from canary_core.kinds.links import NEAR_STEPS, Link
@@ -84,7 +84,7 @@ class Incidents:
         """A repeated finding of changed bytes names one more request, as their reader."""
         if violation.kind is Kind.BYTES and violation.request is not None:
             for incident in self._index.get((Link.SLOT, violation.region, violation.slot), ()):
-                if Kind.BYTES in incident.kinds:
+                if Kind.BYTES in incident.kinds and len(incident.requests) < MOST_KEPT:
                     incident.requests[violation.request] = None
 
     def _damage_read(self, violation: Violation) -> Incident | None:

@@ -46,8 +46,9 @@ def check_host_nodes(parked: ParkedRecords, runs: Sequence[HostRun], vocabulary:
         elif free[entry]:
             what = "is in the host pool's free list as well"
         else:
-            there = f"token {int(stored.tokens[entry])} at {int(stored.positions[entry])}"
-            what = f"was written for {there}, the node's is {int(tokens[entry])}"
+            alike = int(stored.tokens[entry]) == int(tokens[entry])
+            there = f"the node's token, but at {int(stored.positions[entry])}" if alike else "another token"
+            what = f"was written for {there}"
         detail = f"host slot {int(numbers[entry])}, which holds its position {int(position[entry])}, {what}"
         found[index] = Broken(runs[index].node, RULE, detail)
     return list(found.values()), int(known.sum())
