@@ -5,7 +5,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from support import surface
+from support import api, surface
 
 import canary_core
 from canary_core.plugins import hookspecs
@@ -33,6 +33,12 @@ def test_the_public_surface_is_what_was_agreed():
     """Every public name, method and parameter is in public_surface.txt: plugins live on them, so each change is one of
     that file. ``PYTHONPATH=src:tests python -m support.surface > tests/public_surface.txt`` writes the file anew."""
     assert surface.text() == Path(__file__).with_name("public_surface.txt").read_text()
+
+
+def test_the_api_reference_is_that_of_the_sources():
+    """docs/api.md has every public name with its signature and docstring. ``PYTHONPATH=src:tests python -m support.api
+    > docs/api.md`` writes the page anew."""
+    assert api.text() == (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 
 def test_public_names_are_documented():

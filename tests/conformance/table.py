@@ -4,6 +4,7 @@ PYTHONPATH=tests:examples/canary-toy/src python -m conformance.table > docs/plug
 """
 
 import sys
+from collections.abc import Sequence
 
 import pytest
 from canary_toy import hooks
@@ -11,7 +12,7 @@ from canary_toy.session import ToyConformance
 from canary_toy.toy_engine import Engine
 from conformance.mutations import MUTATIONS, Mutation
 
-from canary_core.testing import Outcome, run_suite
+from canary_core.testing import Outcome, run_suite, suite_tests
 
 SHOWN = 300
 """Characters of a message that the table has."""
@@ -19,7 +20,7 @@ SHOWN = 300
 HEAD = """# What the conformance suite says of wrong plugins
 
 Each row is one bug in the plugin of the [toy engine](../examples/canary-toy), made on purpose
-([mutations.py](../tests/conformance/mutations.py)). The suite must fail for each, and say which part of the plugin is
+([mutations](../tests/conformance/mutations)). The suite must fail for each, and say which part of the plugin is
 wrong. CI holds every row. Written by `PYTHONPATH=tests:examples/canary-toy/src python -m conformance.table`.
 
 | bug | where to look | test | what the suite said, shortened |
@@ -27,13 +28,18 @@ wrong. CI holds every row. Written by `PYTHONPATH=tests:examples/canary-toy/src 
 """
 
 
-def first_failure(mutation: Mutation, patch: pytest.MonkeyPatch) -> Outcome | None:
-    """What the suite says first of the toy engine's plugin with this bug; None if it passes. Undoing ``patch`` takes
-    back what a wrong plugin leaves behind, too."""
+SLOW = ("test_faults_are_found", "test_padding_is_not_taken_for_requests", "test_eviction_is_silent")
+"""Come last."""
+
+
+def failure(mutation: Mutation, patch: pytest.MonkeyPatch, tests: Sequence[str] = ()) -> Outcome | None:
+    """What the suite, or ``tests`` of it, says first of the toy engine's plugin with this bug; None if it passes.
+    Undoing ``patch`` takes back what a wrong plugin leaves behind, too."""
     patch.setattr(Engine, "__init__", Engine.__init__)
     patch.setattr(hooks, "HOOKS", hooks.ToyHooks())
     mutation.apply(patch)
-    return next((outcome for outcome in run_suite(ToyConformance) if outcome.result == "failed"), None)
+    order = tests or sorted(suite_tests(ToyConformance), key=lambda test: test in SLOW)
+    return next((outcome for outcome in run_suite(ToyConformance, order) if outcome.result == "failed"), None)
 
 
 def row_start(mutation: Mutation, outcome: Outcome) -> str:
@@ -46,7 +52,7 @@ def main() -> None:
     sys.stdout.write(HEAD)
     for mutation in MUTATIONS:
         with pytest.MonkeyPatch.context() as patch:
-            outcome = first_failure(mutation, patch)
+            outcome = failure(mutation, patch)
         if outcome is None:
             raise SystemExit(f"the suite passes a plugin in which {mutation.name}")
         said = outcome.message.partition(": ")[2].replace("|", "\\|")

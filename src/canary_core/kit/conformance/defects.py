@@ -9,7 +9,7 @@ from canary_core.batch import BatchView
 from canary_core.guard.canary import Canary
 from canary_core.guard.listener import StepListener
 from canary_core.kit.conformance import traffic
-from canary_core.kit.conformance.problems import Culprit, Nonconforming, require_silence
+from canary_core.kit.conformance.problems import Culprit, Nonconforming
 from canary_core.kit.conformance.requirements import Requirements, needs
 from canary_core.kit.conformance.session import EngineSession
 from canary_core.kit.conformance.stage import Ask, Stage
@@ -21,7 +21,8 @@ from canary_core.violation import Violation
 MISREAD = (Kind.POSITION, Kind.TOKEN, Kind.PREFIX, Kind.UNWRITTEN, Kind.FREED)
 """Findings about a slot of another request."""
 MISCOUNTED = (Kind.WRITE_INPUT, Kind.WRITE_SLOT, Kind.SLOT_RANGE, *MISREAD)
-MISFED = (Kind.WRITE_INPUT, Kind.TOKEN)
+MISFED = (Kind.WRITE_INPUT,)
+"""Told at once, not when the wrong token is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,26 +137,27 @@ class Defects(Requirements):
                 stage.submit(*asks)
                 for ask in asks:
                     stage.step_until(ask.name, MOST_DROPPED + 1)
-                wanted = {}
                 for ask in asks:
-                    end = len(ask.tokens) + len(stage.session.answer(ask.name)) - 1
-                    wanted[ask.name] = set(range(end - dropped, end))
                     stage.session.roll_back(ask.name, dropped)
                     stage.session.miscount(ask.name, dropped)
+                seen = len(stage.onlooker.rows)
                 for _ in range(3):
                     # A prompt that goes on may come first.
                     stage.step()
                 stage.drain()
                 told = [v for v in stage.violations if v.kind in (Kind.UNWRITTEN, Kind.FREED)]
-                seen = {name: {v.position for v in told if v.request == name} for name in wanted}
-                # What the prefix cache keeps of a whole page may well be read.
-                if not any(wanted[name] <= seen[name] for name in wanted):
-                    raise Nonconforming(
-                        "slot events",
-                        f"{dropped} tokens were dropped at {len(asks)} places of a page, a forward read them all the "
-                        f"same, and of none of these requests all was found{found_instead(stage)}: tell "
-                        "canary.slots.clear, not forget, of every slot that is dropped of a page that is kept",
-                    )
+                for ask in asks:
+                    row = next(r for r in stage.onlooker.rows[seen:] if ask.name in str(r.request))
+                    wanted = range(row.prefix - dropped, row.prefix)
+                    missing = set(wanted) - {v.position for v in told if ask.name in str(v.request)}
+                    if missing:
+                        raise Nonconforming(
+                            "slot events",
+                            f"{dropped} tokens of {ask.name} were dropped from position {wanted.start} on, a forward "
+                            f"read them all the same, and nothing was found at {sorted(missing)}"
+                            f"{found_instead(stage)}: tell canary.slots.clear, not forget, of every slot that is "
+                            "dropped of a page that is kept",
+                        )
 
     @needs("copies", "fork")
     def test_a_copy_that_leaves_something_out_is_found(self) -> None:
@@ -188,7 +190,18 @@ class Defects(Requirements):
 
     @needs("sampled")
     def test_the_sampler_is_followed(self) -> None:
-        """Of requests whose own tokens a view does not know, a foreign token is told by what the sampler gave."""
+        """Of requests whose own tokens a view does not know, a foreign token is told by what the sampler gave, and
+        nothing else is."""
+        with self._stage(_Unexpecting()) as stage:
+            self._serve(stage, self._apart(5))
+            stage.drain()
+            if stage.violations:
+                raise Nonconforming(
+                    "hooks",
+                    "the sampler is said to have given other tokens than the engine goes on with: are those of "
+                    "canary.sampled.give the sampler's, in the order of the view's rows, -1 where a prompt goes on? "
+                    f"{stage.violations[0]}",
+                )
         bug = Defect(
             lambda session, name: session.misfeed(name),
             MISFED,
@@ -207,13 +220,13 @@ class Defects(Requirements):
             self._submit_as(stage, "one", ask)
             self._submit_as(stage, "two", Ask("second", ask.tokens, ask.new_tokens))
             self._submit_as(stage, "one", Ask("third", ask.tokens, ask.new_tokens))
-            stage.drain()
-            require_silence(stage.violations, stage.findings.events, "requests of two identities", "hooks")
+            self._require_own_identities(stage)
             stage.session.mix_identities()
             stage.session.submit_as("three", "fourth", ask.tokens, ask.new_tokens)
             if self._await(stage, lambda v: v.kind is Kind.PREFIX) is None:
+                known = len({c.writers.anchor(name) for c in stage.canaries for name in ("third", "fourth")}) > 1
                 raise Nonconforming(
-                    "hooks",
+                    "BatchAdapter" if known else "hooks",
                     f"a request hit the prefix of another identity, and nothing was found{found_instead(stage)}: call "
                     "canary.writers.identify where requests arrive, with all that keys the prefix cache, and give "
                     "BatchView.anchors, never 0 for a request that is known",
@@ -291,8 +304,7 @@ class Defects(Requirements):
         """Tables that attention is given are compared with the engine's own, in each forward that is due."""
         with self._stage(table_interval=1) as stage:
             self._serve(stage, self._apart(5))
-            stage.drain()
-            require_silence(stage.violations, stage.findings.events, "tables of attention")
+            stage.require_silence("tables of attention")
             if not stage.counter("tables_compared"):
                 raise Nonconforming(
                     "hooks", "no table was compared: ask canary.step.tables.due, and give ReadTables to compare"
@@ -334,7 +346,7 @@ class Defects(Requirements):
         moment: str = "",
         accept: Callable[[Violation], bool] = lambda v: True,
     ) -> None:
-        require_silence(stage.violations, stage.findings.events, "a request")
+        stage.require_silence("a request")
         bug.plant(stage.session, ask.name)
         found = self._await(stage, lambda v: v.kind in bug.kinds and accept(v))
         if found is None:
@@ -343,6 +355,17 @@ class Defects(Requirements):
                 f"{bug.what}{moment and f', {moment}'}, and nothing was found{found_instead(stage)}: {bug.advice}",
             )
         self._need_name(found, found.request or found.stored_request, ask.name)
+
+    def _require_own_identities(self, stage: Stage) -> None:
+        """Nothing is found while the engine keeps identities apart."""
+        stage.drain()
+        if stage.violations and stage.violations[0].kind is Kind.PREFIX:
+            raise Nonconforming(
+                "BatchAdapter",
+                "requests of two identities share nothing, and are told to: BatchView.anchors must be those of "
+                f"canary.writers.anchors(names), in the rows' order. {stage.violations[0]}",
+            )
+        stage.require_silence("requests of two identities")
 
     def _submit_as(self, stage: Stage, identity: str, ask: Ask) -> None:
         stage.session.submit_as(identity, ask.name, ask.tokens, ask.new_tokens)

@@ -61,6 +61,11 @@ class Footprints:
             raise Nonconforming("hooks", f"no forward was checked, so none could be audited{self._stage.troubles()}")
         if self._problems:
             part, _ = self._problems[0]
+            outside = sum(of == "hooks" for of, _ in self._problems)
+            if outside + 1 >= self._forwards > 1:
+                # What changed in no forward has changed around it.
+                part = "hooks"
+                self._problems.sort(key=lambda problem: problem[0] != "hooks")
             shown = "; ".join(problem for _, problem in self._problems[:SHOWN])
             raise Nonconforming(part, f"{len(self._problems)} problems in {self._forwards} forwards: {shown}")
 

@@ -8,7 +8,7 @@ from canary_core.config.faults import FaultSpec
 from canary_core.errors import ViolationError
 from canary_core.kit.conformance.footprints import Footprints, require_coverage
 from canary_core.kit.conformance.functions import changed, functions_of
-from canary_core.kit.conformance.problems import Culprit, Nonconforming, require_silence
+from canary_core.kit.conformance.problems import Culprit, Nonconforming
 from canary_core.kit.conformance.session import Ability
 from canary_core.kit.conformance.stage import Ask, Drive, fill
 from canary_core.kit.conformance.trials import ANSWERED, FORKS, MOST_DROPPED, Poke, Trials, found_instead
@@ -69,7 +69,7 @@ class Requirements(Trials):
             self._serve(stage, self._apart(3))
             forwards = sum(canary.forwards for canary in stage.canaries)
             if not stage.onlooker.forwards:
-                self._fail_unseen(stage, forwards)
+                self._fail_unseen(stage)
             if not stage.onlooker.tables:
                 raise Nonconforming("BatchAdapter", "BatchView.tables is empty: name a SlotTable for each region")
             if stage.onlooker.stored < stage.onlooker.forwards:
@@ -103,7 +103,7 @@ class Requirements(Trials):
         with self._stage() as stage:
             self._serve(stage, self._apart(CLEAN_REQUESTS // 2))
             if not stage.onlooker.forwards:
-                self._fail_unseen(stage, 0)
+                self._fail_unseen(stage)
             # No two of them begin alike, so there is nothing to reuse.
             require_truth(stage, reuses=False)
 
@@ -131,8 +131,7 @@ class Requirements(Trials):
         with self._stage() as stage:
             self._serve(stage, self._apart(CLEAN_REQUESTS))
             self._serve(stage, [Ask(f"{a.name}-b", a.tokens, a.new_tokens) for a in self._alike(CLEAN_REQUESTS)])
-            stage.drain()
-            require_silence(stage.violations, stage.findings.events, "clean traffic")
+            stage.require_silence("clean traffic")
             for counter in ("checked_slots", "checked_bytes", "recorded_slots", "recorded_bytes"):
                 if not stage.counter(counter):
                     raise Nonconforming(
@@ -151,7 +150,7 @@ class Requirements(Trials):
             first, other = self._apart(2, new_tokens=ANSWERED + 3 * self.layers * len(self.halves))
             stage.submit(first, other)
             stage.step_until(first.name, ANSWERED)
-            require_silence(stage.violations, stage.findings.events, "two requests")
+            stage.require_silence("two requests")
             places = [(layer, half) for layer in range(self.layers) for half in self.halves]
             for n, (layer, half) in enumerate(places):
                 position = n % (len(first.tokens) + 1)
@@ -200,8 +199,7 @@ class Requirements(Trials):
                 for count in (1, 2, 3, 5):
                     self._serve(stage, [Ask(f"{a.name}-{count}", a.tokens, a.new_tokens) for a in self._apart(count)])
             footprints.require_whole()
-            stage.drain()
-            require_silence(stage.violations, stage.findings.events, "padded batches")
+            stage.require_silence("padded batches")
 
     @needs("slot_mapping")
     def test_a_misplaced_write_is_named(self) -> None:
@@ -317,7 +315,9 @@ class Requirements(Trials):
             for name in children:
                 parent = name.removesuffix("-child")
                 self._poke(stage, Poke(0, self.halves[-1], name, length[name] - 2, parent, copied))
-                self._poke(stage, Poke(0, self.halves[0], name, length[name] - 1))
+                # An engine may exchange a block that became full for the parent's, which holds the same.
+                own = name if name == children[0] else parent
+                self._poke(stage, Poke(0, self.halves[0], name, length[name] - 1, own))
 
     @needs("roll_back")
     def test_roll_backs_are_silent(self) -> None:

@@ -9,12 +9,14 @@ import torch
 from canary_core import plugins
 from canary_core.config import CanaryConfig
 from canary_core.errors import PluginError
+from canary_core.events import Event
 from canary_core.guard.canary import Canary
 from canary_core.kit.conformance.onlooker import Onlooker
-from canary_core.kit.conformance.problems import Nonconforming
+from canary_core.kit.conformance.problems import Culprit, Nonconforming, blamed_for_error, require_silence
 from canary_core.kit.conformance.session import EngineSession
 from canary_core.kit.findings import Findings
 from canary_core.plugins.discovery import entry_points, inspect, new_manager, not_installed
+from canary_core.records import Kind
 from canary_core.violation import Violation
 
 MOST_STEPS = 2000
@@ -37,6 +39,8 @@ class Drive:
         self.session = session
         self.asks: dict[str, Ask] = {}
         """Every request so far by name."""
+        self.steps = 0
+        """Steps that ran something."""
 
     def submit(self, *asks: Ask) -> None:
         """All of ``asks`` begin with the next step."""
@@ -51,7 +55,9 @@ class Drive:
 
     def step(self) -> bool:
         """One step; whether anything was left to run."""
-        return self.session.step()
+        ran = self.session.step()
+        self.steps += ran
+        return ran
 
     def step_until(self, request: str, answered: int) -> None:
         """Steps until ``request`` has so many answered tokens. Raises `Nonconforming` if it never has."""
@@ -99,14 +105,40 @@ class Stage(Drive):
             f"there{self.troubles()}",
         )
 
+    @property
+    def errors(self) -> list[Event]:
+        """Reported errors."""
+        about_findings = ("incident", "diagnosis")
+        return [e for e in self.findings.events if e.level == "error" and not e.name.startswith(about_findings)]
+
+    def unseen_by(self) -> Culprit:
+        """The part to blame for forwards that were not checked."""
+        if not self.errors:
+            return "BatchAdapter" if self.unchecked else "hooks"
+        part = blamed_for_error(self.errors[0])
+        return "BatchAdapter" if part == "hooks" and self.errors[0].name != "misuse" else part
+
     def troubles(self) -> str:
         """Reported errors, for the end of a sentence; empty without any."""
-        errors = [
-            f"{e.name} {e.fields.get('reason') or e.fields.get('error')}"
-            for e in self.findings.events
-            if e.level == "error" and not e.name.startswith(("incident", "diagnosis"))
-        ]
+        errors = [f"{e.name} {e.fields.get('reason') or e.fields.get('error')}" for e in self.errors]
         return f"; told was: {'; '.join(errors[:2])}" if errors else ""
+
+    def told(self, event: str) -> int:
+        """How often an event of slots was told."""
+        return sum(counts.get(event, 0) for c in self.onlooker.canaries for counts in c.slots.counts.values())
+
+    @property
+    def unchecked(self) -> int:
+        """Forwards whose view was None."""
+        return sum(canary.step.unchecked for canary in self.onlooker.canaries)
+
+    def require_silence(self, doing: str, part: Culprit | None = None) -> None:
+        """As `problems.require_silence`, of all that was found and told so far."""
+        self.drain()
+        first = next(iter(self.violations), None)
+        if part is None and first is not None and first.kind is Kind.UNWRITTEN and self.told("clear"):
+            part = "slot events"
+        require_silence(self.violations, self.findings.events, doing, part)
 
     @property
     def violations(self) -> list[Violation]:

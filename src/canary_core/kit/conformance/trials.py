@@ -121,8 +121,7 @@ class Trials:
         with self._stage() as stage:
             with Footprints(stage, strict=False) as footprints:
                 act(stage)
-            stage.drain()
-            require_silence(stage.violations, stage.findings.events, doing, part)
+            stage.require_silence(doing, part)
             if stage.answers() != expected:
                 name = next(name for name, answer in stage.answers().items() if answer != expected[name])
                 raise Nonconforming(
@@ -142,6 +141,8 @@ class Trials:
         place = f"a bit of {half} of layer {layer} was flipped at position {position} of {request}"
         if self._await(stage, lambda v: True, before) is None:
             part, advice = flip.unseen
+            if part == "PoolAdapter" and stage.told("forget"):
+                part, advice = "slot events", "canary.slots.forget was told; what it names is not judged any more"
             raise Nonconforming(part, f"{place}, and nothing was found: {advice}")
         found = stage.violations[before:]
         for v in found:
@@ -258,9 +259,9 @@ class Trials:
         regions = [c.regions[violation.region] for c in stage.canaries if violation.region in c.regions]
         return regions[0].tokens_per_slot if regions else 1
 
-    def _fail_unseen(self, stage: Stage, forwards: int) -> None:
+    def _fail_unseen(self, stage: Stage) -> None:
         raise Nonconforming(
-            "BatchAdapter" if not forwards else "hooks",
+            stage.unseen_by(),
             "the engine served requests and no forward was checked: the view of each forward is None, or nothing calls "
             "canary.step.run or canary.step.before" + stage.troubles(),
         )

@@ -33,10 +33,11 @@ def require_truth(stage: Stage, reuses: bool) -> None:
         first = min(positions, default=last) if reuses else 0
         missing = sorted(set(range(first, last)) - positions)
         if missing or not (positions or reuses):
+            unseen = not stage.unchecked and stage.onlooker.forwards < stage.steps
             raise Nonconforming(
-                "BatchAdapter",
+                "hooks" if unseen else "BatchAdapter",
                 f"no view told that positions {_ranges(missing)} of {name} are computed: is the view None for some "
-                "forwards, or are new_lens too short?",
+                "forwards, are new_lens too short, or do some forwards run past the hook?",
             )
     if not known:
         raise Nonconforming(
