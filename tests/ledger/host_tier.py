@@ -40,14 +40,15 @@ class HostTier:
             self.g.step()
         return request
 
-    def save(self, request: Request, keep: bool = True) -> None:
-        """Stores the complete blocks of ``request``."""
+    def save(self, request: Request, keep: bool = True) -> Request:
+        """Stores the complete blocks of ``request``, and gives it back."""
         slots = self.on_device(request.slots[: request.cached // PAGE * PAGE])
         for block in range(len(slots) // PAGE):
             of = slots[block * PAGE : (block + 1) * PAGE]
             self.stored[tuple(request.tokens[: (block + 1) * PAGE])] = [t[of].clone() for t in self.tensors]
         if keep:
             self.g.canary.ledger.keep("full", slots, PAGE)
+        return request
 
     def finish(self, request: Request) -> None:
         self.g.engine.finish(request)

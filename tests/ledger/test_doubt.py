@@ -1,7 +1,11 @@
 """How the ledger ages: what it can't judge any more is a figure, and is told before it is useless."""
 
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ledger.host_tier import HostTier
+from ledger.test_histories import history
+from support.toy import ToyEngine
 
 from canary_core.desk.metrics.readings import MetricReading
 
@@ -58,3 +62,69 @@ def test_blocks_that_come_back_count_too():
     assert tier.g.violations == []
     assert tier.counts("unknown") == [4]
     assert (kept._looked_up, kept._in_doubt) == (104, 34)
+
+
+def test_doubt_leaves_when_nothing_can_come_back():
+    """The engine has emptied its cache and the tier: what was evicted is judged again, and the event may come again."""
+    tier = HostTier.make(engine=ToyEngine(slots=512), ledger=1 << 14)
+    ledger = tier.g.canary.ledger
+    tier.finish(tier.save(tier.compute(PROMPT)))
+    tier.g.canary.drain()
+    evict(tier, 9000)
+    assert len(told(tier)) == 1
+    tier.finish(tier.load(PROMPT, flip))
+    tier.g.canary.drain()
+    assert (tier.g.violations, tier.counts("unknown")) == ([], [4])
+    tier.stored.clear()
+    assert ledger.emptied()
+    assert ledger.doubt_ratio == 0
+    tier.finish(tier.save(tier.compute(PROMPT, "anew")))
+    tier.finish(tier.load(PROMPT, flip, "again"))
+    tier.g.canary.drain()
+    assert {v.position for v in tier.g.violations} == {0, 4, 8, 12}
+    evict(tier, 9001)
+    assert len(told(tier)) == 2
+
+
+def test_doubt_stays_while_bytes_are_on_their_way():
+    """They left before the tier was emptied."""
+    tier = HostTier.make(ledger=1 << 14)
+    ledger = tier.g.canary.ledger
+    tier.finish(tier.save(tier.compute(PROMPT)))
+    tier.g.canary.drain()
+    evict(tier, 9000)
+    request, arrival = tier.claim(PROMPT)
+    ledger.expect(arrival)
+    assert not ledger.emptied()
+    assert ledger.doubt_ratio > 0.5
+    tier.copy(request, flip)
+    ledger.arrive(arrival)
+    # Not looked at yet: judged by what was doubtful when it came.
+    assert ledger.emptied()
+    assert tier.g.violations == []
+    assert tier.counts("unknown") == [4]
+
+
+def flip(_block, _source, data):
+    """Other bytes, everywhere."""
+    return data.view(torch.uint8).bitwise_not_().view(data.dtype)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 10**6))
+def test_what_is_forgotten_is_never_an_alarm(seed):
+    """A ledger far too small, numerics that change, a tier that is emptied now and then: whatever is found was
+    broken."""
+    broken, found, others, _ = history(seed, ledger=5 * 230, empties=0.2)
+    assert not set(found) - set(broken)
+    assert others == []
+
+
+def test_judging_begins_anew_with_each_emptying():
+    """Over the same histories more of what was broken is found than where doubt stays, and no more than was broken."""
+    totals = []
+    for empties in (0.0, 0.2):
+        broken, found = zip(*(history(seed, ledger=5 * 230, empties=empties)[:2] for seed in range(12)), strict=True)
+        totals.append((sum(map(len, broken)), sum(map(len, found))))
+    (_, before), (all_of_them, after) = totals
+    assert before < after <= all_of_them

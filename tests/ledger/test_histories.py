@@ -11,20 +11,24 @@ from support.toy import ToyEngine
 from canary_core import Kind
 
 
-def history(seed, backend="torch"):
+def history(seed, backend="torch", empties=0.0, **options):
     """Prompts that share prefixes are computed, with changing numerics, stored, lost, brought back right or broken, by
-    forwards that do or do not wait; gives what was broken and what was found, as (request, position, sources), and the
-    tier."""
+    forwards that do or do not wait; with probability ``empties`` all that was stored is gone after a turn. Gives what
+    was broken and what was found, as (request, position, sources), what else was found, and the tier."""
     rng = random.Random(seed)
-    tier = HostTier.make(engine=ToyEngine(slots=96), backend=backend)
+    tier = HostTier.make(engine=ToyEngine(slots=96), backend=backend, **options)
     engine, canary = tier.g.engine, tier.g.canary
     prompts = [[rng.choice([5, 6]) for _ in range(rng.randint(5, 17))] for _ in range(4)]
     forward, scale = engine.forward, 1.0
 
     def numerics(batch):
         forward(batch)
+        news = zip(engine.requests, engine.news, strict=True)
+        # As a model's: of everything before, so that the same tokens elsewhere have other KV.
+        context = [hash(tuple(r.tokens[: p + 1])) % 251 for r, n in news for p in range(r.cached - n, r.cached)]
         for tensor in tier.tensors:
-            tensor[batch.tables["full"].write_slots.long()] *= scale
+            slots = batch.tables["full"].write_slots.long()
+            tensor[slots] = scale * (tensor[slots] + torch.tensor(context)[:, None]).to(tensor.dtype)
 
     engine.forward = numerics
     broken = []
@@ -65,6 +69,9 @@ def history(seed, backend="torch"):
                 tier.save(request)
         tier.finish(request)
         canary.slots.settle()
+        if empties and rng.random() < empties:
+            tier.stored.clear()
+            assert canary.ledger.emptied()
     canary.drain()
     found = [(v.request, v.position, v.sources) for v in tier.g.violations if v.kind is Kind.ARRIVAL]
     others = [v for v in tier.g.violations if v.kind is not Kind.ARRIVAL]

@@ -180,6 +180,24 @@ class Ledger:
                 ledger.give_up(arrival)
             self._slots.forget(arrival.region, arrival.slots)
 
+    def emptied(self) -> bool:
+        """Nothing kept so far can come back: the engine has emptied its prefix cache and all places outside of the pool
+        that KV goes to, and no request has KV from before. So entries and doubt go, and prefixes are judged again whose
+        entries were evicted or never known. To be called right after the last place was emptied, before any KV is
+        computed. Waits for the device.
+
+        Returns False, and changes nothing, while an expected arrival is due: its bytes are from before."""
+        if not self._switch.enabled or self._expected:
+            return False
+        with self._switch.guard("ledger.emptied"):
+            # What came before is judged by what is doubtful now.
+            self.read(wait=True)
+            for ledger in self._regions.values():
+                ledger.emptied()
+            self._told_blind.clear()
+            self._told_doubt = 0.0
+        return True
+
     def export(self, region: str, page_slots: int, hashes: Iterable[int] | None = None) -> bytes:
         """The entries of ``hashes`` (None: all), for the ledger of an engine that gets the bytes; prefixes in doubt are
         marked. Includes everything kept before: waits for the device. Empty where nothing is kept."""
@@ -241,8 +259,8 @@ class Ledger:
         came back, those ``compared`` with an entry, ``matched``, ``differing``, ``nothing_came``, ``left_out``,
         ``another_sequence``, ``another_identity``, ``lossy``, ``unknown`` (nothing to compare with, or more may have
         been stored), ``rewritten`` (a forward wrote there before the read) and ``unjudged`` (unknown prefix); and
-        ``partial`` ones. All names begin with ``ledger_``. Zeros are left out. ``ledger_doubt_ratio`` is
-        `doubt_ratio`."""
+        ``partial`` ones; and how often all places were ``emptied``. All names begin with ``ledger_``. Zeros are left
+        out. ``ledger_doubt_ratio`` is `doubt_ratio`."""
         found: dict[str, float] = {}
         for ledger in self._regions.values():
             table = ledger.table

@@ -82,11 +82,9 @@ class RegionLedger:
         self.state = state
         self.page_slots = page_slots
         self._backend = backend
-        sums_bytes = size_bytes // SUMS_SHARE
-        self.table = Table(len(state.sources), size_bytes - sums_bytes)
-        self._proofs = Proofs(state, self.table, page_slots, writers)
-        self._sums = Doubt(sums_bytes)
-        self._looked_up = self._in_doubt = 0
+        self._writers = writers
+        self._size_bytes = size_bytes
+        self._begin()
         self._outbox: Outbox[Landed | Literal["before"] | None] = Outbox(
             BLOCK_VALUES + len(state.sources), state.records.device
         )
@@ -155,6 +153,21 @@ class RegionLedger:
             else:
                 found += self._judge(rows, landed, shared, MOST_FINDINGS - len(found))
         return found, shared
+
+    def emptied(self) -> None:
+        """See `Ledger.emptied`."""
+        evicted = self.table.evicted
+        self._begin()
+        self.table.evicted = evicted
+        self.counts["emptied"] += 1
+
+    def _begin(self) -> None:
+        """Nothing is kept, and nothing in doubt."""
+        sums_bytes = self._size_bytes // SUMS_SHARE
+        self.table = Table(len(self.state.sources), self._size_bytes - sums_bytes)
+        self._proofs = Proofs(self.state, self.table, self.page_slots, self._writers)
+        self._sums = Doubt(sums_bytes)
+        self._looked_up = self._in_doubt = 0
 
     @property
     def doubt_ratio(self) -> float:
