@@ -53,13 +53,15 @@ class BlockLoad:
 class BlockMessage:
     """All actions on blocks since the last message. ``number`` counts up by one, so that a worker notices a loss.
     ``broken``: why blocks can't be followed any more, None if they can. ``loads``: KV from elsewhere. ``swept``: result
-    of a sweep of the prefix cache, None without one. ``salts``: those of new requests, by name."""
+    of a sweep of the prefix cache, None without one. ``emptied``: no block and nothing outside of the pool holds KV,
+    see `Ledger.emptied`. ``salts``: those of new requests, by name."""
 
     number: int
     events: list[BlockEvent] = field(default_factory=list)
     broken: str | None = None
     loads: list[BlockLoad] = field(default_factory=list)
     swept: BlockSweep | None = None
+    emptied: bool = False
     salts: dict[str, str] = field(default_factory=dict)
 
 
@@ -110,6 +112,8 @@ class BlockReplay:
             for group in self._groups:
                 self._canary.slots.clear(group.region, None)
         self._next, self._missing = message.number + 1, 0
+        if message.emptied:
+            self._canary.ledger.emptied()
         self.blocks.tell(message.events)
         if message.swept is not None:
             # All groups have the pool's blocks.

@@ -218,6 +218,28 @@ def test_preempted_requests_come_back(engine, store):
         assert guarded.counts("unclear", "differing") == [0, 0]
 
 
+def test_a_ledger_that_has_evicted_everything_judges_again_once_all_is_reset(engine, store):
+    """vLLM's own cache and the connector give up their KV with one call: what the ledger has forgotten can't come back.
+    Neither of them alone says so."""
+    asked = prompts(8)
+    with guard(engine, ledger=512) as guarded:
+        guarded.serve(asked, "first")
+        store.fault = lambda prefix, name, data: data * 2
+        guarded.serve(asked, "doubled")
+        assert guarded.found() == []
+        assert guarded.counts("emptied") == [0]
+        unknown, evicted = guarded.counts("unknown", "evicted")
+        assert min(unknown, evicted) > 0
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        store.fault = None
+        short = [prompt[: SIZE + 1] for prompt in asked[:1]]
+        guarded.serve(short, "anew")
+        assert guarded.counts("emptied") == [1]
+        store.fault = lambda prefix, name, data: data * 2
+        guarded.serve(short, "doubled again")
+        assert {kind for kind, *_ in guarded.found()} == {Kind.ARRIVAL}
+
+
 def test_a_store_that_others_fill_proves_nothing(engine, store):
     """Of a connector that the plugin does not know nobody can say that this engine alone stores with it: differences
     are counted, unless the user says so."""

@@ -70,6 +70,11 @@ class HostStore(KVConnectorBase_V1):
         self._cached[request.request_id] = num_computed_tokens
         return end - num_computed_tokens, bool(STORE.wait_steps) and end > num_computed_tokens
 
+    def reset_cache(self) -> bool:
+        """Gives up all that is stored."""
+        STORE.blocks.clear()
+        return True
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The blocks that are to be filled."""
         if num_external_tokens:

@@ -23,6 +23,7 @@ class BlockRecorder:
     | `free_blocks`, of a block without a holder afterwards            | park if its hash is known, else free       |
     | `_maybe_evict_cached_block` of a block without a holder          | evict                                      |
     | `reset_prefix_cache`                                             | evict, of all cached ones                  |
+    | `reset_cache` of a connector (not of several) after that         | none, but the ledger's `emptied`           |
     | `allocate_slots` with tokens of a connector                      | none, but a load                           |
 
     Preemption and abort free blocks in the same way. Every ``sweep_interval`` outputs the pool's structure is checked.
@@ -43,6 +44,9 @@ class BlockRecorder:
         follow(pool, "cache_full_blocks", self._cached)
         follow(pool, "_maybe_evict_cached_block", self._evicted)
         self._patches.wrap(pool, "reset_prefix_cache", self._resets)
+        connector = getattr(scheduler, "connector", None)
+        if hasattr(connector, "reset_cache") and not hasattr(connector, "_connectors"):
+            follow(connector, "reset_cache", self._emptied)
         for release in ("free_blocks", "unpin_blocks"):
             if hasattr(pool, release):
                 self._patches.wrap(pool, release, self._releases)
@@ -101,6 +105,11 @@ class BlockRecorder:
             return done
 
         return reset
+
+    def _emptied(self, done: bool | None) -> None:
+        pool = self._manager.block_pool
+        unused = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        self._message.emptied |= done is True and unused and not any(block.block_hash for block in pool.blocks)
 
     def _releases(self, original: Callable[..., Any]) -> Callable[..., Any]:
         pool = self._manager.block_pool
