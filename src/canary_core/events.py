@@ -33,6 +33,7 @@ class Event:
     | unguarded_tokens    | the engine counts computed tokens not seen by any hook: how many                       |
     | workers_unguarded   | workers of an engine are unguarded, or guarded unlike the scheduler: names, and why     |
     | alarm_dead          | a probe of the alarm was not reported: real findings would not be reported either      |
+    | out_of_memory       | the device had no memory for a check: forwards pass by unchecked for so many seconds    |
     | disabled            | an exception of ours, or a failed audit, switched this canary off; the engine goes on  |
     | misuse              | Canary was called out of order or with impossible arguments, and the remedy            |
     | wrong_memory        | by the first forwards, an adapter describes other memory than the engine's             |

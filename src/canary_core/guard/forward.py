@@ -74,6 +74,8 @@ class Forward:
         """Number of forwards whose requests' own tokens were compared for the first positions only, see
         `batch.tokens_cut`."""
         self.view: BatchView | None = None
+        self.given_up = False
+        """Whether Canary had no memory for the forward under way, so that its end finds no view."""
         """Of the forward under way: checked, and neither recorded nor abandoned."""
         self.last_view: BatchView | None = None
         """View of the last checked forward."""
@@ -128,7 +130,7 @@ class Forward:
             self.unended += 1
             workspace.journal.step = self.number
             require_place(view, workspace.device, self._states.keys())
-            self.view = self.last_view = view
+            self.view, self.last_view, self.given_up = view, view, False
             self.tokens_cut += tokens_cut(view)
             self._sampled.begin()
             self._overlap = overlap
@@ -180,6 +182,8 @@ class Forward:
             return
         try:
             given, self.view = self.view, None
+            if given is None and self.given_up:
+                return
             if given is None:
                 self._switch.misuse(
                     "step.after was called without step.before, so nothing is recorded; call step.before with the view "
@@ -225,6 +229,13 @@ class Forward:
         if self._workspace.side is not None:
             self._workspace.side.unmark()
         self._audit.abandon()
+
+    def give_up(self) -> None:
+        """There is no memory for the forward under way, if any: nothing of the forward is recorded, wherever its work
+        has stopped."""
+        self.abandon()
+        self._use_up()
+        self.given_up = True
 
     def _use_up(self) -> None:
         """The number of the forward under way is no other's."""

@@ -1,5 +1,7 @@
 """`Pause`: forwards without Canary, and the state of slots afterwards."""
 
+import time
+
 from canary_core.errors import CanaryError
 from canary_core.events import Event
 from canary_core.guard.sampling import SampledTokens
@@ -8,6 +10,9 @@ from canary_core.runtime.streams import capturing
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import Switch
 from canary_core.watchers.tables import TableCheck
+
+FIRST_REST_S, LONGEST_REST_S = 60.0, 3600.0
+"""Bounds of the seconds without Canary after it found no memory."""
 
 
 class Pause:
@@ -32,6 +37,9 @@ class Pause:
         """Whether forwards run without Canary until `end`."""
         self.missed = False
         """Whether the last forward passed by."""
+        self._rests = 0
+        self._unrecorded = False
+        self._rest_ends: float | None = None
         self.passed_by = 0
         """How many were, in all pauses."""
 
@@ -44,12 +52,24 @@ class Pause:
             raise CanaryError(
                 "Canary's work is part of a CUDA graph of this engine, which can't be told to leave it out"
             )
+        self._rest_ends = None
         if not self.on:
             self.on = self._tables.paused = True
             self._switch.tell(Event("paused", "warning", {"forwards": forwards}))
 
+    def rest(self) -> float:
+        """The device has no memory left for Canary: a pause that ends by itself, after the returned number of seconds;
+        each one is twice as long as the last."""
+        seconds: float = min(FIRST_REST_S * 2**self._rests, LONGEST_REST_S)
+        self._rests = min(self._rests + 1, 16)
+        self._rest_ends = time.monotonic() + seconds
+        # The forward under way is not recorded: as if it had passed by.
+        self.on = self._tables.paused = self.missed = self._unrecorded = True
+        return seconds
+
     def end(self) -> None:
         """See `Step.resume`."""
+        self._rest_ends = None
         if self.on:
             self.on = self._tables.paused = False
             self._switch.tell(Event("resumed", "warning", {"unchecked_forwards": self.passed_by}))
@@ -58,9 +78,11 @@ class Pause:
         """Whether the next forward passes by: then it counts. A captured one never does."""
         if capturing(self._device):
             return False
+        if self._rest_ends is not None and time.monotonic() >= self._rest_ends:
+            self.end()
         paused = self.on
-        if paused != self.missed:
-            self.missed = paused
+        if paused != self.missed or self._unrecorded:
+            self.missed, self._unrecorded = paused, False
             for name in self._states:
                 self._slots.forget(name, None)
             self._sampled.forget()

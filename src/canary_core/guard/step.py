@@ -18,6 +18,7 @@ from canary_core.guard.reporting.reader import Reader
 from canary_core.guard.slots import SlotEvents
 from canary_core.overlap import Overlap
 from canary_core.records import Clock
+from canary_core.runtime.streams import capturing
 from canary_core.runtime.watchdog import Watchdog
 from canary_core.runtime.workspace import NOTHING, Switch
 from canary_core.watchers.stores import StoreCheck
@@ -88,6 +89,7 @@ class Step:
         self._forward = Forward(canary, switch, slots, self._recorder, self.watchdog)
         self._measured = Measured(self._forward, self.overhead)
         self._current: Forward | Measured | PassedBy = self._forward
+        switch.rest = self._rest
         self._inside = False
         self.unchecked = 0
         """Number of forwards without a view, which could not be checked."""
@@ -303,6 +305,13 @@ class Step:
         was going to write belong to the next forward."""
         self._forward.abandon()
         self._current = self._forward
+
+    def _rest(self) -> float | None:
+        """See `Switch.rest`."""
+        if self._recorder.captured or capturing(self._workspace.device):
+            return None
+        self._forward.give_up()
+        return self._pause.rest()
 
     def join(self) -> None:
         """The current stream waits for Canary's work beside the forwards: before anything but a forward writes to

@@ -84,7 +84,8 @@ class Workspace:
 
 class Switch:
     """Whether a Canary is on. Receives exceptions of Canary's own: in log mode the first one switches Canary off for
-    good, loudly, and the engine goes on; in raise mode they are raised."""
+    good, loudly, and the engine goes on, but where the device has no memory left: then forwards pass by for a while. In
+    raise mode exceptions are raised."""
 
     def __init__(self, workspace: Workspace, hooks: pluggy.PluginManager) -> None:
         config = workspace.config
@@ -103,6 +104,9 @@ class Switch:
         """The last reported events, each with its time, in seconds since the epoch."""
         self.put_off: Callable[[], None] | None = None
         """A pending warm-up. Every public call runs it before it touches the device. None: nothing is pending."""
+        self.rest: Callable[[], float | None] = lambda: None
+        """Lets forwards pass by for some seconds, and returns these; None where that can't be done."""
+        self._resting = False
         self.misuses = 0
         """Number of impossible calls of Canary."""
         self.misuses_untold = 0
@@ -121,11 +125,29 @@ class Switch:
         """Handles an exception of Canary's own, raised in ``where``."""
         if self.raises:
             raise error
+        if isinstance(error, torch.OutOfMemoryError) and self._rested(where, error):
+            return
         trace = "".join(traceback.format_exception(error))
         fields: dict[str, object] = {"where": where, "error": repr(error), "traceback": trace}
         if isinstance(error, AttachError):
             fields["reason"] = f"the adapter described what can't be, in {where}: {error}"
         self._disable(fields)
+
+    def _rested(self, where: str, error: Exception) -> bool:
+        """Whether forwards pass by for a while. What fails meanwhile, switches off."""
+        if self._resting or not self.enabled:
+            return False
+        self._resting = True
+        try:
+            seconds = self.rest()
+        except Exception:
+            return False
+        finally:
+            self._resting = False
+        if seconds is None or not self.enabled:
+            return False
+        self.tell(Event("out_of_memory", "error", {"where": where, "again_s": seconds, "error": str(error)}))
+        return True
 
     def audit_failed(self, problems: Sequence[str]) -> None:
         """Acts on ``problems`` of the audit, sentences about the adapter, already reported; without any, nothing
