@@ -22,6 +22,7 @@ from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal
 from canary_core.desk.cli.coverage_log import CoverageLog
 from canary_core.desk.cli.demo_screen import Screen
 from canary_core.desk.cli.explain import explain
+from canary_core.desk.cli.fleet import fleet
 from canary_core.desk.cli.outcome import FOUND, Outcome
 from canary_core.errors import CanaryError, ConfigError, ViolationError
 from canary_core.kit import demo, scaffold
@@ -69,6 +70,7 @@ app.add_typer(control.app, name="ctl")
 app.command("top")(control.top)
 app.command("doctor")(doctor.doctor)
 app.command("explain")(explain)
+app.command("fleet")(fleet)
 
 
 @app.command("plugins")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from canary_core.desk.incidents.evidence import Evidence
 from canary_core.incident import Incident
-from canary_core.kinds import registry
 from canary_core.kinds.case import Pattern
 from canary_core.records import Kind
 
@@ -59,9 +58,9 @@ def signature(incident: Incident, evidence: Evidence | None, seen: Sequence[Patt
 
 def content_digest(incident: Incident) -> str:
     """12 hexadecimal digits for the root's damaged KV: equal where the same wrong bytes lie in the same source. Made of
-    a fingerprint of KV, never of tokens; empty where the finding has no such fingerprint."""
+    a fingerprint of KV, never of tokens; empty for kinds that are not about damaged bytes."""
     root = incident.root
-    if root.kind is Kind.PREFIX or root.found_value is None or root.phase in registry.of(root.kind).numbers:
+    if root.kind not in (Kind.BYTES, Kind.ARRIVAL) or root.found_value is None:
         return ""
     return hashlib.sha256(f"{root.source}:{root.found_value}".encode()).hexdigest()[:12]
 

@@ -1,0 +1,1 @@
+"""``canary fleet``: incidents of many engines as one view, grouped by probable cause."""
