@@ -139,8 +139,8 @@ def test_plugins_say_what_is_not_installed(arguments, distribution):
     eyes, zebra = result.stderr.splitlines()
     assert eyes.startswith("canary: CANARY_PLUGINS names 'eyes', which is not installed; installed plugins: ")
     assert "eye" in re.findall(r"\w+", eyes.partition("installed plugins: ")[2].partition(".")[0])
-    assert eyes.endswith("Did you mean 'eye'? If not, install it (pip install canary-eyes)")
-    assert zebra.endswith("Correct the name, or install it (pip install canary-zebra)")
+    assert eyes.endswith("Did you mean 'eye'?")
+    assert zebra.endswith("Correct the name, or install the distribution that has the plugin")
     if arguments:
         listed = {p["name"]: p for p in json.loads(result.stdout)}
         assert listed["eyes"]["error"] == eyes.removeprefix("canary: ")

@@ -117,7 +117,8 @@ def test_unknown_name_lists_what_is_installed(toy):
     found = Plugins()
     with pytest.raises(PluginError, match=r"'tyo'.*not installed; installed plugins: .*\btoy\b") as error:
         found.load(config("toy", "tyo"))
-    assert "pip install canary-tyo" in str(error.value)
+    assert "Did you mean 'toy'?" in str(error.value)
+    assert "pip install" not in str(error.value)
     assert found.loaded == ()
 
 
@@ -173,11 +174,27 @@ def test_case_of_a_name_matters_only_where_nothing_else_differs(toy, distributio
 def test_the_plugin_that_was_meant(name, meant):
     """A name that is nearly one, in whatever case, or the name of its distribution."""
     (missing,) = plugins.not_installed([name], ["toy", "sglang"])
-    advice = f"Did you mean {meant!r}? If not, install it" if meant else "Correct the name, or install it"
+    advice = (
+        f"Did you mean {meant!r}?" if meant else "Correct the name, or install the distribution that has the plugin"
+    )
     assert f"CANARY_PLUGINS names {name!r}, which is not installed; installed plugins: sglang, toy. {advice}" in str(
         missing.error
     )
-    assert "pip install canary-canary" not in str(missing.error)
+    assert "pip install" not in str(missing.error)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("transfomers", "Did you mean 'transformers' (pip install canary-transformers)?"),
+        ("canary-vlm", "Did you mean 'vllm' (pip install canary-vllm)?"),
+        ("vllm", "Install it: pip install canary-vllm"),
+    ],
+)
+def test_a_typo_is_never_sent_to_an_index(name, advice):
+    """A command has only names of distributions that exist: somebody else may own a misspelt one."""
+    (missing,) = plugins.not_installed([name], ["toy"])
+    assert str(missing.error).endswith(advice)
 
 
 def test_loading_twice_is_harmless(toy, logs):
@@ -600,6 +617,7 @@ def test_built_in_plugins_are_found_without_metadata(monkeypatch):
     assert [(p.name, p.version, p.error) for p in plugins.installed()] == [
         ("reporting", None, None),
         ("incidents", None, None),
+        ("notify", None, None),
         ("faults", None, None),
         ("metrics", None, None),
         ("control", None, None),

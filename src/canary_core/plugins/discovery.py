@@ -16,6 +16,9 @@ from canary_core.runtime.telling import REPORTING
 GROUP = "canary"
 """Entry-point group in which plugins are declared."""
 
+PUBLISHED = ("sglang", "transformers", "vllm")
+"""Canary's own engine plugins, in distributions of their own."""
+
 BUILT_IN = (
     metadata.EntryPoint(REPORTING, "canary_core.desk.log:Reporting", GROUP),
     metadata.EntryPoint("incidents", "canary_core.desk.incidents.plugin:Investigations", GROUP),
@@ -78,13 +81,18 @@ def _not_installed(name: str, known: Sequence[str]) -> str:
         return f"CANARY_PLUGINS names {name!r}, which is part of Canary and always on; take it out"
     # The name of the distribution, canary-vllm, is a plugin's name but for its head.
     short = name.casefold().replace("_", "-").removeprefix("canary-")
-    by_fold = {k.casefold(): k for k in known}
+    by_fold = {k.casefold(): k for k in (*PUBLISHED, *known)}
     close = difflib.get_close_matches(short, list(by_fold), n=1)
-    advice = f"Did you mean {by_fold[close[0]]!r}? If not, install it" if close else "Correct the name, or install it"
-    return (
-        f"CANARY_PLUGINS names {name!r}, which is not installed; installed plugins: {', '.join(known) or 'none'}. "
-        f"{advice} (pip install canary-{short})"
-    )
+    # Never a command with a name that nobody has checked: whoever owns a misspelt one on an index would be run.
+    if short in PUBLISHED:
+        advice = f"Install it: pip install canary-{short}"
+    elif close:
+        near = by_fold[close[0]]
+        advice = f"Did you mean {near!r}" + ("?" if near in known else f" (pip install canary-{near})?")
+    else:
+        advice = "Correct the name, or install the distribution that has the plugin"
+    there = ", ".join(known) or "none"
+    return f"CANARY_PLUGINS names {name!r}, which is not installed; installed plugins: {there}. {advice}"
 
 
 def inspect(name: str, points: Sequence[metadata.EntryPoint]) -> Plugin:
