@@ -214,8 +214,8 @@ def metadata_blocks(
             if isinstance(table, Tensor) and table.dim() == 2:
                 found = True
                 lens = whole if part is one or why else _lens(part, f"{which}{kind}")
-                if not lens and not why:
-                    left_out(f"lengths of {type(part).__name__}", "it has none that are known here")
+                if not why and all(given.of == "new" for given in lens):
+                    left_out(f"lengths of {type(part).__name__}", "how much it reads is not known here")
                 common = int(one.common_prefix_len) if getattr(one, "use_cascade", False) else 0
                 name = f"block_table of {kind}"
                 yield make(name=name, entries=table, first_row=first, lens=lens, common=common)

@@ -97,10 +97,11 @@ def test_lengths_that_are_not_the_requests_are_left_out_and_told(more, why):
 
 
 def test_metadata_without_lengths_is_told():
-    """It has none that are known."""
-    made = Made(metadata("Odd", block_table=TABLE, slot_mapping=SLOTS))
-    made.blocks()
-    assert set(made.left_out) == {("lengths of Odd", "it has none that are known here")}
+    """It has none that are known, or only where queries begin."""
+    for starts in ({}, {"query_start_loc": STARTS}):
+        made = Made(metadata("Odd", block_table=TABLE, slot_mapping=SLOTS, **starts))
+        assert len(made.blocks()) == 2
+        assert set(made.left_out) == {("lengths of Odd", "how much it reads is not known here")}
 
 
 def test_lengths_alone_and_those_of_a_cascade_are_compared_with_the_view():

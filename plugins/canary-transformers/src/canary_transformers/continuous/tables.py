@@ -52,7 +52,7 @@ class GivenTables:
 
 
 def _lens(view: BatchView, group: KVGroup, arguments: Mapping[str, Any]) -> Iterator[ReadLens]:
-    """What a row's queries and keys are cut out by: of a window the keys of at most one token fewer than it has, and
+    """Bounds of each row's queries and keys: of a window the keys of at most one token fewer than it has, and
     those of the new tokens."""
     past, new, keys = view.prefix_lens, view.new_lens, arguments.get("cu_seq_lens_k")
     if group.window_tokens is not None:
