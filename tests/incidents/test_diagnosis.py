@@ -211,6 +211,19 @@ def test_a_look_that_fails_is_told_and_harms_nobody(served, monkeypatch):
     assert len(guarded.findings.told("incident")) == 1
 
 
+def test_what_is_certain_of_an_arrival_is_named():
+    """A load that brought nothing to memory that held something else."""
+    tier = HostTier.make()
+    prompt = list(range(5, 22))
+    tier.save(tier.compute(prompt))
+    _, arrival = tier.claim(prompt)
+    tier.g.canary.ledger.arrive(arrival)
+    tier.g.canary.drain()
+    (incident,) = tier.g.canary.incidents
+    (diagnosis,) = incident.diagnoses
+    assert (incident.root.kind, diagnosis.name, diagnosis.sure) == (Kind.ARRIVAL, "load_undone", "certain")
+
+
 def test_what_a_connector_brought_back_wrong_is_named():
     """By the ledger: bytes that are not those that were stored. No forward has read them yet."""
     tier = HostTier.make()
