@@ -1,15 +1,21 @@
 """``python -m benchmarks.flood``: costs of very many findings of one cause, in time of the engine's thread and in host
-memory. On the CPU, with rows as a device's ring holds them."""
+memory. On the CPU, with rows as a device's ring holds them. ``--transformers 300``: `generate()` of a small Llama with
+so many findings in each step, and without, in CPU time; the budget is by the clock, so the machine must be idle."""
 
 import argparse
 import gc
+import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 
 import torch
 from rich.console import Console
 
 from benchmarks.ledger_age import resident_bytes
 from canary_core import Canary, CanaryConfig, KVSource, Region, Writers
+from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.readback import HostRead
 from canary_core.plugins import private_hooks
 from canary_core.records import Kind, Phase, Row, State
@@ -18,6 +24,9 @@ READ = 1024
 """Rows of one read, the default of ``CANARY_RING_ROWS``."""
 
 SLOTS = 4096
+
+TURNS, NEW = 2, 128
+"""Calls of `generate` with a flood, and as many without; new tokens of each."""
 
 
 def guard() -> Canary:
@@ -44,13 +53,54 @@ def read_of(first: int, writer: int) -> HostRead:
     return HostRead([0] * 256, listed, 0, None)
 
 
+def generate(findings: int, say: Callable[[str], object]) -> None:
+    """Prints the CPU time of a token, without and with so many findings in each step, by turns."""
+    from canary_transformers import guard as guard_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8, vocab_size=32000
+        )
+    ).eval()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    clock = 0.0
+    with guard_model(model, log_level="error") as guarded, torch.inference_mode():
+        prompt = torch.randint(3, 32000, (1, 64))
+        model.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        opened, rows = Reporter.open, iter([[0]])
+
+        def flooded(reporter: Reporter, read: HostRead, forwards: int) -> None:
+            opened(reporter, replace(read, rows=[*read.rows, *islice(rows, findings)]), forwards)
+
+        for turn in range(2 * TURNS):
+            flood = bool(turn % 2)
+            reads = range(0, (NEW + 8) * findings, READ)
+            rows = iter([row for first in reads for row in read_of(first, 0).rows])
+            Reporter.open = flooded if flood else opened  # type: ignore[method-assign]
+            began, wall = time.process_time(), time.perf_counter()
+            model.generate(prompt, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+            seconds[flood].append(time.process_time() - began)
+            clock += (time.perf_counter() - wall) * flood
+        Reporter.open = opened  # type: ignore[method-assign]
+    del guarded
+    without, beside = (statistics.median(seconds[how]) / NEW * 1e3 for how in (False, True))
+    rate = TURNS * NEW * findings / clock
+    say(f"{without:.2f} ms a token without, {beside:.2f} ms with {rate:.0f} findings/s: {beside / without - 1:+.1%}")
+
+
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--findings", type=int, default=1_000_000)
+    parser.add_argument("--transformers", type=int, metavar="FINDINGS", help="in a step of generate()")
     given = parser.parse_args()
     torch.set_num_threads(1)
     say = Console(width=120, highlight=False).print
+    if given.transformers:
+        generate(given.transformers, say)
+        return
     canary = guard()
     reporter, writer = canary._findings, canary._findings.writers.id("a")
     gc.collect()

@@ -26,9 +26,9 @@ from canary_core.watchers.audit.running import RunningAudit
 REMEMBERED = 65536
 """Findings remembered, by a hash, so that a repeated one is reported once."""
 
-MOST_FINDINGS, FINDINGS_S = 2048, 500
-"""Findings reported at once, and a second: decoding, grouping and telling take the engine's thread some 30 µs for each,
-counting one takes 2 µs."""
+MOST_FINDINGS, FINDINGS_S = 2048, 200
+"""Findings reported at once, and a second: decoding, grouping and telling one take the engine's thread 30 to 100 µs, by
+the plugins that hear of it; counting one takes 2 µs."""
 
 MOST_NOT_FINITE = 4096
 """Fingerprints remembered of bytes with NaN or infinity: there are few, since a NaN makes whole slots NaN."""
