@@ -7,7 +7,7 @@ from torch import Tensor
 from canary_core.ops import hashing
 from canary_core.ops.blocks import BlockShape
 from canary_core.ops.kernels.common import MULTIPLY_1, MULTIPLY_2, mix, split_head
-from canary_core.ops.kernels.fold import describe, fold, fold_abreast, has_bytes, spread
+from canary_core.ops.kernels.fold import keep, tile_of
 from canary_core.ops.kernels.launch import Launcher, arguments, jit, launch_over, region_arguments
 from canary_core.ops.kernels.tiles import SCRUB_TILES
 from canary_core.ops.kernels.words import CONTENT_BITS, STATE_VALUES, WRITTEN
@@ -60,19 +60,10 @@ def adopt_kernel(region, sources, p_slots, count, BYTES: tl.constexpr):
     """Grid: any number of programs over tiles of `SLOTS` of the listed slots, by groups of sources."""
     SLOTS: tl.constexpr = BYTES.SLOTS
     for i in range(tl.program_id(1), (count + SLOTS - 1) // SLOTS, tl.num_programs(1)):
-        o_slot = i * SLOTS + tl.arange(0, SLOTS)
-        if BYTES.ABREAST > 0:
-            o_slot = spread(i, BYTES)
+        o_slot = tile_of(i, BYTES)
         slot = tl.load(p_slots + o_slot, mask=o_slot < count, other=-1).to(tl.int64)
         inside = (slot >= 0) & (slot < region.slots)
-        for s in tl.static_range(len(BYTES.STRIPS)):
-            source = describe(sources, s, BYTES)
-            there = inside & has_bytes(source, slot, BYTES, s)
-            if BYTES.ABREAST > 0:
-                value, _odd = fold_abreast(sources, source, slot, there, BYTES, s, False)
-            else:
-                value, _odd = fold(sources, source, slot, there, BYTES, s, False, False)
-            tl.store(sources.p_fingerprints + slot * sources.count + source.column, value, mask=there)
+        keep(sources, sources.p_fingerprints, slot, inside, BYTES)
 
 
 @jit("page_slots", "first")

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from canary_core.ops.kernels.common import report_record, split_head
-from canary_core.ops.kernels.fold import fold, fold_abreast, has_bytes, load_strip
+from canary_core.ops.kernels.fold import fold, has_bytes, load_strip
 from canary_core.ops.kernels.words import CLOCK_NEXT, KIND_BYTES, KIND_PROBE, READ_STATE, WRITTEN
 
 
@@ -41,10 +41,7 @@ def compare(
         if probe is not None:
             strip_old = strip_old ^ flip
         strip_words, strip_keys = load_strip(sources, strip, slot, strip_present, BYTES, 1)
-    if ABREAST:
-        value, _odd = fold_abreast(sources, source, slot, present, BYTES, 0, False)
-    else:
-        value, _odd = fold(sources, source, slot, present, BYTES, 0, True, False)
+    value, _odd = fold(sources, source, slot, present, BYTES, 0, True, False)
     differs = present & (value != old)
     suspect = differs
     if len(BYTES.STRIPS) > 1:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import claim_of, report_record, split_head
-from canary_core.ops.kernels.fold import describe, fold, fold_abreast, has_bytes, spread
+from canary_core.ops.kernels.fold import describe, fold, has_bytes, keep, spread
 from canary_core.ops.kernels.launch import MOST_PROGRAMS, arguments, group_launches, jit
 from canary_core.ops.kernels.tiles import SCRUB_TILES, WRITE_TILES
 from canary_core.ops.kernels.words import (
@@ -136,10 +136,7 @@ def record_tile(
         p_old = sources.p_fingerprints + slot * sources.count + source.column
         present = usable & has_bytes(source, slot, BYTES, s)
         old = tl.load(p_old, mask=present, other=0)
-        if BYTES.ABREAST > 0:
-            value, odd = fold_abreast(sources, source, slot, present, BYTES, s, True)
-        else:
-            value, odd = fold(sources, source, slot, present, BYTES, s, False, True)
+        value, odd = fold(sources, source, slot, present, BYTES, s, False, True)
         there = present & (claim == claim_of(step, o_token))
         tl.store(p_old, value, mask=there)
         recorded += tl.sum(there.to(tl.int64), 0) * BYTES.STRIPS[s].slot_bytes
@@ -171,12 +168,11 @@ def look_at_null(region, sources, null, step, BYTES: tl.constexpr):
         if BYTES.ABREAST > 0:
             slot = spread(null, BYTES)
             there = has_bytes(source, slot, BYTES, s)
-            value, odd = fold_abreast(sources, source, slot, there, BYTES, s, True)
         else:
             o_slot = tl.arange(0, SLOTS)
             slot = null + tl.zeros((SLOTS,), tl.int64)
             there = (o_slot == 0) & has_bytes(source, slot, BYTES, s)
-            value, odd = fold(sources, source, slot, there, BYTES, s, False, True)
+        value, odd = fold(sources, source, slot, there, BYTES, s, False, True)
         p_known = sources.p_fingerprints + slot * sources.count + source.column
         known = tl.load(p_known, mask=there, other=0)
         bad = there & (odd != 0)
@@ -200,11 +196,4 @@ def baseline_kernel(region, sources, BYTES: tl.constexpr):
         slot = i * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
         if BYTES.ABREAST > 0:
             slot = spread(i, BYTES)
-        for s in tl.static_range(len(BYTES.STRIPS)):
-            source = describe(sources, s, BYTES)
-            there = (slot < region.slots) & has_bytes(source, slot, BYTES, s)
-            if BYTES.ABREAST > 0:
-                value, _odd = fold_abreast(sources, source, slot, there, BYTES, s, False)
-            else:
-                value, _odd = fold(sources, source, slot, there, BYTES, s, False, False)
-            tl.store(sources.p_fingerprints + slot * sources.count + source.column, value, mask=there)
+        keep(sources, sources.p_fingerprints, slot, slot < region.slots, BYTES)

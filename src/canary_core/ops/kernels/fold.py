@@ -59,9 +59,42 @@ def has_bytes(source, slot, BYTES: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def tile_of(i, BYTES: tl.constexpr):
+    """Numbers of the slots, or of what else has one, in the ``i``-th tile."""
+    SLOTS: tl.constexpr = BYTES.SLOTS
+    o_slot = i * SLOTS + tl.arange(0, SLOTS)
+    if BYTES.ABREAST > 0:
+        o_slot = spread(i, BYTES)
+    return o_slot
+
+
+@triton.jit
+def keep(sources, p_kept, slot, m, BYTES: tl.constexpr):
+    """Writes the fingerprints of slots, of all sources that this program takes together, to ``p_kept``: int64 ``[slots,
+    sources]``."""
+    for s in tl.static_range(len(BYTES.STRIPS)):
+        source = describe(sources, s, BYTES)
+        there = m & has_bytes(source, slot, BYTES, s)
+        value, _odd = fold(sources, source, slot, there, BYTES, s, False, False)
+        tl.store(p_kept + slot * sources.count + source.column, value, mask=there)
+
+
+@triton.jit
 def fold(sources, source, slot, m, BYTES: tl.constexpr, S: tl.constexpr, ROLLED: tl.constexpr, FLOATS: tl.constexpr):
-    """Fingerprint of each slot in the ``source`` of strip `S`, int64, and, with `FLOATS`, a number that isn't 0
-    where a float has all its exponent bits set. `ROLLED` keeps the compiler from unrolling the loop over a slot."""
+    """Fingerprint of each slot in the ``source`` of strip `S`, int64, and, with `FLOATS`, a number that isn't 0 where a
+    float has all its exponent bits set. `ROLLED` keeps the compiler from unrolling the loop over a slot."""
+    if BYTES.ABREAST > 0:
+        value, odd = fold_abreast(sources, source, slot, m, BYTES, S, FLOATS)
+    else:
+        value, odd = fold_rows(sources, source, slot, m, BYTES, S, ROLLED, FLOATS)
+    return value, odd
+
+
+@triton.jit
+def fold_rows(
+    sources, source, slot, m, BYTES: tl.constexpr, S: tl.constexpr, ROLLED: tl.constexpr, FLOATS: tl.constexpr
+):
+    """As `fold` for slots of one source."""
     BLOCK_WORDS: tl.constexpr = BYTES.STRIPS[S].load_words
     UNROLL: tl.constexpr = BYTES.STRIPS[S].unrolled
     SUM_WORDS: tl.constexpr = BYTES.STRIPS[S].sum_words

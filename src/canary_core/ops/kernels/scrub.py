@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from canary_core.ops.kernels.compare import compare
-from canary_core.ops.kernels.fold import describe, spread
+from canary_core.ops.kernels.fold import describe, tile_of
 from canary_core.ops.kernels.launch import arguments, group_launches
 from canary_core.ops.kernels.tiles import SCRUB_TILES
 from canary_core.ops.kernels.words import (
@@ -72,9 +72,7 @@ def scrub_kernel(region, sources, p_listed, probed, BYTES: tl.constexpr):
         p_slots = p_listed + (place >> 32) * region.slots
         checked = tl.zeros((), tl.int64)
         for i in range(tl.program_id(1) - 1, (count + SLOTS - 1) // SLOTS, tl.num_programs(1) - 1):
-            o_slot = i * SLOTS + tl.arange(0, SLOTS)
-            if BYTES.ABREAST > 0:
-                o_slot = spread(i, BYTES)
+            o_slot = tile_of(i, BYTES)
             m = o_slot < count
             slot = tl.load(p_slots + o_slot, mask=m, other=0).to(tl.int64)
             b_probe = None

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from canary_core.batch import BatchView, SlotTable
 from canary_core.ops.kernels.common import claim_of, report
-from canary_core.ops.kernels.fold import describe, fold, fold_abreast, has_bytes, spread
+from canary_core.ops.kernels.fold import keep, spread
 from canary_core.ops.kernels.launch import Launcher, arguments, group_launches, jit, programs, region_arguments
 from canary_core.ops.kernels.tiles import SCRUB_TILES
 from canary_core.ops.kernels.words import CLOCK_NEXT, KIND_BYTES, PHASE_POST, PLAN, STATE_VALUES, STATUS_OK, WRITTEN
@@ -66,14 +66,7 @@ def note_store_kernel(region, sources, p_stores, tokens, BYTES: tl.constexpr):
             o_token = spread(i, BYTES)
         _word, slot, won = planned(region, step, o_token, tokens)
         if tl.max(won.to(tl.int32), 0) > 0:
-            for s in tl.static_range(len(BYTES.STRIPS)):
-                source = describe(sources, s, BYTES)
-                there = won & has_bytes(source, slot, BYTES, s)
-                if BYTES.ABREAST > 0:
-                    value, _odd = fold_abreast(sources, source, slot, there, BYTES, s, False)
-                else:
-                    value, _odd = fold(sources, source, slot, there, BYTES, s, False, False)
-                tl.store(p_stores + slot * sources.count + source.column, value, mask=there)
+            keep(sources, p_stores, slot, won, BYTES)
 
 
 @jit("tokens")

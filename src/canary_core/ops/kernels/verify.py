@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canary_core.ops.kernels.compare import compare
-from canary_core.ops.kernels.fold import describe, spread
+from canary_core.ops.kernels.fold import describe, tile_of
 from canary_core.ops.kernels.launch import jit, launch_over
 from canary_core.ops.kernels.tiles import VERIFY_TILES
 from canary_core.ops.kernels.words import COUNT_CHECKED_BYTES, PHASE_EVENT
@@ -25,9 +25,7 @@ def verify_kernel(region, sources, p_slots, count, BYTES: tl.constexpr):
     strip = describe(sources, len(BYTES.STRIPS) - 1, BYTES)
     checked = tl.zeros((), tl.int64)
     for i in range(tl.program_id(1), (count + SLOTS - 1) // SLOTS, tl.num_programs(1)):
-        o_slot = i * SLOTS + tl.arange(0, SLOTS)
-        if BYTES.ABREAST > 0:
-            o_slot = spread(i, BYTES)
+        o_slot = tile_of(i, BYTES)
         slot = tl.load(p_slots + o_slot, mask=o_slot < count, other=-1).to(tl.int64)
         m = (slot >= 0) & (slot < region.slots)
         checked += compare(
