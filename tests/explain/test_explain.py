@@ -318,9 +318,9 @@ def test_a_lost_write_is_in_the_heat_map_and_nobody_is_about_to_read(tmp_path):
 
 def test_times_are_by_the_clock(tmp_path):
     """In UTC, and between what is known where steps have no time of their own; equal lines are one with a number."""
-    from canary_core.desk.explain.affected import Clock, folded
+    from canary_core.desk.explain.affected import StepTimes, folded
 
-    clock = Clock([(0, 0.0), (100, 3600.0), (101, 3601.0)])
+    clock = StepTimes([(0, 0.0), (100, 3600.0), (101, 3601.0)])
     assert [clock.at(step) for step in (50, 101, 102)] == ["00:00:00 to 01:00:00", "01:00:01", ""]
     assert list(folded([("a", "b", "c")] * 3 + [("a", "b", "d")])) == [("a", "b", "c (3 times)"), ("a", "b", "d")]
     assert re.search(r"told on \d{4}-\d\d-\d\d, \d\d:\d\d:\d\d UTC", tell(read_bundle(flipped(tmp_path))).when)

@@ -23,7 +23,7 @@ from canary_core.desk.cli.coverage_log import CoverageLog
 from canary_core.desk.cli.demo_screen import Screen
 from canary_core.desk.cli.explain import explain
 from canary_core.desk.cli.fleet import fleet
-from canary_core.desk.cli.outcome import FOUND, Outcome
+from canary_core.desk.cli.outcome import FOUND, RunOutcome
 from canary_core.errors import CanaryError, ConfigError, ViolationError
 from canary_core.kit import demo, scaffold
 from canary_core.kit.conformance import suite_tests
@@ -194,7 +194,7 @@ def run_script(
         plugins.start(config)
     except CanaryError as error:
         raise typer.Exit(2) from error  # `start` has reported it
-    outcome, code, ended = Outcome(config), 1, None
+    outcome, code, ended = RunOutcome(config), 1, None
     plugins.process_manager().register(outcome)
     try:
         code = program.run(script, arguments or [], is_module)

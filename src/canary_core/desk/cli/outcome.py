@@ -1,4 +1,4 @@
-"""`Outcome`: the incidents of a program under ``canary run``, for CI: exit code, JUnit file, annotations."""
+"""`RunOutcome`: the incidents of a program under ``canary run``, for CI: exit code, JUnit file, annotations."""
 
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ FOUND = 66
 """Exit code of a program with incidents where these count as a failure: a number of their own, as of sanitizers."""
 
 
-class Outcome:
+class RunOutcome:
     """A plugin that collects the incidents of this process. Workers of an engine in processes of their own report by
     their logs and bundles."""
 

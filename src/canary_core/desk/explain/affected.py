@@ -43,14 +43,14 @@ class Affected:
 
 
 @dataclass(slots=True)
-class Clock:
+class StepTimes:
     """Times of steps, by the events of a bundle with a number of forwards and a time. ``known``: numbers of forwards
     and seconds since the epoch, of a moment at which so many had begun."""
 
     known: list[tuple[int, float]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, bundle: Bundle) -> "Clock":
+    def of(cls, bundle: Bundle) -> "StepTimes":
         """By the events before the incident, and its own time."""
         known = []
         for event in bundle.events:

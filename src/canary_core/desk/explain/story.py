@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from canary_core.config import CanaryConfig, settings
-from canary_core.desk.explain.affected import Affected, Clock, affected, folded, self_test, summary, to_do
+from canary_core.desk.explain.affected import Affected, StepTimes, affected, folded, self_test, summary, to_do
 from canary_core.desk.explain.ranks import of_ranks
 from canary_core.desk.explain.timeline import Moment, timeline
 from canary_core.desk.incidents.bundle import Bundle, state_of
@@ -129,7 +129,7 @@ def _where(about: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _when(bundle: Bundle, clock: Clock) -> str:
+def _when(bundle: Bundle, clock: StepTimes) -> str:
     """The day, the time of the first finding as far as known, and since when the content may be wrong."""
     root = bundle.rebuilt().root
     day, _, told = str(bundle.manifest.get("written", "")).removesuffix("Z").partition("T")
@@ -148,7 +148,7 @@ def tell(bundle: Bundle) -> Story:
     versions = {str(k): str(v) for k, v in bundle.about.get("versions", {}).items()}
     after = {str(k): int(v) for k, v in bundle.after.get("kinds", {}).items()}
     kinds = {str(k): int(v) for k, v in bundle.incident["kinds"].items()}
-    ranks, rows, clock = of_ranks(bundle), affected(bundle), Clock.of(bundle)
+    ranks, rows, clock = of_ranks(bundle), affected(bundle), StepTimes.of(bundle)
     moments = list(timeline(incident, evidence))
     return Story(
         name=bundle.path.name,
