@@ -242,8 +242,7 @@ class Defects(Requirements):
                 stage.session.change_weights(kept=False)
                 self._serve(stage, [Ask(f"anew {number}", ask.tokens, ask.new_tokens)])
                 self._serve(stage, [Ask(f"hit {number}", ask.tokens, ask.new_tokens)])
-            stage.drain()
-            require_silence(stage.violations, stage.findings.events, "changes of weights with a flushed cache", "hooks")
+            stage.require_silence("changes of weights with a flushed cache")
             stage.session.change_weights(kept=True)
             stage.session.submit("stale", ask.tokens, ask.new_tokens)
             if self._await(stage, lambda v: v.kind is Kind.PREFIX and bool(v.identity)) is None:
