@@ -84,8 +84,8 @@ def everything_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings:
     }
 
 
-KV = {"BYTES", "LOST_WRITE", "NON_FINITE", "ARRIVAL", "WRITE_SLOT", "READ_TABLE", "TWO_WRITERS"}
-"""Kinds whose values are of KV, slots or indices."""
+KV = {"BYTES", "LOST_WRITE", "NON_FINITE", "ARRIVAL", "WRITE_SLOT", "READ_TABLE", "READ_LENGTH", "TWO_WRITERS"}
+"""Kinds whose values are of KV, slots, lengths or indices."""
 
 
 def told(texts: dict[str, str]) -> dict[str, bool]:

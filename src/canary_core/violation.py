@@ -51,7 +51,8 @@ class Violation(Facts):
 
 _OF_NO_TOKEN = frozenset(
     {
-        Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.ARRIVAL, Kind.WRITE_SLOT, Kind.READ_TABLE, Kind.TWO_WRITERS,
+        Kind.BYTES, Kind.LOST_WRITE, Kind.NON_FINITE, Kind.ARRIVAL, Kind.WRITE_SLOT, Kind.READ_TABLE, Kind.READ_LENGTH,
+        Kind.TWO_WRITERS,
     }
 )  # fmt: skip
-"""Kinds whose values are fingerprints of KV, slots or indices; others' are prefix hashes or tokens."""
+"""Kinds whose values are fingerprints of KV, slots, lengths or indices; others' are prefix hashes or tokens."""
