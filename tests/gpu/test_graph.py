@@ -210,21 +210,19 @@ def test_the_profiler_sees_three_kernels_and_no_wait(mode, tmp_path):
     kernels = [e for e in events if e.get("cat") == "kernel"]
     assert kernels, "the profiler saw no kernel: is CUPTI there?"
     if run.graph:
-        launched = [e for e in kernels if e["name"].split("(")[0] in {*KERNELS, *PROBED}]
+        launched = [e for e in kernels if e["name"].split("(")[0] in KERNELS]
     else:
         launches = {e["args"].get("correlation") for e in ours if "aunch" in e["name"]}
-        launched = [e for e in kernels if e["args"].get("correlation") in launches or e["name"] in {*KERNELS, *PROBED}]
+        launched = [e for e in kernels if e["args"].get("correlation") in launches or e["name"] in KERNELS]
     # The scrub's length follows the engine's pace: now and then a number is filled in.
     fills = [e for e in launched if "FillFunctor" in e["name"]]
     assert len(fills) <= steps // 4
-    # In a graph every scrub may be asked for a probe, else the one that is.
-    assert {PROBED.get(e["name"], e["name"]) for e in launched if e not in fills} == KERNELS
+    assert {e["name"] for e in launched if e not in fills} == KERNELS
     assert len(launched) - len(fills) == 3 * steps
 
 
 WINDOW, ENGINES_WINDOW = "canary's own call", "the engine's forward within it"
 KERNELS = {"check_kernel", "fingerprint_record_kernel", "scrub_kernel"}
-PROBED = {"scrub_probed_kernel": "scrub_kernel"}
 
 
 def within(window: str, call: Callable[[], object]) -> object:
