@@ -111,7 +111,7 @@ class ToySession(EngineSession):
         """The bug of pages for attention that are not those of the block table."""
 
         def wrong(batch: Batch, row: int, new: slice) -> None:
-            batch.pages[row, 0] += 1
+            batch.pages[row, 0] ^= 1
 
         self._once(request, wrong)
 
