@@ -39,7 +39,7 @@ def entered(*arguments, **variables):
     [
         ("vlm", "Did you mean 'vllm'?"),
         ("SGLag", "Did you mean 'sglang'?"),
-        ("sglang,nothing_like_it", "Correct the name, or install it"),
+        ("sglang,nothing_like_it", "Correct the name, or install the distribution that has the plugin"),
     ],
 )
 def test_a_plugin_that_is_not_installed_is_told_by_whatever_engine_starts(plugins, advice):

@@ -63,7 +63,7 @@ def test_the_reporter_hears_of_findings_through_its_entry_point(tmp_path):
 def test_every_example_is_tested_and_listed():
     """An example cannot be forgotten here, nor in the list of examples."""
     found = {p.name for p in EXAMPLES.iterdir() if p.suffix == ".py" or p.is_dir()}
-    # The bundle is explained in tests/explain.
-    assert found == {"own_pool.py", "guard_transformers.py", "incident", *DISTRIBUTIONS}
+    # The bundle is explained in tests/explain, the files of a deployment are validated in tests/test_deploy.py.
+    assert found == {"own_pool.py", "guard_transformers.py", "incident", "deploy", *DISTRIBUTIONS}
     listed = EXAMPLES.joinpath("README.md").read_text()
     assert [name for name in found if f"({name}" not in listed] == []

@@ -9,6 +9,7 @@ from canary_sglang.batches.writers import RequestWriters
 from canary_sglang.compat.drafts import shared_with_next_token
 
 from canary_core import Writers
+from canary_core.ops.hashing import COMMON_ANCHOR
 
 pytestmark = pytest.mark.without_engine
 
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.without_engine
 )
 def test_where_a_shared_prefix_may_end_in_anothers_token(draft, eagle, states, radix_off, sure):
     """A draft model's slot holds the next token, which requests that share the slot have in common where the prefix
-    cache is keyed by pairs of tokens: of EAGLE, unless there are recurrent states; or where nothing is shared."""
+    cache is keyed by pairs of tokens: of EAGLE, unless there are recurrent states; or where nothing is shared. Rows of
+    padding have no anchor."""
     pool = SimpleNamespace(mamba_pool=None) if states else SimpleNamespace()
     runner = SimpleNamespace(
         is_draft_worker=draft,
@@ -35,6 +37,6 @@ def test_where_a_shared_prefix_may_end_in_anothers_token(draft, eagle, states, r
     )
     assert shared_with_next_token(runner) is sure
     anchors = Anchors(runner, RequestWriters(Writers(), torch.device("cpu")))
-    assert (anchors.of(torch.zeros(3)) is None) is sure
-    if not sure:
-        assert anchors.of(torch.zeros(3, dtype=torch.int32)).tolist() == [0, 0, 0]
+    rows = torch.zeros(3, dtype=torch.int32)
+    assert anchors.of(rows, ["a", "b", "c"]).tolist() == [COMMON_ANCHOR if sure else 0] * 3
+    assert anchors.of(rows).tolist() == [0, 0, 0]

@@ -26,7 +26,8 @@ _CELLS = {"x": ("█", "red"), "l": ("▒", "magenta"), ".": ("·", "dim")}
 def show(story: Story, console: Console) -> None:
     """Prints ``story``, for 80 columns and more."""
     diagnosis = story.diagnoses[0]
-    about: list[RenderableType] = [Text(story.self_test.upper(), "bold magenta"), Text("")] if story.self_test else []
+    test = story.self_test.replace("self-test", "SELF-TEST", 1)
+    about: list[RenderableType] = [Text(test, "bold magenta"), Text("")] if test else []
     about += [Text(diagnosis.sentence, COLOURS[diagnosis.sure]), Text(story.headline), Text("")]
     about.append(_listed(diagnosis.evidence))
     if len(story.diagnoses) > 1:
