@@ -117,3 +117,28 @@ def test_a_finding_of_the_sampler_stays_one_without_its_token():
     assert one.redacted().redacted() == one.redacted()
     flip = Violation(Kind.BYTES, "full", Phase.SCRUB, step=3, slot=4, stored_value=5, found_value=6)
     assert flip.redacted() is flip
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"kind": Kind.WRITE_INPUT, "stored_position": 9},
+            "the forward computed another token than the request's own at position 9 for a: the batch",
+        ),
+        (
+            {"kind": Kind.WRITE_INPUT, "stored_position": 8},
+            "the forward computed a token at position 8 for a, who is at position 9: the batch",
+        ),
+        (
+            {"kind": Kind.TOKEN, "phase": Phase.EVENT},
+            "the sampler gave a a token for position 9, but the request's own list has another token there: what",
+        ),
+        ({"kind": Kind.TOKEN}, "a expects a token at position 9, a slot holds another token written by"),
+        ({"kind": Kind.LOST_WRITE}, "a should have written a token at position 9 to a slot, whose bytes are what"),
+    ],
+)
+def test_a_sentence_without_tokens_says_what_happened(fields, says):
+    """What is wrong is the same: a token that is not told is no position that is wrong."""
+    given = {"region": "full", "phase": Phase.PRE_FORWARD, "step": 3, "request": "a", "position": 9, **fields}
+    assert Violation(**given, token=142, stored_token=143).redacted().explanation.startswith(says)

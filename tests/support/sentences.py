@@ -36,6 +36,7 @@ VARIANTS = (
     {**KNOWN, "detail": ABSORBED},
     {**KNOWN, "identity": "the weights of change 2 (load_weights)", "stored_identity": "the weights of the start"},
     *({**KNOWN, "rule": rule} for rule in ("nothing_came", "left_out", "another_sequence", "another_identity")),
+    {**KNOWN, "stored_value": None, "token": None, "stored_token": None, "stored_position": 9},
     {**KNOWN, "request": "bob", "source": None, "page": None, "stored_position": 9},
 )
 
@@ -46,13 +47,15 @@ def text() -> str:
 
 
 def _lines(kind: Kind) -> Iterator[str]:
-    """Of each crafted finding its sentence, and how its stored value is told, where it is a number; then what an
-    incident of it alone probably is, where nobody has looked at the device."""
+    """Of each crafted finding its sentence, how its stored value is told, where it is a number, and its sentence
+    without tokens; then what an incident of it alone probably is, where nobody has looked at the device."""
     for phase in Phase:
         for fields in VARIANTS if phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD, Phase.EVENT) else VARIANTS[:1]:
             found = Violation(kind, "full", phase, 8, **fields)
             number = found.fields().get("stored_value") == fields["stored_value"] is not None
             yield f"{found.explanation}{' (a number)' if number else ''}"
+            if (redacted := found.redacted().explanation) != found.explanation:
+                yield redacted
     for phase in (Phase.PRE_FORWARD, Phase.EVENT):
         for fields in VARIANTS if phase is Phase.PRE_FORWARD else VARIANTS[:1]:
             incident = Incident(Violation(kind, "full", phase, 8, **fields))

@@ -90,7 +90,7 @@ def test_a_lost_write_is_told_by_both_ranks_wherever_the_embedding_is(monkeypatc
     it had before on the other. Where both rows are bit-identical, each rank dismisses what looks like 30 lost writes in
     K and V of two layers."""
     monkeypatch.setenv("CANARY_READ_CHECK", "-1")
-    told = told_by("ranks_script", plugins="vllm")
+    told = told_by("ranks_script", plugins="vllm", CANARY_INCIDENT_TOKENS="true")
     quiet = {"found": [], "named": None}
     assert told["clean"] == [{**quiet, "dismissed": 0}] * 2
     assert told["alike"] == [{**quiet, "dismissed": 30 * 4}] * 2

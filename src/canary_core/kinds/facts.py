@@ -63,6 +63,8 @@ class Facts:
             "null": self._null(),
             "position": counted("position", self.position),
             "token": counted("token", self.token),
+            "own_token": counted("token", self.token, "another"),
+            "given_token": counted("token", self.stored_token),
             "stored_position": counted("position", self.stored_position, "another"),
             "stored_token": counted("token", self.stored_token, "another"),
             "other_token": counted("token", self.stored_value, "another"),

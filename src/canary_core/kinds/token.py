@@ -10,7 +10,7 @@ KIND = FindingKind(
     place=170,
     sentences=(
         Sentence(
-            "the sampler gave {reader} {stored_token} for {position}, but the request's own list has {token} there: "
+            "the sampler gave {reader} {given_token} for {position}, but the request's own list has {own_token} there: "
             "what is answered is not what the model goes on with.",
             when=lambda v: v.phase is Phase.EVENT,
         ),

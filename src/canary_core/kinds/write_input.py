@@ -22,13 +22,19 @@ KIND = FindingKind(
             when=lambda v: v.stored_value is not None and v.stored_value >= 0,
         ),
         Sentence(
-            "the forward computed {stored_token} at {stored_position} for {reader}, who is at {position}: the batch "
-            "was assembled wrongly.",
-            when=lambda v: v.token is None or v.token < 0,
+            "the forward computed {stored_token} at {stored_position} for {reader}, whose own token at {position} is "
+            "{v.token}: the batch was assembled wrongly.",
+            when=lambda v: v.token is not None and v.token >= 0,
+        ),
+        # At its own position only a token can be wrong, also where findings tell no tokens.
+        Sentence(
+            "the forward computed another token than the request's own at {position} for {reader}: the batch was "
+            "assembled wrongly.",
+            when=lambda v: v.position is not None and v.position == v.stored_position,
         ),
         Sentence(
-            "the forward computed {stored_token} at {stored_position} for {reader}, whose own token at {position} is "
-            "{v.token}: the batch was assembled wrongly."
+            "the forward computed {given_token} at {stored_position} for {reader}, who is at {position}: the batch "
+            "was assembled wrongly."
         ),
     ),
     brings={

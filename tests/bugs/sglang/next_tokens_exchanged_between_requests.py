@@ -32,5 +32,5 @@ BUG = Bug(
     setup="mha",
     broken=broken,
     traffic=together,
-    default=Found("write_input", 1, "the sampler gave alice token ... for position ..., but the forward computed"),
+    default=Found("write_input", 1, "the sampler gave alice a token for position ..., but the forward computed"),
 )

@@ -32,5 +32,5 @@ BUG = Bug(
     setup="mha",
     broken=broken,
     traffic=together,
-    default=Found("lost_write", 1, "should have written token ... whose bytes are what they were before"),
+    default=Found("lost_write", 1, "should have written a token ... whose bytes are what they were before"),
 )

@@ -36,5 +36,5 @@ BUG = Bug(
     setup="mha",
     broken=broken,
     traffic=together,
-    default=Found("lost_write", 1, "alice should have written token ... at position ... to slot ... of k.0"),
+    default=Found("lost_write", 1, "alice should have written a token at position ... to slot ... of k.0"),
 )

@@ -38,5 +38,7 @@ BUG = Bug(
     setup="mha",
     broken=broken,
     traffic=together,
-    default=Found("lost_write", 1, "alice should have written token ... of k.2, whose bytes are what they were before"),
+    default=Found(
+        "lost_write", 1, "alice should have written a token ... of k.2, whose bytes are what they were before"
+    ),
 )

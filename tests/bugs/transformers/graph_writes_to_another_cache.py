@@ -44,5 +44,5 @@ BUG = Bug(
     setup="llama",
     broken=broken,
     traffic=traffic,
-    default=Found("lost_write", 1, "should have written token ... of v.2, whose bytes are what they were before"),
+    default=Found("lost_write", 1, "should have written a token ... of v.2, whose bytes are what they were before"),
 )

@@ -32,5 +32,7 @@ BUG = Bug(
     setup="continuous",
     broken=broken,
     traffic=together,
-    default=Found("write_input", 1, "the forward computed ... for alice, whose own token ... is ...: the batch was"),
+    default=Found(
+        "write_input", 1, "the forward computed another token than the request's own ... for alice: the batch"
+    ),
 )

@@ -43,5 +43,5 @@ BUG = Bug(
     setup="llama",
     broken=broken,
     traffic=traffic,
-    default=Found("lost_write", 1, "should have written token ... of k.1, whose bytes are what they were before"),
+    default=Found("lost_write", 1, "should have written a token ... of k.1, whose bytes are what they were before"),
 )

@@ -118,7 +118,7 @@ def test_exchanged_carried_tokens_are_found(engine_on_cpu, guard, monkeypatch):
         original(self, input_ids, carry_over_ids, prev_output_ids)
 
     monkeypatch.setattr(ios, "carry_over_tokens", carry_over)
-    guarded = guard(batching("llama"))
+    guarded = guard(batching("llama"), incident_tokens=True)
     serve(batching("llama"), Traffic(options={"use_async_batching": True}))
     ((first, second),) = exchanged
     found = [(v.token, v.stored_token) for v in guarded.violations if v.kind is Kind.WRITE_INPUT]

@@ -87,7 +87,7 @@ def test_a_token_that_another_row_sampled_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", prepare)
     model = generating("llama")
-    with listening(model)[0] as watch:
+    with listening(model, incident_tokens=True)[0] as watch:
         generate(model, prompts(2, 11), max_new_tokens=8, **settings)
     ((computed, own),) = fed
     first = watch.violations[0]
