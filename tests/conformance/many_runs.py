@@ -37,7 +37,7 @@ def in_used_memory(patch: pytest.MonkeyPatch, memory: Memory, pages: int | None 
     """From now on each toy engine gets its memory so. ``pages``: of each pool."""
     left: list[Tensor] = []
     draw, noise = random.Random(memory.seed), torch.Generator().manual_seed(memory.seed)
-    pool, allocator = KVPool.__init__, BlockAllocator.__init__
+    pool, allocator, allocate = KVPool.__init__, BlockAllocator.__init__, BlockAllocator.allocate
 
     def uncleared(own: KVPool, count: int, device: torch.device) -> None:
         pool(own, count, device)
@@ -55,16 +55,16 @@ def in_used_memory(patch: pytest.MonkeyPatch, memory: Memory, pages: int | None 
     def first_in_first_out(own: BlockAllocator, given: Sequence[int]) -> None:
         own.free_pages[:0] = given
 
-    def shuffled(own: BlockAllocator, given: Sequence[int]) -> None:
-        own.free_pages.extend(given)
+    def shuffled(own: BlockAllocator, count: int) -> list[int]:
         draw.shuffle(own.free_pages)
+        return allocate(own, count)
 
     patch.setattr(KVPool, "__init__", uncleared)
     if memory.order == "first":
         patch.setattr(BlockAllocator, "__init__", turned)
         patch.setattr(BlockAllocator, "free", first_in_first_out)
     elif memory.order == "any":
-        patch.setattr(BlockAllocator, "free", shuffled)
+        patch.setattr(BlockAllocator, "allocate", shuffled)
     if pages is not None:
         patch.setattr(Engine.__init__, "__defaults__", (pages, *(Engine.__init__.__defaults__ or ())[1:]))
 

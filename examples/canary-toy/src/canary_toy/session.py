@@ -181,8 +181,11 @@ class ToySession(EngineSession):
 
     def hand_out_cached(self) -> None:
         """The bug of a lost eviction: a cached page is in the free list, and so is handed out."""
-        self.engine.allocator.free_pages.append(next(iter(self.engine.cache.parked)))
-        self.engine.allocator.allocate(1)
+        allocator = self.engine.allocator
+        # Alone there for the moment: whichever page is taken first, it is this one.
+        others, allocator.free_pages = allocator.free_pages, [next(iter(self.engine.cache.parked))]
+        allocator.allocate(1)
+        allocator.free_pages = others
 
     def _once(self, request: str, change: Change) -> None:
         """``change`` breaks the next batch that has the request."""

@@ -308,6 +308,12 @@ class Defects(Requirements):
             self._serve(stage, self._apart(5))
             stage.require_silence("tables of attention")
             if not stage.counter("tables_compared"):
+                if any(canary.step.tables.names for canary in stage.canaries):
+                    raise Nonconforming(
+                        "BatchAdapter",
+                        "tables were given, and no position of them was compared: a row is compared from "
+                        "ReadTable.first to ReadTable.end, and lengths alone are no table",
+                    )
                 raise Nonconforming(
                     "hooks", "no table was compared: ask canary.step.tables.due, and give ReadTables to compare"
                 )
