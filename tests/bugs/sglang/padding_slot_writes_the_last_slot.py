@@ -30,7 +30,7 @@ def broken(stage: Any) -> Iterator[None]:
 def traffic(stage: Any) -> None:
     """Three requests decode; when Alice has ended, Bob or Carol gets the last slot of the pool."""
     stage.scheduler.flush_cache()
-    for name, tokens, new_tokens in (("alice", 30, 5), ("bob", 25, 24), ("carol", 20, 24)):
+    for name, tokens, new_tokens in (("alice", 30, 5), ("bob", 25, 30), ("carol", 20, 30)):
         stage.submit(name, stage.tokens(name, tokens), new_tokens)
     finish(stage)
 
