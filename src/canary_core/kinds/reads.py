@@ -86,10 +86,14 @@ def read_wrongly(case: Case) -> Iterator[Diagnosis]:
         yield Diagnosis(FOREIGN_PREFIX, sure, tuple(told))
         yield Diagnosis(STALE_TABLE, "possible", tuple(told))
         return
-    # The blocks of a prefix hit are at their own positions, whoever computed them.
-    yield Diagnosis(STALE_TABLE, sure, tuple(told))
+    # One entry is a table's; several, where a request has just begun, are a match's that was out of date.
+    hit = case.only_a_hit and len({v.position for v in found}) > 1
     if case.only_a_hit:
         told.append("the request has written nothing yet, so a prefix hit may have brought it")
+    if hit:
+        yield Diagnosis(FOREIGN_PREFIX, sure, tuple(told))
+    yield Diagnosis(STALE_TABLE, "possible" if hit else sure, tuple(told))
+    if case.only_a_hit and not hit:
         yield Diagnosis(FOREIGN_PREFIX, "possible", tuple(told))
 
 
