@@ -87,6 +87,7 @@ class VLLMStage(Stage):
 def stage(setup: str, profile: str) -> Iterator[VLLMStage]:
     """The engine of that name of `vllm_on_cpu.setups`, guarded as a user has it who sets nothing but the profile."""
     from canary_vllm.hooks import HOOKS
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     from canary_core import CanaryConfig, hook_manager
     from canary_core.testing import Findings
@@ -104,6 +105,8 @@ def stage(setup: str, profile: str) -> Iterator[VLLMStage]:
     finally:
         HOOKS.stop()
         hook_manager().unregister(told)
+        # vLLM has one connector a process, and the next engine may have none.
+        ensure_kv_transfer_shutdown()
 
 
 @cache
