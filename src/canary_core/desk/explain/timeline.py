@@ -63,8 +63,6 @@ _BY_PHASE = {
 }
 """Findings about a request, by phase."""
 
-_BROUGHT = ", brought for {who}"
-
 _SEEN = {Phase.SCRUB: ", by the scrub", Phase.SWEEP: ", by a sweep of the prefix cache"}
 """Findings about no request."""
 
