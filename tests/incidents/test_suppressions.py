@@ -1,9 +1,7 @@
 """Known incidents, by signature: told and kept as ever, marked, and nobody needs to act."""
 
 import pytest
-import torch
-from support.guarded import Guarded
-from support.toy import ToyEngine
+from support.flipped import flipped
 
 from canary_core import ViolationError
 from canary_core.desk.control.commands import Commands
@@ -20,17 +18,6 @@ TEXT = "bytes:flipped_bit:1:bit:-"
 def nothing_acknowledged(monkeypatch):
     """Of other tests."""
     monkeypatch.setattr(suppressions, "ACKNOWLEDGED", {})
-
-
-def flipped(**settings):
-    """A toy engine in which a bit of layer 1 was flipped; findings of it."""
-    guarded = Guarded(ToyEngine(layers=3), read_check=-1, **settings)
-    request = guarded.submit("a", 12)
-    guarded.step(8)
-    guarded.engine.k[1].view(torch.int32)[request.slots[5], 3] ^= 1 << 9
-    guarded.step(4)
-    guarded.canary.close()
-    return guarded.findings
 
 
 @pytest.mark.parametrize("line", [TEXT, "bytes:flipped_bit:*", Signature("bytes", "flipped_bit", "1", "bit").id])

@@ -9,9 +9,7 @@ import threading
 import time
 
 import pytest
-import torch
-from support.guarded import Guarded
-from support.toy import ToyEngine
+from support.flipped import flipped
 
 from canary_core import CanaryConfig
 from canary_core.desk.notify import sender
@@ -19,17 +17,6 @@ from canary_core.desk.notify.sender import MOST_WAITING, Sender, Target
 from canary_core.errors import ConfigError
 
 KEY = b"sixteen bytes or more"
-
-
-def flipped(**settings):
-    """Findings of a toy engine in which a bit was flipped."""
-    guarded = Guarded(ToyEngine(layers=3), read_check=-1, **settings)
-    request = guarded.submit("a", 12)
-    guarded.step(8)
-    guarded.engine.k[1].view(torch.int32)[request.slots[5], 3] ^= 1 << 9
-    guarded.step(4)
-    guarded.canary.close()
-    return guarded.findings
 
 
 @pytest.fixture

@@ -61,10 +61,9 @@ class Group:
     def values(self, part: str) -> list[tuple[str, int]]:
         """Values of a part, or of ``engine`` or ``rank``, with numbers of incidents, the most frequent first."""
         read = PARTS.get(part) or (lambda s: str(getattr(s, part)))
-        counts = Counter[str]()
-        for s in self.sightings:
-            counts[read(s)] += s.count
-        return [(value, number) for value, number in counts.most_common() if value not in ("", NONE)]
+        return [
+            (value, number) for value, number in _counted(self.sightings, read).most_common() if value not in ("", NONE)
+        ]
 
 
 def groups(sightings: Iterable[Sighting]) -> list[Group]:
@@ -78,6 +77,14 @@ def groups(sightings: Iterable[Sighting]) -> list[Group]:
     return sorted(found, key=lambda g: (-g.count, g.name))
 
 
+def _counted(sightings: Iterable[Sighting], read: Callable[[Sighting], str]) -> Counter[str]:
+    """Numbers of incidents by value of ``read``."""
+    counts = Counter[str]()
+    for s in sightings:
+        counts[read(s)] += s.count
+    return counts
+
+
 def _parted(same: Sequence[Sighting], fleet: dict[str, set[str]]) -> list[list[Sighting]]:
     """Incidents of one sort, parted by values that a notable share of them has in common."""
     rest, out = list(same), []
@@ -86,10 +93,7 @@ def _parted(same: Sequence[Sighting], fleet: dict[str, set[str]]) -> list[list[S
         best: tuple[int, Callable[[Sighting], str], str] | None = None
         for part, read in PARTS.items():
             known = len(fleet[part])
-            counts = Counter[str]()
-            for s in rest:
-                counts[read(s)] += s.count
-            for value, number in counts.items():
+            for value, number in _counted(rest, read).items():
                 # One of few values is shared by chance; the only one of all tells nothing apart.
                 notable = number >= LEAST and number > weight * max(LEAST_SHARE, min(2 / max(known, 1), 0.99))
                 if value in ("", NONE) or known < 2 or not notable:
@@ -108,10 +112,7 @@ def _parted(same: Sequence[Sighting], fleet: dict[str, set[str]]) -> list[list[S
 def _group(sightings: Sequence[Sighting], fleet: dict[str, set[str]]) -> Group:
     count, common = sum(s.count for s in sightings), {}
     for part, read in PARTS.items():
-        counts = Counter[str]()
-        for s in sightings:
-            counts[read(s)] += s.count
-        value, number = counts.most_common(1)[0]
+        value, number = _counted(sightings, read).most_common(1)[0]
         if value not in ("", NONE) and number >= COMMON_SHARE * count:
             common[part] = value, number / count
     return Group(tuple(sightings), common, _verdict(sightings, common, fleet))
