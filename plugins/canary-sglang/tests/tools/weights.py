@@ -10,12 +10,14 @@ from tools.inspection import findings
 def serve_through_updates(engine: Any, prompts: list[list[int]], retract: bool) -> dict[str, Any]:
     """All ``prompts`` at once, and two updates of the weights while they run: with ``retract`` all running requests
     lose their KV before, and the prefix cache is flushed; without, they go on with theirs, and nothing is flushed.
-    Gives what was found, and the counters; nothing where this SGLang can't pause."""
+    Gives what was found, and the changes of these updates; nothing where this SGLang can't pause."""
     try:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
     except ImportError:
         return {}
 
+    (canary,) = engine.canaries
+    before = canary.stats()["weights_changed"]
     for number, prompt in enumerate(prompts):
         engine.submit(prompt, 14, f"running-{number}")
     steps = 0
@@ -30,9 +32,8 @@ def serve_through_updates(engine: Any, prompts: list[list[int]], retract: bool) 
             if not engine.scheduler.flush_cache():
                 raise RuntimeError("the cache can't be flushed")
             engine.scheduler.continue_generation(ContinueGenerationReqInput())
-    (canary,) = engine.canaries
-    done = findings(engine)
-    return {**done, "on": bool(canary.enabled), "stats": canary.stats(), "steps": steps}
+    changes = canary.stats()["weights_changed"] - before
+    return {**findings(engine), "on": bool(canary.enabled), "changes": changes, "steps": steps}
 
 
 def _update(engine: Any) -> None:
