@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from support.guarded import Guarded
 
 from canary_core import CanaryConfig, ConfigError, ViolationError
-from canary_core.config import settings, unknown_variables
+from canary_core.config.shown import settings, unknown_variables
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,7 +11,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import canary_core
-from canary_core.config import CanaryConfig, settings
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import settings
 from canary_core.desk.cli.app import EXIT_CODES, app
 from canary_core.events import Event
 from canary_core.guard.slots import SlotEvents

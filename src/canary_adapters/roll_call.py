@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from canary_core import AttachError, Canary, CanaryConfig, Event, emit
-from canary_core.config import settings
+from canary_core.config.shown import settings
 
 Answer = Mapping[str, object]
 """A worker's word on its guard, see `answer`: plain values, since the worker may run another version of Canary."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from canary_core.config import CanaryConfig, settings
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import settings
 from canary_core.records import Kind
 
 ROOT = Path(__file__).parents[2]

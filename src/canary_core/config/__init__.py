@@ -1,20 +1,6 @@
-"""Every setting: its values, its current value, and its table for users."""
+"""Settings: `CanaryConfig` and its values; `shown` has their table for users."""
 
 from canary_core.config.config import CanaryConfig, LogFormat, LogLevel, Mode, Untested
-from canary_core.config.shown import Setting, settings, shares_metrics, unknown_variables, variable_of_others
-from canary_core.config.values import ListenAddress, ScrubBudget
+from canary_core.config.values import LayerShare, ListenAddress, ScrubBudget
 
-__all__ = [
-    "CanaryConfig",
-    "ListenAddress",
-    "LogFormat",
-    "LogLevel",
-    "Mode",
-    "ScrubBudget",
-    "Setting",
-    "Untested",
-    "settings",
-    "shares_metrics",
-    "unknown_variables",
-    "variable_of_others",
-]
+__all__ = ["CanaryConfig", "LayerShare", "ListenAddress", "LogFormat", "LogLevel", "Mode", "ScrubBudget", "Untested"]

@@ -26,7 +26,7 @@ from pydantic_settings import (
 )
 
 from canary_core.config.faults import FaultSpec
-from canary_core.config.values import MOST_BYTES, ListenAddress, ScrubBudget, notify_target
+from canary_core.config.values import MOST_BYTES, LayerShare, ListenAddress, ScrubBudget, notify_target
 from canary_core.errors import ConfigError
 
 Mode = Literal["off", "log", "raise"]
@@ -125,6 +125,15 @@ class CanaryConfig(BaseSettings):
         default="all",
         description="Which KV bytes are fingerprinted on every layer and half: off (mapping checks only), partial "
         "(the first 16 bytes of each source of a slot), all.",
+    )
+    layers: Annotated[
+        LayerShare, NoDecode, BeforeValidator(LayerShare.parse), PlainSerializer(str, return_type=str)
+    ] = Field(
+        default=LayerShare(),
+        description="Layers whose bytes are fingerprinted: all; 1/8: every eighth one, from another one on by host, "
+        "replica, rank and the hour of the start, so that a fleet covers all at an eighth of the memory; 1/8@3: the "
+        "one turn from the layer at index 3 on. The mapping of slots is checked for all in any case.",
+        json_schema_extra=_unit("share of the layers"),
     )
     backend: Literal["auto", "torch", "triton"] = Field(
         default="auto", description="auto: triton for pools on a GPU, torch elsewhere. The choice is logged."

@@ -1,4 +1,4 @@
-"""Values of settings beyond numbers and words: `ScrubBudget` and `ListenAddress`."""
+"""Values of settings beyond numbers and words: `ScrubBudget`, `LayerShare` and `ListenAddress`."""
 
 import re
 from dataclasses import dataclass, field
@@ -46,6 +46,35 @@ class ScrubBudget:
         if step_bytes > MOST_BYTES:
             raise ConfigError(f"CANARY_SCRUB_BUDGET must be below 8EiB per forward, got {value!r}")
         return cls(step_bytes=step_bytes, text=text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShare:
+    """Every ``parts``-th layer of a region, from its ``turn``-th on (from 0; None: see `layers.turn_of`). Prints as
+    written."""
+
+    parts: int = 1
+    turn: int | None = None
+    text: str = field(default="all", compare=False)
+
+    @classmethod
+    def parse(cls, value: object) -> "LayerShare":
+        """From ``all``, ``1/8`` or ``1/8@3``. Raises `ConfigError`."""
+        if isinstance(value, cls):
+            return value
+        text = str(value).strip()
+        written = re.fullmatch(r"1/(\d{1,4})(?:@(\d{1,4}))?", text)
+        if text.lower() == "all":
+            return cls()
+        parts, turn = (int(n) if n else None for n in written.groups()) if written else (0, None)
+        if not parts or (turn is not None and turn >= parts):
+            raise ConfigError(
+                f"CANARY_LAYERS must be all, a share such as 1/8, or one turn of it from 1/8@0 to 1/8@7, got {value!r}"
+            )
+        return cls(parts, turn, text)
 
     def __str__(self) -> str:
         return self.text

@@ -24,6 +24,7 @@ from canary_core.guard.sampling import SampledTokens
 from canary_core.guard.slots import SlotEvents
 from canary_core.guard.step import Step
 from canary_core.incident import Incident
+from canary_core.layers import resting
 from canary_core.ops.state import RegionState
 from canary_core.place import Place
 from canary_core.records import Kind
@@ -81,7 +82,7 @@ class Canary:
         self.writers = writers or Writers()
         on = self.config.mode != "off"
         tensors = pool_tensors() if on and pool_tensors is not None else {}
-        left_out = tuple(uncovered)
+        left_out = (*uncovered, *resting(regions, self.config))
         self.coverage = Coverage(tuple(regions), left_out)
         if tensors:
             self.coverage = Coverage.of_engine(tuple(regions), left_out, EngineMemory(tensors))
@@ -419,6 +420,7 @@ class Canary:
             "backend": self.backend,
             "mode": self.config.mode,
             "bytes": self.config.bytes,
+            "layers": str(self.config.layers),
             "regions": regions,
             "memory_bytes": sum(s.memory_bytes for s in self.states.values()),
             "pool_bytes": sum(r.pool_bytes for r in self.regions.values()),

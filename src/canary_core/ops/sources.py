@@ -12,6 +12,7 @@ from torch import Tensor
 
 from canary_core.config import CanaryConfig
 from canary_core.errors import AttachError
+from canary_core.layers import of_guarded_layers
 from canary_core.ops import hashing
 from canary_core.ops.upload import pinned, upload
 from canary_core.records import DESCRIPTOR_WORDS, LOST_WRITE_BYTES, Descriptor
@@ -76,8 +77,9 @@ class SourceGroup(NamedTuple):
 class SourceTable(Sequence[KVSource]):
     """The fingerprinted sources of a region, in the order of the fingerprints: a sequence of `KVSource`.
 
-    With ``CANARY_BYTES=partial`` each is cut to its first bytes, with ``off`` there are none. Tensors keep their
-    addresses for life, so captured graphs stay valid, also after `rebind`.
+    With ``CANARY_BYTES=partial`` each is cut to its first bytes, with ``off`` there are none; with ``CANARY_LAYERS``
+    there are those of some layers. Tensors keep their addresses for life, so captured graphs stay valid, also after
+    `rebind`.
 
     bound: the sources, another tuple after each `rebind` or `rebind_alike`. descriptors: int64 ``[sources,
     DESCRIPTOR_WORDS]``, see `Descriptor`. keys: int64, one for each word of the longest slot, and salts: int64
@@ -88,7 +90,10 @@ class SourceTable(Sequence[KVSource]):
         device = region.device
         self._region = region
         self._config = config
-        self._bound: tuple[KVSource, ...] | None = _fingerprinted(region.sources, config.bytes)
+        self._bound: tuple[KVSource, ...] | None = _fingerprinted(region.sources, config)
+        chosen = {s.name for s in self._bound}
+        self._kept = [i for i, s in enumerate(region.sources) if s.name in chosen]
+        """Indices among all sources of the region."""
         self._moved: tuple[Sequence[Tensor], Sequence[Placement]] = ((), ())
         self._turns: _Turns | None = None
         self._unlike = False
@@ -145,7 +150,7 @@ class SourceTable(Sequence[KVSource]):
         """New addresses for the same sources; copies the descriptors to the device. Gives whether launches must be made
         anew, since shapes differ that kernels were compiled for. Raises `AttachError` if sources differ in more than
         tensor, strides and presence."""
-        new = _fingerprinted(sources, self._config.bytes)
+        new = _fingerprinted(sources, self._config)
         region = self._region
         for old, fresh in zip(self, new, strict=len(new) == len(self)):
             if (old.name, old.slot_words, old.page_size) != (fresh.name, fresh.slot_words, fresh.page_size):
@@ -166,11 +171,17 @@ class SourceTable(Sequence[KVSource]):
         return reshaped
 
     def rebind_alike(self, tensors: Sequence[Tensor], places: Sequence[Placement]) -> bool:
-        """`rebind` at a fraction of the cost: source ``i`` moves to ``tensors[i]``, laid out as ``places[i %
-        len(places)]``. Returns whether the move was made: only if the tensors of one place agree in shape, strides,
-        type and device, the sources of one place differ in tensor and name only, and kernels stay the same."""
+        """`rebind` at a fraction of the cost: source ``i`` of the region moves to ``tensors[i]``, laid out as
+        ``places[i % len(places)]``. Returns whether the move was made: only if the tensors of one place agree in shape,
+        strides, type and device, the sources of one place differ in tensor and name only, and kernels stay the same."""
         count = len(places)
-        if len(tensors) != len(self) or self._config.bytes != "all" or not count or len(self) % count:
+        if self._config.bytes != "all" or not count or len(tensors) != len(self._region.sources):
+            return False
+        if len(tensors) != len(self):
+            if any(i % count != mine % count for mine, i in enumerate(self._kept)):
+                return False
+            tensors = [tensors[i] for i in self._kept]
+        if not len(self) or len(self) % count:
             return False
         turns = self._turns
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -328,10 +339,9 @@ def descriptor(source: KVSource, non_finite: bool) -> list[int]:
     ]  # fmt: skip
 
 
-def _fingerprinted(sources: Sequence[KVSource], share: str) -> tuple[KVSource, ...]:
-    """The sources cut as ``CANARY_BYTES`` says."""
-    if share == "off":
+def _fingerprinted(sources: Sequence[KVSource], config: CanaryConfig) -> tuple[KVSource, ...]:
+    """The sources of the layers that ``CANARY_LAYERS`` names, cut as ``CANARY_BYTES`` says."""
+    if config.bytes == "off":
         return ()
-    if share == "partial":
-        return tuple(s.first_bytes(PARTIAL_BYTES) for s in sources)
-    return tuple(sources)
+    chosen = of_guarded_layers(sources, config)
+    return tuple(s.first_bytes(PARTIAL_BYTES) for s in chosen) if config.bytes == "partial" else chosen

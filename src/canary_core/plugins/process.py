@@ -6,7 +6,8 @@ from typing import Any
 
 import pluggy
 
-from canary_core.config import CanaryConfig, unknown_variables
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import unknown_variables
 from canary_core.errors import CanaryError, PluginError
 from canary_core.plugins.discovery import as_installed, built_in, entry_points, not_installed
 from canary_core.plugins.engine import EngineInfo

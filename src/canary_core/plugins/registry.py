@@ -6,7 +6,8 @@ from threading import RLock
 
 import pluggy
 
-from canary_core.config import CanaryConfig, unknown_variables
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import unknown_variables
 from canary_core.errors import PluginError, ViolationError, error_text
 from canary_core.events import Event
 from canary_core.plugins.discovery import (

@@ -16,7 +16,8 @@ from rich.table import Column, Table
 
 import canary_core
 from canary_core import plugins
-from canary_core.config import CanaryConfig, settings
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import settings
 from canary_core.desk.cli import check_plugin, control, doctor, program
 from canary_core.desk.cli.common import AsJson, load_config, print_json, refusal
 from canary_core.desk.cli.coverage_log import CoverageLog

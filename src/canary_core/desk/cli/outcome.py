@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from canary_core.config import CanaryConfig, variable_of_others
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import variable_of_others
 from canary_core.incident import Incident
 from canary_core.plugins.hookspecs import hookimpl
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from canary_core.config import CanaryConfig, ScrubBudget, settings
+from canary_core.config import CanaryConfig, ScrubBudget
+from canary_core.config.shown import settings
 from canary_core.desk.control.messages import CHANGES, MOST_REPLY_BYTES, Reply, Request
 from canary_core.desk.incidents.circumstances import PRIVATE
 from canary_core.desk.incidents.suppressions import acknowledge

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from canary_core import plugins
-from canary_core.config import CanaryConfig, unknown_variables, variable_of_others
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import unknown_variables, variable_of_others
 from canary_core.desk.control import client
 from canary_core.desk.doctor import places, self_test
 from canary_core.desk.doctor.places import CheckVerdict

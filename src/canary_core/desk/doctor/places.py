@@ -9,7 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from canary_core.config import CanaryConfig, variable_of_others
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import variable_of_others
 from canary_core.desk.incidents.bundle import PREFIX
 
 CheckVerdict = Literal["ok", "note", "bad"]

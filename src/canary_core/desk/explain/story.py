@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from canary_core.config import CanaryConfig, settings
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import settings
 from canary_core.desk.explain.affected import Affected, StepTimes, affected, folded, self_test, summary, to_do
 from canary_core.desk.explain.ranks import of_ranks
 from canary_core.desk.explain.timeline import Moment, timeline

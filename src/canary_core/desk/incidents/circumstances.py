@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from canary_core.config import settings
+from canary_core.config.shown import settings
 from canary_core.events import Event
 from canary_core.guard.canary import Canary
 

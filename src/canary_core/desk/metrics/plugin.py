@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from canary_core.config import CanaryConfig, shares_metrics
+from canary_core.config import CanaryConfig
+from canary_core.config.shown import shares_metrics
 from canary_core.desk.metrics import opentelemetry, prometheus
 from canary_core.desk.metrics.readings import READINGS, Readings
 from canary_core.errors import MetricsError, error_text
