@@ -4,11 +4,16 @@ from typing import Any
 
 import pytest
 
-from vllm_on_cpu.setups import SETUPS
+from vllm_on_cpu.setups import SETUPS, lacking
 
 
 def shared_engine(name: str) -> Any:
-    """The one of `SETUPS` with that name: in its process, and on the older release where that runs it."""
+    """The one of `SETUPS` with that name: in its process, on the older release where that runs it, and skipped on a
+    machine that can't."""
     setup = SETUPS[name]
     marks = [pytest.mark.xdist_group(f"process {setup.process}")]
-    return pytest.param(name, marks=[*marks, pytest.mark.older_release] if setup.older else marks)
+    if setup.older:
+        marks.append(pytest.mark.older_release)
+    if (reason := lacking(name)) is not None:
+        marks.append(pytest.mark.skip(reason=reason))
+    return pytest.param(name, marks=marks)

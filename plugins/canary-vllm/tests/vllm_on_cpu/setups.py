@@ -1,7 +1,10 @@
 """The engines that tests share, by name."""
 
+import platform
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,13 @@ SETUPS = {
 }
 """``crowded``: so few blocks that requests are preempted. ``hybrid``: full and sliding layers take turns on the same
 memory. ``states``: full layers and recurrent states do."""
+
+
+def lacking(name: str) -> str | None:
+    """Why this machine can't run an engine of `SETUPS`; None where it can, or where the name is none of them."""
+    setup = SETUPS.get(name)
+    if setup is None or setup.options.get("kv_cache_dtype") != "fp8" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    if torch.cpu._is_avx512_supported() or getattr(torch.cpu, "_is_amx_tile_supported", bool)():
+        return None
+    return "vLLM's fp8 cache on a CPU requires AVX-512 or AMX, and this processor has neither"
