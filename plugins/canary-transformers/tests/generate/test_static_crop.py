@@ -40,6 +40,26 @@ def test_a_static_cache_is_rolled_back_in_place(same: bool) -> None:
         assert {v.source for v in watch.violations} == {"v.1"}
 
 
+@needs_crop
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_static_window_that_has_moved_on_does_not_come_back(tokens: int, new: int) -> None:
+    """What it gave up is gone, and Transformers reads each token as one before it, with no error: told before the next
+    forward, also where no token is missing that is still read."""
+    model = generating("mistral")
+    ids, more = prompts(1, 10 + tokens), prompts(1, new)
+    (expected,) = forwards(model, new_cache(model, "dynamic"), torch.cat([ids[:, :10], more], dim=1))
+    watch, _ = listening(model)
+    with watch:
+        cache = new_cache(model, "static")
+        forwards(model, cache, ids)
+        expect_clean(watch)
+        cache.crop(-tokens)
+        (answered,) = forwards(model, cache, more)
+        assert not torch.allclose(answered[:, -1], expected[:, -1], atol=1e-2)
+        assert {v.kind.name for v in watch.violations} == {"POSITION"}
+
+
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 def test_keys_and_values_may_be_of_different_types(kind: type) -> None:
     """As where values are kept in half precision: each is guarded in its own."""

@@ -217,12 +217,18 @@ class CacheRecords:
         self._rename_rows()
 
     def crop(self, end: int) -> None:
-        """Only the first ``end`` tokens are left; windows also drop passed tokens."""
+        """Only the first ``end`` tokens are left; windows also drop passed tokens. A static window that has moved on
+        does not come back."""
         removed = max(self.end - end, 0)
         self.end -= removed
         self._unknown_end = min(self._unknown_end, self.end)
         for group in self.groups:
-            self._move(group, group.keeping.held_after_crop(group.held, removed))
+            if removed and group.first and group.keeping.static_tokens is not None:
+                # The bytes stay, and the engine counts its places from the new end: each is read as an earlier token's.
+                group.held = min(self.end, group.keeping.static_tokens)
+                group.first = self.end - group.held
+            else:
+                self._move(group, group.keeping.held_after_crop(group.held, removed))
 
     def clear(self) -> None:
         """Nothing is left; lasting tensors are zeroed."""
