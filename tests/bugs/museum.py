@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -97,7 +98,8 @@ class Bug:
     setup: the name of the stage that it runs on. broken: replaces functions of the engine for as long as the context
     lasts, and calls `Stage.strike` where they go wrong. traffic: what is served, first in a sound engine, where it must
     raise nothing, then in the broken one. default, thorough: what must come of it under ``CANARY_PROFILE=watch`` and
-    under ``hunt``; without ``thorough`` the same. slow: not among those that CI runs.
+    under ``hunt``; without ``thorough`` the same. slow: not among those that CI runs. releases: of a live bug, those of
+    the engine that have it, as a version specifier of PEP 440; empty for all.
     """
 
     title: str
@@ -110,6 +112,7 @@ class Bug:
     default: Found | Missed
     thorough: Found | Missed | None = None
     slow: bool = False
+    releases: str = ""
 
     def expected(self, profile: str) -> Found | Missed:
         """By the column of the table: ``default`` or ``thorough``."""
@@ -126,6 +129,20 @@ def bug(engine: str, name: str) -> Bug:
     Imports no engine."""
     found: Bug = importlib.import_module(f"bugs.{name}" if "." in name else f"bugs.{engine}.{name}").BUG
     return found
+
+
+def elsewhere(engine: str, bug: Bug) -> str:
+    """The reason why the installed release of an engine of `ENGINES` can't show a live bug; empty if it can."""
+    from packaging.specifiers import SpecifierSet
+
+    (release, *_) = [*_versions(engine), *_versions(f"{engine}-cpu"), "0"]
+    if not bug.releases or release in SpecifierSet(bug.releases):
+        return ""
+    return f"{ENGINES[engine]} {release} is installed; {bug.releases} has this bug"
+
+
+def _versions(distribution: str) -> list[str]:
+    return [found.version for found in metadata.distributions(name=distribution)]
 
 
 def run(bug: Bug, stage: Stage, sound: bool = False) -> Outcome:

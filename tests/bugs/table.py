@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from bugs import museum
 from bugs.classes import CLASSES, NOT_HERE
+from bugs.kinds import KINDS
 from bugs.museum import ENGINES, Bug, Found, Missed
 
 HEAD = """# Real bugs, and what Canary says of them
@@ -30,7 +31,9 @@ The issues are those that the mechanism resembles; we do not claim that each of 
 def page() -> str:
     """All of docs/bugs.md."""
     bugs = [(engine, name, museum.bug(engine, name)) for engine in ENGINES for name in museum.names(engine)]
-    return HEAD + "\n".join([*_summary(bugs), "", *_rows(bugs), "", *_missed(bugs), "", *_left_out()]) + "\n"
+    live = [(name.partition("_")[0], name, museum.bug("live", name)) for name in museum.names("live")]
+    parts = (_summary(bugs), _rows(bugs), _live(live), _kinds(), _missed(bugs + live), _left_out())
+    return HEAD + "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
 def _summary(bugs: list[tuple[str, str, Bug]]) -> Iterator[str]:
@@ -49,12 +52,52 @@ def _rows(bugs: list[tuple[str, str, Bug]]) -> Iterator[str]:
         for engine, name, bug in bugs:
             if bug.row == row:
                 link = f"[{bug.title}](../tests/bugs/{engine}/{name}.py) ({ENGINES[engine]})"
-                default, thorough = (bug.expected(profile) for profile in museum.PROFILES)
-                found = [one for one in dict.fromkeys((default, thorough)) if isinstance(one, Found)]
-                kinds = ", ".join(dict.fromkeys(f"`{one.kind}`" for one in found)) or "nothing"
-                sentences = "; thorough: ".join(dict.fromkeys(one.sentence for one in found))
-                cells = (row, link, ", ".join(bug.issues), kinds, sentences, _when(default), _when(thorough))
-                yield f"| {' | '.join(cells)} |"
+                yield f"| {' | '.join((row, link, *_outcome(bug)))} |"
+
+
+def _outcome(bug: Bug) -> tuple[str, ...]:
+    """Issues, found as, sentence, default, thorough."""
+    default, thorough = (bug.expected(profile) for profile in museum.PROFILES)
+    found = [one for one in dict.fromkeys((default, thorough)) if isinstance(one, Found)]
+    kinds = ", ".join(dict.fromkeys(f"`{one.kind}`" for one in found)) or "nothing"
+    sentences = "; thorough: ".join(dict.fromkeys(one.sentence for one in found))
+    return (", ".join(bug.issues), kinds, sentences, _when(default), _when(thorough))
+
+
+def _live(bugs: list[tuple[str, str, Bug]]) -> Iterator[str]:
+    yield "## Live bugs"
+    yield ""
+    yield "Nothing of the engine is replaced: the release named has the bug, or its own API allows the mistake."
+    yield "`make bugs-live` runs those of the installed releases ([tests/bugs/live](../tests/bugs/live/README.md))."
+    yield "Which of them Canary found by itself is told in [found.md](found.md)."
+    yield ""
+    yield "| bug | releases | public issues | found as | sentence | default | thorough |"
+    yield "|---|---|---|---|---|---|---|"
+    for engine, name, bug in bugs:
+        link = f"[{bug.title}](../tests/bugs/live/{name}.py) ({ENGINES[engine]})"
+        yield f"| {' | '.join((link, bug.releases or 'all that were run', *_outcome(bug)))} |"
+
+
+def _kinds() -> Iterator[str]:
+    yield "## Kinds that were tried from outside"
+    yield ""
+    yield "Of these nothing or little was found when they were tried first. Entries have the rest in the tables above."
+    yield ""
+    yield "| kind | entry | default | thorough |"
+    yield "|---|---|---|---|"
+    for kind, entries in KINDS.items():
+        if isinstance(entries, str):
+            yield f"| {kind} | none: {entries} | | |"
+            continue
+        for entry in entries:
+            folder, _, name = entry.partition("/")
+            bug = museum.bug(folder, name)
+            default, thorough = (_briefly(bug.expected(profile)) for profile in museum.PROFILES)
+            yield f"| {kind} | [{bug.title}](../tests/bugs/{entry}.py) | {default} | {thorough} |"
+
+
+def _briefly(expected: Found | Missed) -> str:
+    return "missed" if isinstance(expected, Missed) else f"`{expected.kind}`, {_when(expected)}"
 
 
 def _when(expected: Found | Missed) -> str:
