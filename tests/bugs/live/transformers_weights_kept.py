@@ -46,4 +46,5 @@ BUG = Bug(
         "began with the weights of change 1 (in place). A prefix hit across a change of the weights: the prefix cache "
         "was kept.",
     ),
+    releases=">=5.18",
 )
