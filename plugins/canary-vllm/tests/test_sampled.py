@@ -74,7 +74,8 @@ def test_the_asynchronous_engine_is_asynchronous(engine):
 
 @pytest.mark.without_engine
 def test_what_was_rejected_or_is_of_an_unfinished_prompt_is_left_out():
-    """The V2 runner's rejected tokens and chunks of prompts: -1, and the row's number."""
+    """The V2 runner's rejected tokens and chunks of prompts: -1, and the row's number. Columns before a row's first
+    draft leave earlier positions as known: -2."""
     output = SimpleNamespace(
         sampled_token_ids=torch.tensor([[11, 12], [21, 22], [31, 32]]), num_sampled=torch.tensor([2, 1, 0])
     )
@@ -87,5 +88,5 @@ def test_what_was_rejected_or_is_of_an_unfinished_prompt_is_left_out():
         cu_num_logits_np=np.array([0, 2, 4, 5]),
     )
     tokens, without = sampled.of_v2(output, batch)
-    assert tokens.tolist() == [[11, 12], [21, -1], [-1, -1]]
+    assert tokens.tolist() == [[11, 12], [21, -1], [-2, -1]]
     assert without == [2]

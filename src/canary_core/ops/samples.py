@@ -4,10 +4,14 @@ import torch
 from torch import Tensor
 
 from canary_core.batch import BatchView
+from canary_core.ops.upload import upload
 from canary_core.records import (
     NO_SAMPLE,
     NOT_SAMPLED,
+    SAMPLE_POSITION_BITS,
+    SAMPLE_TOKEN_BITS,
     SAMPLE_TOKENS,
+    SAMPLE_WRITER_BITS,
     SAMPLE_WRITERS,
     TAIL_WORDS,
 )
@@ -71,6 +75,18 @@ class Samples:
             self.given[SAMPLE_TOKENS - last.shape[0] :, :columns].copy_(last)
         for row in without:
             self.given[-1, row].fill_(NO_SAMPLE)
+
+    def at(self, writers: Tensor, positions: Tensor) -> Tensor:
+        """Words of `table` that may be of ``writers`` at ``positions``, int64 ``[n]`` on the host; for `known`."""
+        kept = writers % SAMPLE_WRITERS * SAMPLE_TOKENS + positions % SAMPLE_TOKENS
+        return self.table[upload(kept, self.table.device)]
+
+    @staticmethod
+    def known(words: Tensor, writers: Tensor, positions: Tensor) -> Tensor:
+        """The tokens in what `at` gave, -1 where unknown; int64 ``[n]``."""
+        own = writers % (1 << SAMPLE_WRITER_BITS) << SAMPLE_POSITION_BITS | positions
+        known = (writers >= 0) & (positions > 0) & (positions < 1 << SAMPLE_POSITION_BITS)
+        return torch.where(known & (words >> SAMPLE_TOKEN_BITS == own), words % (1 << SAMPLE_TOKEN_BITS), -1)
 
     def forget(self) -> None:
         """Nothing is known of any request any more."""
