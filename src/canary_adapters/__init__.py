@@ -11,6 +11,7 @@ from canary_adapters.block_breaches import BlockBreach, BlockSweep, count_breach
 from canary_adapters.block_events import BlockEvent, BlockEvents, BlockGroup, BlockSort, add_event
 from canary_adapters.block_lists import BlockLists, GivenBlocks, GivenLens, RequestBlocks, metadata_blocks, moved_states
 from canary_adapters.block_replay import BlockLoad, BlockMessage, BlockReplay
+from canary_adapters.contents import embedding_numbers, media_number, put_embeddings, put_media
 from canary_adapters.draft_forwards import DraftForwards
 from canary_adapters.embedding_filter import EmbeddedRequests, EmbeddingFilter
 from canary_adapters.embedding_shards import EmbeddingPart, EmbeddingShards, default_store
@@ -33,6 +34,7 @@ from canary_adapters.pools import (
 from canary_adapters.probe import ProbedPiece, probe_layout
 from canary_adapters.roll_call import Answer, Mark, RollCall, answer
 from canary_adapters.sampled_tokens import sampled_tokens
+from canary_adapters.scales import WatchedScales
 from canary_adapters.sources import (
     CHECKED_DTYPES,
     PackedPage,
@@ -47,9 +49,11 @@ from canary_adapters.tables import block_table, ragged_table, ring_table, slot_t
 from canary_adapters.token_table import TABLE_STEP, Prompts, token_table, unknown_tokens
 from canary_adapters.weights import AdapterContents, WatchedWeights, WeightLoads
 from canary_core.ops.upload import upload
+from canary_core.records import FIRST_CONTENT
 
 __all__ = [
     "CHECKED_DTYPES",
+    "FIRST_CONTENT",
     "TABLE_STEP",
     "AdapterContents",
     "Answer",
@@ -87,6 +91,7 @@ __all__ = [
     "RollCall",
     "RowPool",
     "UniformLens",
+    "WatchedScales",
     "WatchedWeights",
     "WeightLoads",
     "WindowPool",
@@ -95,16 +100,20 @@ __all__ = [
     "block_table",
     "count_breaches",
     "default_store",
+    "embedding_numbers",
     "growing_source",
     "kv_layers",
     "layer_numbers",
     "lmcache_storage",
+    "media_number",
     "metadata_blocks",
     "moved_states",
     "packed_page_padding",
     "packed_page_source",
     "paged_source",
     "probe_layout",
+    "put_embeddings",
+    "put_media",
     "ragged_table",
     "report_breaches",
     "require_disjoint",

@@ -9,6 +9,7 @@ from ledger.host_tier import PAGE, HostTier
 from support.toy import ToyEngine
 
 from canary_core import Arrival, Kind, Origin
+from canary_core.ops.hashing import COMMON_ANCHOR
 
 OTHERS = Origin("tier", shared=True)
 ALICE = list(range(5, 22))
@@ -189,6 +190,66 @@ def test_identities_that_may_compute_the_same_are_no_finding(common):
     adapters.bring("bob 2", ALICE)
     assert adapters.told() == []
     assert adapters.tier.counts("another_identity", "unknown") == [0, 4]
+
+
+class Trained(Adapters):
+    """The same, where nothing but the weights tells requests apart."""
+
+    def anchor(self, name):
+        self.engine.writers.identify(name)
+        return self.engine.writers.anchor(name)
+
+    def train(self):
+        self.tier.g.canary.drain()
+        self.tier.g.canary.step.weights_changed("reload_weights")
+
+
+OLD = ("another_identity", "bob 2", "alice 1", "the weights of change 1 (reload_weights)", "the weights of the start")
+
+
+def test_a_tier_that_brings_older_weights_kv_is_told_with_the_update():
+    """A tier of this engine alone, asked by tokens: nobody has emptied it. Said of the request that began after the
+    change; one from before gets what it would have computed."""
+    trained = Trained(Origin("tier"))
+    trained.compute("alice 1", ALICE)
+    early = trained.anchor("early")
+    trained.train()
+    trained.bring("bob 2", ALICE)
+    assert trained.told() == [OLD]
+    request, arrival = trained.tier.claim(ALICE, "early")
+    trained.tier.copy(request)
+    trained.tier.g.canary.ledger.arrive(replace(arrival, anchor=early))
+    trained.tier.g.canary.drain()
+    assert trained.told() == []
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_where_others_store_older_weights_kv_is_told_if_both_are_known_to_differ(differ):
+    """Else the change may be of no consequence for these tokens, and another engine may have stored the KV since."""
+    trained = Trained(OTHERS)
+    trained.compute("alice 0", BOB)
+    trained.compute("alice 1", ALICE)
+    trained.train()
+    if differ:
+        trained.compute("bob 0", BOB)
+    trained.bring("bob 2", ALICE)
+    assert trained.told() == ([OLD] if differ else [])
+
+
+def test_what_may_have_been_computed_with_the_new_weights_is_no_finding():
+    """It came to the ledger after the change."""
+    trained = Trained(Origin("tier"))
+    trained.train()
+    batch = trained.engine.batch
+    rows = torch.tensor([COMMON_ANCHOR])
+    # A request that began before the change and ran on.
+    trained.engine.batch = lambda **kwargs: replace(batch(**kwargs), anchors=rows)
+    request = trained.tier.compute(ALICE, "alice 1")
+    trained.engine.batch = batch
+    trained.tier.save(request)
+    trained.tier.finish(request)
+    trained.bring("bob 2", ALICE)
+    assert trained.told() == []
 
 
 def test_a_hit_across_identities_leaves_a_private_origin_private():

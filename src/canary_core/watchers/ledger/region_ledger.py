@@ -214,6 +214,7 @@ class RegionLedger:
         flags = rows[:, BLOCK_FLAGS]
         whole = flags == Block.whole()
         kept = rows[whole]
+        self.table.epoch = self._writers.identities.weights
         self.table.add(kept[:, BLOCK_HASH], kept[:, BLOCK_SUM], kept[:, BLOCK_VALUES:], who=kept[:, BLOCK_WHO])
         self.counts["kept"] += len(kept)
         doubted: list[int] = []
