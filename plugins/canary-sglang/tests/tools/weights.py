@@ -17,7 +17,7 @@ def serve_through_updates(engine: Any, prompts: list[list[int]], retract: bool) 
         return {}
 
     (canary,) = engine.canaries
-    before = canary.stats()["weights_changed"]
+    before = canary.stats().get("weights_changed", 0)
     for number, prompt in enumerate(prompts):
         engine.submit(prompt, 14, f"running-{number}")
     steps = 0
@@ -32,7 +32,7 @@ def serve_through_updates(engine: Any, prompts: list[list[int]], retract: bool) 
             if not engine.scheduler.flush_cache():
                 raise RuntimeError("the cache can't be flushed")
             engine.scheduler.continue_generation(ContinueGenerationReqInput())
-    changes = canary.stats()["weights_changed"] - before
+    changes = canary.stats().get("weights_changed", 0) - before
     return {**findings(engine), "on": bool(canary.enabled), "changes": changes, "steps": steps}
 
 
