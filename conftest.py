@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from importlib import import_module
 
 import pytest
 import torch
@@ -9,6 +10,12 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, so it must be set before any kernel module is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def full_budget() -> None:
+    """Findings of one test are not fewer because another had many: the budget is the process's."""
+    import_module("canary_core.guard.reporting.budget").PROCESS.fill()
 
 
 def pytest_configure(config: pytest.Config) -> None:

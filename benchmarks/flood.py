@@ -1,11 +1,13 @@
 """``python -m benchmarks.flood``: costs of very many findings of one cause, in time of the engine's thread and in host
-memory. On the CPU, with rows as a device's ring holds them. ``--transformers 300``: `generate()` of a small Llama with
-so many findings in each step, and without, in CPU time; the budget is by the clock, so the machine must be idle."""
+memory. On the CPU, with rows as a device's ring holds them. ``--transformers 200``: `generate()` of a small Llama with
+so many findings in each step, and without, by turns: CPU time of the engine's thread, in all and of the findings alone.
+The budget comes back by that time, too, as by the clock on a machine that does nothing else."""
 
 import argparse
 import gc
 import statistics
 import time
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -15,6 +17,7 @@ from rich.console import Console
 
 from benchmarks.ledger_age import resident_bytes
 from canary_core import Canary, CanaryConfig, KVSource, Region, Writers
+from canary_core.guard.reporting import budget
 from canary_core.guard.reporting.findings import Reporter
 from canary_core.guard.reporting.readback import HostRead
 from canary_core.plugins import private_hooks
@@ -25,7 +28,7 @@ READ = 1024
 
 SLOTS = 4096
 
-TURNS, NEW = 2, 128
+TURNS, NEW = 3, 128
 """Calls of `generate` with a flood, and as many without; new tokens of each."""
 
 
@@ -54,7 +57,8 @@ def read_of(first: int, writer: int) -> HostRead:
 
 
 def generate(findings: int, say: Callable[[str], object]) -> None:
-    """Prints the CPU time of a token, without and with so many findings in each step, by turns."""
+    """Prints the thread's CPU time of a token, without and with so many findings in each step, by turns, and of reading
+    them."""
     from canary_transformers import guard as guard_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -65,29 +69,37 @@ def generate(findings: int, say: Callable[[str], object]) -> None:
         )
     ).eval()
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    clock = 0.0
+    reading = {False: 0.0, True: 0.0}
+    flood = False
     with guard_model(model, log_level="error") as guarded, torch.inference_mode():
         prompt = torch.randint(3, 32000, (1, 64))
         model.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
         opened, rows = Reporter.open, iter([[0]])
 
         def flooded(reporter: Reporter, read: HostRead, forwards: int) -> None:
-            opened(reporter, replace(read, rows=[*read.rows, *islice(rows, findings)]), forwards)
+            more = islice(rows, findings) if flood else ()
+            read = replace(read, rows=[*read.rows, *more])
+            began = time.thread_time()
+            opened(reporter, read, forwards)
+            reading[flood] += time.thread_time() - began
 
+        Reporter.open = flooded  # type: ignore[method-assign]
+        budget.time = types.SimpleNamespace(monotonic=time.thread_time)  # type: ignore[assignment]
+        budget.PROCESS.fill()
         for turn in range(2 * TURNS):
             flood = bool(turn % 2)
             reads = range(0, (NEW + 8) * findings, READ)
             rows = iter([row for first in reads for row in read_of(first, 0).rows])
-            Reporter.open = flooded if flood else opened  # type: ignore[method-assign]
-            began, wall = time.process_time(), time.perf_counter()
+            began = time.thread_time()
             model.generate(prompt, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-            seconds[flood].append(time.process_time() - began)
-            clock += (time.perf_counter() - wall) * flood
+            seconds[flood].append(time.thread_time() - began)
         Reporter.open = opened  # type: ignore[method-assign]
     del guarded
     without, beside = (statistics.median(seconds[how]) / NEW * 1e3 for how in (False, True))
-    rate = TURNS * NEW * findings / clock
+    rate = findings / beside * 1e3
     say(f"{without:.2f} ms a token without, {beside:.2f} ms with {rate:.0f} findings/s: {beside / without - 1:+.1%}")
+    cost = (reading[True] - reading[False]) / TURNS / NEW * 1e3
+    say(f"of these the findings: {cost:.2f} ms a token, {cost / without:.1%}")
 
 
 def main() -> None:

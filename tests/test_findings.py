@@ -8,6 +8,7 @@ import torch
 from support.guarded import Guarded
 
 from canary_core import Event, Kind, Phase, State, Violation, ViolationError, hookimpl
+from canary_core.guard.reporting.budget import BURST_S, OWED_S, PROCESS, SHARE
 from canary_core.records import ROW_WORDS, STATES, Counter, Row
 
 FLIP = Violation(Kind.BYTES, "full", Phase.SCRUB, step=9, slot=5, source="k.1", step_written=2, found_value=77)
@@ -228,35 +229,50 @@ def test_more_findings_than_the_ring_has_rows_are_told_as_dropped():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time as the reporter sees it."""
+    """Time as counts that wait see it."""
     now = [100.0]
-    for module in ("guard.reporting.findings", "runtime.telling"):
-        monkeypatch.setattr(f"canary_core.{module}.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("canary_core.runtime.telling.time.monotonic", lambda: now[0])
     return now
 
 
-def test_a_flood_is_told_up_to_a_budget_and_counted_beyond_it(monkeypatch, clock):
+@pytest.fixture
+def budget(monkeypatch):
+    """The process's, as much as a test puts in: telling costs nothing by itself."""
+    monkeypatch.setattr(PROCESS, "left", BURST_S)
+    monkeypatch.setattr(PROCESS, "refill", lambda: None)
+    monkeypatch.setattr(PROCESS, "spend", lambda seconds: None)
+    for name in ("FIRST", "FEW"):
+        monkeypatch.setattr(f"canary_core.guard.reporting.budget.{name}", 0)
+    return PROCESS
+
+
+def test_a_flood_is_told_up_to_a_budget_and_counted_beyond_it(budget):
     """What was counted only is told when it is found again and there is room; a repetition costs nothing."""
-    monkeypatch.setattr("canary_core.guard.reporting.findings.MOST_FINDINGS", 3)
     guarded = Guarded()
-    guarded.canary._findings._left = 3
     flips = [replace(FLIP, slot=slot) for slot in range(10, 15)]
-    assert guarded.canary.report(flips) == 3
-    assert guarded.canary.report(flips[:3]) == 0
+    assert guarded.canary.report(flips[:3]) == 3
+    budget.left = 0
+    assert guarded.canary.report(flips) == 0
     assert (guarded.canary.left_out["findings_limited"], guarded.canary.stats()["repeated"]) == (2, 3)
-    clock[0] += 1
+    budget.left = 1
     assert guarded.canary.report(flips) == 2
     assert guarded.canary.stats()["violations"] == 5
 
 
-def test_rows_beyond_the_budget_are_not_decoded(monkeypatch, clock):
-    """Neither are repetitions: of ten rows of the ring two are told, and of the same ten again none."""
+def test_rows_beyond_the_budget_are_not_decoded(monkeypatch, budget):
+    """Neither are repetitions: of ten rows of the ring two are told, and of the same ten again none. Where too much is
+    owed they are counted without a look."""
     guarded = Guarded()
     reporter = guarded.canary._findings
-    reporter._left = 2
-    monkeypatch.setattr("canary_core.guard.reporting.findings.FINDINGS_S", 0)
     decoded, decode = [], reporter.decode
-    monkeypatch.setattr(reporter, "decode", lambda row: decoded.append(row) or decode(row))
+
+    def decodes(row):
+        decoded.append(row)
+        if len(decoded) == 2:
+            budget.left = 0
+        return decode(row)
+
+    monkeypatch.setattr(reporter, "decode", decodes)
     for _ in range(2):
         guarded.canary.slots.free("full", torch.arange(10, 20))
         guarded.canary.slots.settle()
@@ -265,8 +281,53 @@ def test_rows_beyond_the_budget_are_not_decoded(monkeypatch, clock):
     (event,) = guarded.findings.told("findings_limited")
     assert (event.fields["findings"], event.fields["kinds"]) == (8, {"double_free": 8})
     rows = [[*row] for row in decoded]
-    reporter.take(reporter._decoded(rows))
-    assert (guarded.canary.stats()["repeated"], len(decoded)) == (2, 2)
+    for left, repeated, limited in ((0, 2, 8), (-OWED_S, 2, 10)):
+        budget.left = left
+        assert list(reporter._decoded(rows)) == []
+        assert (guarded.canary.stats()["repeated"], len(decoded)) == (repeated, 2)
+        assert guarded.canary.left_out["findings_limited"] == limited
+
+
+def test_the_first_findings_are_told_whatever_is_left(budget, monkeypatch):
+    """Of a Canary, of a kind, in a source, and of a request: so a second incident is told beside a flood of another."""
+    monkeypatch.setattr("canary_core.guard.reporting.budget.FIRST", 3)
+    monkeypatch.setattr("canary_core.guard.reporting.budget.FEW", 1)
+    budget.left = -OWED_S
+    guarded = Guarded()
+    flips = [replace(FLIP, slot=slot, stored_request="a") for slot in range(10, 20)]
+    assert guarded.canary.report(flips) == 3
+    others = ({"source": "v.0"}, {"stored_request": "b"}, {"kind": Kind.FREED, "source": None})
+    for number, other in enumerate(others):
+        assert guarded.canary.report([replace(FLIP, **{"slot": 20, "stored_request": "a", **other})]) == 1
+        again = [replace(FLIP, **{"slot": 30 + number, "stored_request": "a", **other})]
+        assert guarded.canary.report(again) == 0
+    rows = [row(KIND=Kind.BYTES, STEP=17, SLOT=slot, SOURCE=source) for source in (0, 1) for slot in range(4)]
+    assert [found.source for found, _ in guarded.canary._findings._decoded(rows)] == ["k.0", "v.0"]
+
+
+def test_the_budget_is_a_share_of_the_time_and_the_process_s(monkeypatch):
+    """What telling takes is spent, from one Canary to the next; it comes back by the clock, up to the burst."""
+    now, cpu = [100.0], [0.0]
+    monkeypatch.setattr("canary_core.guard.reporting.budget.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("canary_core.guard.reporting.findings.time.thread_time", lambda: cpu[0])
+    for name in ("FIRST", "FEW"):
+        monkeypatch.setattr(f"canary_core.guard.reporting.budget.{name}", 0)
+    PROCESS.fill()
+
+    class Slow:
+        @hookimpl
+        def canary_violation(self, violation):
+            cpu[0] += BURST_S / 7.5
+
+    numbers = []
+    for _ in range(3):
+        guarded = Guarded(None, Slow())
+        numbers.append(guarded.canary.report([replace(FLIP, slot=slot) for slot in range(10, 30)]))
+    assert numbers == [8, 0, 0]
+    now[0] += BURST_S / SHARE / 2
+    assert guarded.canary.report([replace(FLIP, slot=slot) for slot in range(10, 30)]) == 4
+    now[0] += 10 * BURST_S / SHARE
+    assert guarded.canary.report([replace(FLIP, slot=slot) for slot in range(30, 60)]) == 8
 
 
 @pytest.mark.parametrize(
@@ -281,7 +342,6 @@ def test_a_row_and_its_finding_are_remembered_alike(guarded, kind):
     ):
         one = row(KIND=kind, **fields)
         reporter = guarded.canary._findings
-        reporter._left = 99
         reporter.take([reporter.decode(one)])
         assert reporter._repeats(reporter._row_key(one))
 

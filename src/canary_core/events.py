@@ -58,7 +58,7 @@ class Event:
     | bundle_failed       | no bundle of an incident could be written, and why; told once                          |
     | findings_lost       | an engine failed, and the last findings can't be read from its device any more         |
     | rows_dropped        | more findings than ring rows between two host reads; the counts are complete           |
-    | findings_limited    | more findings than are told in a second: how many were only counted, and their kinds   |
+    | findings_limited    | more findings than there is time to tell: how many were only counted, and their kinds  |
     | dismissed           | a plugin explained a finding away                                                      |
     | fault_injected      | a self-test corrupted something on purpose                                             |
     | fault_moot          | the target of a fault was dropped before any read; the fault is repeated               |

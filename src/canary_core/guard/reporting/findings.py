@@ -9,6 +9,7 @@ from typing import Protocol
 from canary_core.errors import ViolationError
 from canary_core.events import Event
 from canary_core.guard.reporting.alarm_test import AlarmTest
+from canary_core.guard.reporting.budget import OWED_S, PROCESS, SHARE, Firsts
 from canary_core.guard.reporting.grouping import Incidents
 from canary_core.guard.reporting.readback import HostRead, ReadBack
 from canary_core.guard.reporting.wrong_memory import WrongMemory
@@ -25,10 +26,6 @@ from canary_core.watchers.audit.running import RunningAudit
 
 REMEMBERED = 65536
 """Findings remembered, by a hash, so that a repeated one is reported once."""
-
-MOST_FINDINGS, FINDINGS_S = 2048, 200
-"""Findings reported at once, and a second: decoding, grouping and telling one take the engine's thread 30 to 100 µs, by
-the plugins that hear of it; counting one takes 2 µs."""
 
 MOST_NOT_FINITE = 4096
 """Fingerprints remembered of bytes with NaN or infinity: there are few, since a NaN makes whole slots NaN."""
@@ -70,9 +67,10 @@ class Reporter:
         ring_rows = workspace.config.ring_rows
         self.dropped = Untold(switch.tell, Event("rows_dropped", "warning", {"ring_rows": ring_rows}), "rows")
         """Rows without room in the ring."""
-        self.limited = Untold(switch.tell, Event("findings_limited", "warning", {"limit": FINDINGS_S}), "findings")
-        """Findings beyond `MOST_FINDINGS`: reported when they are found again later, if they are."""
-        self._left, self._refilled = float(MOST_FINDINGS), time.monotonic()
+        self.limited = Untold(switch.tell, Event("findings_limited", "warning", {"limit": f"{SHARE:.0%}"}), "findings")
+        """Findings beyond the process's `Budget`: reported when they are found again later, if they are."""
+        self._firsts = Firsts()
+        self._since = 0.0
         self._not_finite: OrderedDict[tuple[int, int, int], None] = OrderedDict()
         self.incidents = Incidents(switch.tell, workspace.config.incident_limit, self._tell_incident)
         self.alarm = AlarmTest([state for state in self._states if len(state.sources)], self._probe)
@@ -138,7 +136,8 @@ class Reporter:
             # From then on a read costs what it did before there were tallies.
             self.read_back.proving = not self.memory.settled
         if snapshot.rows:
-            self.take(self._decoded(snapshot.rows))
+            self._begin()
+            self._take(self._decoded(snapshot.rows))
         self.settle()
         if snapshot.dropped:
             self.dropped.add(number=snapshot.dropped)
@@ -190,12 +189,16 @@ class Reporter:
 
     def take(self, violations: Iterable[Violation]) -> list[Violation]:
         """The new findings not dismissed by anybody, each after its hooks. Findings that wait for the verdict on the
-        region's memory (`WrongMemory`) are reported later, or never; those beyond `MOST_FINDINGS` are counted."""
-        stand = []
-        now = time.monotonic()
-        self._left = min(MOST_FINDINGS, self._left + (now - self._refilled) * FINDINGS_S)
-        self._refilled, looked = now, False
-        for violation in violations:
+        region's memory (`WrongMemory`) are reported later, or never; those beyond the `Budget` are counted."""
+        self._begin()
+        among = self._firsts.among
+        firsts = ((v, among(v.kind, (v.region, v.source), v.stored_request or v.request)) for v in violations)
+        return self._take((violation, first or PROCESS.left > 0) for violation, first in firsts)
+
+    def _take(self, violations: Iterable[tuple[Violation, bool]]) -> list[Violation]:
+        """`take`, with whether each may be reported."""
+        stand, looked = [], False
+        for violation, within in violations:
             if not looked:
                 looked = True
                 self.audit.look()
@@ -209,36 +212,49 @@ class Reporter:
             if self._repeats(key):
                 self.incidents.read_again(violation)
                 continue
-            if self._left < 1:
-                self._limit(violation.kind)
+            if not within:
+                self.limited.add({violation.kind.name.lower(): 1})
                 continue
-            self._left -= 1
             self._remember(key)
             reason = self._dismissal(violation)
             if reason is not None:
                 self.dismissed += 1
                 fields = {"reason": reason, **self._told(violation).fields()}
                 self._switch.emit(Event("dismissed", "debug", fields))
-                continue
-            if self.memory.takes(violation):
-                continue
-            stand.append(violation)
-            self._deliver(violation)
+            elif not self.memory.takes(violation):
+                stand.append(violation)
+                self._deliver(violation)
+            self._spend()
         if stand:
             self.incidents.tell()
+        self._spend()
         return stand
 
-    def _decoded(self, rows: Sequence[list[int]]) -> Iterator[Violation]:
-        """The findings of ``rows``. Where no more are reported for now, none is decoded."""
+    def _begin(self) -> None:
+        PROCESS.refill()
+        self._since = time.thread_time()
+
+    def _spend(self) -> None:
+        since, self._since = self._since, time.thread_time()
+        PROCESS.spend(self._since - since)
+
+    def _decoded(self, rows: Sequence[list[int]]) -> Iterator[tuple[Violation, bool]]:
+        """The findings of ``rows`` that may be reported, with True. Others are not decoded."""
+        counted: dict[int, int] = {}
         for row in rows:
             if row[Row.KIND] == PROBE and not self._swallow(row):
                 continue
             absorbed = self._absorbed(row)
-            if self._left >= 1:
+            kind, place = row[Row.KIND], (row[Row.REGION], row[Row.SOURCE])
+            whose = row[Row.STORED_WRITER] if row[Row.STEP_WRITTEN] else row[Row.WRITER]
+            if self._firsts.among(kind, place, whose) or PROCESS.left > 0:
                 violation = self.decode(row)
-                yield replace(violation, detail=ABSORBED) if absorbed else violation
-            elif not self._repeats(self._row_key(row)):
-                self._limit(Kind(row[Row.KIND]))
+                yield (replace(violation, detail=ABSORBED) if absorbed else violation), True
+            elif PROCESS.left < -OWED_S / 2 or not self._repeats(self._row_key(row)):
+                counted[kind] = counted.get(kind, 0) + 1
+        if counted:
+            kinds = {Kind(kind).name.lower(): number for kind, number in counted.items()}
+            self.limited.add(kinds, sum(counted.values()))
 
     def _absorbed(self, row: Sequence[int]) -> bool:
         """Whether ``row`` is of a write without a trace on bytes with NaN or infinity, by the fingerprint: NaN written
@@ -249,9 +265,6 @@ class Reporter:
             if len(self._not_finite) > MOST_NOT_FINITE:
                 self._not_finite.popitem(last=False)
         return row[Row.KIND] == Kind.LOST_WRITE and bytes_ in self._not_finite
-
-    def _limit(self, kind: Kind) -> None:
-        self.limited.add({kind.name.lower(): 1})
 
     def _swallow(self, row: list[int]) -> bool:
         """A probe came out of the ring, see `AlarmTest`. Gives whether the slot's bytes are wrong all the same; then
